@@ -1,0 +1,308 @@
+"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch alone.
+
+Shapes: B sequences, T positions, C = n_embd channels, H query heads, K key/value heads, D channels a head, V vocabulary.
+The from-scratch default follows what small-model speed runs settled on: RMSNorm, rotary positions (Su et al. 2021),
+QK-norm (Henry et al. 2020), squared ReLU (So et al. 2021), zero-initialised output projections, untied head.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -1                                  # a target that is not trained on; set from lengths, never from token ids
+LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**27}     # elements of a chunk of logits: 32 MiB / 512 MiB in fp32
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 50257                  # real ids; the weights are padded to a multiple of 64
+    block_size: int = 1024                   # longest sequence, tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_kv_head: int | None = None             # None: as many as n_head; fewer is grouped-query attention
+    head_dim: int | None = None              # None: n_embd / n_head
+    mlp_hidden: int | None = None            # None: 4 n_embd (gelu, relu2), 8/3 n_embd rounded up to 64 (swiglu)
+    norm: str = "rmsnorm"                    # rmsnorm | layernorm
+    norm_eps: float = 1e-5
+    position: str = "rope"                   # rope | learned
+    rope_theta: float = 10000.0
+    qk_norm: bool = True                     # RMSNorm of each query and key head, before the rotation
+    mlp: str = "relu2"                       # relu2 | gelu | swiglu
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tied_head: bool = False                  # the head shares the token embedding's weights
+    logit_softcap: float = 0.0               # logits = cap * tanh(logits / cap); 0: off
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd, and rotary positions turn channels in pairs")
+        wide = -(-8 * self.n_embd // (3 * 64)) * 64 if self.mlp == "swiglu" else 4 * self.n_embd
+        self.mlp_hidden = self.mlp_hidden or wide
+
+    @property
+    def padded_vocab_size(self):
+        return -(-self.vocab_size // 64) * 64
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)      # one dtype: the fused kernel
+
+
+def make_norm(config):
+    kind = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}[config.norm]
+    return kind(config.n_embd, eps=config.norm_eps)
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding, halves layout (as Llama's): x [B, T, heads, D], cos and sin [T, 1, D/2]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def attend(q, k, v, backend, dropout=0.0):
+    """Causal attention of q [B, H, T, D] over k, v [B, K, T, D] -> [B, H, T, D].
+
+    `sdpa` is PyTorch's fused kernel. `math` writes the two products out: on a CPU in bf16 it takes 1.2 ms forward and
+    backward where the fused kernel takes 7.8 (B=32, H=4, T=64, D=32), and 12 against 15 at T=1024.
+    """
+    if backend == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout,
+                                              enable_gqa=q.shape[1] != k.shape[1])
+    (B, H, T, D), groups = q.shape, q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    q, k, v = (z.reshape(B * H, T, D) for z in (q, k, v))
+    future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    weights = torch.baddbmm(future, q, k.transpose(1, 2), alpha=D**-0.5).softmax(-1)
+    return torch.bmm(F.dropout(weights, dropout), v).view(B, H, T, D)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, backend):
+        super().__init__()
+        self.config, self.backend = config, backend
+        H, K, D = config.n_head, config.n_kv_head, config.head_dim
+        self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.qkv_bias)
+        self.out = nn.Linear(H * D, config.n_embd, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm = nn.Parameter(torch.ones(D))
+            self.k_norm = nn.Parameter(torch.ones(D))
+
+    def forward(self, x, cos, sin):
+        c, (B, T, _) = self.config, x.shape
+        H, K, D = c.n_head, c.n_kv_head, c.head_dim
+        qk, v = self.qkv(x).view(B, T, H + 2 * K, D).split((H + K, K), dim=2)     # queries and keys share what follows
+        if c.qk_norm:
+            gain = torch.cat((self.q_norm.expand(H, D), self.k_norm.expand(K, D)))
+            qk = F.rms_norm(qk, (D,), eps=c.norm_eps) * gain.to(qk.dtype)
+        if c.position == "rope":
+            qk = rotate(qk, cos.to(qk.dtype), sin.to(qk.dtype))
+        q, k = qk.split((H, K), dim=2)
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.backend,
+                   c.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).reshape(B, T, H * D))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.kind = config.mlp
+        self.up = nn.Linear(config.n_embd, config.mlp_hidden, bias=config.mlp_bias)
+        self.gate = nn.Linear(config.n_embd, config.mlp_hidden, bias=config.mlp_bias) if self.kind == "swiglu" else None
+        self.down = nn.Linear(config.mlp_hidden, config.n_embd, bias=config.mlp_bias)
+
+    def forward(self, x):
+        if self.kind == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.kind == "gelu":
+            return self.down(F.gelu(self.up(x), approximate="tanh"))     # GPT-2's
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config, backend):
+        super().__init__()
+        self.dropout = config.dropout
+        self.attention_norm, self.attention = make_norm(config), Attention(config, backend)
+        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+
+    def forward(self, x, cos, sin):
+        x = x + F.dropout(self.attention(self.attention_norm(x), cos, sin), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """`model(x, y)` is the summed cross entropy, `model(x)` the logits. See `forward`."""
+
+    def __init__(self, config, attention="sdpa", gradient_checkpointing=False, loss_chunks=0):
+        """attention: sdpa | math; gradient_checkpointing: recompute each block in the backward pass;
+        loss_chunks: pieces in which the head and the loss are computed, 0: as many as LOGITS_AT_A_TIME asks for."""
+        super().__init__()
+        self.config, self.gradient_checkpointing, self.loss_chunks = config, gradient_checkpointing, loss_chunks
+        V, C = config.padded_vocab_size, config.n_embd
+        self.token_embedding = nn.Embedding(V, C)
+        self.position_embedding = nn.Embedding(config.block_size, C) if config.position == "learned" else None
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
+        self.final_norm = make_norm(config)
+        self.head = None if config.tied_head else nn.Linear(C, V, bias=False)
+        if config.position == "rope":
+            rate = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+            angle = torch.outer(torch.arange(config.block_size).float(), rate)[:, None, :]      # [T, 1, D/2]
+            self.register_buffer("cos", angle.cos(), persistent=False)
+            self.register_buffer("sin", angle.sin(), persistent=False)
+        else:
+            self.cos = self.sin = None
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self):
+        """Loss at start within 0.05 of ln(vocab_size): what leaves a block, and an untied head, begins at zero; a tied
+        head begins small enough (logits of variance 0.01) that its own token does not stand out."""
+        c = self.config
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            nn.init.zeros_(block.attention.out.weight)
+            nn.init.zeros_(block.mlp.down.weight)
+        nn.init.normal_(self.token_embedding.weight, std=0.1 * c.n_embd**-0.5 if c.tied_head else 1.0)
+        if self.position_embedding is not None:
+            nn.init.normal_(self.position_embedding.weight, std=self.token_embedding.weight.std().item())
+        if self.head is not None:
+            nn.init.zeros_(self.head.weight)
+
+    @property
+    def head_weight(self):
+        """[V padded, C]"""
+        return self.token_embedding.weight if self.head is None else self.head.weight
+
+    def n_params(self, embeddings=True):
+        """Number of weights, padding rows included; without embeddings: look-up tables left out (a tied head is one)."""
+        total = sum(p.numel() for p in self.parameters())
+        tables = [t for t in (self.token_embedding, self.position_embedding) if t is not None]
+        return total if embeddings else total - sum(t.weight.numel() for t in tables)
+
+    def flops_per_token(self, T):
+        """Forward and backward, 6 N + 12 L H D T (PaLM, appendix B): N counts every weight used in a matrix product
+        (the head once, tied or not; look-up tables not); attention without the causal halving."""
+        c = self.config
+        N = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear)) + self.head_weight.numel()
+        return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * T
+
+    def hidden(self, x):
+        """Token ids [B, T] -> what the head reads [B, T, C], in autocast's bf16 or in fp32."""
+        T = x.shape[1]
+        h = self.token_embedding(x)
+        if self.position_embedding is not None:
+            h = h + self.position_embedding.weight[:T]
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+            h = h.bfloat16()         # the residual stream too: half the memory traffic; fp16's range would be too narrow
+        h = F.dropout(h, self.config.dropout, self.training)
+        cos, sin = (None, None) if self.cos is None else (self.cos[:T], self.sin[:T])
+        for block in self.blocks:
+            if self.gradient_checkpointing and self.training:
+                h = checkpoint(block, h, cos, sin, use_reentrant=False)
+            else:
+                h = block(h, cos, sin)
+        return self.final_norm(h)
+
+    def logits(self, h):
+        """[..., C] -> fp32 logits [..., vocab_size]; padding ids are cut off."""
+        logits = F.linear(h, self.head_weight)[..., :self.config.vocab_size].float()
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def forward(self, x, y=None):
+        """x [B, T] token ids. With targets y [B, T] (IGNORE where not trained on): the *sum* of the cross entropies in
+        nats, fp32 [], to be divided by the number of targets in the whole optimizer step. Without: logits [B, T, V]."""
+        h = self.hidden(x)
+        if y is None:
+            return self.logits(h)
+        h, y = h.flatten(0, 1), y.flatten()
+        rows = -(-len(h) // self.loss_chunks) if self.loss_chunks else \
+            max(1, LOGITS_AT_A_TIME.get(h.device.type, 2**27) // self.config.padded_vocab_size)
+        return HeadAndLoss.apply(h, self.head_weight, y, self.config.vocab_size, self.config.logit_softcap, rows)
+
+    @torch.no_grad()
+    def generate(self, x, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+        """Continue x [B, T] by max_new_tokens; temperature 0 is greedy. The plain reference: it keeps no cache and
+        computes every position anew for each token."""
+        for _ in range(max_new_tokens):
+            logits = self.logits(self.hidden(x[:, -self.config.block_size:])[:, -1])
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits / temperature
+                if top_k is not None:
+                    least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, float("-inf"))
+                token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            x = torch.cat((x, token), dim=1)
+        return x
+
+
+class HeadAndLoss(torch.autograd.Function):
+    """Summed cross entropy of a linear head, `rows` positions at a time, so that B*T*V logits never exist at once.
+
+    The gradient of a summed cross entropy is softmax - onehot, so it is taken while a chunk's logits are at hand: nothing
+    is recomputed in the backward pass and only [B*T, C] and [V, C] are kept. At 32 x 1024 x 50304 the fp32 logits and
+    their gradient would be 6,288 MiB each; chunks of 2**27 logits hold 512 MiB each.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, vocab_size, softcap, rows):
+        input_dtype, w = h.dtype, weight.to(h.dtype)
+        if torch.is_autocast_enabled(h.device.type):
+            low = torch.get_autocast_dtype(h.device.type)
+            h, w = h.to(low), w.to(low)
+        dh = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        for start in range(0, len(h), rows):
+            chunk, y = h[start:start + rows], targets[start:start + rows]
+            logits = (chunk @ w.t()).float()
+            if softcap:
+                logits = softcap * torch.tanh(logits / softcap)
+            logits[:, vocab_size:] = float("-inf")
+            logp = torch.log_softmax(logits, dim=-1)
+            trained = (y != IGNORE).float()
+            index = y.clamp(min=0)[:, None]
+            loss -= (logp.gather(1, index)[:, 0] * trained).sum()
+            if dh is None and dw is None:
+                continue
+            grad = logp.exp_()                                                   # softmax, then softmax - onehot
+            grad.scatter_add_(1, index, grad.new_full((1, 1), -1.0).expand(len(y), 1))
+            grad *= trained[:, None]
+            if softcap:
+                logits[:, vocab_size:] = 0
+                grad *= 1 - (logits / softcap).square()
+            grad = grad.to(h.dtype)
+            if dh is not None:
+                torch.mm(grad, w, out=dh[start:start + rows])
+            if dw is not None:
+                dw += grad.t() @ chunk
+        ctx.save_for_backward(dh, dw)
+        ctx.dtypes = input_dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, scale):
+        dh, dw = ctx.saved_tensors
+        dh = None if dh is None else (dh.float() * scale).to(ctx.dtypes[0])
+        dw = None if dw is None else (dw * scale).to(ctx.dtypes[1])
+        return dh, dw, None, None, None, None

@@ -1,0 +1,179 @@
+"""Checkpoints that are whole or not there, and the rest of a run folder.
+
+    out/run/config.json               every knob, resolved
+            model.json                architecture, tokenizer, prompt template: with any checkpoint's weights, the model
+            metrics.jsonl training.log
+            checkpoints/step_00000100/model.safetensors   weights, readable by anyone
+                                      state.pt            optimizer, scaler (absent with save_only_model)
+                                      meta.json           step, validation loss, SHA-256 of the files beside it
+"""
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from runtime.config import BadInput
+
+
+# --- files that are whole or not there ---
+
+def fsync(path):
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path, content):
+    """Replace the file by `content` (bytes): after a crash it holds the old or the new, never a part."""
+    temporary = Path(f"{path}.tmp")
+    temporary.write_bytes(content)
+    fsync(temporary)
+    temporary.rename(path)
+    fsync(Path(path).parent)
+
+
+def sha256(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else \
+            hashlib.sha256(f.read()).hexdigest()
+
+
+# --- checkpoints ---
+
+def save(out_dir, step, weights, state, val_loss=None, keep_last=2):
+    """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation loss.
+
+    weights: {name: tensor}; state: anything that torch.load(weights_only=True) reads back, or None. Written under
+    another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as they were.
+    """
+    folder = Path(out_dir) / "checkpoints"
+    final, partial = folder / f"step_{step:08d}", folder / "partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(weights, partial / "model.safetensors")
+        if state is not None:
+            torch.save(state, partial / "state.pt")
+        files = sorted(p.name for p in partial.iterdir())
+        for name in files:
+            fsync(partial / name)
+        meta = {"step": step, "val_loss": val_loss, "sha256": {name: sha256(partial / name) for name in files}}
+        write_atomically(partial / "meta.json", json.dumps(meta, indent=1).encode())
+        if final.exists():                    # one that failed its checksum, or an evaluation of the same step
+            shutil.rmtree(final)
+        partial.rename(final)
+        fsync(folder)
+    except (OSError, SafetensorError, RuntimeError) as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} ({getattr(e, 'strerror', None) or e}): "
+                       "free some space and go on with --init_from=resume; the earlier checkpoints are untouched.") from None
+    keep = steps(out_dir)[-keep_last:] + [best(out_dir)]
+    for old in steps(out_dir):
+        if old not in keep:
+            shutil.rmtree(folder / f"step_{old:08d}", ignore_errors=True)
+
+
+def steps(out_dir):
+    """The steps that have a checkpoint, in order."""
+    found = [re.fullmatch(r"step_(\d+)", p.name) for p in Path(out_dir, "checkpoints").glob("step_*")]
+    return sorted(int(m[1]) for m in found if m)
+
+
+def read_meta(out_dir, step):
+    try:
+        return json.loads((Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "meta.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def best(out_dir):
+    """The step of least validation loss among the checkpoints; None if none was evaluated."""
+    losses = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir)}
+    losses = {step: loss for step, loss in losses.items() if loss is not None}
+    return min(losses, key=losses.get) if losses else None
+
+
+def damage(out_dir, step):
+    """None if every file of the checkpoint is as it was written, else what is wrong with it."""
+    folder = Path(out_dir) / "checkpoints" / f"step_{step:08d}"
+    expected = read_meta(out_dir, step).get("sha256")
+    if not expected:
+        return "meta.json is missing or unreadable"
+    for name, digest in expected.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if sha256(folder / name) != digest:
+            return f"{name} fails its checksum"
+    return None
+
+
+def newest_intact(out_dir, say=print):
+    """The newest step whose checkpoint is whole; damaged ones are named and passed over. None if there is none."""
+    for step in reversed(steps(out_dir)):
+        problem = damage(out_dir, step)
+        if problem is None:
+            return step
+        say(f"The checkpoint of step {step} in {out_dir} is damaged ({problem}); trying the one before.")
+    return None
+
+
+def load(out_dir, step, device="cpu"):
+    """(weights, state, meta) of a checkpoint; state is None if only the model was saved."""
+    folder = Path(out_dir) / "checkpoints" / f"step_{step:08d}"
+    weights = load_file(folder / "model.safetensors", device=str(device))
+    state = torch.load(folder / "state.pt", map_location=device, weights_only=True) \
+        if (folder / "state.pt").exists() else None
+    return weights, state, read_meta(out_dir, step)
+
+
+def has_state(out_dir, step):
+    """Whether training can go on from the checkpoint, and not only be started from its weights."""
+    return "state.pt" in read_meta(out_dir, step)["sha256"]
+
+
+# --- run folders ---
+
+def read_model(out_dir):
+    """model.json of a run: architecture, tokenizer, prompt template."""
+    try:
+        return json.loads((Path(out_dir) / "model.json").read_text())
+    except (OSError, ValueError):
+        raise BadInput(f"{out_dir} is not a run folder (no readable model.json there): give the out_dir of a training "
+                       "run.") from None
+
+
+def choose(out_dir, say=print):
+    """The step whose weights stand for the run: the best evaluated, or the newest if none was."""
+    step = best(out_dir)
+    if step is None or damage(out_dir, step):
+        step = newest_intact(out_dir, say)
+    if step is None:
+        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or let this one go on until it saves.")
+    return step
+
+
+def open_run(out_dir, config, model, overwrite=False, resume=False):
+    """Write config.json and model.json; refuse an out_dir that holds a run unless it is to be overwritten or resumed."""
+    folder = Path(out_dir)
+    try:
+        if (folder / "config.json").exists() and not resume:
+            if not overwrite:
+                raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
+                               "--overwrite, or choose another --out_dir=.")
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            for name in ("config.json", "model.json", "metrics.jsonl", "training.log"):
+                (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "model.json", json.dumps(model, indent=1).encode())
+        write_atomically(folder / "config.json", json.dumps(config, indent=1).encode())
+    except OSError as e:
+        raise BadInput(f"{out_dir} can't be written to ({e.strerror}): choose another --out_dir=.") from None

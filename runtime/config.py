@@ -1,0 +1,160 @@
+"""Knobs: dataclass defaults, then config files (Python files of assignments), then --key=value flags; the last one wins.
+
+A key that no dataclass field has is an error, from a file as from a flag, and so is a value of the wrong type.
+"""
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import re
+import sys
+import traceback
+import types
+import typing
+from pathlib import Path
+
+
+class BadInput(Exception):
+    """Something the user can mend. The message is one sentence: what is wrong and what to do. Exit code 2."""
+
+
+def load(Config, argv, frozen=()):
+    """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits.
+
+    With init_from=resume the values of the run in out_dir stand in for the defaults; a knob named in `frozen` that is
+    given another value then is an error, since the run could not go on with it.
+    """
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    hints = typing.get_type_hints(Config)
+    given = {}
+    for arg in argv:
+        if arg in ("-h", "--help"):
+            print(help_text(Config))
+            sys.exit(0)
+        elif arg.startswith("--"):
+            key, equals, text = arg[2:].partition("=")
+            check_known(key, fields, f"--{key}")
+            if not equals and bool not in choices(hints[key]):
+                raise BadInput(f"--{key} needs a value: write --{key}=VALUE.")
+            given[key] = parse(text if equals else "true", hints[key], f"--{key}")
+        elif arg.endswith(".py"):
+            for key, value in read_file(arg).items():
+                check_known(key, fields, f"{arg}: {key}")
+                given[key] = check_type(value, hints[key], f"{arg}: {key}")
+        else:
+            raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form --key=value.")
+
+    values = {name: f.default for name, f in fields.items()}
+    if given.get("init_from") == "resume":
+        out_dir = given.get("out_dir", values["out_dir"])
+        saved = read_saved(out_dir)
+        for key in frozen:
+            if key in given and key in saved and given[key] != saved[key]:
+                raise BadInput(f"{key}={given[key]} can't continue the run in {out_dir}, which has {key}={saved[key]}; "
+                               "leave it out, or start a new run with another out_dir.")
+        values |= {key: value for key, value in saved.items() if key in fields}
+    return Config(**(values | given))
+
+
+def read_saved(out_dir):
+    """The resolved config of the run in out_dir, as a dictionary."""
+    path = Path(out_dir) / "config.json"
+    if not path.is_file():
+        raise BadInput(f"{out_dir} is not the folder of a run (it has no config.json): give the out_dir of one.")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as e:
+        raise BadInput(f"{path} is not readable JSON ({e}); restore it, or start a new run.") from None
+
+
+def read_file(path):
+    """The assignments of a config file, without modules and names that begin with an underscore."""
+    if not Path(path).is_file():
+        raise BadInput(f"There is no config file {path}.")
+    names = {"__file__": path}
+    try:
+        exec(compile(Path(path).read_text(), path, "exec"), names)
+    except Exception as e:
+        lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
+        where = f" at line {lines[-1] if lines else e.lineno}" if lines or isinstance(e, SyntaxError) else ""
+        raise BadInput(f"{path} failed{where}: {type(e).__name__}: {e}") from None
+    return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+
+
+def check_known(key, fields, what):
+    if key not in fields:
+        near = difflib.get_close_matches(key.replace("-", "_"), fields, n=1)
+        raise BadInput(f"{what} is not a knob{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}")
+
+
+def choices(hint):
+    """The types or literal values that a field's annotation admits."""
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    if isinstance(hint, types.UnionType):
+        return [c for part in typing.get_args(hint) for c in choices(part)]
+    return [hint]
+
+
+def parse(text, hint, what):
+    """The value that a flag's text stands for: None, true/false, a whole number (2e4 too), a number, or the text."""
+    options = choices(hint)
+    if type(None) in options and text.lower() in ("none", "null"):
+        return None
+    if bool in options and text.lower() in ("true", "false", "1", "0", "yes", "no"):
+        return text.lower() in ("true", "1", "yes")
+    if int in options or float in options:
+        for number in (int, float):
+            try:
+                value = number(text)
+            except ValueError:
+                continue
+            whole = number is float and int in options and value.is_integer()
+            return check_type(int(value) if whole else value, hint, what)
+    return check_type(text, hint, what)
+
+
+def check_type(value, hint, what):
+    options = choices(hint)
+    kind = type(value)
+    if any(value is o or (isinstance(o, str) and value == o) for o in options) or kind in options:
+        if not (kind is float and math.isnan(value)):
+            return value
+    if value is None and type(None) in options:
+        return None
+    if kind is int and float in options:
+        return float(value)
+    wanted = [o if isinstance(o, str) else "None" if o is type(None) else
+              {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[o] for o in options]
+    near = difflib.get_close_matches(str(value), [o for o in options if isinstance(o, str)], n=1)
+    raise BadInput(f"{what}={value} should be {', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
+                   f"{f'; did you mean {near[0]}?' if near else '.'}")
+
+
+def at_least(cfg, least, names):
+    """BadInput if one of the named knobs (None aside) is smaller than `least`."""
+    for name in names.split():
+        value = getattr(cfg, name)
+        if value is not None and value < least:
+            raise BadInput(f"--{name}={value} is too small: it must be at least {least}.")
+
+
+def below(cfg, limit, names):
+    """BadInput if one of the named knobs is not smaller than `limit`."""
+    for name in names.split():
+        if getattr(cfg, name) >= limit:
+            raise BadInput(f"--{name}={getattr(cfg, name)} is too large: it must be below {limit}.")
+
+
+def help_text(Config):
+    """Every knob with its default, the values it admits and its comment, read off the dataclass's own source."""
+    lines, hints = [], typing.get_type_hints(Config)
+    for line in inspect.getsource(Config).splitlines():
+        if heading := re.match(r"    # (.*)", line):
+            lines.append(f"\n{heading[1]}")
+        elif knob := re.match(r"    (\w+): .*? = ([^#]*?)\s*(?:# (.*))?$", line):
+            values = " | ".join(c for c in choices(hints[knob[1]]) if isinstance(c, str))
+            lines.append(f"  --{knob[1] + '=' + knob[2]:<40} {'. '.join(filter(None, (values, knob[3])))}".rstrip())
+    module = sys.modules[Config.__module__]
+    return f"{(module.__doc__ or '').strip()}\n" + "\n".join(lines)

@@ -1,0 +1,71 @@
+"""The ranks that torchrun started, or the one process that runs without it."""
+import os
+
+import torch
+import torch.distributed as dist
+
+from runtime.config import BadInput
+
+
+def init():
+    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    if "RANK" in os.environ and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def close():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank():
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main():
+    return rank() == 0
+
+
+def sum(values):
+    """The elementwise sum over all ranks of a list of numbers, as a list of float64."""
+    if not dist.is_initialized():
+        return [float(v) for v in values]
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def any(flag):
+    """True on every rank if it is true on one."""
+    return sum([flag])[0] > 0
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def on_main(function):
+    """Run `function` on the first rank alone; every rank gets what it returned, or the BadInput that it raised."""
+    if not dist.is_initialized():
+        return function()
+    answer = [None, None]
+    if is_main():
+        try:
+            answer[0] = function()
+        except BadInput as e:
+            answer[1] = str(e)
+    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    if answer[1] is not None:
+        raise BadInput(answer[1])
+    return answer[0]

@@ -1,0 +1,74 @@
+"""What keeps a run safe: its exit codes, the signals that ask it to stop, steps whose gradients are not finite."""
+import os
+import signal
+import sys
+
+import torch
+
+from runtime import distributed
+from runtime.config import BadInput
+
+
+def run(main):
+    """Call main() and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else. Under torchrun the
+    first rank speaks for all."""
+    try:
+        code = main()
+    except BadInput as e:
+        if distributed.is_main():
+            print(f"error: {e}", file=sys.stderr)
+        code = 2
+    distributed.close()
+    sys.exit(code)
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM set `received` instead of ending the process; a second Ctrl-C does end it."""
+
+    def __init__(self):
+        self.received = None
+        signal.signal(signal.SIGTERM, self.note)
+        signal.signal(signal.SIGINT, self.note)
+
+    def note(self, number, frame):
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    def requested(self):
+        """True on all ranks once one of them was asked to stop."""
+        return distributed.any(self.received is not None)
+
+    def exit_code(self):
+        """130 after Ctrl-C, 143 after SIGTERM, as a shell reports them."""
+        return 128 + (self.received or signal.SIGTERM)
+
+
+class NonFinite:
+    """What to do about a step whose gradients are not finite: `skip` it; after `patience` in a row `rollback`, once;
+    then `stop`. fp16's overflows do not count while the loss scale is still on its way down."""
+
+    def __init__(self, patience=5):
+        self.patience, self.in_a_row, self.rolled_back = patience, 0, False
+
+    def after(self, finite, scale=1.0):
+        """'ok', 'skip', 'rollback' or 'stop'. scale: GradScaler's, 1 without one."""
+        if finite:
+            self.in_a_row = 0
+            return "ok"
+        if scale > 1.0:
+            return "skip"
+        self.in_a_row += 1
+        if self.in_a_row < self.patience:
+            return "skip"
+        if self.rolled_back:
+            return "stop"
+        self.in_a_row, self.rolled_back = 0, True
+        return "rollback"
+
+
+def keep_batch(out_dir, step, **tensors):
+    """Put the batch that broke a step on the disk; returns the file."""
+    path = os.path.join(out_dir, f"bad_batch_step_{step}_rank_{distributed.rank()}.pt")
+    torch.save(tensors, path)
+    return path

@@ -1,0 +1,65 @@
+"""What train.py and grpo.py share of an optimizer step."""
+import math
+
+import torch
+import torch.nn as nn
+
+
+def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), fused=True,
+          momentum=0.95, adamw_lr_scale=1.0):
+    """The optimizers of a step, as a list. Weight decay on matrices only, not on norms and biases.
+
+    muon: torch.optim.Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size so
+    that one learning rate can serve both; AdamW, at adamw_lr_scale times that rate, for embeddings, head and the rest.
+    Each parameter group keeps its multiple of the learning rate as `lr_scale`.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    hidden = {name for name, p in trained.items() if name.startswith("blocks.") and p.ndim == 2}
+
+    def group(names, decay, lr_scale=1.0):
+        return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay, "lr_scale": lr_scale}
+
+    muon = optimizer == "muon"
+    by_adamw = set(trained) - hidden if muon else set(trained)
+    matrices = {name for name in by_adamw if trained[name].ndim >= 2}
+    scale = adamw_lr_scale if muon else 1.0
+    groups = [group(matrices, weight_decay, scale), group(by_adamw - matrices, 0.0, scale)]
+    optimizers = [torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=fused)]
+    if muon and hidden:
+        optimizers.append(torch.optim.Muon([group(hidden, weight_decay)], lr=learning_rate, momentum=momentum,
+                                           adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):
+    """Learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to min_lr, or constant, or
+    wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al. 2024)."""
+    if step < warmup_steps:
+        return learning_rate * (step + 1) / warmup_steps
+    start = {"wsd": max(warmup_steps, max_steps - math.ceil(cooldown * max_steps))}.get(schedule, warmup_steps)
+    done = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
+    share = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}.get(schedule, 1 - done)
+    return min_lr + share * (learning_rate - min_lr)
+
+
+def apply_step(optimizers, scaler, lr, grad_clip=0.0):
+    """Unscale, clip, check, step, clear. Returns (norm of the gradients before clipping, whether they were finite).
+
+    DDP has summed the gradients before, so every rank computes the same norm and decides alike; with a non-finite one
+    no optimizer moves. Reading the norm is the step's one wait for the GPU.
+    """
+    parameters = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=None)
+    finite = bool(torch.isfinite(norm))
+    if finite and grad_clip:
+        nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        if finite:
+            scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return norm.item(), finite
