@@ -180,9 +180,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.mlp.down.weight)
-        nn.init.normal_(self.token_embedding.weight, std=0.1 * c.n_embd**-0.5 if c.tied_head else 1.0)
-        if self.position_embedding is not None:
-            nn.init.normal_(self.position_embedding.weight, std=self.token_embedding.weight.std().item())
+        for table in self.tables():
+            nn.init.normal_(table.weight, std=0.1 * c.n_embd**-0.5 if c.tied_head else 1.0)
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
 
@@ -191,11 +190,13 @@ class GPT(nn.Module):
         """[V padded, C]"""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
+    def tables(self):
+        return [t for t in (self.token_embedding, self.position_embedding) if t is not None]
+
     def n_params(self, embeddings=True):
         """Number of weights, padding rows included; without embeddings: look-up tables left out (a tied head is one)."""
         total = sum(p.numel() for p in self.parameters())
-        tables = [t for t in (self.token_embedding, self.position_embedding) if t is not None]
-        return total if embeddings else total - sum(t.weight.numel() for t in tables)
+        return total if embeddings else total - sum(t.weight.numel() for t in self.tables())
 
     def flops_per_token(self, T):
         """Forward and backward, 6 N + 12 L H D T (PaLM, appendix B): N counts every weight used in a matrix product

@@ -61,7 +61,6 @@ class Config:
     # optimizer
     optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
-    adamw_lr_scale: float = 1.0              # with muon: learning rate of embeddings and head, as a multiple
     min_lr: float = 0.0                      # where the schedule ends
     warmup_steps: int = 10
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
@@ -101,7 +100,7 @@ ARCHITECTURE = ("block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden 
 def check(cfg):
     config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size max_steps eval_tokens "
                             "gradient_accumulation_steps eval_interval log_interval save_interval keep_last prefetch")
-    config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate adamw_lr_scale min_lr warmup_steps weight_decay beta1 "
+    config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
                             "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
     if cfg.batch_size * cfg.gradient_accumulation_steps % distributed.world_size():
@@ -200,14 +199,14 @@ def main(argv):
     # Data and model. A run folder to start from settles the architecture.
     start = distributed.on_main(lambda: starting_point(cfg))
     tokenizer = Tokenizer(cfg.tokenizer)
-    folder = distributed.on_main(lambda: prepare_data(cfg, tokenizer))
+    folder = prepare_data(cfg, tokenizer)
     sequences = cfg.batch_size * cfg.gradient_accumulation_steps
     windows = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, sequences, cfg.seed, rank, world)
     valid_text = data.TokenFile(folder, "valid")
     torch.manual_seed(cfg.seed)
     model = GPT(architecture(cfg, tokenizer), hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks).to(hw.device)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
-                             cfg.fused_adamw, cfg.muon_momentum, cfg.adamw_lr_scale)
+                             cfg.fused_adamw, cfg.muon_momentum)
     scaler, nonfinite, lr_factor = hw.scaler(), guard.NonFinite(), 1.0
 
     def restore(out_dir, step, whole=True):

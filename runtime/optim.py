@@ -6,24 +6,22 @@ import torch.nn as nn
 
 
 def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), fused=True,
-          momentum=0.95, adamw_lr_scale=1.0):
+          momentum=0.95):
     """The optimizers of a step, as a list. Weight decay on matrices only, not on norms and biases.
 
     muon: torch.optim.Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size so
-    that one learning rate can serve both; AdamW, at adamw_lr_scale times that rate, for embeddings, head and the rest.
-    Each parameter group keeps its multiple of the learning rate as `lr_scale`.
+    that one learning rate serves both; AdamW for embeddings, head and the rest.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = {name for name, p in trained.items() if name.startswith("blocks.") and p.ndim == 2}
 
-    def group(names, decay, lr_scale=1.0):
-        return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay, "lr_scale": lr_scale}
+    def group(names, decay):
+        return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay}
 
     muon = optimizer == "muon"
     by_adamw = set(trained) - hidden if muon else set(trained)
     matrices = {name for name in by_adamw if trained[name].ndim >= 2}
-    scale = adamw_lr_scale if muon else 1.0
-    groups = [group(matrices, weight_decay, scale), group(by_adamw - matrices, 0.0, scale)]
+    groups = [group(matrices, weight_decay), group(by_adamw - matrices, 0.0)]
     optimizers = [torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=fused)]
     if muon and hidden:
         optimizers.append(torch.optim.Muon([group(hidden, weight_decay)], lr=learning_rate, momentum=momentum,
@@ -57,7 +55,7 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
         nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
+            group["lr"] = lr
         if finite:
             scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)

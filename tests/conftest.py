@@ -1,0 +1,68 @@
+"""Every test runs on what it generates: no download, no GPU."""
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4, "max_steps": 20, "eval_interval": 10,
+        "save_interval": 10, "log_interval": 1, "warmup_steps": 2, "eval_tokens": 640}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text file of 60 kB with words, numbers, blank lines and characters of several bytes."""
+    rng = random.Random(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "naïve", "über", "漢字", "don't", "42", "3.14", "\n", "\n\n", " \n "]
+    path = tmp_path_factory.mktemp("text") / "cats.txt"
+    path.write_text(" ".join(rng.choices(words, k=12_000)))
+    return path
+
+
+def flags(**knobs):
+    return [f"--{key}={value}" for key, value in knobs.items()]
+
+
+def command(out_dir, ranks=1, script="train.py", defaults=TINY, **knobs):
+    start = [sys.executable] if ranks == 1 else \
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return start + [str(ROOT / script)] + flags(**(defaults | {"out_dir": out_dir} | knobs))
+
+
+def environment(**extra):
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | extra
+
+
+def run(out_dir, text, ranks=1, env=None, **knobs):
+    """The finished process of a tiny training run on the text."""
+    knobs = {"dataset": text, "data_dir": Path(text).parent / "tokens"} | knobs
+    return subprocess.run(command(out_dir, ranks, **knobs), env=environment(**(env or {})), capture_output=True, text=True,
+                          timeout=120)
+
+
+def trained(out_dir, text, **knobs):
+    """As `run`, and it must succeed."""
+    done = run(out_dir, text, **knobs)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def weights(out_dir, step=20):
+    from runtime import checkpoint
+    return checkpoint.load(out_dir, step)[0]
+
+
+def metrics(out_dir, key="loss"):
+    lines = [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max((a[k] - b[k]).abs().max().item() for k in a)

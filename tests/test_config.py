@@ -1,0 +1,82 @@
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from runtime import config
+from runtime.config import BadInput
+
+
+@dataclass
+class Config:
+    """A few knobs."""
+    # the run
+    out_dir: str = "out/a"      # a folder
+    init_from: str = "scratch"
+    # the rest
+    learning_rate: float = 1e-3     # typical: 3e-4
+    n_layer: int = 4
+    n_kv_head: int | None = None
+    compile: bool | None = None
+    tied: bool = False
+    optimizer: Literal["adamw", "muon"] = "adamw"
+
+
+def load(*argv, **kw):
+    return config.load(Config, argv, **kw)
+
+
+def test_values_get_their_field_s_type():
+    cfg = load("--learning_rate=1", "--n_layer=2e1", "--n_kv_head=2", "--compile=False", "--tied", "--out_dir=a=b")
+    assert (cfg.learning_rate, cfg.n_layer, cfg.n_kv_head, cfg.compile, cfg.tied, cfg.out_dir) == (1.0, 20, 2, False, True, "a=b")
+    assert isinstance(cfg.learning_rate, float) and isinstance(cfg.n_layer, int)
+    assert load("--n_kv_head=none").n_kv_head is None and load("--learning_rate=1e-3").learning_rate == 1e-3
+
+
+def test_files_and_flags_apply_in_order(tmp_path):
+    (tmp_path / "a.py").write_text("import math\n_base = 2\nn_layer = _base * 3\nlearning_rate = 1\ntied = True\n")
+    cfg = load("--n_layer=5", str(tmp_path / "a.py"), "--learning_rate=0.5")
+    assert (cfg.n_layer, cfg.learning_rate, cfg.tied) == (6, 0.5, True)
+
+
+@pytest.mark.parametrize("flag, word", [
+    ("--lerning_rate=1", "learning_rate"), ("--n-layer=3", "n_layer"), ("--n_layer=1.5", "whole number"),
+    ("--n_layer=x", "whole number"), ("--learning_rate=fast", "a number"), ("--learning_rate=nan", "a number"),
+    ("--optimizer=moun", "muon"), ("--tied=maybe", "true or false"), ("--n_layer", "--n_layer=VALUE"), ("n_layer=3", "flag"),
+    ("--zzzzz=1", "--help"), ("nowhere.py", "nowhere.py"), ("--n_layer=none", "whole number"),
+])
+def test_a_wrong_flag_is_one_sentence(flag, word):
+    with pytest.raises(BadInput, match=word) as e:
+        load(flag)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("text, word", [
+    ("n_layers = 3", "did you mean n_layer"), ("n_layer = 2.0", "whole number"), ("tied = 1", "true or false"),
+    ("n_layer = True", "whole number"), ("n_layer = 1 / 0", "line 1: ZeroDivisionError"), ("x = (", "SyntaxError"),
+    ("optimizer = 'sgd'", "adamw or muon"), ("learning_rate = None", "a number"),
+])
+def test_a_wrong_file_is_one_sentence(tmp_path, text, word):
+    (tmp_path / "c.py").write_text(text)
+    with pytest.raises(BadInput, match=word):
+        load(str(tmp_path / "c.py"))
+
+
+def test_resume_takes_the_saved_values_and_refuses_other_frozen_ones(tmp_path):
+    (tmp_path / "config.json").write_text('{"n_layer": 7, "learning_rate": 0.5, "init_from": "scratch"}')
+    resume = ("--init_from=resume", f"--out_dir={tmp_path}")
+    cfg = load(*resume, "--learning_rate=0.25", "--n_layer=7", frozen=["n_layer"])
+    assert (cfg.n_layer, cfg.learning_rate, cfg.init_from) == (7, 0.25, "resume")
+    with pytest.raises(BadInput, match="n_layer=3"):
+        load(*resume, "--n_layer=3", frozen=["n_layer"])
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BadInput, match="not readable JSON"):
+        load(*resume)
+
+
+def test_help_has_every_knob_with_default_choices_and_comment(capsys):
+    with pytest.raises(SystemExit) as e:
+        load("--help")
+    text = capsys.readouterr().out
+    assert e.value.code == 0
+    assert all(word in text for word in ("--learning_rate=1e-3", "typical: 3e-4", "--n_kv_head=None", "adamw | muon", "the rest"))

@@ -1,0 +1,185 @@
+import json
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+
+from runtime import data
+from runtime.config import BadInput
+from runtime.tokenizer import Tokenizer
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@pytest.fixture
+def merging():
+    """A tokenizer with GPT-2's pattern and merges that run across white space, which a careless cut would break."""
+    ranks = {bytes([i]): i for i in range(256)}
+    for pair in (b"\n\n", b" \n", b"\n ", b"  ", b" t", b" a", b"th", b"the", b" \n ", b"\n\n\n"):
+        ranks[pair] = len(ranks)
+    tokenizer = Tokenizer("bytes")
+    tokenizer.name = "merging"
+    tokenizer.encoding = tiktoken.Encoding("merging", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                                           special_tokens={"<|endoftext|>": len(ranks)})
+    tokenizer.n_vocab, tokenizer.eos = tokenizer.encoding.n_vocab, tokenizer.encoding.eot_token
+    return tokenizer
+
+
+def ids_of(folder, split):
+    return data.TokenFile(folder, split)[0:]
+
+
+def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, merging, monkeypatch):
+    monkeypatch.setattr(data, "CHUNK", 300)
+    folder = data.prepare(str(text), merging, tmp_path)
+    whole = text.read_bytes()
+    cut = len(whole) - len(ids_bytes := merging.encoding.decode_bytes(ids_of(folder, "valid").tolist()))
+    assert whole[cut:] == ids_bytes
+    assert np.array_equal(ids_of(folder, "train"), merging.encode(whole[:cut].decode()))
+    assert np.array_equal(ids_of(folder, "valid"), merging.encode(whole[cut:].decode()))
+
+
+def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CHUNK", 64)
+    path = tmp_path / "long.txt"
+    path.write_text("漢字é" * 3000)
+    pieces = list(data.pieces(data.FileSlice(path)))
+    assert max(map(len, pieces)) <= 9 * 64 + 64 and b"".join(pieces) == path.read_bytes()
+    assert all(piece.decode() for piece in pieces)
+
+
+def test_meta_counts_tokens_words_and_bytes(text, tmp_path):
+    folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
+    meta, whole = data.read_meta(folder), text.read_bytes()
+    assert meta["train"]["bytes"] + meta["valid"]["bytes"] == len(whole) == meta["train"]["tokens"] + meta["valid"]["tokens"]
+    assert 0 <= meta["train"]["words"] + meta["valid"]["words"] - len(whole.decode().split()) <= 1
+    assert abs(meta["valid"]["bytes"] / len(whole) - 0.1) < 1e-3
+    assert (meta["name"], meta["n_vocab"], meta["eos"], meta["dtype"]) == ("bytes", 257, 256, "uint16")
+
+
+def test_the_split_keeps_characters_whole(tmp_path):
+    for n in range(20, 26):
+        path = tmp_path / f"{n}.txt"
+        path.write_text("漢" * n)
+        folder = data.prepare(str(path), Tokenizer("bytes"), tmp_path / "t")
+        parts = [bytes(ids_of(folder, s).tolist()).decode() for s in ("train", "valid")]
+        assert "".join(parts) == "漢" * n and parts[1]
+
+
+def test_a_folder_with_splits_is_taken_as_it_is_and_documents_are_separated(tmp_path):
+    source = tmp_path / "book"
+    source.mkdir()
+    for name, content in (("train-1", "one"), ("train-2", "two"), ("valid", "three")):
+        (source / f"{name}.txt").write_text(content)
+    folder = data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
+    assert ids_of(folder, "train").tolist() == [*b"one", 256, *b"two"]
+    assert ids_of(folder, "valid").tolist() == [*b"three"]
+
+
+def test_a_special_token_in_the_text_is_text(tmp_path):
+    (tmp_path / "a.txt").write_text("x<|endoftext|>" * 30)
+    folder = data.prepare(str(tmp_path / "a.txt"), Tokenizer("bytes"), tmp_path / "t")
+    assert 256 not in ids_of(folder, "train")
+
+
+def test_preparation_is_done_once_and_never_trusted_half_made(text, tmp_path, monkeypatch):
+    tokenizer = Tokenizer("bytes")
+
+    def dies(*args):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(data, "write_atomically", dies)
+        with pytest.raises(KeyboardInterrupt):
+            data.prepare(str(text), tokenizer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    folder = data.prepare(str(text), tokenizer, tmp_path)
+    before = (folder / "train.bin").stat().st_mtime_ns
+    assert data.prepare(str(text), tokenizer, tmp_path) == folder and (folder / "train.bin").stat().st_mtime_ns == before
+    for spoil in (lambda: (folder / "meta.json").write_text("{"), lambda: (folder / "valid.bin").write_bytes(b"12"),
+                  lambda: (folder / "meta.json").unlink()):
+        spoil()
+        assert data.prepare(str(text), tokenizer, tmp_path) == folder
+        assert data.is_prepared(folder) and len(ids_of(folder, "valid")) > 2
+    text2 = tmp_path / "cats.txt"
+    text2.write_bytes(text.read_bytes()[:-1] + b"!")
+    assert data.prepare(str(text2), tokenizer, tmp_path) != folder            # another text, another folder
+
+
+@pytest.mark.parametrize("content, word", [(None, "no dataset"), (b"", "no text"), (b"ok " * 99 + b"\xff\xfe", "UTF-8")])
+def test_an_unusable_text_is_one_sentence(tmp_path, content, word):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadInput, match=word):
+        data.prepare(str(path), Tokenizer("bytes"), tmp_path / "t")
+    assert not list((tmp_path / "t").glob("*")) if (tmp_path / "t").exists() else True
+
+
+def test_nanogpt_bins_are_used_where_they_lie(tmp_path):
+    for name, ids in (("train", range(200)), ("val", range(50))):
+        np.array(ids, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    folder = data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+    assert ids_of(folder, "train").tolist() == list(range(200)) and len(data.TokenFile(folder, "valid")) == 50
+    assert data.TokenFile(folder, "valid").words is None
+    np.array([1, 300], dtype=np.uint16).tofile(tmp_path / "val.bin")
+    with pytest.raises(BadInput, match="token id 300"):
+        data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(BadInput, match="val.bin"):
+        data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """A token file with the ids 0, 1, 2, ... so that every position can be told."""
+    np.arange(1003, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "meta.json").write_text(json.dumps({"dtype": "uint16", "train": {"tokens": 1003}}))
+    return data.TokenFile(tmp_path, "train")
+
+
+def test_an_epoch_shows_every_window_once_in_another_order_each_time(counting):
+    windows = data.Windows(counting, 10, 3, seed=7)
+    n = windows.per_epoch
+    starts = torch.cat([windows[step][0][:, 0] for step in range(n)]).tolist()            # three epochs
+    epochs = [starts[i * n:(i + 1) * n] for i in range(3)]
+    for starts in epochs:
+        assert sorted(starts) == list(range(min(starts), min(starts) + 10 * n, 10))       # distinct, and none left out
+    assert len({tuple(e) for e in epochs}) == 3 and len({min(e) for e in epochs}) > 1
+
+
+def test_batches_are_a_pure_function_of_seed_and_step_for_any_number_of_ranks(counting):
+    whole = data.Windows(counting, 10, 12, seed=3)
+    for world in (1, 2, 3, 4):
+        shares = [data.Windows(counting, 10, 12, seed=3, rank=r, world_size=world) for r in range(world)]
+        for step in (40, 0, 9):
+            assert torch.equal(torch.cat([s[step][0] for s in shares]), whole[step][0])
+    x, y = whole[5]
+    assert torch.equal(y, x + 1) and x.shape == (12, 10)
+    assert not torch.equal(data.Windows(counting, 10, 12, seed=4)[5][0], x)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_gives_the_steps_in_order(counting, workers):
+    windows = data.Windows(counting, 10, 4, seed=3)
+    got = list(data.batches(windows, range(7, 12), workers))
+    assert all(torch.equal(x, windows[step][0]) for step, (x, _) in zip(range(7, 12), got)) and len(got) == 5
+
+
+def test_text_shorter_than_a_block_is_refused(counting):
+    data.Windows(counting, 1002, 4, seed=0)[3]
+    with pytest.raises(BadInput, match="1003 tokens"):
+        data.Windows(counting, 1003, 4, seed=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("limit", [None, 1, 95, 10**6])
+def test_a_complete_pass_predicts_every_token_once(counting, world, limit):
+    seen = []
+    for rank in range(world):
+        for x, y in data.complete_pass(counting, 10, 4, limit, rank, world):
+            assert x.shape == y.shape == (4, 10)
+            real = y != data.IGNORE
+            assert torch.equal(x[real] + 1, y[real])
+            seen += y[real].tolist()
+    assert sorted(seen) == list(range(1, min(limit or 1002, 1002) + 1))

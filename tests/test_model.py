@@ -1,0 +1,168 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT, IGNORE, GPTConfig, HeadAndLoss, attend, rotate
+
+GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu", qkv_bias=True, o_bias=True, mlp_bias=True,
+            tied_head=True)
+LLAMA = dict(mlp="swiglu", n_kv_head=2, qk_norm=False, tied_head=True)
+QWEN = dict(mlp="swiglu", n_kv_head=1, head_dim=24, qkv_bias=True, logit_softcap=15.0)
+
+
+def tiny(seed=0, trained=False, **kw):
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**(dict(vocab_size=100, block_size=32, n_layer=2, n_head=4, n_embd=64) | kw)))
+    if trained:                       # away from the zeros of the initialisation
+        for p in model.parameters():
+            p.data.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def ids(B=3, T=16, V=100, seed=1):
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
+@pytest.mark.parametrize("vocab_size", [257, 4099])
+def test_loss_at_start_is_ln_of_the_vocabulary(kind, vocab_size):
+    model = tiny(vocab_size=vocab_size, n_embd=192, **kind)
+    x = ids(8, 32, vocab_size)
+    loss = model(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel()
+    assert abs(loss - math.log(vocab_size)) < 0.05
+
+
+def test_parameter_counts_and_flops_of_gpt2_124m():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**GPT2))
+    padding = (50304 - 50257) * 768
+    assert model.n_params() == 124_439_808 + padding
+    assert model.n_params(embeddings=False) == 124_439_808 - 50257 * 768 - 1024 * 768
+    assert model.flops_per_token(1024) == pytest.approx(0.86e9, rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_head_and_loss_equal_cross_entropy_over_real_ids(rows, softcap):
+    torch.manual_seed(0)
+    h, w = torch.randn(48, 32, requires_grad=True), torch.randn(128, 32, requires_grad=True)
+    y = torch.randint(0, 100, (48,))
+    y[5:9] = IGNORE
+    loss = HeadAndLoss.apply(h, w, y, 100, softcap, rows)
+    ours = torch.autograd.grad(loss * 0.37, (h, w))
+    logits = h @ w[:100].t()
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    expected = F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="sum")
+    for a, b in zip((loss, *ours), (expected, *torch.autograd.grad(expected * 0.37, (h, w)))):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert ours[1][100:].abs().max() == 0                 # padding ids get no gradient
+
+
+def test_bf16_head_takes_the_softmax_in_fp32():
+    torch.manual_seed(0)
+    h, w = torch.randn(64, 32), torch.randn(50304, 32) * 0.1
+    y = torch.randint(0, 50257, (64,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = HeadAndLoss.apply(h, w, y, 50257, 0.0, 16)
+    exact = F.cross_entropy((h.bfloat16() @ w.bfloat16().t())[:, :50257].double(), y, reduction="sum")
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-4)
+
+
+class LargestTensor(TorchDispatchMode):
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.size = max(self.size, t.numel())
+        return out
+
+
+def test_all_logits_never_exist_at_once():
+    model = tiny(vocab_size=2048, n_embd=32, n_layer=1)
+    model.loss_chunks = 8
+    x = ids(4, 32, 2048)
+    with LargestTensor() as seen:
+        model(x, x).backward()
+    assert seen.size <= max(4 * 32 * 2048 // 8, 2048 * 32)
+
+
+def test_nothing_to_train_on_is_zero_without_nan():
+    model = tiny(trained=True)
+    loss = model(ids(), torch.full((3, 16), IGNORE))
+    loss.backward()
+    assert loss == 0
+    assert all(p.grad.abs().max() == 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
+def test_no_position_sees_the_future(kind):
+    model = tiny(trained=True, **kind)
+    x = ids()
+    changed = x.clone()
+    changed[:, 9] = (x[:, 9] + 1) % 100
+    a, b = model(x), model(changed)
+    assert torch.equal(a[:, :9], b[:, :9])
+    assert not torch.allclose(a[:, 9:], b[:, 9:], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
+def test_loss_is_that_of_the_logits(kind):
+    model = tiny(trained=True, **kind)
+    x = ids()
+    expected = F.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(model(x[:, :-1], x[:, 1:]), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_checkpointing_gives_the_same_gradients_bit_for_bit():
+    grads = []
+    for on in (False, True):
+        model = tiny(trained=True, dropout=0.1)
+        model.gradient_checkpointing = on
+        torch.manual_seed(5)
+        model(ids(), ids(seed=2)).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_written_out_attention_equals_the_fused_one(K):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 10, 8), torch.randn(2, K, 10, 8), torch.randn(2, K, 10, 8)
+    torch.testing.assert_close(attend(q, k, v, "math"), attend(q, k, v, "sdpa"))
+
+
+def test_rotation_depends_on_distance_alone():
+    model = tiny()
+    q, k = torch.randn(16), torch.randn(16)
+    at = rotate(torch.stack((q, k))[None, None].expand(1, 32, 2, 16), model.cos, model.sin)
+    scores = [at[0, i + 5, 0] @ at[0, i, 1] for i in range(20)]
+    torch.testing.assert_close(torch.stack(scores), torch.stack(scores[:1] * 20), rtol=1e-4, atol=1e-4)
+
+
+def test_generate_is_greedy_at_temperature_0_and_keeps_to_real_ids():
+    model = tiny(trained=True, vocab_size=5).eval()
+    out = model.generate(ids(2, 4, 5), 6, temperature=0)
+    for t in range(4, 10):
+        assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
+    hot = model.generate(ids(64, 4, 5), 40, temperature=100.0)          # and past block_size
+    assert hot.max() < 5 and hot.shape == (64, 44)
+    assert torch.equal(model.generate(ids(2, 4, 5), 6, temperature=2.0, top_k=1), out)
+
+
+def test_generate_samples_the_softmax():
+    model = tiny(trained=True, vocab_size=5).eval()
+    x = ids(1, 4, 5).expand(20_000, 4)
+    counts = torch.bincount(model.generate(x, 1, generator=torch.Generator().manual_seed(0))[:, -1], minlength=5)
+    expected = model(x[:1])[0, -1].softmax(-1) * 20_000
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5             # chi-square, 4 degrees of freedom, p = 0.001
+
+
+def test_heads_that_do_not_divide_are_refused():
+    for wrong in (dict(n_head=3), dict(n_kv_head=3), dict(head_dim=7)):
+        with pytest.raises(ValueError):
+            GPTConfig(**(dict(n_embd=64, n_head=4) | wrong))

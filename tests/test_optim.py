@@ -1,0 +1,78 @@
+import math
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from runtime import optim
+from runtime.guard import NonFinite
+
+
+def lrs(schedule, warmup=10, n=100, **kw):
+    return [optim.lr_at(s, n, 1.0, 0.1, warmup, schedule, **kw) for s in range(n)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_schedules_warm_up_linearly_then_never_rise(schedule):
+    rates = lrs(schedule)
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:])) and min(rates[10:]) >= 0.1
+    assert rates[-1] == (1.0 if schedule == "constant" else pytest.approx(0.1, abs=0.06))
+
+
+def test_schedules_have_their_shape():
+    assert lrs("cosine", 0)[50] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.5)))
+    assert lrs("linear", 0)[50] == pytest.approx(0.55)
+    wsd = lrs("wsd", cooldown=0.2)
+    assert wsd[79] == 1.0 and wsd[90] == pytest.approx(0.55)
+
+
+def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_the_rest():
+    model = GPT(GPTConfig(vocab_size=64, n_layer=2, n_head=2, n_embd=32, block_size=8, qkv_bias=True))
+    adamw, muon = optim.build(model, "muon", weight_decay=0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_muon = {names[id(p)] for g in muon.param_groups for p in g["params"]}
+    assert by_muon == {f"blocks.{i}.{m}.weight" for i in (0, 1) for m in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")}
+    decayed = {names[id(p)] for g in adamw.param_groups if g["weight_decay"] for p in g["params"]}
+    assert decayed == {"token_embedding.weight", "head.weight"}
+    assert len(by_muon) + sum(len(g["params"]) for g in adamw.param_groups) == len(names)
+    (only,) = optim.build(model, "adamw")
+    assert sum(len(g["params"]) for g in only.param_groups) == len(names)
+
+
+def stepped(gradients, clip=0.0, scale=None):
+    p = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([p], lr=9.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    p.grad = scaler.scale(torch.tensor(gradients))
+    result = optim.apply_step([sgd], scaler, lr=1.0, grad_clip=clip)
+    assert p.grad is None
+    return p.detach(), result, scaler
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_apply_step_clips_after_unscaling(scale):
+    p, (norm, finite), _ = stepped([3.0, 0.0, 4.0], scale=scale)
+    torch.testing.assert_close(p, torch.tensor([-2.0, 1.0, -3.0]))
+    assert norm == pytest.approx(5.0) and finite
+    p, (norm, _), _ = stepped([3.0, 0.0, 4.0], clip=1.0, scale=scale)
+    torch.testing.assert_close(p, torch.tensor([0.4, 1.0, 0.2]), atol=1e-4, rtol=0)
+    assert norm == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_apply_step_moves_nothing_on_a_non_finite_gradient(bad):
+    p, (_, finite), _ = stepped([1.0, bad, 1.0], clip=1.0)
+    assert not finite and torch.equal(p, torch.ones(3))
+    p, (_, finite), scaler = stepped([1.0, bad, 1.0], scale=1024.0)
+    assert not finite and torch.equal(p, torch.ones(3)) and scaler.get_scale() == 512.0
+
+
+def test_non_finite_policy_skips_then_rolls_back_once_then_stops():
+    policy = NonFinite(patience=3)
+    assert [policy.after(False) for _ in range(3)] == ["skip", "skip", "rollback"]
+    assert policy.after(True) == "ok"
+    assert [policy.after(False) for _ in range(3)] == ["skip", "skip", "stop"]
+    policy = NonFinite(patience=3)
+    assert [policy.after(ok) for ok in (False, False, True, False, False)] == ["skip", "skip", "ok", "skip", "skip"]
+    assert [policy.after(False, scale=2.0**16) for _ in range(9)] == ["skip"] * 9          # fp16 finding its scale

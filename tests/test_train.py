@@ -1,0 +1,241 @@
+"""train.py as its users run it: as a process."""
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
+from runtime import checkpoint
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, text):
+    """A run of 20 steps in fp32 with dropout, from which most tests differ in one thing."""
+    out = tmp_path_factory.mktemp("reference") / "run"
+    trained(out, text, dtype="fp32", dropout=0.1)
+    return out
+
+
+def test_a_run_learns_and_its_folder_is_complete(reference):
+    losses = metrics(reference)
+    assert losses[20] < losses[1] - 0.5
+    lines = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
+    keys = "step loss lr grad_norm tokens tokens_per_s mfu peak_memory_gb data_s forward_backward_s optimizer_s".split()
+    assert all(key in lines[0] for key in keys) and lines[-2]["tokens"] == 20 * 4 * 32
+    evaluation = lines[-1]
+    assert evaluation["val_tokens"] == 640
+    assert evaluation["val_ppl_token"] == pytest.approx(2.718281828 ** evaluation["val_loss"])
+    assert {"val_ppl_word", "val_bits_per_byte"} <= evaluation.keys()
+    config = json.loads((reference / "config.json").read_text())
+    assert config["n_embd"] == 32 and config["dropout"] == 0.1
+    model = json.loads((reference / "model.json").read_text())
+    assert model["tokenizer"]["eos"] == 256 and model["architecture"]["vocab_size"] == 257 and "prompt_template" in model
+    assert "20/20" in (reference / "training.log").read_text()
+
+
+def test_stopped_at_10_and_resumed_equals_20_steps_bit_for_bit(tmp_path, text, reference):
+    """Dropout, Muon and AdamW states, schedule, data order: all as if nothing had happened."""
+    trained(tmp_path / "a", text, dtype="fp32", dropout=0.1)
+    for step in (15, 20):                                 # as if killed after step 10 was saved
+        for path in (tmp_path / "a" / "checkpoints").glob(f"step_{step:08d}"):
+            path.rename(tmp_path / f"gone_{step}")
+    done = trained(tmp_path / "a", text, init_from="resume")
+    assert "steps 10 to 20" in done.stdout
+    assert largest_difference(weights(tmp_path / "a"), weights(reference)) == 0
+    assert metrics(tmp_path / "a") == metrics(reference)
+    assert metrics(tmp_path / "a", "val_loss") == metrics(reference, "val_loss")
+
+
+@pytest.mark.parametrize("knobs", [dict(optimizer="adamw", learning_rate=1e-3), dict(dtype="bf16"), dict(dtype="fp16")],
+                         ids=["adamw", "bf16", "fp16"])
+def test_resume_is_exact_with(tmp_path, text, knobs):
+    knobs = {"max_steps": 8, "save_interval": 4, "eval_interval": 8, "keep_last": 5} | knobs
+    trained(tmp_path / "a", text, **knobs)
+    whole = weights(tmp_path / "a", 8)
+    (tmp_path / "a" / "checkpoints" / "step_00000008").rename(tmp_path / "gone")
+    trained(tmp_path / "a", text, init_from="resume", **knobs)
+    assert largest_difference(weights(tmp_path / "a", 8), whole) == 0
+
+
+@pytest.mark.parametrize("knobs", [dict(gradient_checkpointing=True), dict(num_workers=2), dict(eval_interval=5),
+                                   dict(save_interval=3)], ids=str)
+def test_these_change_no_bit(tmp_path, text, reference, knobs):
+    trained(tmp_path / "a", text, dtype="fp32", dropout=0.1, **knobs)
+    assert largest_difference(weights(tmp_path / "a"), weights(reference)) == 0
+
+
+@pytest.fixture(scope="module")
+def accumulated(tmp_path_factory, text):
+    """One process, 4 micro-steps of 4, no dropout (its noise depends on the rank)."""
+    out = tmp_path_factory.mktemp("accumulated") / "run"
+    trained(out, text, dtype="fp32", gradient_accumulation_steps=4, optimizer="adamw", learning_rate=1e-3)
+    return out
+
+
+@pytest.mark.parametrize("change", [dict(ranks=2), dict(batch_size=16, gradient_accumulation_steps=1), dict(loss_chunks=5),
+                                    dict(batch_size=8, gradient_accumulation_steps=2, ranks=2)], ids=str)
+def test_the_same_step_in_other_pieces(tmp_path, text, accumulated, change):
+    """Equal within fp32 summation error: losses agree to 1e-5, weights after 20 AdamW steps to 1e-4 of a learning rate
+    of 1e-3 a step."""
+    trained(tmp_path / "a", text, **(dict(dtype="fp32", gradient_accumulation_steps=4, optimizer="adamw", learning_rate=1e-3)
+                                     | change))
+    ours, theirs = metrics(tmp_path / "a"), metrics(accumulated)
+    assert ours.keys() == theirs.keys() and all(ours[s] == pytest.approx(theirs[s], abs=1e-5) for s in ours)
+    val, expected = metrics(tmp_path / "a", "val_loss"), metrics(accumulated, "val_loss")
+    assert all(val[s] == pytest.approx(expected[s], abs=1e-5) for s in expected)
+    assert largest_difference(weights(tmp_path / "a"), weights(accumulated)) < 1e-4
+
+
+def test_ranks_that_cannot_share_the_batch_say_so(tmp_path, text):
+    done = run(tmp_path / "a", text, ranks=2, batch_size=3)
+    assert done.returncode != 0 and "2 ranks can't share the 3 sequences" in done.stderr
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_saves_and_exits(tmp_path, text, number, code):
+    out = tmp_path / "a"
+    process = subprocess.Popen(command(out, dataset=text, data_dir=tmp_path, max_steps=100_000, save_interval=10**6,
+                                       eval_interval=10**6), env=environment(), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: (out / "metrics.jsonl").exists())
+    process.send_signal(number)
+    assert process.wait(60) == code
+    step = checkpoint.newest_intact(out)
+    assert step and max(metrics(out)) == step
+    assert f"Stopped as asked after step {step}" in process.stdout.read()
+
+
+def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(tmp_path, text):
+    out = tmp_path / "a"
+    process = subprocess.Popen(command(out, ranks=2, dataset=text, data_dir=tmp_path, max_steps=100_000, batch_size=4,
+                                       save_interval=10**6, eval_interval=10**6), env=environment(), stdout=subprocess.PIPE)
+    wait_for(lambda: (out / "metrics.jsonl").exists())
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+    subprocess.run(["kill", "-TERM", children[-1]])
+    process.wait(60)
+    assert checkpoint.newest_intact(out) == max(metrics(out))
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_at_20_random_moments_it_ends_with_the_same_weights(tmp_path, text):
+    knobs = dict(dataset=text, data_dir=tmp_path, max_steps=600, save_interval=5, eval_interval=200, log_interval=50, dtype="fp32",
+                 keep_last=2, block_size=16, batch_size=2)
+    assert subprocess.run(command(tmp_path / "calm", **knobs), env=environment(), capture_output=True).returncode == 0
+    out, rng, kills, seen = tmp_path / "stormy", random.Random(0), 0, []
+    while kills < 20:
+        how = {"init_from": "resume"} if checkpoint.newest_intact(out, seen.append) else {"overwrite": True}
+        process = subprocess.Popen(command(out, **knobs, **how), env=environment(), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        before = checkpoint.steps(out)
+        try:
+            wait_for(lambda: checkpoint.steps(out) != before or process.poll() is not None)
+            process.wait(rng.uniform(0, 0.15))
+            break                                         # done before the twentieth kill
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+    if checkpoint.newest_intact(out) < 600:
+        assert subprocess.run(command(out, **knobs, init_from="resume"), env=environment(), capture_output=True).returncode == 0
+    assert kills == 20 and not seen                       # and no kill left a damaged checkpoint
+    assert largest_difference(weights(out, 600), weights(tmp_path / "calm", 600)) == 0
+    assert metrics(out) == metrics(tmp_path / "calm")
+
+
+def test_a_corrupt_newest_checkpoint_is_noticed_and_the_one_before_used(tmp_path, text, reference):
+    trained(tmp_path / "a", text, dtype="fp32", dropout=0.1)
+    path = tmp_path / "a" / "checkpoints" / "step_00000020" / "state.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    done = trained(tmp_path / "a", text, init_from="resume")
+    assert "step 20" in done.stdout and "damaged" in done.stdout and "steps 10 to 20" in done.stdout
+    assert largest_difference(weights(tmp_path / "a"), weights(reference)) == 0
+
+
+def test_gradients_that_stay_non_finite_roll_back_once_then_stop_with_the_batch_on_disk(tmp_path, text):
+    done = run(tmp_path / "a", text, dtype="fp32", learning_rate=1e30, lr_schedule="constant", save_interval=1, grad_clip=0,
+               optimizer="adamw", max_steps=60)
+    assert done.returncode == 1
+    assert done.stdout.count("Back to the checkpoint of step") == 1 and "Training diverged" in done.stdout
+    (batch,) = (tmp_path / "a").glob("bad_batch*.pt")
+    assert torch.load(batch, weights_only=True)["x"].shape == (4, 32)
+
+
+def test_without_a_compiler_training_goes_on_eagerly(tmp_path, text):
+    done = trained(tmp_path / "a", text, compile=True, max_steps=3, env={"CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR":
+                                                                         str(tmp_path / "cache")})
+    assert done.stdout.count("torch.compile failed") == 1 and "step 3/3" in done.stdout
+
+
+def test_save_only_model_is_small_and_starts_a_new_run(tmp_path, text):
+    trained(tmp_path / "a", text, save_only_model=True, max_steps=10)
+    assert not (tmp_path / "a" / "checkpoints" / "step_00000010" / "state.pt").exists()
+    refused = run(tmp_path / "a", text, init_from="resume")
+    assert refused.returncode == 2 and "weights alone" in refused.stderr
+    trained(tmp_path / "b", text, init_from=tmp_path / "a", max_steps=5)
+    assert metrics(tmp_path / "b")[1] < metrics(tmp_path / "a")[1] - 0.3     # it starts from what the first had learnt
+
+
+def test_eval_only_prints_and_writes_nothing(text, reference):
+    before = sorted(p.stat().st_mtime_ns for p in reference.rglob("*"))
+    done = trained(reference, text, init_from="resume", eval_only=True)
+    assert f"val loss {metrics(reference, 'val_loss')[20]:.4f}" in done.stdout
+    assert sorted(p.stat().st_mtime_ns for p in reference.rglob("*")) == before
+
+
+def test_fp16_trains_with_a_loss_scale(tmp_path, text):
+    trained(tmp_path / "a", text, dtype="fp16")
+    losses = metrics(tmp_path / "a")
+    assert losses[20] < losses[1] - 0.5
+    assert checkpoint.load(tmp_path / "a", 20)[1]["scaler"]["scale"] >= 1
+
+
+BAD = [
+    (dict(lerning_rate=1), "did you mean learning_rate"),
+    (dict(n_head=3), "not divisible by n_head=3"),
+    (dict(batch_size=-1), "at least 1"),
+    (dict(beta1=1), "below 1"),
+    (dict(dataset="nowhere.txt"), "no dataset nowhere.txt"),
+    (dict(dataset="task:nothing"), "no task nothing"),
+    (dict(block_size=100_000), "too few for one block"),
+    (dict(device="cuda", dtype="bf16"), "sees no GPU"),
+    (dict(attention="flash"), "needs a GPU"),
+    (dict(init_from="resume"), "not the folder of a run"),
+    (dict(init_from="/nowhere"), "not the folder of a run"),
+    (dict(out_dir="/proc/run"), "can't be written"),
+    (dict(tokenizer="gpt2"), "TIKTOKEN_CACHE_DIR"),
+]
+
+
+@pytest.mark.parametrize("knobs, sentence", BAD, ids=[s for _, s in BAD])
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, text, knobs, sentence):
+    if "device" in knobs and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    done = run(knobs.pop("out_dir", tmp_path / "a"), text, env=env, **knobs)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+def test_another_run_is_not_overwritten_and_another_architecture_not_resumed(text, reference):
+    done = run(reference, text)
+    assert done.returncode == 2 and "already holds a run" in done.stderr
+    done = run(reference, text, init_from="resume", n_layer=3)
+    assert done.returncode == 2 and "n_layer=3 can't continue the run" in done.stderr
+    assert checkpoint.newest_intact(reference) == 20
+
+
+def test_sample_continues_a_prompt(reference):
+    done = subprocess.run([sys.executable, str(ROOT / "sample.py"), str(reference), "--prompt=the cat", "--num_samples=2",
+                           "--max_new_tokens=8"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("the cat") == 2, done.stderr
