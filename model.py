@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1                                  # a target that is not trained on; set from lengths, never from token ids
-LOGITS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**27}     # elements of a chunk of logits: 32 MiB / 512 MiB in fp32
+LOGITS_AT_A_TIME = {"cpu": 2**25, "cuda": 2**27}     # elements of a chunk of logits: 128 MiB, 512 MiB in fp32
 
 
 @dataclass
@@ -25,13 +25,13 @@ class GPTConfig:
     n_embd: int = 768
     n_kv_head: int | None = None             # None: as many as n_head; fewer is grouped-query attention
     head_dim: int | None = None              # None: n_embd / n_head
-    mlp_hidden: int | None = None            # None: 4 n_embd (gelu, relu2), 8/3 n_embd rounded up to 64 (swiglu)
+    mlp_hidden: int | None = None            # None: 4 n_embd, or 8/3 n_embd rounded up to 64 with swiglu
     norm: str = "rmsnorm"                    # rmsnorm | layernorm
     norm_eps: float = 1e-5
     position: str = "rope"                   # rope | learned
     rope_theta: float = 10000.0
     qk_norm: bool = True                     # RMSNorm of each query and key head, before the rotation
-    mlp: str = "relu2"                       # relu2 | gelu | swiglu
+    mlp: str = "relu2"                       # relu2 | gelu (exact, nanoGPT's) | gelu_tanh (GPT-2's) | swiglu
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -127,8 +127,8 @@ class MLP(nn.Module):
     def forward(self, x):
         if self.kind == "swiglu":
             return self.down(F.silu(self.gate(x)) * self.up(x))
-        if self.kind == "gelu":
-            return self.down(F.gelu(self.up(x), approximate="tanh"))     # GPT-2's
+        if self.kind in ("gelu", "gelu_tanh"):
+            return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
         return self.down(F.relu(self.up(x)).square())
 
 
@@ -276,27 +276,27 @@ class HeadAndLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=h.device)
         for start in range(0, len(h), rows):
             chunk, y = h[start:start + rows], targets[start:start + rows]
-            logits = (chunk @ w.t()).float()
+            logits = chunk @ w.t()
             if softcap:
-                logits = softcap * torch.tanh(logits / softcap)
+                logits = softcap * torch.tanh(logits.float() / softcap)
             logits[:, vocab_size:] = float("-inf")
-            logp = torch.log_softmax(logits, dim=-1)
+            p = torch.softmax(logits, dim=-1, dtype=torch.float32)
+            # The likeliest id has p = 1 / sum(exp(logits - max)), so two maxima give the log of the sum.
+            log_sum = logits.amax(-1).float() - p.amax(-1).log()
             trained = (y != IGNORE).float()
             index = y.clamp(min=0)[:, None]
-            loss -= (logp.gather(1, index)[:, 0] * trained).sum()
+            loss += ((log_sum - logits.gather(1, index)[:, 0].float()) * trained).sum()
             if dh is None and dw is None:
                 continue
-            grad = logp.exp_()                                                   # softmax, then softmax - onehot
-            grad.scatter_add_(1, index, grad.new_full((1, 1), -1.0).expand(len(y), 1))
-            grad *= trained[:, None]
+            p.scatter_add_(1, index, p.new_full((1, 1), -1.0).expand(len(y), 1))       # softmax - onehot
             if softcap:
                 logits[:, vocab_size:] = 0
-                grad *= 1 - (logits / softcap).square()
-            grad = grad.to(h.dtype)
+                p *= 1 - (logits / softcap).square()
+            grad, trained = p.to(h.dtype), trained[:, None].to(h.dtype)     # untrained rows are masked where they are narrow
             if dh is not None:
-                torch.mm(grad, w, out=dh[start:start + rows])
+                dh[start:start + rows] = (grad @ w) * trained
             if dw is not None:
-                dw += grad.t() @ chunk
+                dw += grad.t() @ (chunk * trained)
         ctx.save_for_backward(dh, dw)
         ctx.dtypes = input_dtype, weight.dtype
         return loss

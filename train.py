@@ -49,7 +49,7 @@ class Config:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     position: Literal["rope", "learned"] = "rope"
     qk_norm: bool = True                     # RMSNorm of queries and keys
-    mlp: Literal["relu2", "gelu", "swiglu"] = "relu2"
+    mlp: Literal["relu2", "gelu", "gelu_tanh", "swiglu"] = "relu2"
     bias: bool = False                       # of all linear layers
     tied_head: bool = False                  # the head shares the embedding's weights
     logit_softcap: float = 0.0               # e.g. 15; 0: off

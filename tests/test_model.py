@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, IGNORE, GPTConfig, HeadAndLoss, attend, rotate
 
-GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu", qkv_bias=True, o_bias=True, mlp_bias=True,
+GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
             tied_head=True)
 LLAMA = dict(mlp="swiglu", n_kv_head=2, qk_norm=False, tied_head=True)
 QWEN = dict(mlp="swiglu", n_kv_head=1, head_dim=24, qkv_bias=True, logit_softcap=15.0)
