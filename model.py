@@ -170,7 +170,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def initialise(self):
         """Loss at start within 0.05 of ln(vocab_size): what leaves a block, and an untied head, begins at zero; a tied
-        head begins small enough (logits of variance 0.01) that its own token does not stand out."""
+        head begins small enough that logits have a variance of 0.01 and the token just read does not stand out."""
         c = self.config
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -180,8 +180,9 @@ class GPT(nn.Module):
         for block in self.blocks:
             nn.init.zeros_(block.attention.out.weight)
             nn.init.zeros_(block.mlp.down.weight)
+        std = min(0.1 * c.n_embd**-0.5, max(0.5, math.log(0.01 * c.vocab_size)) / c.n_embd) if c.tied_head else 1.0
         for table in self.tables():
-            nn.init.normal_(table.weight, std=0.1 * c.n_embd**-0.5 if c.tied_head else 1.0)
+            nn.init.normal_(table.weight, std=std)
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
 
@@ -235,9 +236,13 @@ class GPT(nn.Module):
         if y is None:
             return self.logits(h)
         h, y = h.flatten(0, 1), y.flatten()
-        rows = -(-len(h) // self.loss_chunks) if self.loss_chunks else \
-            max(1, LOGITS_AT_A_TIME.get(h.device.type, 2**27) // self.config.padded_vocab_size)
-        return HeadAndLoss.apply(h, self.head_weight, y, self.config.vocab_size, self.config.logit_softcap, rows)
+        chunks = self.loss_chunks or -(-len(h) // self.rows_at_a_time(h.device.type))
+        weight = self.head_weight if torch.is_grad_enabled() else self.head_weight.detach()     # no gradient in evaluation
+        return HeadAndLoss.apply(h, weight, y, self.config.vocab_size, self.config.logit_softcap, -(-len(h) // chunks))
+
+    def rows_at_a_time(self, device):
+        """Positions whose logits fit LOGITS_AT_A_TIME; at most 2**14, so that fp16 can sum a chunk's gradient."""
+        return min(2**14, max(1, LOGITS_AT_A_TIME.get(device, 2**27) // self.config.padded_vocab_size))
 
     @torch.no_grad()
     def generate(self, x, max_new_tokens, temperature=1.0, top_k=None, generator=None):

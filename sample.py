@@ -6,6 +6,7 @@ Knobs, as --key=value:
 """
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,7 @@ from runtime.tokenizer import Tokenizer
 
 @dataclass
 class Config:
+    run: str = ""                            # the run folder, first on the command line
     prompt: str = ""                         # empty: the end-of-text token, after which a document begins
     num_samples: int = 1
     max_new_tokens: int = 128
@@ -23,23 +25,21 @@ class Config:
     top_k: int | None = None                 # sample among the k likeliest tokens; None: all
     seed: int = 0
     device: str = "auto"
-    dtype: str = "auto"                      # auto | bf16 | fp16 | fp32
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
 
 
 def main(argv):
-    wrong = [a for a in argv if a.startswith("-")] == argv
-    if wrong and not {"-h", "--help"} & set(argv):
-        raise config.BadInput("Name the run to sample from first: python sample.py RUN --prompt=...")
-    run_folder, *argv = sorted(argv, key=lambda a: a.startswith("-"))
-    cfg = config.load(Config, argv if not run_folder.startswith("-") else [run_folder])
+    cfg = config.load(Config, argv, positional="run")
+    if not cfg.run:
+        raise config.BadInput("Name the run to sample from: python sample.py RUN --prompt=...")
     config.at_least(cfg, 1, "num_samples max_new_tokens top_k")
-    config.at_least(cfg, 0, "temperature")
+    config.at_least(cfg, 0, "temperature seed")
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
 
-    about = checkpoint.read_model(run_folder)
+    about = checkpoint.read_model(cfg.run)
     tokenizer = Tokenizer(about["tokenizer"]["name"])
     model = GPT(GPTConfig(**about["architecture"]), hw.attention).to(hw.device).eval()
-    model.load_state_dict(checkpoint.load(run_folder, checkpoint.choose(run_folder), hw.device)[0])
+    model.load_state_dict(checkpoint.load_weights(cfg.run, checkpoint.choose(cfg.run), hw.device))
 
     prompt = tokenizer.encode(cfg.prompt).tolist() or [tokenizer.eos]
     x = torch.tensor([prompt] * cfg.num_samples, device=hw.device)

@@ -103,9 +103,14 @@ def check(cfg):
     config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
                             "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
+    config.below(cfg, 1.0001, "cooldown")
+    config.below(cfg, 2**63, "seed")
     if cfg.batch_size * cfg.gradient_accumulation_steps % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.batch_size * cfg.gradient_accumulation_steps} "
                        "sequences of a step evenly: change --batch_size or --gradient_accumulation_steps.")
+    if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
+        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate gradients: use default or "
+                       "max-autotune-no-cudagraphs, or one micro-step a rank.")
 
 
 def architecture(cfg, tokenizer):
@@ -128,7 +133,7 @@ def prepare_data(cfg, tokenizer):
 
 
 def starting_point(cfg):
-    """(run folder, step) to begin from, or None."""
+    """(run folder, step) to begin from, or None. config.load has taken over that run's architecture and tokenizer."""
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from == "resume":
@@ -140,14 +145,6 @@ def starting_point(cfg):
                            f"not enough to resume: start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
         return cfg.out_dir, step
     return cfg.init_from, checkpoint.choose(cfg.init_from)
-
-
-def adopt_architecture(cfg):
-    """The architecture and the tokenizer of the run to start from replace the knobs'."""
-    if cfg.init_from not in ("scratch", "resume"):
-        saved = config.read_saved(cfg.init_from)
-        for key in ARCHITECTURE + ["tokenizer"]:
-            setattr(cfg, key, saved[key])
 
 
 def evaluation_line(result):
@@ -164,12 +161,17 @@ def start_up(cfg, hw, model, windows, valid_text, step):
         f"{model.flops_per_token(cfg.block_size) / 1e6:,.1f} MFLOP a token.\n"
         f"{cfg.dataset}: {len(windows.tokens):,} training tokens, {len(valid_text):,} for validation; steps {step} to "
         f"{cfg.max_steps} see {(cfg.max_steps - step) * sequences * cfg.block_size / len(windows.tokens):.2f} epochs.\n"
-        f"{world} x {hw.name}, {hw.dtype}, TF32 {'on' if hw.tf32 else 'off'}, attention {hw.attention}, compile "
-        f"{'on' if hw.compile else 'off'}, checkpointing {'on' if cfg.gradient_checkpointing else 'off'}; peak "
-        f"{shown(hw.peak_tflops, 'g', ' TFLOP/s')}.\n"
+        f"{world} x {hw.name}, {hw.dtype}, TF32 {'on' if hw.tf32 else 'off'}, attention {hw.attention_kernel}, compile "
+        f"{'on' if hw.compile else 'off'}, checkpointing {'on' if cfg.gradient_checkpointing else 'off'}, "
+        f"{workers(cfg, hw)} loader processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}.\n"
         f"Micro-batch {micro} x accumulation {-(-sequences // (micro * world))} x {world} rank{'s' if world > 1 else ''} = "
         f"{sequences} sequences of {cfg.block_size} = {sequences * cfg.block_size:,} tokens a step; {cfg.optimizer}, "
-        f"{cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.")
+        f"{cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.\n"
+        f"Not by default: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(cfg).items() if v != getattr(Config, k)) or '-'}")
+
+
+def workers(cfg, hw):
+    return cfg.num_workers if cfg.num_workers is not None else 2 if hw.device.type == "cuda" else 0
 
 
 def compiled(model, mode, hw, x, y, say):
@@ -178,10 +180,12 @@ def compiled(model, mode, hw, x, y, say):
     try:
         with hw.autocast():
             fast(x, y).backward()
+            with torch.no_grad():
+                fast.eval()(x, y)
         failure = None
     except Exception as e:                              # a missing C++ compiler, an unsupported card, ...
         failure = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
-    model.zero_grad(set_to_none=True)
+    model.train().zero_grad(set_to_none=True)
     if distributed.any(failure is not None):
         say(f"torch.compile failed, training goes on without it ({failure or 'on another rank'}).")
         return model
@@ -190,7 +194,6 @@ def compiled(model, mode, hw, x, y, say):
 
 def main(argv):
     cfg = config.load(Config, argv, frozen=ARCHITECTURE + ["tokenizer"])
-    adopt_architecture(cfg)
     check(cfg)
     distributed.init()
     rank, world = distributed.rank(), distributed.world_size()
@@ -203,33 +206,45 @@ def main(argv):
     sequences = cfg.batch_size * cfg.gradient_accumulation_steps
     windows = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, sequences, cfg.seed, rank, world)
     valid_text = data.TokenFile(folder, "valid")
+    if len(valid_text) < 2:
+        raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
     torch.manual_seed(cfg.seed)
     model = GPT(architecture(cfg, tokenizer), hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks).to(hw.device)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                              cfg.fused_adamw, cfg.muon_momentum)
-    scaler, nonfinite, lr_factor = hw.scaler(), guard.NonFinite(), 1.0
+    scaler, nonfinite, lr_factor, skipped = hw.scaler(), guard.NonFinite(), 1.0, 0
 
     def restore(out_dir, step, whole=True):
         """Model (and, if whole, all that training needs to go on) as they were after `step` steps."""
-        nonlocal lr_factor, scaler
-        weights, state, _ = checkpoint.load(out_dir, step, hw.device)
-        model.load_state_dict(weights)
-        if whole:
-            for optimizer, saved in zip(optimizers, state["optimizers"]):
-                optimizer.load_state_dict(saved)
-            hw.dtype, lr_factor = state["dtype"], state["lr_factor"]
-            scaler = hw.scaler()
-            scaler.load_state_dict(state["scaler"])
-            nonfinite.__dict__.update(state["nonfinite"])
+        nonlocal lr_factor, scaler, skipped
+        model.load_state_dict(checkpoint.load_weights(out_dir, step, hw.device))
+        if not whole:
+            return
+        state = checkpoint.load_state(out_dir, step)
+        if state["optimizer"] != cfg.optimizer:
+            raise BadInput(f"optimizer={cfg.optimizer} can't go on from the state of {state['optimizer']}: leave it out.")
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            knobs = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            optimizer.load_state_dict(saved)
+            for group, given in zip(optimizer.param_groups, knobs):           # a knob given on resume counts
+                group.update(given)
+        lr_factor, skipped, nonfinite.rolled_back = state["lr_factor"], state["skipped"], state["rolled_back"]
+        nonfinite.in_a_row = state["in_a_row"]
+        if nonfinite.rolled_back:
+            hw.dtype = state["dtype"]
+        scaler = hw.scaler()
+        scaler.load_state_dict(state["scaler"])
 
     def save(step, val_loss=None):
-        state = {"optimizers": [o.state_dict() for o in optimizers], "scaler": scaler.state_dict(), "dtype": hw.dtype,
-                 "lr_factor": lr_factor, "nonfinite": dict(nonfinite.__dict__)}
-        distributed.on_main(lambda: checkpoint.save(cfg.out_dir, step, model.state_dict(),
-                                                    None if cfg.save_only_model else state, val_loss, cfg.keep_last))
+        state = {"optimizer": cfg.optimizer, "optimizers": [o.state_dict() for o in optimizers], "lr_factor": lr_factor,
+                 "scaler": scaler.state_dict(), "dtype": hw.dtype, "skipped": skipped, "in_a_row": nonfinite.in_a_row,
+                 "rolled_back": nonfinite.rolled_back}
+        distributed.on_main(lambda: checkpoint.save(
+            cfg.out_dir, step, model.state_dict(), None if cfg.save_only_model else state, val_loss, cfg.keep_last,
+            dataclasses.asdict(cfg)))
 
     if start:
-        restore(*start, whole=cfg.init_from == "resume")
+        restore(*start, whole=cfg.init_from == "resume" and not cfg.eval_only)
     step = start[1] if cfg.init_from == "resume" else 0
     if cfg.eval_only:
         result = text_loss(model, valid_text, cfg.block_size, cfg.batch_size, hw, cfg.eval_tokens)
@@ -241,6 +256,7 @@ def main(argv):
     }, cfg.overwrite, resume=cfg.init_from == "resume"))
     log = Log(cfg.out_dir, step if cfg.init_from == "resume" else None)
     log.say(start_up(cfg, hw, model, windows, valid_text, step))
+    log.metrics(step=step, config=dataclasses.asdict(cfg))
 
     fast = model                                          # compiled, if that works; the same weights
     if hw.compile:
@@ -250,14 +266,13 @@ def main(argv):
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
 
     def load_from(step):
-        workers = cfg.num_workers if cfg.num_workers is not None else 2 if hw.device.type == "cuda" else 0
-        return data.batches(windows, range(step, cfg.max_steps), workers, cfg.pin_memory and hw.device.type == "cuda",
-                            cfg.prefetch)
+        return data.batches(windows, range(step, cfg.max_steps), workers(cfg, hw),
+                            cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
 
     stop, loader = guard.StopSignal(), load_from(step)
     targets = sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
     flops_per_token = model.flops_per_token(cfg.block_size)
-    spent, timed_steps, skipped = dict(data=0.0, forward_backward=0.0, optimizer=0.0), 0, 0
+    spent, timed_steps = dict(data=0.0, forward_backward=0.0, optimizer=0.0), 0
     while step < cfg.max_steps:
         # One optimizer step.
         t0 = time.perf_counter()
@@ -267,16 +282,18 @@ def main(argv):
         nats = torch.zeros((), device=hw.device)
         for i, (mx, my) in enumerate(micro_steps):
             if cfg.dropout:
-                torch.manual_seed(hash((cfg.seed, step, rank, i)))
+                torch.manual_seed(hash((cfg.seed, step, rank, i)))             # so that a resumed run drops the same
             ddp.require_backward_grad_sync = i == len(micro_steps) - 1         # DDP: one exchange of gradients a step
             with hw.autocast():
                 loss = ddp(mx, my)                        # summed over the micro-batch
             scaler.scale(loss * (world / targets)).backward()                  # DDP averages over ranks, hence world
             nats += loss.detach()
+        nats = nats.item()                                # waits for the device: what follows is the optimizer's time
         t2 = time.perf_counter()
         lr = lr_factor * optim.lr_at(step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule,
                                      cfg.cooldown)
-        grad_norm, finite = optim.apply_step(optimizers, scaler, lr, cfg.grad_clip)    # waits for the GPU
+        grad_norm, finite = optim.apply_step(optimizers, scaler, lr, cfg.grad_clip)
+        stopping = stop.requested()                       # one small exchange between the ranks
         t3 = time.perf_counter()
         step += 1
         for key, seconds in zip(spent, (t1 - t0, t2 - t1, t3 - t2)):
@@ -289,26 +306,28 @@ def main(argv):
             skipped += 1
             log.say(f"step {step}: the gradients are not finite; the step is skipped.")
         if verdict == "rollback":
-            last = distributed.on_main(lambda: checkpoint.newest_intact(cfg.out_dir, log.say))
-            verdict = "stop" if last is None else verdict
+            saved = distributed.on_main(lambda: checkpoint.newest_intact(cfg.out_dir, log.say))
+            if saved is None or not checkpoint.has_state(cfg.out_dir, saved):
+                verdict = "stop"
         if verdict == "stop":
             path = guard.keep_batch(cfg.out_dir, step, x=x, y=y, nats=nats)
             log.say(f"Training diverged: {nonfinite.patience} steps in a row without finite gradients, again after going back "
                     f"or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
             return 1
         if verdict == "rollback":
-            restore(cfg.out_dir, last)
-            nonfinite.rolled_back, lr_factor, step = True, lr_factor / 2, last
+            restore(cfg.out_dir, saved)
+            nonfinite.rolled_back, lr_factor, step = True, lr_factor / 2, saved
             if hw.dtype == "fp16":
                 hw.dtype = "bf16" if hw.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8 else "fp32"
                 scaler = hw.scaler()
             loader = load_from(step)
+            log.forget_after(step)
             log.say(f"Back to the checkpoint of step {step}, once, with half the learning rate and {hw.dtype}.")
             continue
 
         # Log, evaluate, save, stop.
-        if step % cfg.log_interval == 0 or step == cfg.max_steps or timed_steps == 1 and step == 1:
-            loss = distributed.sum([nats.item()])[0] / targets
+        if step % cfg.log_interval == 0 or step in (1, cfg.max_steps):
+            loss = distributed.sum([nats])[0] / targets
             seconds = sum(spent.values()) / timed_steps
             tokens_per_s = targets / seconds
             mfu = hw.mfu(tokens_per_s / world, flops_per_token)
@@ -319,18 +338,20 @@ def main(argv):
                     f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | {shown(hw.peak_memory_gb(), '.2f')} GB | "
                     f"ETA {duration(seconds * (cfg.max_steps - step))}")
             spent, timed_steps = dict.fromkeys(spent, 0.0), 0
-        stopping, last, val_loss = stop.requested(), step == cfg.max_steps, None
-        new_best = False
+        if stopping:                                      # first of all: whoever asked may not wait for an evaluation
+            save(step)
+        last, val_loss, new_best = step == cfg.max_steps, None, False
         if step % cfg.eval_interval == 0 or last:
             result = text_loss(fast, valid_text, cfg.block_size, cfg.batch_size, hw, cfg.eval_tokens)
-            val_loss, best = result["val_loss"], distributed.on_main(lambda: checkpoint.best(cfg.out_dir))
-            new_best = best is None or val_loss < checkpoint.read_meta(cfg.out_dir, best)["val_loss"]
+            val_loss = result["val_loss"]
+            new_best = distributed.on_main(lambda: val_loss < checkpoint.best_loss(cfg.out_dir))
             log.metrics(step=step, **result)
             log.say(f"step {step}/{cfg.max_steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
-        if step % cfg.save_interval == 0 or last or new_best or stopping:
+        if step % cfg.save_interval == 0 or last or new_best or stopping and val_loss is not None:
             save(step, val_loss)
         if stopping:
-            log.say(f"Stopped as asked after step {step}, and saved. Go on with --init_from=resume --out_dir={cfg.out_dir}")
+            how = f"--init_from={cfg.out_dir}" if cfg.save_only_model else f"--init_from=resume --out_dir={cfg.out_dir}"
+            log.say(f"Stopped as asked after step {step}, and saved. Go on with {how}")
             return stop.exit_code()
     return 0
 

@@ -5,10 +5,11 @@
             metrics.jsonl training.log
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
-                                      meta.json           step, validation loss, SHA-256 of the files beside it
+                                      meta.json           step, validation loss, config, SHA-256 of the files beside it
 """
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -49,7 +50,7 @@ def sha256(path):
 
 # --- checkpoints ---
 
-def save(out_dir, step, weights, state, val_loss=None, keep_last=2):
+def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None):
     """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation loss.
 
     weights: {name: tensor}; state: anything that torch.load(weights_only=True) reads back, or None. Written under
@@ -66,9 +67,9 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2):
         files = sorted(p.name for p in partial.iterdir())
         for name in files:
             fsync(partial / name)
-        meta = {"step": step, "val_loss": val_loss, "sha256": {name: sha256(partial / name) for name in files}}
+        meta = {"step": step, "val_loss": val_loss, "config": config, "sha256": {name: sha256(partial / name) for name in files}}
         write_atomically(partial / "meta.json", json.dumps(meta, indent=1).encode())
-        if final.exists():                    # one that failed its checksum, or an evaluation of the same step
+        if final.exists():                    # one that failed its checksum, or was not evaluated yet
             shutil.rmtree(final)
         partial.rename(final)
         fsync(folder)
@@ -76,10 +77,10 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2):
         shutil.rmtree(partial, ignore_errors=True)
         raise BadInput(f"The checkpoint of step {step} could not be written to {folder} ({getattr(e, 'strerror', None) or e}): "
                        "free some space and go on with --init_from=resume; the earlier checkpoints are untouched.") from None
-    keep = steps(out_dir)[-keep_last:] + [best(out_dir)]
-    for old in steps(out_dir):
-        if old not in keep:
-            shutil.rmtree(folder / f"step_{old:08d}", ignore_errors=True)
+    keep = [s for s in steps(out_dir) if s <= step][-keep_last:] + [best(out_dir, step)]
+    for other in steps(out_dir):              # a later step than this one was damaged, or was rolled back
+        if other not in keep:
+            shutil.rmtree(folder / f"step_{other:08d}", ignore_errors=True)
 
 
 def steps(out_dir):
@@ -95,11 +96,17 @@ def read_meta(out_dir, step):
         return {}
 
 
-def best(out_dir):
-    """The step of least validation loss among the checkpoints; None if none was evaluated."""
-    losses = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir)}
-    losses = {step: loss for step, loss in losses.items() if loss is not None}
+def best(out_dir, last=math.inf):
+    """The step of least validation loss among the checkpoints (up to step `last`); None if none was evaluated."""
+    losses = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir) if step <= last}
+    losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return min(losses, key=losses.get) if losses else None
+
+
+def best_loss(out_dir):
+    """The least validation loss among the checkpoints; infinity if none was evaluated."""
+    step = best(out_dir)
+    return math.inf if step is None else read_meta(out_dir, step)["val_loss"]
 
 
 def damage(out_dir, step):
@@ -126,13 +133,14 @@ def newest_intact(out_dir, say=print):
     return None
 
 
-def load(out_dir, step, device="cpu"):
-    """(weights, state, meta) of a checkpoint; state is None if only the model was saved."""
-    folder = Path(out_dir) / "checkpoints" / f"step_{step:08d}"
-    weights = load_file(folder / "model.safetensors", device=str(device))
-    state = torch.load(folder / "state.pt", map_location=device, weights_only=True) \
-        if (folder / "state.pt").exists() else None
-    return weights, state, read_meta(out_dir, step)
+def load_weights(out_dir, step, device="cpu"):
+    """{name: tensor} of a checkpoint."""
+    return load_file(Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "model.safetensors", device=str(device))
+
+
+def load_state(out_dir, step):
+    """What `save` was given as state, on the CPU: an optimizer's load_state_dict moves what has to move."""
+    return torch.load(Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "state.pt", map_location="cpu", weights_only=True)
 
 
 def has_state(out_dir, step):

@@ -15,15 +15,19 @@ import typing
 from pathlib import Path
 
 
+OF_THIS_CALL = ("out_dir", "init_from", "overwrite", "eval_only")      # not taken over from the run that is resumed
+
+
 class BadInput(Exception):
     """Something the user can mend. The message is one sentence: what is wrong and what to do. Exit code 2."""
 
 
-def load(Config, argv, frozen=()):
-    """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits.
+def load(Config, argv, frozen=(), positional=None):
+    """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits. A word that is
+    neither is the value of the knob named by `positional`, if there is one.
 
-    With init_from=resume the values of the run in out_dir stand in for the defaults; a knob named in `frozen` that is
-    given another value then is an error, since the run could not go on with it.
+    With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=RUN those of that
+    run for the knobs in `frozen`; a knob in `frozen` that is given another value then is an error.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
@@ -42,18 +46,22 @@ def load(Config, argv, frozen=()):
             for key, value in read_file(arg).items():
                 check_known(key, fields, f"{arg}: {key}")
                 given[key] = check_type(value, hints[key], f"{arg}: {key}")
+        elif positional and positional not in given:
+            given[positional] = arg
         else:
             raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form --key=value.")
 
     values = {name: f.default for name, f in fields.items()}
-    if given.get("init_from") == "resume":
-        out_dir = given.get("out_dir", values["out_dir"])
-        saved = read_saved(out_dir)
+    init_from = given.get("init_from", values.get("init_from", "scratch"))
+    if init_from != "scratch":
+        run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
+        saved = read_saved(run)
         for key in frozen:
             if key in given and key in saved and given[key] != saved[key]:
-                raise BadInput(f"{key}={given[key]} can't continue the run in {out_dir}, which has {key}={saved[key]}; "
-                               "leave it out, or start a new run with another out_dir.")
-        values |= {key: value for key, value in saved.items() if key in fields}
+                raise BadInput(f"{key}={given[key]} can't go on from the run in {run}, which has {key}={saved[key]}; leave it "
+                               "out, or start from scratch.")
+        taken = fields if init_from == "resume" else frozen
+        values |= {key: saved[key] for key in taken if key in saved and key not in OF_THIS_CALL}
     return Config(**(values | given))
 
 
@@ -119,7 +127,7 @@ def check_type(value, hint, what):
     options = choices(hint)
     kind = type(value)
     if any(value is o or (isinstance(o, str) and value == o) for o in options) or kind in options:
-        if not (kind is float and math.isnan(value)):
+        if not (kind is float and not math.isfinite(value)):
             return value
     if value is None and type(None) in options:
         return None

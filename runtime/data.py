@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -16,7 +18,8 @@ from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 
 CHUNK = 2**20                        # bytes of text tokenised at a time
-SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev", "test")}
+SPLITS = ("train", "valid")
+VALID_NAMES = ("valid", "validation", "val", "dev")
 # Line ends at which GPT-2's pattern always ends a piece, so that cutting there leaves the token ids as they were.
 SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-~])")
 
@@ -30,35 +33,42 @@ def prepare(dataset, tokenizer, data_dir, documents=None):
     a function from split to a list of texts. Documents are separated by the end-of-text token. Without a validation
     split the last tenth of the text, at most 10 MB, is one.
     """
-    path = Path(dataset)
-    if documents is None and path.is_dir() and list(path.glob("*.bin")):
-        return adopt_bins(path, tokenizer, data_dir)
-    texts = {split: [t.encode() for t in documents(split)] for split in SPLIT_NAMES} if documents else find_texts(path)
+    try:
+        if documents is None and list(Path(dataset).glob("*.bin")):
+            return adopt_bins(Path(dataset), tokenizer, data_dir)
+        return prepare_texts(dataset, tokenizer, Path(data_dir), documents)
+    except OSError as e:
+        raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it readable, free some space, "
+                       "or choose another place with --data_dir=.") from None
+
+
+def prepare_texts(dataset, tokenizer, data_dir, documents):
+    texts = {split: [t.encode() for t in documents(split)] for split in SPLITS} if documents else find_texts(Path(dataset))
     digest = hashlib.sha256()
-    for split in SPLIT_NAMES:
+    for split in SPLITS:
         for text in texts[split]:
             digest.update(f"{split} {len(text)}\n".encode())
             for chunk in pieces(text):
                 digest.update(chunk)
-    name = re.sub(r"\W+", "-", dataset if documents else path.resolve().stem)
-    folder = Path(data_dir) / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
+    name = re.sub(r"\W+", "-", dataset if documents else Path(dataset).resolve().stem)
+    folder = data_dir / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
     if is_prepared(folder):
         return folder
 
+    for left in data_dir.glob("*.partial-*"):                 # by a preparation that was killed
+        if time.time() - left.stat().st_mtime > 86400:
+            shutil.rmtree(left, ignore_errors=True)
     partial = Path(f"{folder}.partial-{os.getpid()}")
     meta = {"source": str(dataset), "sha256": digest.hexdigest(), **tokenizer.describe(),
             "dtype": "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"}
     try:
         partial.mkdir(parents=True)
-        for split in SPLIT_NAMES:
+        for split in SPLITS:
             meta[split] = tokenise(texts[split], tokenizer, partial / f"{split}.bin", meta["dtype"])
         write_atomically(partial / "meta.json", json.dumps(meta, indent=1).encode())
-        if folder.exists():                               # an unreadable one: is_prepared said no
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    except OSError as e:
-        raise BadInput(f"The token files of {dataset} could not be written to {data_dir} ({e.strerror}): free some space, or "
-                       "choose another place with --data_dir=.") from None
+        if not is_prepared(folder):                           # another run may have been faster
+            shutil.rmtree(folder, ignore_errors=True)         # a damaged one
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -69,7 +79,7 @@ def is_prepared(folder):
     try:
         meta = read_meta(folder)
         width = np.dtype(meta["dtype"]).itemsize
-        return all((folder / f"{s}.bin").stat().st_size == width * meta[s]["tokens"] for s in SPLIT_NAMES)
+        return all((folder / f"{s}.bin").stat().st_size == width * meta[s]["tokens"] for s in SPLITS)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -95,13 +105,14 @@ def find_texts(path):
         raise BadInput(f"There is no dataset {path}: give a .txt file, a folder, or task:NAME.")
     if not files or not sum(f.stat().st_size for f in files):
         raise BadInput(f"The dataset {path} holds no text: give a .txt file, or a folder with train.txt and valid.txt.")
-    texts = {split: [FileSlice(f) for f in files if path.is_dir() and set(re.split(r"[\W_]+", f.stem)) & set(names)]
-             for split, names in SPLIT_NAMES.items()}
-    texts["train"] = texts["train"] or [FileSlice(f) for f in files if all(f != t.path for t in texts["valid"])]
+    marks = {f: set(re.split(r"[\W_]+", f.stem)) if path.is_dir() else set() for f in files}
+    held_out = [f for f in files if marks[f] & {*VALID_NAMES, "test"}]
+    train = [f for f in files if "train" in marks[f]] or [f for f in files if f not in held_out]
+    texts = {"train": [FileSlice(f) for f in train], "valid": [FileSlice(f) for f in files if marks[f] & {*VALID_NAMES}]}
+    if not train:
+        raise BadInput(f"The dataset {path} has held-out text and nothing to train on: add a train.txt.")
     if not texts["valid"]:
         texts["train"], texts["valid"] = split_off_tail(texts["train"])
-    if not texts["train"]:
-        raise BadInput(f"The dataset {path} has a validation split and nothing to train on: add a train.txt.")
     return texts
 
 
@@ -178,7 +189,8 @@ def adopt_bins(path, tokenizer, data_dir):
     for split, file in files.items():
         if not file.is_file():
             raise BadInput(f"{path} has no {file.name}: a folder of token files needs train.bin and val.bin.")
-        ids = np.memmap(file, dtype=np.uint16, mode="r") if file.stat().st_size > 1 else np.zeros(0, np.uint16)
+        size = file.stat().st_size // 2
+        ids = np.memmap(file, dtype=np.uint16, mode="r", shape=size) if size else np.zeros(0, np.uint16)
         top = max((int(ids[i:i + 2**24].max()) for i in range(0, len(ids), 2**24)), default=0)
         if top >= tokenizer.n_vocab:
             raise BadInput(f"{file} holds token id {top}, and the tokenizer {tokenizer.name} ends at {tokenizer.n_vocab - 1}: "
@@ -206,7 +218,7 @@ class TokenFile:
 
     def __getitem__(self, where):
         """int64 ids of a slice."""
-        return np.memmap(self.path, dtype=self.dtype, mode="r")[where].astype(np.int64)
+        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.length)[where].astype(np.int64)
 
 
 class Windows(torch.utils.data.Dataset):
@@ -254,10 +266,9 @@ def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):
 
 
 def ignore_signals(_):
-    """Ctrl-C reaches every process of a terminal; the training process decides, and ends its workers."""
-    import signal
+    """Ctrl-C and torchrun's SIGTERM reach every process of a group; the training process decides, and ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1):

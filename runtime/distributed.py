@@ -10,8 +10,6 @@ from runtime.config import BadInput
 def init():
     """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a GPU."""
     if "RANK" in os.environ and not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank())
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -48,11 +46,6 @@ def sum(values):
 def any(flag):
     """True on every rank if it is true on one."""
     return sum([flag])[0] > 0
-
-
-def barrier():
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def on_main(function):

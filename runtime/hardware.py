@@ -1,18 +1,20 @@
 """What this machine is and what it can do: device, precision, attention kernel, peak speed."""
 import contextlib
 import ctypes
+import os
 import re
 import resource
 import sys
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime import distributed
 from runtime.config import BadInput
 
-# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, from the makers'
-# data sheets; None where the hardware lacks the format. Matched as whole words, the specific name before the general.
+# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, after
+# the makers' data sheets (V100, T4, H100 PCIe and NVL not checked against them); None where the hardware lacks the format. Matched as whole words, the specific name before the general.
 # A card that is not listed has no MFU: a guess would be worse.
 PEAKS = {
     "H100 PCIe":  (756, 756, 378, 51, 2.0),
@@ -27,7 +29,9 @@ PEAKS = {
     "T4":         (None, 65, None, 8.1, 0.32),
     "V100":       (None, 125, None, 15.7, 0.9),
 }
-OTHER_CARDS = ("Laptop", "RTX 4090 D", "MIG")        # share a listed card's name, not its speed
+OTHER_CARDS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")        # share a listed card's name, not its speed
+
+PROCESS_WIDE = contextlib.ExitStack()                # settings that hold until the process ends
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -50,8 +54,13 @@ class Hardware:
     tf32: bool
     compile: bool
     attention: str                   # sdpa | math, for model.attend
-    peak_tflops: float | None        # dense, at dtype, one device
-    bandwidth_tbs: float | None
+    attention_kernel: str            # for people: which kernels sdpa may take
+    peaks: dict                      # dense TFLOP/s by format, one device; {} if not known
+
+    @property
+    def peak_tflops(self):
+        """At dtype; None if not known."""
+        return self.peaks.get("tf32" if self.dtype == "fp32" and self.tf32 else self.dtype)
 
     def autocast(self):
         """Matrix products in dtype; weights stay fp32."""
@@ -87,11 +96,16 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
         raise BadInput("--device=cuda was asked for, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build.")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise BadInput("--device=mps was asked for, but this is no Apple GPU: use --device=cpu.")
-    if kind == "cuda" and distributed.world_size() > 1:
-        device = f"cuda:{distributed.local_rank()}"
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else {"cpu": f"CPU, {torch.get_num_threads()} threads",
-                                                                      "mps": "Apple GPU"}[kind]
-    capability = torch.cuda.get_device_capability(device) if kind == "cuda" else (0, 0)
+    name = {"cpu": f"CPU, {torch.get_num_threads()} threads", "mps": "Apple GPU"}.get(kind)
+    capability = (0, 0)
+    if kind == "cuda":
+        index = str(distributed.local_rank()) if distributed.world_size() > 1 else device.partition(":")[2] or "0"
+        if not index.isdigit() or int(index) >= torch.cuda.device_count():
+            raise BadInput(f"GPU {index} was asked for, and there are {torch.cuda.device_count()}, counted from 0: change "
+                           "--device or torchrun's --nproc_per_node.")
+        device = f"cuda:{index}"
+        torch.cuda.set_device(device)
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if dtype == "auto":
         if kind == "cuda":           # not is_bf16_supported(): it is also true on a T4, which emulates bf16
             dtype = "bf16" if capability >= (8, 0) else "fp16"
@@ -100,31 +114,33 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     if kind == "cpu":
         keep_freed_memory()
     tf32 = tf32 and capability >= (8, 0)
-    if kind == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    if kind == "cuda":               # this one call keeps PyTorch's old and new TF32 switches in agreement
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    tflops, bandwidth = peaks(name)
-    return Hardware(torch.device(device), name, dtype, tf32, kind == "cuda" if compile is None else compile,
-                    choose_attention(attention, kind, capability, dtype),
-                    tflops.get("tf32" if dtype == "fp32" and tf32 else dtype), bandwidth)
+    backend, kernel = choose_attention(attention, kind, capability, dtype)
+    return Hardware(torch.device(device), name, dtype, tf32, kind == "cuda" if compile is None else compile, backend, kernel,
+                    peaks(name)[0])
 
 
 def choose_attention(attention, kind, capability, dtype):
-    """sdpa or math for model.attend; flash, cudnn and efficient name one of sdpa's kernels on a GPU."""
+    """(sdpa or math, for model.attend; what that is called). flash, cudnn and efficient name one of sdpa's GPU kernels."""
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
-    if attention == "auto" and kind == "cpu":
-        return "math" if dtype == "bf16" else "sdpa"          # see model.attend for what that buys
-    if attention in ("auto", "flash", "cudnn", "efficient") and kind == "cuda":
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        kernels = {"flash": [SDPBackend.FLASH_ATTENTION], "cudnn": [SDPBackend.CUDNN_ATTENTION],
-                   "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-                   "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]}[attention]
-        if attention == "auto" and capability[0] == 9:        # Hopper: cuDNN's kernel first
-            kernels.insert(0, SDPBackend.CUDNN_ATTENTION)
-        sdpa_kernel(kernels, set_priority=True).__enter__()   # for the whole process
-    return "math" if attention == "math" else "sdpa"
+    if attention in ("flash", "cudnn") and dtype == "fp32":
+        raise BadInput(f"--attention={attention} has no fp32 kernel: use auto, or --dtype=bf16 or fp16.")
+    if attention == "auto" and kind == "cpu" and dtype == "bf16":
+        return "math", "math"                                 # see model.attend for what that buys
+    if attention in ("math", "sdpa") or kind != "cuda":
+        return ("math", "math") if attention == "math" else ("sdpa", "sdpa")
+    order = [attention]
+    if attention == "auto":                                   # Hopper: cuDNN's kernel first
+        order = (["cudnn"] if capability[0] == 9 else []) + ["flash", "efficient", "math"]
+    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+               "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+    PROCESS_WIDE.enter_context(sdpa_kernel([kernels[k] for k in order], set_priority=True))
+    return "sdpa", " > ".join(order)
 
 
 def cpu_multiplies_bf16():
@@ -140,7 +156,8 @@ def keep_freed_memory():
     except (OSError, AttributeError, TypeError):              # not glibc
         return
     M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
-    mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    if not mallopt(M_MMAP_THRESHOLD, 1 << 30):                # older versions refuse more than 32 MiB
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_TOP_PAD, 64 << 20)
     mallopt(M_ARENA_MAX, 1)                                   # autograd's thread would get an arena of its own

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 from runtime import distributed
+from runtime.checkpoint import write_atomically
 
 
 class Log:
@@ -12,11 +13,13 @@ class Log:
     def __init__(self, out_dir, resumed_step=None):
         self.main = distributed.is_main()
         self.folder = Path(out_dir)
-        if self.main and resumed_step is not None:
+        if resumed_step is not None:
             self.forget_after(resumed_step)
 
     def forget_after(self, step):
         """Drop the metrics of steps that will be run again, and a line that a crash cut short."""
+        if not self.main:
+            return
         path = self.folder / "metrics.jsonl"
         kept = []
         for line in path.read_text().splitlines() if path.exists() else []:
@@ -24,19 +27,25 @@ class Log:
                 kept += [line] if json.loads(line)["step"] <= step else []
             except (ValueError, KeyError):
                 continue
-        path.write_text("".join(line + "\n" for line in kept))
+        write_atomically(path, "".join(line + "\n" for line in kept).encode())
 
     def say(self, text):
         if self.main:
             print(text, flush=True)
-            with open(self.folder / "training.log", "a") as f:
-                f.write(text + "\n")
+            self.append("training.log", text)
 
     def metrics(self, **values):
-        """values: `step`, and numbers or None."""
+        """values: `step`, and numbers, None, or the config."""
         if self.main:
-            with open(self.folder / "metrics.jsonl", "a") as f:
-                f.write(json.dumps({k: finite(v) for k, v in values.items()}) + "\n")
+            self.append("metrics.jsonl", json.dumps({k: finite(v) for k, v in values.items()}))
+
+    def append(self, name, line):
+        """A log that can't be written (a full disk, say) does not end a run: saving a checkpoint will say so."""
+        try:
+            with open(self.folder / name, "a") as f:
+                f.write(line + "\n")
+        except OSError as e:
+            print(f"{self.folder / name} could not be written ({e.strerror}).", flush=True)
 
 
 def finite(value):

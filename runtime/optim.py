@@ -34,9 +34,14 @@ def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldo
     wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al. 2024)."""
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
-    start = {"wsd": max(warmup_steps, max_steps - math.ceil(cooldown * max_steps))}.get(schedule, warmup_steps)
+    start = max(warmup_steps, max_steps - math.ceil(cooldown * max_steps)) if schedule == "wsd" else warmup_steps
     done = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
-    share = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}.get(schedule, 1 - done)
+    if schedule == "constant":
+        share = 1.0
+    elif schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        share = 1 - done
     return min_lr + share * (learning_rate - min_lr)
 
 
@@ -44,13 +49,14 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
     """Unscale, clip, check, step, clear. Returns (norm of the gradients before clipping, whether they were finite).
 
     DDP has summed the gradients before, so every rank computes the same norm and decides alike; with a non-finite one
-    no optimizer moves. Reading the norm is the step's one wait for the GPU.
+    no optimizer moves.
     """
     parameters = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=None)
-    finite = bool(torch.isfinite(norm))
+    grad_norm = norm.item()
+    finite = math.isfinite(grad_norm)
     if finite and grad_clip:
         nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     for optimizer in optimizers:
@@ -60,4 +66,4 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
             scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     scaler.update()
-    return norm.item(), finite
+    return grad_norm, finite

@@ -55,7 +55,7 @@ def trained(out_dir, text, **knobs):
 
 def weights(out_dir, step=20):
     from runtime import checkpoint
-    return checkpoint.load(out_dir, step)[0]
+    return checkpoint.load_weights(out_dir, step)
 
 
 def metrics(out_dir, key="loss"):

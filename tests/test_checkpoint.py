@@ -24,8 +24,23 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 1, 1.0)
     save(tmp_path, 1, 2.0)
-    weights, state, meta = checkpoint.load(tmp_path, 1)
-    assert weights["w"].tolist() == [2.0] * 4 and state == {"optimizers": [{"step": 1}]} and meta["step"] == 1
+    assert checkpoint.load_weights(tmp_path, 1)["w"].tolist() == [2.0] * 4
+    assert checkpoint.load_state(tmp_path, 1) == {"optimizers": [{"step": 1}]} and checkpoint.has_state(tmp_path, 1)
+
+
+def test_going_on_from_an_earlier_step_outlives_the_later_ones(tmp_path):
+    """After a damaged step 20 a run goes on from step 10: neither pruning nor `best` may prefer the damaged one."""
+    for step in (10, 20):
+        save(tmp_path, step, val_loss=30.0 - step)
+    (tmp_path / "checkpoints" / "step_00000020" / "state.pt").write_bytes(b"torn")
+    save(tmp_path, 15, keep_last=1)
+    assert checkpoint.newest_intact(tmp_path) == 15 and checkpoint.steps(tmp_path) == [10, 15]
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
+    for step, loss in ((1, float("nan")), (2, 5.0), (3, float("inf"))):
+        save(tmp_path, step, val_loss=loss, keep_last=9)
+    assert checkpoint.best(tmp_path) == 2 and checkpoint.best_loss(tmp_path) == 5.0
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "meta.json"])
@@ -83,7 +98,7 @@ def test_a_stranger_s_pickle_is_not_run(tmp_path):
     save(tmp_path, 1)
     torch.save(Bomb(), tmp_path / "checkpoints" / "step_00000001" / "state.pt")
     with pytest.raises(Exception, match="weights_only|Weights only"):
-        checkpoint.load(tmp_path, 1)
+        checkpoint.load_state(tmp_path, 1)
 
 
 def test_a_folder_with_a_run_is_not_overwritten_unasked(tmp_path):

@@ -33,6 +33,12 @@ def test_values_get_their_field_s_type():
     assert load("--n_kv_head=none").n_kv_head is None and load("--learning_rate=1e-3").learning_rate == 1e-3
 
 
+def test_one_word_may_stand_without_a_flag():
+    assert load("--n_layer=2", "out/x", positional="out_dir").out_dir == "out/x"
+    with pytest.raises(BadInput, match="'b' is neither"):
+        load("a", "b", positional="out_dir")
+
+
 def test_files_and_flags_apply_in_order(tmp_path):
     (tmp_path / "a.py").write_text("import math\n_base = 2\nn_layer = _base * 3\nlearning_rate = 1\ntied = True\n")
     cfg = load("--n_layer=5", str(tmp_path / "a.py"), "--learning_rate=0.5")
@@ -41,7 +47,7 @@ def test_files_and_flags_apply_in_order(tmp_path):
 
 @pytest.mark.parametrize("flag, word", [
     ("--lerning_rate=1", "learning_rate"), ("--n-layer=3", "n_layer"), ("--n_layer=1.5", "whole number"),
-    ("--n_layer=x", "whole number"), ("--learning_rate=fast", "a number"), ("--learning_rate=nan", "a number"),
+    ("--n_layer=x", "whole number"), ("--learning_rate=fast", "a number"), ("--learning_rate=nan", "a number"), ("--learning_rate=inf", "a number"),
     ("--optimizer=moun", "muon"), ("--tied=maybe", "true or false"), ("--n_layer", "--n_layer=VALUE"), ("n_layer=3", "flag"),
     ("--zzzzz=1", "--help"), ("nowhere.py", "nowhere.py"), ("--n_layer=none", "whole number"),
 ])

@@ -75,6 +75,8 @@ def test_a_folder_with_splits_is_taken_as_it_is_and_documents_are_separated(tmp_
     folder = data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
     assert ids_of(folder, "train").tolist() == [*b"one", 256, *b"two"]
     assert ids_of(folder, "valid").tolist() == [*b"three"]
+    (source / "test.txt").write_text("four")                          # stays unseen
+    assert data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t") == folder
 
 
 def test_a_special_token_in_the_text_is_text(tmp_path):

@@ -44,6 +44,33 @@ def test_parameter_counts_and_flops_of_gpt2_124m():
     assert model.flops_per_token(1024) == pytest.approx(0.86e9, rel=0.01)
 
 
+class LargestTensor(TorchDispatchMode):
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.size = max(self.size, t.numel())
+        return out
+
+
+def test_loss_at_start_with_a_tied_head_a_wide_model_and_few_ids():
+    model = tiny(vocab_size=257, n_embd=1024, tied_head=True)
+    x = ids(8, 32, 257)
+    assert abs(model(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel() - math.log(257)) < 0.05
+
+
+def test_evaluation_takes_no_gradient_of_the_head(monkeypatch):
+    seen, apply = [], HeadAndLoss.apply
+    monkeypatch.setattr(HeadAndLoss, "apply", lambda *args: seen.append(args[1].requires_grad) or apply(*args))
+    model = tiny()
+    model(ids(), ids())
+    with torch.no_grad():
+        model(ids(), ids())
+    assert seen == [True, False]
+
+
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_head_and_loss_equal_cross_entropy_over_real_ids(rows, softcap):
@@ -69,17 +96,6 @@ def test_bf16_head_takes_the_softmax_in_fp32():
         loss = HeadAndLoss.apply(h, w, y, 50257, 0.0, 16)
     exact = F.cross_entropy((h.bfloat16() @ w.bfloat16().t())[:, :50257].double(), y, reduction="sum")
     assert loss.item() == pytest.approx(exact.item(), rel=1e-4)
-
-
-class LargestTensor(TorchDispatchMode):
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, torch.Tensor):
-                self.size = max(self.size, t.numel())
-        return out
 
 
 def test_all_logits_never_exist_at_once():
@@ -166,3 +182,17 @@ def test_heads_that_do_not_divide_are_refused():
     for wrong in (dict(n_head=3), dict(n_kv_head=3), dict(head_dim=7)):
         with pytest.raises(ValueError):
             GPTConfig(**(dict(n_embd=64, n_head=4) | wrong))
+
+
+@pytest.mark.parametrize("kind", [{}, QWEN], ids=["default", "qwen"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
+    torch._dynamo.reset()
+    model = tiny(trained=True, **kind)
+    model.gradient_checkpointing, model.loss_chunks = checkpointing, 3
+    x, y = ids(), ids(seed=2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = torch.autograd.grad(model(x, y), list(model.parameters()))
+        for a, b in zip(torch.autograd.grad(compiled(x, y), list(model.parameters())), eager):
+            torch.testing.assert_close(a, b)
