@@ -269,6 +269,21 @@ def main(argv):
         return data.batches(windows, range(step, cfg.max_steps), workers(cfg, hw),
                             cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
 
+    def roll_back():
+        """To the newest checkpoint, with half the learning rate and without fp16: its step; None if there is none."""
+        nonlocal lr_factor, scaler
+        saved = distributed.on_main(lambda: checkpoint.newest_intact(cfg.out_dir, log.say))
+        if saved is None or not checkpoint.has_state(cfg.out_dir, saved):
+            return None
+        restore(cfg.out_dir, saved)
+        nonfinite.rolled_back, lr_factor = True, lr_factor / 2
+        if hw.dtype == "fp16":
+            hw.dtype = "bf16" if hw.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8 else "fp32"
+            scaler = hw.scaler()
+        log.forget_after(saved)
+        log.say(f"Back to the checkpoint of step {saved}, once, with half the learning rate and {hw.dtype}.")
+        return saved
+
     stop, loader = guard.StopSignal(), load_from(step)
     targets = sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
     flops_per_token = model.flops_per_token(cfg.block_size)
@@ -300,30 +315,21 @@ def main(argv):
             spent[key] += seconds
         timed_steps += 1
 
-        # Gradients that are not finite: nothing moved; skip, go back, or give up.
+        # Gradients that are not finite have moved nothing: skip the step, go back, or give up.
         verdict = nonfinite.after(finite, scaler.get_scale())
         if verdict != "ok":
             skipped += 1
             log.say(f"step {step}: the gradients are not finite; the step is skipped.")
         if verdict == "rollback":
-            saved = distributed.on_main(lambda: checkpoint.newest_intact(cfg.out_dir, log.say))
-            if saved is None or not checkpoint.has_state(cfg.out_dir, saved):
-                verdict = "stop"
-        if verdict == "stop":
-            path = guard.keep_batch(cfg.out_dir, step, x=x, y=y, nats=nats)
+            earlier = roll_back()
+            if earlier is not None:
+                step, loader = earlier, load_from(earlier)
+                continue
+        if verdict in ("rollback", "stop"):
+            path = guard.keep_batch(cfg.out_dir, step, x=x, y=y)
             log.say(f"Training diverged: {nonfinite.patience} steps in a row without finite gradients, again after going back "
                     f"or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
             return 1
-        if verdict == "rollback":
-            restore(cfg.out_dir, saved)
-            nonfinite.rolled_back, lr_factor, step = True, lr_factor / 2, saved
-            if hw.dtype == "fp16":
-                hw.dtype = "bf16" if hw.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8 else "fp32"
-                scaler = hw.scaler()
-            loader = load_from(step)
-            log.forget_after(step)
-            log.say(f"Back to the checkpoint of step {step}, once, with half the learning rate and {hw.dtype}.")
-            continue
 
         # Log, evaluate, save, stop.
         if step % cfg.log_interval == 0 or step in (1, cfg.max_steps):

@@ -212,13 +212,19 @@ class TokenFile:
         self.path = meta[split].get("file") or str(Path(folder) / f"{split}.bin")
         self.dtype, self.length = meta["dtype"], meta[split]["tokens"]
         self.words, self.bytes = meta[split].get("words"), meta[split].get("bytes")
+        self.ids = None                                   # opened once in each process
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, where):
         """int64 ids of a slice."""
-        return np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.length)[where].astype(np.int64)
+        if self.ids is None:
+            self.ids = np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.length))
+        return self.ids[where].astype(np.int64)
+
+    def __getstate__(self):
+        return self.__dict__ | {"ids": None}              # a loader process that is not forked opens its own
 
 
 class Windows(torch.utils.data.Dataset):
