@@ -75,12 +75,13 @@ class Config:
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
     tf32: bool = True                        # fp32 products on tensor cores
-    compile: bool | None = None              # torch.compile; None: on a GPU
+    compile: bool | None = None              # torch.compile; None: on a GPU (on a CPU it pays from about two minutes on)
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, about a third slower
     loss_chunks: int = 0                     # pieces in which head and loss are computed; 0: by size
     deterministic: bool = False              # refuse kernels whose result varies from run to run
+    keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process: no page faults
     num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
     pin_memory: bool = True                  # page-locked batches, on a GPU
     prefetch: int = 2                        # steps each loader process is ahead
@@ -197,7 +198,8 @@ def main(argv):
     check(cfg)
     distributed.init()
     rank, world = distributed.rank(), distributed.world_size()
-    hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic)
+    hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
+                        cfg.keep_memory)
 
     # Data and model. A run folder to start from settles the architecture.
     start = distributed.on_main(lambda: starting_point(cfg))

@@ -14,7 +14,7 @@ from runtime import distributed
 from runtime.config import BadInput
 
 # Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, after
-# the makers' data sheets (V100, T4, H100 PCIe and NVL not checked against them); None where the hardware lacks the format. Matched as whole words, the specific name before the general.
+# the makers' data sheets (not checked against them: V100, T4, A10, L40S, RTX 5090, B200, H100 PCIe and NVL); None where the hardware lacks the format. Matched as whole words, the specific name before the general.
 # A card that is not listed has no MFU: a guess would be worse.
 PEAKS = {
     "H100 PCIe":  (756, 756, 378, 51, 2.0),
@@ -23,8 +23,12 @@ PEAKS = {
     "H200":       (989, 989, 494, 67, 4.8),
     "A100 80GB":  (312, 312, 156, 19.5, 2.04),       # also "A100-SXM4-80GB": any run of other characters may stand between
     "A100":       (312, 312, 156, 19.5, 1.56),
+    "B200":       (2250, 2250, 1125, 75, 8.0),
+    "RTX 5090":   (209.5, 209.5, 104.8, 104.8, 1.79),
     "RTX 3090":   (71, 71, 35.6, 35.6, 0.94),
     "RTX 4090":   (165.2, 165.2, 82.6, 82.6, 1.01),
+    "L40S":       (362, 362, 183, 91.6, 0.86),
+    "A10":        (125, 125, 62.5, 31.2, 0.60),
     "L4":         (121, 121, 60, 30.3, 0.30),
     "T4":         (None, 65, None, 8.1, 0.32),
     "V100":       (None, 125, None, 15.7, 0.9),
@@ -84,7 +88,8 @@ class Hardware:
         return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto", deterministic=False):
+def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto", deterministic=False,
+          keep_memory=True):
     """Choose by what is there, obey what is asked for, and refuse what can't be had."""
     kind = device.split(":")[0]
     if kind == "auto":
@@ -111,7 +116,7 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
             dtype = "bf16" if capability >= (8, 0) else "fp16"
         else:
             dtype = "bf16" if kind == "cpu" and cpu_multiplies_bf16() else "fp32"
-    if kind == "cpu":
+    if kind == "cpu" and keep_memory:
         keep_freed_memory()
     tf32 = tf32 and capability >= (8, 0)
     if kind == "cuda":               # this one call keeps PyTorch's old and new TF32 switches in agreement
@@ -149,8 +154,8 @@ def cpu_multiplies_bf16():
 
 
 def keep_freed_memory():
-    """Let glibc reuse freed tensors instead of giving their pages back: a training step of a 0.8M model took 4,400 page
-    faults and 78 ms before, fewer than 50 faults and 55 ms with this."""
+    """Let glibc reuse freed tensors instead of giving their pages back, to be faulted in again at the next step. NOTES.md
+    has what that buys."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc

@@ -7,7 +7,8 @@ from runtime.config import BadInput
 NAMES = [
     ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA H100 PCIe", 756),
     ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA GeForce RTX 4090", 165.2),
-    ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA L4", 121), ("NVIDIA L40S", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA L40", None), ("NVIDIA A10", 125), ("NVIDIA B200", 2250),
+    ("NVIDIA GeForce RTX 5090", 209.5), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA A10G", None), ("Some GPU", None),
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
 ]
