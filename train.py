@@ -78,7 +78,7 @@ class Config:
     compile: bool | None = None              # torch.compile; None: on a GPU (on a CPU it pays from about two minutes on)
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
-    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, about a third slower
+    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
     loss_chunks: int = 0                     # pieces in which head and loss are computed; 0: by size
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process: no page faults
