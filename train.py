@@ -104,8 +104,8 @@ def check(cfg):
     config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
                             "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
-    config.below(cfg, 1.0001, "cooldown")
-    config.below(cfg, 2**63, "seed")
+    config.at_most(cfg, 1, "cooldown")
+    config.at_most(cfg, 2**63 - 1, "seed")
     if cfg.batch_size * cfg.gradient_accumulation_steps % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.batch_size * cfg.gradient_accumulation_steps} "
                        "sequences of a step evenly: change --batch_size or --gradient_accumulation_steps.")
@@ -202,7 +202,7 @@ def main(argv):
                         cfg.keep_memory)
 
     # Data and model. A run folder to start from settles the architecture.
-    start = distributed.on_main(lambda: starting_point(cfg))
+    start, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume"
     tokenizer = Tokenizer(cfg.tokenizer)
     folder = prepare_data(cfg, tokenizer)
     sequences = cfg.batch_size * cfg.gradient_accumulation_steps
@@ -246,8 +246,8 @@ def main(argv):
             dataclasses.asdict(cfg)))
 
     if start:
-        restore(*start, whole=cfg.init_from == "resume" and not cfg.eval_only)
-    step = start[1] if cfg.init_from == "resume" else 0
+        restore(*start, whole=resuming and not cfg.eval_only)
+    step = start[1] if resuming else 0
     if cfg.eval_only:
         result = text_loss(model, valid_text, cfg.block_size, cfg.batch_size, hw, cfg.eval_tokens)
         if rank == 0:
@@ -255,8 +255,8 @@ def main(argv):
         return 0
     distributed.on_main(lambda: checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), {
         "architecture": dataclasses.asdict(model.config), "tokenizer": tokenizer.describe(), "prompt_template": "{prompt}",
-    }, cfg.overwrite, resume=cfg.init_from == "resume"))
-    log = Log(cfg.out_dir, step if cfg.init_from == "resume" else None)
+    }, cfg.overwrite, resume=resuming))
+    log = Log(cfg.out_dir, step if resuming else None)
     log.say(start_up(cfg, hw, model, windows, valid_text, step))
     log.metrics(step=step, config=dataclasses.asdict(cfg))
 

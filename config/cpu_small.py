@@ -11,9 +11,9 @@ tokenizer = "bytes"
 block_size = 64
 
 n_layer = 4
-n_head = 2               # two heads of 64 cost a fifth less than four of 32, at the same loss
+n_head = 2               # two heads of 64 are cheaper than four of 32, at the same loss (NOTES.md)
 n_embd = 128
-mlp_hidden = 256         # half of the usual width: 20% more tokens a second, and a better loss at equal steps
+mlp_hidden = 256         # half of the usual width: faster, and no worse at equal steps (NOTES.md)
 norm = "layernorm"       # has a fused CPU kernel for both directions, RMSNorm has not
 
 batch_size = 24
@@ -25,6 +25,6 @@ cooldown = 0.5
 optimizer = "muon"
 muon_momentum = 0.9
 
-eval_interval = 1000     # at the end only: a pass over the validation text costs as much as ten steps
+eval_interval = 1000     # at the end only: a pass over the validation text costs many steps' time
 save_interval = 1000
 log_interval = 25

@@ -12,7 +12,7 @@ block_size = 256
 n_layer = 6
 n_head = 4
 n_embd = 256
-tied_head = True         # 100 steps: 164 perplexity a token with, 168 without
+tied_head = True
 
 batch_size = 16
 max_steps = 850

@@ -148,6 +148,13 @@ def at_least(cfg, least, names):
             raise BadInput(f"--{name}={value} is too small: it must be at least {least}.")
 
 
+def at_most(cfg, most, names):
+    """BadInput if one of the named knobs is larger than `most`."""
+    for name in names.split():
+        if getattr(cfg, name) > most:
+            raise BadInput(f"--{name}={getattr(cfg, name)} is too large: it must be at most {most}.")
+
+
 def below(cfg, limit, names):
     """BadInput if one of the named knobs is not smaller than `limit`."""
     for name in names.split():

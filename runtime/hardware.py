@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime import distributed
 from runtime.config import BadInput
 
-# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, after
-# the makers' data sheets (not checked against them: V100, T4, A10, L40S, RTX 5090, B200, H100 PCIe and NVL); None where the hardware lacks the format. Matched as whole words, the specific name before the general.
-# A card that is not listed has no MFU: a guess would be worse.
+# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, as the makers state
+# them (rows still to be checked against a data sheet: V100, T4, A10, L40S, RTX 5090, B200, H100 PCIe and NVL); None where
+# the hardware lacks the format. Matched as whole words, the specific name before the general. A card that is not listed
+# has no MFU: a guess would be worse.
 PEAKS = {
     "H100 PCIe":  (756, 756, 378, 51, 2.0),
     "H100 NVL":   (835, 835, 417, 60, 3.9),

@@ -231,6 +231,7 @@ BAD = [
     (dict(n_head=3), "not divisible by n_head=3"),
     (dict(batch_size=-1), "at least 1"),
     (dict(beta1=1), "below 1"),
+    (dict(cooldown=1.5), "at most 1"),
     (dict(dataset="nowhere.txt"), "no dataset nowhere.txt"),
     (dict(dataset="task:nothing"), "no task nothing"),
     (dict(block_size=100_000), "too few for one block"),
