@@ -151,7 +151,8 @@ class GPT(nn.Module):
         """attention: sdpa | math; gradient_checkpointing: recompute each block in the backward pass;
         loss_chunks: pieces in which the head and the loss are computed, 0: as many as LOGITS_AT_A_TIME asks for."""
         super().__init__()
-        self.config, self.gradient_checkpointing, self.loss_chunks = config, gradient_checkpointing, loss_chunks
+        self.config, self.backend = config, attention
+        self.gradient_checkpointing, self.loss_chunks = gradient_checkpointing, loss_chunks
         V, C = config.padded_vocab_size, config.n_embd
         self.token_embedding = nn.Embedding(V, C)
         self.position_embedding = nn.Embedding(config.block_size, C) if config.position == "learned" else None

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import tasks
 from eval import text_loss
 from model import GPT, GPTConfig
-from runtime import checkpoint, config, data, distributed, guard, hardware, optim
+from runtime import checkpoint, config, data, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
-from runtime.log import Log, duration, shown
+from runtime.log import Log, check_installed, duration, shown
 from runtime.tokenizer import Tokenizer
 
 
@@ -35,7 +35,8 @@ class Config:
     seed: int = 0
     eval_only: bool = False                  # evaluate once and exit; nothing is written
     # data
-    dataset: str = "task:unit_conversion"    # task:NAME, a .txt file, a folder with train/valid .txt, or with nanoGPT's .bin
+    dataset: str = "task:unit_conversion"    # task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or org/name:config
+    text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
     tokenizer: Literal["bytes", "gpt2"] = "bytes"
     data_dir: str = "data"                   # where tokenised texts are kept
     block_size: int = 256                    # context, tokens
@@ -55,9 +56,10 @@ class Config:
     logit_softcap: float = 0.0               # e.g. 15; 0: off
     dropout: float = 0.0                     # 0.1-0.2 where the text is seen many times
     # batch: tokens of an optimizer step = batch_size * gradient_accumulation_steps * block_size on any number of ranks
-    batch_size: int = 32                     # sequences a micro-step, at most
+    batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit the memory
     gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
     max_steps: int = 300                     # optimizer steps
+    patience: int = 0                        # stop after so many evaluations in a row without a new best; 0: never
     # optimizer
     optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
@@ -92,17 +94,32 @@ class Config:
     save_interval: int = 100                 # steps; also after the last, at a new best, and when asked to stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
+    tensorboard: bool = False                # curves in out_dir/tensorboard too
+    wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
 
 
 ARCHITECTURE = ("block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head "
                 "logit_softcap").split()
 
 
+@dataclass
+class Progress:
+    """What a checkpoint keeps of a run beside weights, optimizers and loss scale."""
+    step: int                                # optimizer steps done
+    dtype: str                               # a roll-back may leave fp16
+    batch_size: int                          # cfg's, for which micro_batch was found
+    micro_batch: int                         # sequences a micro-step, as many as fit
+    lr_factor: float = 1.0                   # halved by a roll-back
+    seconds: float = 0.0                     # in optimizer steps
+    skipped: int = 0                         # steps whose gradients were not finite
+    stale: int = 0                           # evaluations since the best
+
+
 def check(cfg):
     config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size max_steps eval_tokens "
                             "gradient_accumulation_steps eval_interval log_interval save_interval keep_last prefetch")
     config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown")
+                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 2**63 - 1, "seed")
@@ -130,7 +147,7 @@ def prepare_data(cfg, tokenizer):
             documents = tasks.load(cfg.dataset[5:]).documents
         except LookupError as e:
             raise BadInput(str(e)) from None
-    return distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, documents))
+    return distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, documents, cfg.text_key))
 
 
 def starting_point(cfg):
@@ -153,21 +170,23 @@ def evaluation_line(result):
             f"{shown(result.get('val_ppl_word'), '.2f')} a word | {shown(result.get('val_bits_per_byte'), '.4f')} bits/byte")
 
 
-def start_up(cfg, hw, model, windows, valid_text, step):
+def start_up(cfg, hw, model, windows, valid_text, now):
     """The paragraph that says what is about to happen, on what."""
     world, sequences = distributed.world_size(), cfg.batch_size * cfg.gradient_accumulation_steps
-    micro = min(cfg.batch_size, sequences // world)
+    micro, asked = now.micro_batch, min(cfg.batch_size, sequences // world)
     return (
         f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
         f"{model.flops_per_token(cfg.block_size) / 1e6:,.1f} MFLOP a token.\n"
-        f"{cfg.dataset}: {len(windows.tokens):,} training tokens, {len(valid_text):,} for validation; steps {step} to "
-        f"{cfg.max_steps} see {(cfg.max_steps - step) * sequences * cfg.block_size / len(windows.tokens):.2f} epochs.\n"
-        f"{world} x {hw.name}, {hw.dtype}, TF32 {'on' if hw.tf32 else 'off'}, attention {hw.attention_kernel}, compile "
-        f"{'on' if hw.compile else 'off'}, checkpointing {'on' if cfg.gradient_checkpointing else 'off'}, "
-        f"{workers(cfg, hw)} loader processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}.\n"
-        f"Micro-batch {micro} x accumulation {-(-sequences // (micro * world))} x {world} rank{'s' if world > 1 else ''} = "
-        f"{sequences} sequences of {cfg.block_size} = {sequences * cfg.block_size:,} tokens a step; {cfg.optimizer}, "
-        f"{cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.\n"
+        f"{cfg.dataset}: {len(windows.tokens):,} training tokens, {len(valid_text):,} for validation; steps {now.step} to "
+        f"{cfg.max_steps} see {(cfg.max_steps - now.step) * sequences * cfg.block_size / len(windows.tokens):.2f} epochs.\n"
+        f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {'on' if hw.tf32 else 'off'}, attention "
+        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, checkpointing "
+        f"{'on' if cfg.gradient_checkpointing else 'off'}, {workers(cfg, hw)} loader processes; peak "
+        f"{shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.\n"
+        f"Micro-batch {micro}{f' (for {asked}, which does not fit)' if micro < asked else ''} x accumulation "
+        f"{-(-sequences // (micro * world))} x {world} rank{'s' if world > 1 else ''} = {sequences} sequences of "
+        f"{cfg.block_size} = {sequences * cfg.block_size:,} tokens a step; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak "
+        f"learning rate {cfg.learning_rate:g}.\n"
         f"Not by default: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(cfg).items() if v != getattr(Config, k)) or '-'}")
 
 
@@ -175,27 +194,35 @@ def workers(cfg, hw):
     return cfg.num_workers if cfg.num_workers is not None else 2 if hw.device.type == "cuda" else 0
 
 
-def compiled(model, mode, hw, x, y, say):
-    """torch.compile'd model, or the model itself where a trial step shows that compiling fails."""
-    fast = torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
-    try:
-        with hw.autocast():
-            fast(x, y).backward()
-            with torch.no_grad():
-                fast.eval()(x, y)
-        failure = None
-    except Exception as e:                              # a missing C++ compiler, an unsupported card, ...
-        failure = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
-    model.train().zero_grad(set_to_none=True)
-    if distributed.any(failure is not None):
-        say(f"torch.compile failed, training goes on without it ({failure or 'on another rank'}).")
-        return model
-    return fast
+def ready(cfg, hw, model, optimizers, micro_batch, say):
+    """(model as the loop calls it, micro-batch that fits), found by rehearsing a step on every rank. Without torch.compile
+    where that fails; with half the micro-batch, and again, while memory runs out on one of them."""
+    share = cfg.batch_size * cfg.gradient_accumulation_steps // distributed.world_size()
+    mode = None if cfg.compile_mode == "default" else cfg.compile_mode
+    while True:
+        fast = torch.compile(model, mode=mode, dynamic=False) if hw.compile else model
+        failure = memory.rehearse(fast, hw, micro_batch, cfg.block_size, min(2, -(-share // micro_batch)),
+                                  optim.state_bytes(optimizers))
+        if distributed.any(failure is not None and memory.is_out_of_memory(failure)):
+            if micro_batch == 1:
+                raise BadInput(memory.advice(model, hw, cfg.block_size, optim.state_bytes(optimizers)))
+            less = memory.smaller(micro_batch, share)
+            say(f"A micro-batch of {micro_batch} does not fit the memory ({failure or 'on another rank'}): {less} instead.")
+            micro_batch = less
+        elif distributed.any(failure is not None):
+            if not hw.compile:
+                raise failure or guard.Failure("Another rank failed at its first step.")
+            say(f"torch.compile failed, training goes on without it ({type(failure).__name__}: "
+                f"{(str(failure).strip() or '-').splitlines()[0]}).")
+            hw.compile = False
+        else:
+            return fast, micro_batch
 
 
 def main(argv):
     cfg = config.load(Config, argv, frozen=ARCHITECTURE + ["tokenizer"])
     check(cfg)
+    check_installed(cfg.tensorboard, cfg.wandb)
     distributed.init()
     rank, world = distributed.rank(), distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
@@ -214,14 +241,13 @@ def main(argv):
     model = GPT(architecture(cfg, tokenizer), hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks).to(hw.device)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                              cfg.fused_adamw, cfg.muon_momentum)
-    scaler, nonfinite, lr_factor, skipped = hw.scaler(), guard.NonFinite(), 1.0, 0
+    now = Progress(0, hw.dtype, cfg.batch_size, min(cfg.batch_size, sequences // world))
+    scaler, nonfinite = hw.scaler(), guard.NonFinite()
 
-    def restore(out_dir, step, whole=True):
-        """Model (and, if whole, all that training needs to go on) as they were after `step` steps."""
-        nonlocal lr_factor, scaler, skipped
+    def restore(out_dir, step):
+        """All that training needs to go on as it was after `step` steps."""
+        nonlocal now, scaler, nonfinite
         model.load_state_dict(checkpoint.load_weights(out_dir, step, hw.device))
-        if not whole:
-            return
         state = checkpoint.load_state(out_dir, step)
         if state["optimizer"] != cfg.optimizer:
             raise BadInput(f"optimizer={cfg.optimizer} can't go on from the state of {state['optimizer']}: leave it out.")
@@ -230,40 +256,39 @@ def main(argv):
             optimizer.load_state_dict(saved)
             for group, given in zip(optimizer.param_groups, knobs):           # a knob given on resume counts
                 group.update(given)
-        lr_factor, skipped, nonfinite.rolled_back = state["lr_factor"], state["skipped"], state["rolled_back"]
-        nonfinite.in_a_row = state["in_a_row"]
+        micro_batch, now = now.micro_batch, Progress(**state["progress"])
+        if now.batch_size != cfg.batch_size or now.micro_batch > micro_batch:
+            now.batch_size, now.micro_batch = cfg.batch_size, micro_batch
+        nonfinite = guard.NonFinite(**state["nonfinite"])
         if nonfinite.rolled_back:
-            hw.dtype = state["dtype"]
-        scaler = hw.scaler()
+            hw.dtype = now.dtype
+        now.dtype, scaler = hw.dtype, hw.scaler()
         scaler.load_state_dict(state["scaler"])
 
-    def save(step, val_loss=None):
-        state = {"optimizer": cfg.optimizer, "optimizers": [o.state_dict() for o in optimizers], "lr_factor": lr_factor,
-                 "scaler": scaler.state_dict(), "dtype": hw.dtype, "skipped": skipped, "in_a_row": nonfinite.in_a_row,
-                 "rolled_back": nonfinite.rolled_back}
+    def save(val_loss=None):
+        state = {"optimizer": cfg.optimizer, "optimizers": [o.state_dict() for o in optimizers], "scaler": scaler.state_dict(),
+                 "progress": dataclasses.asdict(now), "nonfinite": dataclasses.asdict(nonfinite)}
         distributed.on_main(lambda: checkpoint.save(
-            cfg.out_dir, step, model.state_dict(), None if cfg.save_only_model else state, val_loss, cfg.keep_last,
+            cfg.out_dir, now.step, model.state_dict(), None if cfg.save_only_model else state, val_loss, cfg.keep_last,
             dataclasses.asdict(cfg)))
 
-    if start:
-        restore(*start, whole=resuming and not cfg.eval_only)
-    step = start[1] if resuming else 0
+    if resuming and not cfg.eval_only:
+        restore(*start)
+        now.micro_batch = memory.after_retreat(cfg.out_dir, cfg, now.micro_batch)
+    elif start:
+        model.load_state_dict(checkpoint.load_weights(*start, hw.device))
     if cfg.eval_only:
-        result = text_loss(model, valid_text, cfg.block_size, cfg.batch_size, hw, cfg.eval_tokens)
+        result = text_loss(model, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
         if rank == 0:
             print(evaluation_line(result))
         return 0
     distributed.on_main(lambda: checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), {
         "architecture": dataclasses.asdict(model.config), "tokenizer": tokenizer.describe(), "prompt_template": "{prompt}",
     }, cfg.overwrite, resume=resuming))
-    log = Log(cfg.out_dir, step if resuming else None)
-    log.say(start_up(cfg, hw, model, windows, valid_text, step))
-    log.metrics(step=step, config=dataclasses.asdict(cfg))
-
-    fast = model                                          # compiled, if that works; the same weights
-    if hw.compile:
-        x, y = (t[:cfg.batch_size].to(hw.device) for t in windows[step])
-        fast = compiled(model, cfg.compile_mode, hw, x, y, log.say)
+    log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
+    fast, now.micro_batch = ready(cfg, hw, model, optimizers, now.micro_batch, log.say)
+    log.say(start_up(cfg, hw, model, windows, valid_text, now))
+    log.metrics(step=now.step, config=dataclasses.asdict(cfg))
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
 
@@ -272,47 +297,59 @@ def main(argv):
                             cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
 
     def roll_back():
-        """To the newest checkpoint, with half the learning rate and without fp16: its step; None if there is none."""
-        nonlocal lr_factor, scaler
+        """To the newest checkpoint, with half the learning rate and without fp16. False if there is none."""
+        nonlocal scaler
         saved = distributed.on_main(lambda: checkpoint.newest_intact(cfg.out_dir, log.say))
         if saved is None or not checkpoint.has_state(cfg.out_dir, saved):
-            return None
+            return False
         restore(cfg.out_dir, saved)
-        nonfinite.rolled_back, lr_factor = True, lr_factor / 2
+        nonfinite.rolled_back, now.lr_factor = True, now.lr_factor / 2
         if hw.dtype == "fp16":
             hw.dtype = "bf16" if hw.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8 else "fp32"
-            scaler = hw.scaler()
+            now.dtype, scaler = hw.dtype, hw.scaler()
         log.forget_after(saved)
         log.say(f"Back to the checkpoint of step {saved}, once, with half the learning rate and {hw.dtype}.")
-        return saved
+        return True
 
-    stop, loader = guard.StopSignal(), load_from(step)
+    stop, loader = guard.StopSignal(), load_from(now.step)
     targets = sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
     flops_per_token = model.flops_per_token(cfg.block_size)
     spent, timed_steps = dict(data=0.0, forward_backward=0.0, optimizer=0.0), 0
-    while step < cfg.max_steps:
+    while now.step < cfg.max_steps and not (cfg.patience and now.stale >= cfg.patience):
         # One optimizer step.
         t0 = time.perf_counter()
         x, y = (t.to(hw.device, non_blocking=True) for t in next(loader))
-        micro_steps = list(zip(x.split(cfg.batch_size), y.split(cfg.batch_size)))
+        micro_steps = list(zip(x.split(now.micro_batch), y.split(now.micro_batch)))
         t1 = time.perf_counter()
-        nats = torch.zeros((), device=hw.device)
-        for i, (mx, my) in enumerate(micro_steps):
-            if cfg.dropout:
-                torch.manual_seed(hash((cfg.seed, step, rank, i)))             # so that a resumed run drops the same
-            ddp.require_backward_grad_sync = i == len(micro_steps) - 1         # DDP: one exchange of gradients a step
-            with hw.autocast():
-                loss = ddp(mx, my)                        # summed over the micro-batch
-            scaler.scale(loss * (world / targets)).backward()                  # DDP averages over ranks, hence world
-            nats += loss.detach()
-        nats = nats.item()                                # waits for the device: what follows is the optimizer's time
+        nats, out_of_memory = torch.zeros((), device=hw.device), None
+        try:
+            for i, (mx, my) in enumerate(micro_steps):
+                if cfg.dropout:
+                    torch.manual_seed(hash((cfg.seed, now.step, rank, i)))     # so that a resumed run drops the same
+                ddp.require_backward_grad_sync = i == len(micro_steps) - 1     # DDP: one exchange of gradients a step
+                with hw.autocast():
+                    loss = ddp(mx, my)                    # summed over the micro-batch
+                scaler.scale(loss * (world / targets)).backward()              # DDP averages over ranks, hence world
+                nats += loss.detach()
+            nats = nats.item()                            # waits for the device: what follows is the optimizer's time
+        except RuntimeError as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            out_of_memory = str(error)
+        if out_of_memory:                                 # outside of `except`, which holds on to the tensors
+            model.zero_grad(set_to_none=True)
+            now.micro_batch = memory.retreat(cfg.out_dir, cfg, now.step, now.micro_batch, sequences // world, out_of_memory,
+                                             log.say)
+            loader = load_from(now.step)
+            continue
         t2 = time.perf_counter()
-        lr = lr_factor * optim.lr_at(step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule,
-                                     cfg.cooldown)
+        lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
+                                         cfg.lr_schedule, cfg.cooldown)
         grad_norm, finite = optim.apply_step(optimizers, scaler, lr, cfg.grad_clip)
         stopping = stop.requested()                       # one small exchange between the ranks
         t3 = time.perf_counter()
-        step += 1
+        now.step += 1
+        now.seconds += t3 - t0
         for key, seconds in zip(spent, (t1 - t0, t2 - t1, t3 - t2)):
             spent[key] += seconds
         timed_steps += 1
@@ -320,47 +357,52 @@ def main(argv):
         # Gradients that are not finite have moved nothing: skip the step, go back, or give up.
         verdict = nonfinite.after(finite, scaler.get_scale())
         if verdict != "ok":
-            skipped += 1
-            log.say(f"step {step}: the gradients are not finite; the step is skipped.")
-        if verdict == "rollback":
-            earlier = roll_back()
-            if earlier is not None:
-                step, loader = earlier, load_from(earlier)
-                continue
+            now.skipped += 1
+            log.say(f"step {now.step}: the gradients are not finite; the step is skipped.")
+        if verdict == "rollback" and roll_back():
+            loader = load_from(now.step)
+            continue
         if verdict in ("rollback", "stop"):
-            path = guard.keep_batch(cfg.out_dir, step, x=x, y=y)
+            path = guard.keep_batch(cfg.out_dir, now.step, x=x, y=y)
             log.say(f"Training diverged: {nonfinite.patience} steps in a row without finite gradients, again after going back "
                     f"or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
             return 1
 
         # Log, evaluate, save, stop.
-        if step % cfg.log_interval == 0 or step in (1, cfg.max_steps):
+        step, last = now.step, now.step == cfg.max_steps
+        if step % cfg.log_interval == 0 or step == 1 or last:
             loss = distributed.sum([nats])[0] / targets
             seconds = sum(spent.values()) / timed_steps
             tokens_per_s = targets / seconds
-            mfu = hw.mfu(tokens_per_s / world, flops_per_token)
-            log.metrics(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * targets, tokens_per_s=tokens_per_s,
-                        mfu=mfu, peak_memory_gb=hw.peak_memory_gb(), skipped_steps=skipped,
+            mfu, busy, (used, peak) = hw.mfu(tokens_per_s / world, flops_per_token), hw.busy(), hw.memory_gb()
+            log.metrics(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * targets, seconds=now.seconds,
+                        tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
+                        micro_batch=now.micro_batch, skipped_steps=now.skipped,
                         **{f"{key}_s": value / timed_steps for key, value in spent.items()})
             log.say(f"step {step}/{cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
-                    f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | {shown(hw.peak_memory_gb(), '.2f')} GB | "
+                    f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB | "
                     f"ETA {duration(seconds * (cfg.max_steps - step))}")
             spent, timed_steps = dict.fromkeys(spent, 0.0), 0
         if stopping:                                      # first of all: whoever asked may not wait for an evaluation
-            save(step)
-        last, val_loss, new_best = step == cfg.max_steps, None, False
+            save()
+        val_loss, new_best = None, False
         if step % cfg.eval_interval == 0 or last:
-            result = text_loss(fast, valid_text, cfg.block_size, cfg.batch_size, hw, cfg.eval_tokens)
+            result = text_loss(fast, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
             val_loss = result["val_loss"]
             new_best = distributed.on_main(lambda: val_loss < checkpoint.best_loss(cfg.out_dir))
-            log.metrics(step=step, **result)
+            now.stale = 0 if new_best else now.stale + 1
+            log.metrics(step=step, tokens=step * targets, seconds=now.seconds, **result)
             log.say(f"step {step}/{cfg.max_steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
-        if step % cfg.save_interval == 0 or last or new_best or stopping and val_loss is not None:
-            save(step, val_loss)
+        out_of_patience = cfg.patience and now.stale >= cfg.patience
+        if step % cfg.save_interval == 0 or last or new_best or out_of_patience or stopping and val_loss is not None:
+            save(val_loss)
         if stopping:
             how = f"--init_from={cfg.out_dir}" if cfg.save_only_model else f"--init_from=resume --out_dir={cfg.out_dir}"
             log.say(f"Stopped as asked after step {step}, and saved. Go on with {how}")
             return stop.exit_code()
+    if cfg.patience and now.stale >= cfg.patience:
+        log.say(f"Stopped early after step {now.step}: {now.stale} evaluations without a better loss than that of step "
+                f"{checkpoint.best(cfg.out_dir)}, whose weights are kept.")
     return 0
 
 

@@ -177,8 +177,9 @@ def open_run(out_dir, config, model, overwrite=False, resume=False):
             if not overwrite:
                 raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
                                "--overwrite, or choose another --out_dir=.")
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            for name in ("config.json", "model.json", "metrics.jsonl", "training.log"):
+            for name in ("checkpoints", "tensorboard"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in ("config.json", "model.json", "metrics.jsonl", "training.log", "retreat.json", "wandb_id"):
                 (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "model.json", json.dumps(model, indent=1).encode())

@@ -1,185 +1,187 @@
-"""Text on disk to token files, and token files to batches that are a pure function of (seed, step)."""
+"""Texts to token files, once; and token files to batches that are a pure function of (seed, step)."""
 import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import time
+from bisect import bisect_right
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from model import IGNORE
-from runtime.checkpoint import write_atomically
+from runtime import texts
+from runtime.checkpoint import fsync, write_atomically
 from runtime.config import BadInput
+from runtime.texts import SPLITS
 
-CHUNK = 2**20                        # bytes of text tokenised at a time
-SPLITS = ("train", "valid")
-VALID_NAMES = ("valid", "validation", "val", "dev")
-# Line ends at which GPT-2's pattern always ends a piece, so that cutting there leaves the token ids as they were.
-SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-~])")
+FORMAT = 2                           # of the prepared folder
+SHARD = 256                          # pieces of about texts.CHUNK that go into one token file
 
 
 # --- preparation: once per text and tokenizer ---
 
-def prepare(dataset, tokenizer, data_dir, documents=None):
-    """Folder with train.bin, valid.bin (token ids) and meta.json for a dataset, made now unless it is there.
+def prepare(dataset, tokenizer, data_dir, documents=None, text_key="text"):
+    """Folder with the token ids of a dataset, train_*.bin and valid_*.bin, and meta.json; made now unless it is there.
 
-    dataset: a .txt file, a folder of them, or a folder with nanoGPT's train.bin and val.bin; or a name, with `documents`
-    a function from split to a list of texts. Documents are separated by the end-of-text token. Without a validation
-    split the last tenth of the text, at most 10 MB, is one.
+    dataset: what texts.find takes, or a folder with nanoGPT's train.bin and val.bin; or a name, with `documents` a
+    function from split to a list of texts. Documents are separated by the end-of-text token. Without a validation split
+    the last tenth of the text, at most 10 MB, is one.
     """
     try:
         if documents is None and list(Path(dataset).glob("*.bin")):
             return adopt_bins(Path(dataset), tokenizer, data_dir)
-        return prepare_texts(dataset, tokenizer, Path(data_dir), documents)
+        if documents:
+            found = {split: [texts.Documents(documents(split))] for split in SPLITS}
+        else:
+            found = texts.find(dataset, text_key)
+        return prepare_texts(dataset, found, tokenizer, Path(data_dir))
     except OSError as e:
         raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it readable, free some space, "
                        "or choose another place with --data_dir=.") from None
 
 
-def prepare_texts(dataset, tokenizer, data_dir, documents):
-    texts = {split: [t.encode() for t in documents(split)] for split in SPLITS} if documents else find_texts(Path(dataset))
-    digest = hashlib.sha256()
+def prepare_texts(dataset, found, tokenizer, data_dir):
+    """The folder's name holds a digest of the texts, and meta.json is written when all else is there. Until then
+    partial.json counts the shards that are whole, so that a preparation which was killed goes on after them; two at the
+    same time write the same files."""
+    digest = hashlib.sha256(f"{FORMAT}".encode())
     for split in SPLITS:
-        for text in texts[split]:
-            digest.update(f"{split} {len(text)}\n".encode())
-            for chunk in pieces(text):
-                digest.update(chunk)
-    name = re.sub(r"\W+", "-", dataset if documents else Path(dataset).resolve().stem)
+        for source in found[split]:
+            digest.update(f"{split} {source.size}\n".encode())
+            for block in source.raw():
+                digest.update(block)
+    name = re.sub(r"\W+", "-", str(dataset) if ":" in str(dataset) else Path(dataset).resolve().stem)
     folder = data_dir / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
     if is_prepared(folder):
         return folder
 
-    for left in data_dir.glob("*.partial-*"):                 # by a preparation that was killed
-        if time.time() - left.stat().st_mtime > 86400:
-            shutil.rmtree(left, ignore_errors=True)
-    partial = Path(f"{folder}.partial-{os.getpid()}")
     meta = {"source": str(dataset), "sha256": digest.hexdigest(), **tokenizer.describe(),
             "dtype": "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"}
-    try:
-        partial.mkdir(parents=True)
-        for split in SPLITS:
-            meta[split] = tokenise(texts[split], tokenizer, partial / f"{split}.bin", meta["dtype"])
-        write_atomically(partial / "meta.json", json.dumps(meta, indent=1).encode())
-        if not is_prepared(folder):                           # another run may have been faster
-            shutil.rmtree(folder, ignore_errors=True)         # a damaged one
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    made = read_json(folder / "partial.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        shards = whole_shards(folder, made.get(split, []), meta["dtype"])
+        for shards in tokenise(found[split], tokenizer, folder, split, meta["dtype"], shards):
+            made[split] = shards
+            write_atomically(folder / "partial.json", json.dumps(made).encode())
+        meta[split] = {"shards": shards} | {key: sum(s[key] for s in shards) for key in ("tokens", "words", "bytes")}
+    write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    for left in [folder / "partial.json", *folder.glob("*.tmp-*")]:
+        left.unlink(missing_ok=True)
     return folder
 
 
 def is_prepared(folder):
-    """Whether a finished preparation stands there: meta.json is written last, and says how long the files are."""
+    """Whether a finished preparation stands there, with files as long as meta.json says."""
+    meta = read_json(folder / "meta.json")
     try:
-        meta = read_meta(folder)
-        width = np.dtype(meta["dtype"]).itemsize
-        return all((folder / f"{s}.bin").stat().st_size == width * meta[s]["tokens"] for s in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError):
+        return all(whole_shards(folder, meta[s]["shards"], meta["dtype"]) == meta[s]["shards"] for s in SPLITS)
+    except (KeyError, TypeError):
         return False
 
 
-def read_meta(folder):
-    return json.loads((Path(folder) / "meta.json").read_text())
+def whole_shards(folder, shards, dtype):
+    """The shards up to the first whose file is missing or has another length."""
+    width = np.dtype(dtype).itemsize
+    for i, shard in enumerate(shards):
+        path = folder / shard["file"]
+        if not path.is_file() or path.stat().st_size != width * shard["tokens"]:
+            return shards[:i]
+    return shards
 
 
-class FileSlice:
-    """Bytes start to stop of a file, as a text: has a length, and `pieces` reads it bit by bit."""
-
-    def __init__(self, path, start=0, stop=None):
-        self.path, self.start, self.stop = path, start, path.stat().st_size if stop is None else stop
-
-    def __len__(self):
-        return self.stop - self.start
-
-
-def find_texts(path):
-    """{split: texts} of a .txt file or a folder of them."""
-    files = [path] if path.is_file() else sorted(path.glob("*.txt"))
-    if not path.exists():
-        raise BadInput(f"There is no dataset {path}: give a .txt file, a folder, or task:NAME.")
-    if not files or not sum(f.stat().st_size for f in files):
-        raise BadInput(f"The dataset {path} holds no text: give a .txt file, or a folder with train.txt and valid.txt.")
-    marks = {f: set(re.split(r"[\W_]+", f.stem)) if path.is_dir() else set() for f in files}
-    held_out = [f for f in files if marks[f] & {*VALID_NAMES, "test"}]
-    train = [f for f in files if "train" in marks[f]] or [f for f in files if f not in held_out]
-    texts = {"train": [FileSlice(f) for f in train], "valid": [FileSlice(f) for f in files if marks[f] & {*VALID_NAMES}]}
-    if not train:
-        raise BadInput(f"The dataset {path} has held-out text and nothing to train on: add a train.txt.")
-    if not texts["valid"]:
-        texts["train"], texts["valid"] = split_off_tail(texts["train"])
-    return texts
+def read_json(path):
+    """The object in a file; {} if there is none that can be read."""
+    try:
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    except (OSError, ValueError):
+        return {}
 
 
-def split_off_tail(texts):
-    """(train, valid): the last tenth of the bytes, at most 10 MB, goes to validation; characters stay whole."""
-    total = sum(map(len, texts))
-    cut, train, valid = total - min(total - total * 9 // 10, 10**7), [], []
-    for text in texts:
-        if cut >= len(text):
-            train.append(text)
-        elif cut <= 0:
-            valid.append(text)
-        else:
-            with open(text.path, "rb") as f:
-                f.seek(cut)
-                cut += next((i for i, byte in enumerate(f.read(4)) if byte & 0xC0 != 0x80), 0)
-            train.append(FileSlice(text.path, 0, cut))
-            valid.append(FileSlice(text.path, cut))
-        cut -= len(text)
-    return train, valid
+def jobs(sources):
+    """Fragments of texts, gathered to about CHUNK: a list of (begins a document, text), bytes of size done, source."""
+    gathered, length, size = [], 0, 0.0
+    for source in sources:
+        for begins, text, done in source.fragments():
+            if text:
+                gathered.append((begins, text))
+            length, size = length + len(text), size + done
+            if length >= texts.CHUNK:
+                yield gathered, size, source.name
+                gathered, length, size = [], 0, 0.0
+    if gathered:
+        yield gathered, size, source.name
 
 
-def pieces(text):
-    """The bytes of a text in pieces of about CHUNK, cut where tokenisation does not notice."""
-    if isinstance(text, bytes):
-        yield text
-        return
-    left, rest = len(text), b""
-    with open(text.path, "rb") as f:
-        f.seek(text.start)
-        while left:
-            block = f.read(min(CHUNK, left))
-            left -= len(block)
-            rest += block
-            cuts = [m.end() for m in SAFE_CUT.finditer(rest, max(0, len(rest) - CHUNK // 8))] if left else []
-            if not cuts and len(rest) > 8 * CHUNK:        # bounded memory comes before the last token of 8 MB
-                last_character = max(i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80)
-                cuts = [rest.rfind(b"\n") + 1 or last_character]
-            if cuts:
-                yield rest[:cuts[-1]]
-                rest = rest[cuts[-1]:]
-    if rest:
-        yield rest
+def tokenise(sources, tokenizer, folder, split, dtype, shards):
+    """Write the token ids of a split to shards after those that are there; yields the list of shards after each."""
+    cores, spent = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), 0.0
+    eos = np.array([tokenizer.eos], dtype)
 
-
-def tokenise(texts, tokenizer, path, dtype):
-    """Write the token ids of the texts to a file; returns their number, and that of the words and bytes."""
     def encode(job):
-        text, first, piece = job
-        try:
-            words = piece.decode()
-        except UnicodeDecodeError as e:
-            raise BadInput(f"{getattr(text, 'path', 'the text')} is not UTF-8 (byte {e.object[e.start]:#x}): convert it "
-                           "first.") from None
-        ids = tokenizer.encode(words).astype(dtype)
-        return np.append(np.array([tokenizer.eos], dtype), ids) if first else ids, len(words.split()), len(piece)
+        began = time.thread_time()
+        fragments, size, name = job
+        ids, words, length = [], 0, 0
+        for begins, text in fragments:
+            try:
+                text = text if isinstance(text, str) else text.decode()
+                encoded = text.encode()
+            except UnicodeDecodeError as e:
+                raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it first.") from None
+            except UnicodeEncodeError:                        # half of a surrogate pair, as JSON can spell it
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                encoded = text.encode()
+            ids += [eos] * begins + [tokenizer.encode(text)]
+            words, length = words + len(text.split()), length + len(encoded)
+        return np.concatenate(ids).astype(dtype), words, length, size, time.thread_time() - began
 
-    jobs = ((text, n > 0 and i == 0, piece) for n, text in enumerate(texts) for i, piece in enumerate(pieces(text)))
-    counts = np.zeros(3, dtype=np.int64)
-    with open(path, "wb") as out, ThreadPoolExecutor(os.cpu_count()) as pool:      # tiktoken releases the GIL
-        while batch := list(islice(jobs, 4 * os.cpu_count())):
-            for ids, words, size in pool.map(encode, batch):
-                out.write(ids.tobytes())
-                counts += (len(ids), words, size)
-        out.flush()
-        os.fsync(out.fileno())
-    return dict(zip(("tokens", "words", "bytes"), counts.tolist()))
+    todo, total = jobs(sources), sum(source.size for source in sources)
+    skipped = sum(size for _, size, _ in islice(todo, SHARD * len(shards)))
+    bar = tqdm(total=round(total), initial=round(skipped), desc=f"tokenising {split}", unit="B", unit_scale=True, disable=None)
+    began, length = time.perf_counter(), 0
+    with ThreadPoolExecutor(cores) as pool, bar:                       # tiktoken releases the GIL
+        for first in todo:
+            name = f"{split}_{len(shards):05d}.bin"
+            temporary, counts = folder / f"{name}.tmp-{os.getpid()}", np.zeros(3, dtype=np.int64)
+            try:
+                with open(temporary, "wb") as out:
+                    for ids, words, n, size, seconds in in_order(pool, encode, chain([first], islice(todo, SHARD - 1)),
+                                                                 3 * cores):
+                        if not shards and not counts[0]:
+                            ids = ids[1:]                              # the end of a document that is not there
+                        out.write(ids.tobytes())
+                        counts += (len(ids), words, n)
+                        length, spent = length + n, spent + seconds
+                        bar.update(round(size))
+                fsync(temporary)
+                temporary.rename(folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+            shards = shards + [{"file": name} | dict(zip(("tokens", "words", "bytes"), counts.tolist()))]
+            yield shards
+    if length >= 10 * texts.CHUNK:
+        speed, limit = length / 1e6 / (time.perf_counter() - began), length / 1e6 / spent * cores
+        print(f"{folder.name}, {split}: {length / 1e6:,.0f} MB tokenised at {speed:.1f} MB/s, {speed / limit:.0%} of what "
+              f"{cores} cores can ({limit:.1f} MB/s).", flush=True)
+
+
+def in_order(pool, function, arguments, ahead):
+    """Results in the order of the arguments, which are drawn at most `ahead` before their result is asked for."""
+    running = deque()
+    for argument in arguments:
+        running.append(pool.submit(function, argument))
+        if len(running) == ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
 
 
 def adopt_bins(path, tokenizer, data_dir):
@@ -195,7 +197,7 @@ def adopt_bins(path, tokenizer, data_dir):
         if top >= tokenizer.n_vocab:
             raise BadInput(f"{file} holds token id {top}, and the tokenizer {tokenizer.name} ends at {tokenizer.n_vocab - 1}: "
                            "choose the --tokenizer= that wrote it.")
-        meta[split] = {"tokens": len(ids), "file": str(file.resolve())}
+        meta[split] = {"tokens": len(ids), "shards": [{"file": str(file.resolve()), "tokens": len(ids)}]}
     folder = Path(data_dir) / f"bins-{tokenizer.name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
@@ -205,26 +207,38 @@ def adopt_bins(path, tokenizer, data_dir):
 # --- batches ---
 
 class TokenFile:
-    """The token ids of a split, memory-mapped; `words` and `bytes` are those of its text, None if not known."""
+    """The token ids of a split, its shards one after the other, memory-mapped; `words` and `bytes` are those of its text,
+    None if not known."""
 
     def __init__(self, folder, split):
-        meta = read_meta(folder)
-        self.path = meta[split].get("file") or str(Path(folder) / f"{split}.bin")
-        self.dtype, self.length = meta["dtype"], meta[split]["tokens"]
+        self.folder, meta = Path(folder), read_json(Path(folder) / "meta.json")
+        self.dtype, self.shards = meta["dtype"], meta[split]["shards"]
         self.words, self.bytes = meta[split].get("words"), meta[split].get("bytes")
-        self.ids = None                                   # opened once in each process
+        self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards]).tolist()
+        self.open = {}                                    # shards opened, once in each process
 
     def __len__(self):
-        return self.length
+        return self.starts[-1]
 
     def __getitem__(self, where):
         """int64 ids of a slice."""
-        if self.ids is None:
-            self.ids = np.asarray(np.memmap(self.path, dtype=self.dtype, mode="r", shape=self.length))
-        return self.ids[where].astype(np.int64)
+        start, stop, _ = where.indices(len(self))
+        shard, parts = bisect_right(self.starts, start) - 1, []
+        while start < stop:
+            end = min(stop, self.starts[shard + 1])
+            parts.append(self.ids(shard)[start - self.starts[shard]:end - self.starts[shard]])
+            start, shard = end, shard + 1
+        return np.concatenate(parts or [np.zeros(0, np.int64)], dtype=np.int64)
+
+    def ids(self, shard):
+        if shard not in self.open:
+            path, length = self.folder / self.shards[shard]["file"], self.shards[shard]["tokens"]
+            self.open[shard] = np.asarray(np.memmap(path, dtype=self.dtype, mode="r", shape=length)) if length else \
+                np.zeros(0, self.dtype)
+        return self.open[shard]
 
     def __getstate__(self):
-        return self.__dict__ | {"ids": None}              # a loader process that is not forked opens its own
+        return self.__dict__ | {"open": {}}               # a loader process that is not forked opens its own
 
 
 class Windows(torch.utils.data.Dataset):

@@ -2,6 +2,7 @@
 import os
 import signal
 import sys
+from dataclasses import dataclass
 
 import torch
 
@@ -9,15 +10,22 @@ from runtime import distributed
 from runtime.config import BadInput
 
 
+class Failure(Exception):
+    """A run that can't go on, though nothing was wrong with the input. The message is one sentence; exit code 1."""
+
+
 def run(main):
     """Call main() and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else. Under torchrun the
-    first rank speaks for all."""
+    first rank speaks for all; a failure ends the rank that has it at once, for others may be waiting for it."""
     try:
         code = main()
     except BadInput as e:
         if distributed.is_main():
             print(f"error: {e}", file=sys.stderr)
         code = 2
+    except Failure as e:
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        os._exit(1)
     distributed.close()
     sys.exit(code)
 
@@ -44,12 +52,13 @@ class StopSignal:
         return 128 + (self.received or signal.SIGTERM)
 
 
+@dataclass
 class NonFinite:
     """What to do about a step whose gradients are not finite: `skip` it; after `patience` in a row `rollback`, once;
     then `stop`. fp16's overflows do not count while the loss scale is still on its way down."""
-
-    def __init__(self, patience=5):
-        self.patience, self.in_a_row, self.rolled_back = patience, 0, False
+    patience: int = 5
+    in_a_row: int = 0
+    rolled_back: bool = False
 
     def after(self, finite, scale=1.0):
         """'ok', 'skip', 'rollback' or 'stop'. scale: GradScaler's, 1 without one."""

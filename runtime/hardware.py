@@ -5,7 +5,9 @@ import os
 import re
 import resource
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,17 +63,23 @@ class Hardware:
     attention: str                   # sdpa | math, for model.attend
     attention_kernel: str            # for people: which kernels sdpa may take
     peaks: dict                      # dense TFLOP/s by format, one device; {} if not known
+    bandwidth: float | None          # of its memory, TB/s; None if not known
+    busy_since: tuple = (0.0, 0.0)   # wall clock and CPU time when `busy` was last asked, s
 
     @property
     def peak_tflops(self):
         """At dtype; None if not known."""
         return self.peaks.get("tf32" if self.dtype == "fp32" and self.tf32 else self.dtype)
 
+    @property
+    def torch_dtype(self):
+        return DTYPES[self.dtype]
+
     def autocast(self):
         """Matrix products in dtype; weights stay fp32."""
         if self.dtype == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.dtype])
+        return torch.autocast(self.device.type, self.torch_dtype)
 
     def scaler(self):
         """GradScaler that does nothing unless dtype is fp16."""
@@ -81,12 +89,32 @@ class Hardware:
         """Model FLOPs utilisation of one device, 0 to 1; None if its peak is not known."""
         return self.peak_tflops and tokens_per_s * flops_per_token / (self.peak_tflops * 1e12)
 
-    def peak_memory_gb(self):
-        """GiB: the most that tensors held on a GPU, the process's resident set elsewhere."""
+    def busy(self):
+        """Utilisation, 0 to 1: the share of the last second in which the GPU ran a kernel (NVML's, None without the package
+        nvidia-ml-py); of a CPU, the share of its threads' time that this process used since the last call."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated() / 2**30
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / (2**30 if sys.platform == "darwin" else 2**20)
+            with contextlib.suppress(Exception):          # no NVML, or a driver without it: not known
+                return torch.cuda.utilization(self.device) / 100
+            return None
+        then, self.busy_since = self.busy_since, (time.perf_counter(), time.process_time())
+        wall, cpu = (now - before for now, before in zip(self.busy_since, then))
+        return min(1.0, cpu / wall / torch.get_num_threads()) if self.device.type == "cpu" and then[0] else None
+
+    def memory_gb(self):
+        """(GiB in use, the most so far): what tensors hold on a GPU, the process's resident set elsewhere (there the first is
+        None where the system does not tell)."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+        peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
+        with contextlib.suppress(OSError):
+            now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
+        return now, peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+    def memory_size_gb(self):
+        """GiB of the GPU, or of the machine."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory / 2**30
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto", deterministic=False,
@@ -127,7 +155,7 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
         torch.use_deterministic_algorithms(True)
     backend, kernel = choose_attention(attention, kind, capability, dtype)
     return Hardware(torch.device(device), name, dtype, tf32, kind == "cuda" if compile is None else compile, backend, kernel,
-                    peaks(name)[0])
+                    *peaks(name))
 
 
 def choose_attention(attention, kind, capability, dtype):

@@ -1,20 +1,53 @@
 """metrics.jsonl for programs, training.log and the terminal for people."""
+import atexit
+import importlib.util
 import json
+import os
 from pathlib import Path
 
 from runtime import distributed
 from runtime.checkpoint import write_atomically
+from runtime.config import BadInput
+
+
+def check_installed(tensorboard, wandb):
+    """BadInput if a package that a flag asks for is missing: before a run folder is touched."""
+    for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise BadInput(f"--{package} needs a package that is not installed: pip install {package}, or leave it out.")
 
 
 class Log:
     """Writes on the first rank only. `say` prints a line and keeps it in training.log; `metrics` appends an object to
-    metrics.jsonl."""
+    metrics.jsonl, and hands its numbers to TensorBoard and Weights & Biases if they are asked for."""
 
-    def __init__(self, out_dir, resumed_step=None):
+    def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None):
         self.main = distributed.is_main()
-        self.folder = Path(out_dir)
+        self.folder, self.writers = Path(out_dir), []
         if resumed_step is not None:
             self.forget_after(resumed_step)
+        if tensorboard and self.main:
+            from torch.utils.tensorboard import SummaryWriter
+            board = SummaryWriter(self.folder / "tensorboard", flush_secs=10,
+                                  purge_step=None if resumed_step is None else resumed_step + 1)
+            atexit.register(board.close)
+            self.writers.append(lambda step, numbers: [board.add_scalar(k, v, step) for k, v in numbers.items()])
+        if wandb and self.main:
+            run = self.wandb_run(config)
+            self.writers.append(lambda step, numbers: run.log(numbers, step=step))
+
+    def wandb_run(self, config):
+        """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed."""
+        import wandb
+        path = self.folder / "wandb_id"
+        if not path.exists():
+            path.write_text(wandb.util.generate_id())
+        try:
+            return wandb.init(project=os.environ.get("WANDB_PROJECT", "nanorft"), name=self.folder.name, dir=self.folder,
+                              id=path.read_text(), resume="allow", config=config)
+        except Exception as e:
+            raise BadInput(f"--wandb could not start ({str(e).splitlines()[0]}): run 'wandb login', set WANDB_MODE=offline, or "
+                           "leave it out.") from None
 
     def forget_after(self, step):
         """Drop the metrics of steps that will be run again, and a line that a crash cut short."""
@@ -38,6 +71,9 @@ class Log:
         """values: `step`, and numbers, None, or the config."""
         if self.main:
             self.append("metrics.jsonl", json.dumps({k: finite(v) for k, v in values.items()}))
+            numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "step"}
+            for write in self.writers if numbers else []:
+                write(values["step"], numbers)
 
     def append(self, name, line):
         """A log that can't be written (a full disk, say) does not end a run: saving a checkpoint will say so."""

@@ -29,6 +29,12 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     return optimizers
 
 
+def state_bytes(optimizers):
+    """Bytes that the optimizers keep once they have stepped: two fp32 numbers a weight for AdamW, one for Muon."""
+    return sum((4 if isinstance(o, torch.optim.Muon) else 8) * p.numel()
+               for o in optimizers for group in o.param_groups for p in group["params"])
+
+
 def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):
     """Learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to min_lr, or constant, or
     wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al. 2024)."""

@@ -5,7 +5,7 @@ import pytest
 import tiktoken
 import torch
 
-from runtime import data
+from runtime import data, texts
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ def ids_of(folder, split):
 
 
 def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, merging, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 300)
+    monkeypatch.setattr(texts, "CHUNK", 300)
     folder = data.prepare(str(text), merging, tmp_path)
     whole = text.read_bytes()
     cut = len(whole) - len(ids_bytes := merging.encoding.decode_bytes(ids_of(folder, "valid").tolist()))
@@ -41,17 +41,17 @@ def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, mergin
 
 
 def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 64)
+    monkeypatch.setattr(texts, "CHUNK", 64)
     path = tmp_path / "long.txt"
     path.write_text("漢字é" * 3000)
-    pieces = list(data.pieces(data.FileSlice(path)))
+    pieces = list(texts.pieces(texts.Text(path).raw()))
     assert max(map(len, pieces)) <= 9 * 64 + 64 and b"".join(pieces) == path.read_bytes()
     assert all(piece.decode() for piece in pieces)
 
 
 def test_meta_counts_tokens_words_and_bytes(text, tmp_path):
     folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
-    meta, whole = data.read_meta(folder), text.read_bytes()
+    meta, whole = data.read_json(folder / "meta.json"), text.read_bytes()
     assert meta["train"]["bytes"] + meta["valid"]["bytes"] == len(whole) == meta["train"]["tokens"] + meta["valid"]["tokens"]
     assert 0 <= meta["train"]["words"] + meta["valid"]["words"] - len(whole.decode().split()) <= 1
     assert abs(meta["valid"]["bytes"] / len(whole) - 0.1) < 1e-3
@@ -87,25 +87,50 @@ def test_a_special_token_in_the_text_is_text(tmp_path):
 
 def test_preparation_is_done_once_and_never_trusted_half_made(text, tmp_path, monkeypatch):
     tokenizer = Tokenizer("bytes")
-
-    def dies(*args):
-        raise KeyboardInterrupt
-    with monkeypatch.context() as m:
-        m.setattr(data, "write_atomically", dies)
-        with pytest.raises(KeyboardInterrupt):
-            data.prepare(str(text), tokenizer, tmp_path)
-    assert list(tmp_path.iterdir()) == []
     folder = data.prepare(str(text), tokenizer, tmp_path)
-    before = (folder / "train.bin").stat().st_mtime_ns
-    assert data.prepare(str(text), tokenizer, tmp_path) == folder and (folder / "train.bin").stat().st_mtime_ns == before
-    for spoil in (lambda: (folder / "meta.json").write_text("{"), lambda: (folder / "valid.bin").write_bytes(b"12"),
-                  lambda: (folder / "meta.json").unlink()):
+    before = (folder / "train_00000.bin").stat().st_mtime_ns
+    assert data.prepare(str(text), tokenizer, tmp_path) == folder
+    assert (folder / "train_00000.bin").stat().st_mtime_ns == before
+    train = ids_of(folder, "train")
+    meta = folder / "meta.json"
+    for spoil in (lambda: meta.write_text("{"), lambda: meta.write_text("[1]"), lambda: meta.write_text('{"train": {"shards": 1}}'),
+                  lambda: (folder / "valid_00000.bin").write_bytes(b"12"), meta.unlink):
         spoil()
+        assert not data.is_prepared(folder)
         assert data.prepare(str(text), tokenizer, tmp_path) == folder
-        assert data.is_prepared(folder) and len(ids_of(folder, "valid")) > 2
+        assert data.is_prepared(folder) and len(ids_of(folder, "valid")) > 2 and np.array_equal(ids_of(folder, "train"), train)
     text2 = tmp_path / "cats.txt"
     text2.write_bytes(text.read_bytes()[:-1] + b"!")
     assert data.prepare(str(text2), tokenizer, tmp_path) != folder            # another text, another folder
+
+
+def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, tmp_path, monkeypatch):
+    tokenizer, written = Tokenizer("bytes"), []
+    whole = ids_of(data.prepare(str(text), tokenizer, tmp_path / "whole"), "train")
+    monkeypatch.setattr(texts, "CHUNK", 1000)
+    monkeypatch.setattr(data, "SHARD", 4)
+    fsync = data.fsync
+
+    def note(path):
+        written.append(path.name.split(".bin")[0])
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        fsync(path)
+    monkeypatch.setattr(data, "fsync", note)
+    with pytest.raises(KeyboardInterrupt):
+        data.prepare(str(text), tokenizer, tmp_path)
+    left = next(p for p in tmp_path.iterdir() if p.name.startswith("cats"))
+    assert sorted(p.name for p in left.iterdir()) == ["partial.json", "train_00000.bin", "train_00001.bin", "train_00002.bin"]
+    (left / "train_00002.bin").write_bytes(b"torn")
+    folder = data.prepare(str(text), tokenizer, tmp_path)
+    assert written[4] == "train_00002" and written[5] == "train_00003" and folder == left
+    assert np.array_equal(ids_of(folder, "train"), whole) and not (folder / "partial.json").exists()
+    token_file = data.TokenFile(folder, "train")
+    assert len(token_file.shards) > 4
+    border = token_file.starts[2]
+    for start, stop in ((border - 3, border + 3), (border, border + 1), (border - 1, border), (0, len(whole)), (5, 5),
+                        (border - 1, token_file.starts[4] + 1), (len(whole) - 2, len(whole) + 9)):
+        assert np.array_equal(token_file[start:stop], whole[start:stop])
 
 
 @pytest.mark.parametrize("content, word", [(None, "no dataset"), (b"", "no text"), (b"ok " * 99 + b"\xff\xfe", "UTF-8")])
@@ -115,7 +140,7 @@ def test_an_unusable_text_is_one_sentence(tmp_path, content, word):
         path.write_bytes(content)
     with pytest.raises(BadInput, match=word):
         data.prepare(str(path), Tokenizer("bytes"), tmp_path / "t")
-    assert not list((tmp_path / "t").glob("*")) if (tmp_path / "t").exists() else True
+    assert not list((tmp_path / "t").rglob("meta.json"))
 
 
 def test_nanogpt_bins_are_used_where_they_lie(tmp_path):
@@ -136,7 +161,8 @@ def test_nanogpt_bins_are_used_where_they_lie(tmp_path):
 def counting(tmp_path):
     """A token file with the ids 0, 1, 2, ... so that every position can be told."""
     np.arange(1003, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    (tmp_path / "meta.json").write_text(json.dumps({"dtype": "uint16", "train": {"tokens": 1003}}))
+    shards = [{"file": "train.bin", "tokens": 1003}]
+    (tmp_path / "meta.json").write_text(json.dumps({"dtype": "uint16", "train": {"shards": shards}}))
     return data.TokenFile(tmp_path, "train")
 
 

@@ -1,0 +1,179 @@
+"""Texts from .jsonl, .parquet, folders and the hub come out as the documents that went in."""
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from runtime import data, texts
+from runtime.config import BadInput
+from runtime.tokenizer import Tokenizer
+from tests import hub
+from tests.conftest import ROOT
+
+EOS = 256
+DOCUMENTS = [f"Document {i} – {'naïve 漢字 ' * (i % 7)}ends.\n" for i in range(200)]
+
+
+def write_jsonl(path, documents, key="text"):
+    path.write_text("".join(json.dumps({"id": i, key: d}) + "\n" for i, d in enumerate(documents)))
+
+
+def write_parquet(path, documents, key="text", **kw):
+    pq.write_table(pa.table({"id": range(len(documents)), key: pa.array(documents, pa.string())}), path, **kw)
+
+
+def prepared(source, tmp_path, **kw):
+    """(documents of train, documents of valid) as the token files hold them."""
+    folder = data.prepare(str(source), Tokenizer("bytes"), tmp_path / "tokens", **kw)
+    found = []
+    for split in texts.SPLITS:
+        token_file = data.TokenFile(folder, split)
+        ids = token_file[0:]
+        documents = np.split(ids, np.flatnonzero(ids == EOS))
+        found.append([bytes(int(i) for i in d if i != EOS).decode() for d in documents])
+        assert token_file.bytes == sum(len(d.encode()) for d in found[-1])
+    return found
+
+
+@pytest.mark.parametrize("suffix, write, kw", [
+    ("jsonl", write_jsonl, {}), ("parquet", write_parquet, {}), ("parquet", write_parquet, dict(row_group_size=7)),
+    ("parquet", write_parquet, dict(use_dictionary=False))])
+def test_every_document_comes_out_once_and_the_tail_is_for_validation(tmp_path, suffix, write, kw):
+    write(tmp_path / f"a.{suffix}", DOCUMENTS, **kw)
+    train, valid = prepared(tmp_path / f"a.{suffix}", tmp_path)
+    assert train + valid == DOCUMENTS and 10 <= len(valid) <= 30
+
+
+@pytest.mark.parametrize("suffix, write", [("jsonl", write_jsonl), ("parquet", write_parquet)])
+def test_folders_of_shards_by_file_name_or_folder_name(tmp_path, suffix, write):
+    source = tmp_path / "source"
+    for name, documents in (("data/train-00000-of-00002", DOCUMENTS[:50]), ("data/train-00001-of-00002", DOCUMENTS[50:90]),
+                            ("validation/0000", DOCUMENTS[90:95]), ("test/0000", ["unseen"]), (".cache/train", ["hidden"])):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        write(source / f"{name}.{suffix}", documents)
+    assert prepared(source, tmp_path) == [DOCUMENTS[:90], DOCUMENTS[90:95]]
+
+
+def test_a_folder_may_mix_kinds_and_hold_empty_shards(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write_jsonl(source / "a-train.jsonl", ["one", "two"])
+    write_parquet(source / "b-train.parquet", ["three"])
+    (source / "c-train.txt").write_text("four")
+    write_parquet(source / "d-train.parquet", [])
+    (source / "e-train.jsonl").touch()
+    (source / "f-train.parquet").touch()
+    (source / "g-train.jsonl").write_text('\n{"text": null}\n{"text": ""}\n')
+    (source / "valid.txt").write_text("five")
+    assert prepared(source, tmp_path) == [["one", "two", "three", "four"], ["five"]]
+
+
+def test_the_text_key_names_the_text(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS, key="body")
+    write_parquet(tmp_path / "a.parquet", DOCUMENTS, key="body")
+    for name in ("a.jsonl", "a.parquet"):
+        assert sum(prepared(tmp_path / name, tmp_path, text_key="body"), []) == DOCUMENTS
+
+
+def test_half_a_surrogate_pair_in_json_does_not_stop_a_preparation(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n' * 40)
+    assert set(sum(prepared(tmp_path / "a.jsonl", tmp_path), [])) == {"x � y"}
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2, has no 'text' .*body.*--text_key"),
+    ("a.jsonl", b'{"text": "a"}\nnonsense\n', "line 2, is not JSON"),
+    ("a.jsonl", b'["a"]\n', "it is a list"),
+    ("a.jsonl", b'{"text": 3}\n', "has a int for 'text', not a text"),
+    ("a.jsonl", b"", "holds no text"),
+    ("a.parquet", b"PAR1 torn", "not a readable parquet file"),
+    ("org/name.parquet", None, "There is no dataset"),
+    ("nothing", None, "There is no dataset"),
+])
+def test_an_unusable_file_is_one_sentence(tmp_path, monkeypatch, name, content, words):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=words):
+        data.prepare(name, Tokenizer("bytes"), tmp_path / "t")
+    assert not list((tmp_path / "t").rglob("*.json"))
+
+
+def test_a_table_without_the_text_column_says_which_it_has(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["x"], key="body")
+    with pytest.raises(BadInput, match="no column 'text' .it has id, body"):
+        data.prepare(str(tmp_path / "a.parquet"), Tokenizer("bytes"), tmp_path / "t")
+    with pytest.raises(BadInput, match="'id' holds int64, not text"):
+        data.prepare(str(tmp_path / "a.parquet"), Tokenizer("bytes"), tmp_path / "t", text_key="id")
+    pq.write_table(pa.table({"text": [["a", "b"]]}), tmp_path / "b.parquet")
+    with pytest.raises(BadInput, match="not text"):
+        data.prepare(str(tmp_path / "b.parquet"), Tokenizer("bytes"), tmp_path / "t")
+
+
+def test_training_text_is_needed(tmp_path):
+    (tmp_path / "source").mkdir()
+    write_jsonl(tmp_path / "source" / "valid.jsonl", DOCUMENTS)
+    with pytest.raises(BadInput, match="nothing to train on"):
+        data.prepare(str(tmp_path / "source"), Tokenizer("bytes"), tmp_path / "t")
+
+
+def from_hub(name, repositories, tmp_path, **kw):
+    """`prepared` of a name, in a process that sees only the hub that serves the repositories."""
+    code = ("import sys, json; from tests.test_texts import prepared; from pathlib import Path; from runtime.config import BadInput\n"
+            "try: print(json.dumps(prepared(sys.argv[1], Path(sys.argv[2]), **json.loads(sys.argv[3]))))\n"
+            "except BadInput as e: print(json.dumps(str(e)))")
+    with hub.serve(repositories) as url:
+        done = subprocess.run([sys.executable, "-c", code, name, str(tmp_path), json.dumps(kw)], capture_output=True, text=True,
+                              timeout=120, cwd=ROOT, env=hub.environment(url, tmp_path / "home"))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_name_on_the_hub(tmp_path):
+    plain, configured = tmp_path / "hub/org/plain/data", tmp_path / "hub/org/configured"
+    plain.mkdir(parents=True)
+    configured.mkdir()
+    write_parquet(plain / "train-00000-of-00002.parquet", DOCUMENTS[:70])
+    write_parquet(plain / "train-00001-of-00002.parquet", DOCUMENTS[70:])
+    train, valid = from_hub("org/plain", tmp_path / "hub", tmp_path)
+    assert train + valid == DOCUMENTS and 10 <= len(valid) <= 30
+    for name in ("small", "large"):
+        (configured / name).mkdir()
+        write_parquet(configured / name / "train.parquet", [f"{name} {i}" for i in range(30)], key="body")
+        write_parquet(configured / name / "validation.parquet", [f"{name} held out"], key="body")
+    (configured / "README.md").write_text("---\nconfigs:\n" + "".join(
+        f"- config_name: {name}\n  data_files:\n" + "".join(f"  - split: {split}\n    path: {name}/{split}.parquet\n"
+                                                            for split in ("train", "validation"))
+        for name in ("small", "large")) + "---\n")
+    assert from_hub("org/configured:large", tmp_path / "hub", tmp_path, text_key="body") == [
+        [f"large {i}" for i in range(30)], ["large held out"]]
+    for name, kw, words in (("org/configured:large", {}, "no column 'text'"), ("org/configured:huge", {}, "'small', 'large'"),
+                            ("org/configured", {}, "'small', 'large'"), ("org/absent", {}, "no dataset org/absent")):
+        assert words in from_hub(name, tmp_path / "hub", tmp_path, **kw)
+
+
+def test_wikitext_is_one_text_again(tmp_path):
+    """The hub's rows are its lines, and empty where the text has a blank."""
+    repository = tmp_path / "hub/Salesforce/wikitext/wikitext-103-raw-v1"
+    repository.mkdir(parents=True)
+    lines = [" \n", " = Title = \n", " \n", " A sentence with 漢字 . \n"] * 40
+    for split in ("train", "validation", "test"):
+        write_parquet(repository / f"{split}-00000-of-00001.parquet", [line if line.strip() else "" for line in lines])
+    (repository.parent / "README.md").write_text(
+        "---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n" + "".join(
+            f"  - split: {split}\n    path: wikitext-103-raw-v1/{split}-*\n" for split in ("train", "validation", "test")) + "---\n")
+    assert from_hub("wikitext", tmp_path / "hub", tmp_path) == [["".join(lines)], ["".join(lines)]]
+
+
+def test_a_hub_that_does_not_answer_is_said_at_once(tmp_path):
+    env = hub.environment("http://127.0.0.1:9", tmp_path / "home")
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "train.py", "--dataset=org/name", f"--out_dir={tmp_path}/out", f"--data_dir={tmp_path}/d"],
+                          capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+    assert done.returncode == 2 and time.monotonic() - began < 20
+    assert "does not answer" in done.stderr and "give their path" in done.stderr and len(done.stderr.strip().splitlines()) == 1
