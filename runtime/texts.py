@@ -224,7 +224,7 @@ class JsonLines:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
             raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with --text_key=.")
         if not isinstance(row[self.key], str | None):
-            raise BadInput(f"{self.where(at)} has a {type(row[self.key]).__name__} for '{self.key}', not a text: choose "
+            raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(row[self.key]).__name__}, not a text: choose "
                            "another --text_key=.")
         return row[self.key] or ""
 

@@ -89,7 +89,7 @@ def test_half_a_surrogate_pair_in_json_does_not_stop_a_preparation(tmp_path):
     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2, has no 'text' .*body.*--text_key"),
     ("a.jsonl", b'{"text": "a"}\nnonsense\n', "line 2, is not JSON"),
     ("a.jsonl", b'["a"]\n', "it is a list"),
-    ("a.jsonl", b'{"text": 3}\n', "has a int for 'text', not a text"),
+    ("a.jsonl", b'{"text": 3}\n', "of type int, not a text"),
     ("a.jsonl", b"", "holds no text"),
     ("a.parquet", b"PAR1 torn", "not a readable parquet file"),
     ("org/name.parquet", None, "There is no dataset"),
@@ -101,7 +101,7 @@ def test_an_unusable_file_is_one_sentence(tmp_path, monkeypatch, name, content, 
         (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInput, match=words):
         data.prepare(name, Tokenizer("bytes"), tmp_path / "t")
-    assert not list((tmp_path / "t").rglob("*.json"))
+    assert not list((tmp_path / "t").rglob("meta.json"))
 
 
 def test_a_table_without_the_text_column_says_which_it_has(tmp_path):

@@ -1,0 +1,111 @@
+"""The user sets the effective batch; how it is cut into micro-batches follows from the memory that is there."""
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+from runtime import hardware, memory
+from tests.conftest import metrics, run, trained, weights
+
+LITTLE = {"script": "tests/little_memory.py"}
+WHOLE = {"batch_size": 8, "dtype": "fp32", "optimizer": "adamw"}
+
+
+@pytest.fixture(scope="module")
+def plenty(text, tmp_path_factory):
+    """A run with memory for its whole batch of 8."""
+    out = tmp_path_factory.mktemp("memory") / "plenty"
+    trained(out, text, **WHOLE)
+    return out
+
+
+def losses_agree(a, b):
+    return metrics(a).keys() == metrics(b).keys() and all(abs(v - metrics(b)[k]) < 1e-5 for k, v in metrics(a).items())
+
+
+def test_a_micro_batch_that_does_not_fit_is_halved_before_step_0_and_kept(plenty, text, tmp_path):
+    done = trained(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "2"})
+    assert "A micro-batch of 8 does not fit" in done.stdout and "Micro-batch 2 (for 8, which does not fit) x accumulation 4" in done.stdout
+    assert losses_agree(tmp_path / "a", plenty) and set(metrics(tmp_path / "a", "micro_batch").values()) == {2}
+    # The choice belongs to the checkpoint: where there is more memory, a resumed run is still the same run.
+    trained(tmp_path / "b", text, **LITTLE, **WHOLE, env={"ROWS": "2"})
+    (tmp_path / "b/checkpoints/step_00000020/meta.json").unlink()
+    done = trained(tmp_path / "b", text, **WHOLE, init_from="resume")
+    assert "Micro-batch 2" in done.stdout and "steps 10 to 20" in done.stdout
+    assert all(torch.equal(v, weights(tmp_path / "b")[k]) for k, v in weights(tmp_path / "a").items())
+
+
+def test_ranks_agree_on_the_smaller_one(plenty, text, tmp_path):
+    done = trained(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE, env={"ROWS": "2", "ONLY_RANK": "1"})
+    assert "A micro-batch of 4 does not fit" in done.stdout and "Micro-batch 2 (for 4, which does not fit) x accumulation 2 x 2 ranks" in done.stdout
+    assert losses_agree(tmp_path / "a", plenty)
+
+
+def test_later_one_process_repeats_the_step_in_halves(plenty, text, tmp_path):
+    # Calls: one refused, two to rehearse 4 sequences, two a step; so 18 is the first half of step 8, and its second is refused.
+    done = trained(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2"})
+    assert "Step 8 ran out of memory" in done.stdout
+    assert "it is repeated with a micro-batch of 2 instead of 4" in done.stdout
+    assert losses_agree(tmp_path / "a", plenty) and sorted(set(metrics(tmp_path / "a", "micro_batch").values())) == [2, 4]
+
+
+def test_later_several_ranks_end_and_go_on_from_the_checkpoint(plenty, text, tmp_path):
+    done = run(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE,
+               env={"ROWS": "4", "CALLS": "12", "ROWS_LATER": "2", "ONLY_RANK": "1"})
+    assert done.returncode == 1 and "Rank 1 ran out of memory at step" in done.stderr and "micro-batch of 2 instead of 4" in done.stderr
+    assert sorted(p.name for p in (tmp_path / "a/checkpoints").iterdir()) == ["step_00000010"]
+    done = trained(tmp_path / "a", text, ranks=2, **WHOLE, init_from="resume")
+    assert "Micro-batch 2 " in done.stdout and "steps 10 to 20" in done.stdout
+    assert losses_agree(tmp_path / "a", plenty)
+
+
+def test_a_micro_batch_of_one_that_does_not_fit_says_what_is_needed(text, tmp_path):
+    done = run(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "0"})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert not (tmp_path / "a/metrics.jsonl").exists()
+    for words in ("one sequence of 32 tokens does not fit CPU", "GiB left", "weights 0.00, gradients", "in all", "--block_size"):
+        assert words in done.stderr
+    trained(tmp_path / "a", text, max_steps=1)                       # nothing was begun that would have to be overwritten
+
+
+@pytest.mark.parametrize("micro, share, less", [(8, 8, 4), (20, 20, 10), (5, 20, 2), (3, 3, 1), (32, 96, 16), (7, 12, 3), (2, 2, 1)])
+def test_smaller_cuts_the_share_into_equal_parts(micro, share, less):
+    assert memory.smaller(micro, share) == less
+
+
+def test_arithmetic_goes_before_trying_on_a_cpu(monkeypatch):
+    model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=64))
+    hw = hardware.setup("cpu")
+    assert memory.rehearse(model, hw, 4, 64, 2, 1000) is None and model.training
+    assert all(p.grad is None for p in model.parameters())
+    monkeypatch.setattr(memory, "available", lambda hw: 10**6)
+    assert memory.is_out_of_memory(memory.rehearse(model, hw, 4, 64, 2, 1000))
+
+
+def test_activations_are_counted_as_autograd_keeps_them():
+    """The arithmetic is that of shapes alone; here against the tensors of a real forward pass."""
+    def both(dtype, attention, checkpointing):
+        model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=3, n_head=2, n_embd=64), attention, checkpointing)
+        hw = hardware.setup("cpu", dtype=dtype, attention=attention)
+        kept, own = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def note(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+        x = torch.zeros(4, 64, dtype=torch.long)
+        with hw.autocast(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model(x, x)
+        assert loss.requires_grad
+        return memory.saved_for_backward(model, hw, 4, 64), sum(n for p, n in kept.items() if p not in own)
+    sizes = {}
+    for case in (("fp32", "sdpa", False), ("bf16", "math", False), ("fp32", "sdpa", True)):
+        computed, real = sizes[case] = both(*case)
+        assert computed == pytest.approx(real, rel=0.02)
+    assert sizes["fp32", "sdpa", True][0] < 0.6 * sizes["fp32", "sdpa", False][0]
+
+
+def test_what_an_allocator_says_is_recognised():
+    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert memory.is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"))
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert memory.is_out_of_memory(refused.value) and not memory.is_out_of_memory(RuntimeError("size mismatch"))
