@@ -1,13 +1,14 @@
-# Sourced by the other scripts. Sets $python to an interpreter that has what is needed (and the package named in $also): the
+# Sourced by the other scripts. Sets $python to an interpreter that has what is needed (and the packages named in $also): the
 # running one if it has a torch with Muon (2.9 or newer), whatever build, else one in .venv with the pinned requirements.
 python=${PYTHON:-python3}
 "$python" -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "error: Python 3.10 or newer is needed." >&2; exit 2; }
-wanted="numpy tiktoken safetensors ${also:-}"
+needed="numpy tiktoken safetensors datasets tqdm ${also:-}"
+wanted=$needed
 if ! "$python" -c "from torch.optim import Muon" 2>/dev/null; then
     [ -x .venv/bin/python ] || "$python" -m venv .venv
     python=.venv/bin/python
     wanted="-r requirements.txt ${also:-}"
     echo "Using $python (source .venv/bin/activate to do so yourself)."
 fi
-"$python" -c "import torch, numpy, tiktoken, safetensors${also:+, $also}" 2>/dev/null ||
+"$python" -c "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))" torch $needed ||
     "$python" -m pip install --quiet --disable-pip-version-check $wanted

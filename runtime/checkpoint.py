@@ -170,11 +170,11 @@ def choose(out_dir, say=print):
 
 
 def open_run(out_dir, config, model, overwrite=False, resume=False):
-    """Write config.json and model.json; refuse an out_dir that holds a run (one that began: it has metrics) unless it is to
-    be overwritten or resumed."""
+    """Write config.json and model.json; refuse an out_dir that holds a run (metrics or checkpoints) unless it is to be
+    overwritten or resumed."""
     folder = Path(out_dir)
     try:
-        if (folder / "metrics.jsonl").exists() and not resume:
+        if not resume and ((folder / "metrics.jsonl").exists() or steps(out_dir)):
             if not overwrite:
                 raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
                                "--overwrite, or choose another --out_dir=.")

@@ -24,7 +24,7 @@ class BadInput(Exception):
 
 def load(Config, argv, frozen=(), positional=None):
     """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits. A word that is
-    neither is the value of the knob named by `positional`, if there is one.
+    neither is the value of the knob named by `positional`, if there is one; of several, if its type is tuple.
 
     With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=RUN those of that
     run for the knobs in `frozen`; a knob in `frozen` that is given another value then is an error.
@@ -46,6 +46,8 @@ def load(Config, argv, frozen=(), positional=None):
             for key, value in read_file(arg).items():
                 check_known(key, fields, f"{arg}: {key}")
                 given[key] = check_type(value, hints[key], f"{arg}: {key}")
+        elif positional and hints[positional] is tuple:
+            given[positional] = given.get(positional, ()) + (arg,)
         elif positional and positional not in given:
             given[positional] = arg
         else:
@@ -108,6 +110,8 @@ def choices(hint):
 def parse(text, hint, what):
     """The value that a flag's text stands for: None, true/false, a whole number (2e4 too), a number, or the text."""
     options = choices(hint)
+    if hint is tuple:
+        return tuple(text.split(","))
     if type(None) in options and text.lower() in ("none", "null"):
         return None
     if bool in options and text.lower() in ("true", "false", "1", "0", "yes", "no"):

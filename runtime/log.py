@@ -40,14 +40,14 @@ class Log:
         """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed."""
         import wandb
         path = self.folder / "wandb_id"
-        if not path.exists():
-            path.write_text(wandb.util.generate_id())
         try:
-            return wandb.init(project=os.environ.get("WANDB_PROJECT", "nanorft"), name=self.folder.name, dir=self.folder,
-                              id=path.read_text(), resume="allow", config=config)
+            run = wandb.init(project=os.environ.get("WANDB_PROJECT", "nanorft"), name=self.folder.name, dir=self.folder,
+                             id=path.read_text() if path.exists() else None, resume="allow", config=config)
         except Exception as e:
-            raise BadInput(f"--wandb could not start ({str(e).splitlines()[0]}): run 'wandb login', set WANDB_MODE=offline, or "
-                           "leave it out.") from None
+            raise BadInput(f"--wandb could not start ({(str(e) or type(e).__name__).splitlines()[0]}): run 'wandb login', set "
+                           "WANDB_MODE=offline, or leave it out.") from None
+        path.write_text(run.id)
+        return run
 
     def forget_after(self, step):
         """Drop the metrics of steps that will be run again, and a line that a crash cut short."""

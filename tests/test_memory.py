@@ -2,9 +2,9 @@
 import pytest
 import torch
 
+from conftest import metrics, run, trained, weights
 from model import GPT, GPTConfig
 from runtime import hardware, memory
-from tests.conftest import metrics, run, trained, weights
 
 LITTLE = {"script": "tests/little_memory.py"}
 WHOLE = {"batch_size": 8, "dtype": "fp32", "optimizer": "adamw"}

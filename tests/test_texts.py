@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import hub
+from conftest import ROOT
 from runtime import data, texts
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
-from tests import hub
-from tests.conftest import ROOT
 
 EOS = 256
 DOCUMENTS = [f"Document {i} – {'naïve 漢字 ' * (i % 7)}ends.\n" for i in range(200)]
@@ -124,7 +124,8 @@ def test_training_text_is_needed(tmp_path):
 
 def from_hub(name, repositories, tmp_path, **kw):
     """`prepared` of a name, in a process that sees only the hub that serves the repositories."""
-    code = ("import sys, json; from tests.test_texts import prepared; from pathlib import Path; from runtime.config import BadInput\n"
+    code = ("import sys, json; sys.path.insert(0, 'tests')\n"
+            "from test_texts import prepared; from pathlib import Path; from runtime.config import BadInput\n"
             "try: print(json.dumps(prepared(sys.argv[1], Path(sys.argv[2]), **json.loads(sys.argv[3]))))\n"
             "except BadInput as e: print(json.dumps(str(e)))")
     with hub.serve(repositories) as url:

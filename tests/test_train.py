@@ -27,7 +27,8 @@ def test_a_run_learns_and_its_folder_is_complete(reference):
     losses = metrics(reference)
     assert losses[20] < losses[1] - 0.5
     lines = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
-    keys = "step loss lr grad_norm tokens tokens_per_s mfu peak_memory_gb data_s forward_backward_s optimizer_s".split()
+    keys = ("step loss lr grad_norm tokens seconds tokens_per_s mfu utilization memory_gb peak_memory_gb micro_batch data_s "
+            "forward_backward_s optimizer_s").split()
     assert lines[0]["config"]["n_embd"] == 32
     assert all(key in lines[1] for key in keys) and lines[-2]["tokens"] == 20 * 4 * 32
     evaluation = lines[-1]
@@ -90,6 +91,18 @@ def test_the_same_step_in_other_pieces(tmp_path, text, accumulated, change):
     val, expected = metrics(tmp_path / "a", "val_loss"), metrics(accumulated, "val_loss")
     assert all(val[s] == pytest.approx(expected[s], abs=1e-5) for s in expected)
     assert largest_difference(weights(tmp_path / "a"), weights(accumulated)) < 1e-4
+
+
+def test_patience_stops_a_run_that_no_longer_improves(tmp_path, text):
+    knobs = dict(eval_interval=2, learning_rate=0.0, patience=3)
+    done = trained(tmp_path / "a", text, **knobs)
+    assert "Stopped early after step 8: 3 evaluations without a better loss than that of step 2" in done.stdout
+    assert checkpoint.steps(tmp_path / "a") == [2, 8] and checkpoint.best(tmp_path / "a") == 2      # the last is kept to go on from
+    assert "Stopped early after step 8" in trained(tmp_path / "a", text, init_from="resume", **knobs).stdout
+    trained(tmp_path / "a", text, init_from="resume", **knobs | {"patience": 5})
+    assert max(metrics(tmp_path / "a")) == 12
+    seconds = list(metrics(tmp_path / "a", "seconds").values())
+    assert seconds == sorted(seconds) and 0 < seconds[-1] < 60
 
 
 def test_ranks_that_cannot_share_the_batch_say_so(tmp_path, text):
@@ -204,7 +217,7 @@ def test_knobs_given_on_resume_count(tmp_path, text):
     trained(tmp_path / "a", text, init_from="resume", weight_decay=0.5, muon_momentum=0.5, dtype="fp32")
     state = checkpoint.load_state(tmp_path / "a", 20)
     groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
-    assert max(g["weight_decay"] for g in groups) == 0.5 and groups[-1]["momentum"] == 0.5 and state["dtype"] == "fp32"
+    assert max(g["weight_decay"] for g in groups) == 0.5 and groups[-1]["momentum"] == 0.5 and state["progress"]["dtype"] == "fp32"
 
 
 def test_a_run_s_architecture_comes_with_its_weights(tmp_path, text, reference):

@@ -1,0 +1,64 @@
+"""What a run leaves for those who watch it: TensorBoard, Weights & Biases, curves."""
+import json
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT, environment, metrics, trained
+from runtime import log
+from runtime.config import BadInput
+
+
+def plot(*arguments):
+    return subprocess.run([sys.executable, "-m", "runtime.plot", *map(str, arguments)], cwd=ROOT, env=environment(),
+                          capture_output=True, text=True, timeout=120)
+
+
+def test_tensorboard_gets_the_numbers_of_metrics_jsonl(tmp_path, text):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    trained(tmp_path / "a", text, tensorboard=True, max_steps=10, save_interval=5, eval_interval=5)
+    (tmp_path / "a/checkpoints/step_00000010").rename(tmp_path / "gone")
+    trained(tmp_path / "a", text, init_from="resume", max_steps=12)             # the flag is the run's
+    events = EventAccumulator(str(tmp_path / "a/tensorboard"))
+    events.Reload()
+    for key in ("loss", "lr", "val_loss", "tokens_per_s"):
+        seen = {e.step: e.value for e in events.Scalars(key)}
+        assert seen == pytest.approx(metrics(tmp_path / "a", key), rel=1e-6) and len(seen) == len(events.Scalars(key))
+
+
+def test_weights_and_biases_gets_a_run_of_its_own_that_a_resumed_one_continues(tmp_path, text):
+    pytest.importorskip("wandb")
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    trained(tmp_path / "a", text, wandb=True, max_steps=4, env=offline)
+    trained(tmp_path / "a", text, init_from="resume", max_steps=6, env=offline)
+    runs = [p.name for p in (tmp_path / "a/wandb").glob("offline-run-*")]
+    assert len(runs) == 2 and len({name.split("-")[-1] for name in runs}) == 1
+
+
+def test_a_missing_package_is_one_sentence_before_anything_is_touched(monkeypatch):
+    monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
+    log.check_installed(False, False)
+    with pytest.raises(BadInput, match="pip install wandb, or leave it out"):
+        log.check_installed(False, True)
+
+
+@pytest.mark.parametrize("x", ["steps", "tokens", "time"])
+def test_curves_of_two_runs(tmp_path, text, x):
+    pytest.importorskip("matplotlib")
+    for name, lr in (("a", 0.01), ("b", 0.001)):
+        if not (tmp_path.parent / name).exists():
+            trained(tmp_path.parent / name, text, learning_rate=lr, max_steps=10, eval_interval=5)
+    done = plot(tmp_path.parent / "a", tmp_path.parent / "b", f"--x={x}", f"--output={tmp_path}/curves.png")
+    assert done.returncode == 0, done.stderr
+    image = (tmp_path / "curves.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 20_000
+
+
+def test_what_can_not_be_drawn_is_one_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "config": {}}) + "\n" + '{"step": 1, "lo')
+    for arguments, words in (((), "Which runs"), ((tmp_path / "none",), "not the folder of a run"), ((tmp_path,), "no step yet"),
+                             ((tmp_path, "--x=epochs"), "should be steps, tokens or time")):
+        done = plot(*arguments)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
