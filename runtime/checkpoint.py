@@ -174,8 +174,8 @@ def open_run(out_dir, config, model, overwrite=False, resume=False):
     overwritten or resumed."""
     folder = Path(out_dir)
     try:
-        if not resume and ((folder / "metrics.jsonl").exists() or steps(out_dir)):
-            if not overwrite:
+        if not resume:
+            if ((folder / "metrics.jsonl").exists() or steps(out_dir)) and not overwrite:
                 raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
                                "--overwrite, or choose another --out_dir=.")
             for name in ("checkpoints", "tensorboard"):

@@ -29,10 +29,10 @@ def flags(**knobs):
     return [f"--{key}={value}" for key, value in knobs.items()]
 
 
-def command(out_dir, ranks=1, script="train.py", defaults=TINY, **knobs):
+def command(out_dir, ranks=1, script="train.py", defaults=TINY, config=None, **knobs):
     start = [sys.executable] if ranks == 1 else \
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return start + [str(ROOT / script)] + flags(**(defaults | {"out_dir": out_dir} | knobs))
+    return start + [str(ROOT / script)] + ([str(config)] if config else []) + flags(**(defaults | {"out_dir": out_dir} | knobs))
 
 
 def environment(**extra):

@@ -1,0 +1,80 @@
+"""Every file in config/ says the truth in its header, builds, and trains."""
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+import train
+from conftest import ROOT, trained
+from model import GPT
+from runtime import config, hardware, memory, optim
+from runtime.tokenizer import Tokenizer
+
+FILES = sorted(ROOT.glob("config/*.py"))
+WIKITEXT_103 = 118e6                                 # GPT-2 tokens of its training split
+GPT2_IDS = 50257
+
+
+def loaded(path):
+    return config.load(train.Config, [str(path)])
+
+
+def build(cfg, attention="sdpa"):
+    """The model of a config, on the meta device: shapes without memory."""
+    class Ids:
+        n_vocab = GPT2_IDS if cfg.tokenizer == "gpt2" else Tokenizer("bytes").n_vocab
+    with torch.device("meta"):
+        return GPT(train.architecture(cfg, Ids), attention, cfg.gradient_checkpointing, cfg.loss_chunks)
+
+
+def tokens_a_step(cfg):
+    return cfg.batch_size * cfg.gradient_accumulation_steps * cfg.block_size
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_the_header_states_what_the_file_makes(path):
+    cfg, header = loaded(path), re.match(r'"""(.*?)"""', path.read_text(), re.S)[1]
+    train.check(cfg)
+    model = build(cfg)
+
+    def stated(pattern):
+        found = re.search(pattern, header)
+        return found and float(found[1].replace(",", ""))
+    assert stated(r"([\d,]+) parameters") == model.n_params()
+    if "computed" not in header:                     # measured, on a CPU
+        return
+    tokens = cfg.max_steps * tokens_a_step(cfg)
+    assert stated(r"([\d.]+)M tokens") == pytest.approx(tokens / 1e6, abs=0.05)
+    if cfg.dataset == "wikitext":
+        assert stated(r"([\d.]+) epochs of WikiText-103") == pytest.approx(tokens / WIKITEXT_103, abs=0.005)
+    card, mfu = re.search(r"minutes on one (.*?), if it runs at (\d+)% MFU", header).groups()
+    peak = hardware.peaks(card)[0]["bf16" if cfg.dtype == "auto" else cfg.dtype] * 1e12
+    minutes = tokens * model.flops_per_token(cfg.block_size) / (peak * int(mfu) / 100) / 60
+    assert stated(r"(\d+) minutes") == pytest.approx(minutes, rel=0.02)
+    hw = hardware.setup("cpu", dtype="bf16" if cfg.dtype == "auto" else cfg.dtype, attention="sdpa")
+    hw.device = torch.device("cuda")
+    optimizers = optim.build(model, cfg.optimizer, fused=False)
+    need = memory.parts(model, hw, cfg.batch_size, cfg.block_size, optim.state_bytes(optimizers))
+    assert stated(r"([\d.]+) GiB") == pytest.approx((4 * model.n_params() + sum(need.values())) / 2**30, rel=0.02)
+    assert stated(r"micro-batch of (\d+)") == cfg.batch_size
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_two_shrunken_steps(path, text, tmp_path):
+    cfg = loaded(path)
+    trained(tmp_path / "run", text, defaults={}, config=path, tokenizer="bytes", n_layer=2, n_embd=16 * cfg.n_head // 2,
+            n_head=cfg.n_head // 2, mlp_hidden=None, block_size=32, batch_size=2, gradient_accumulation_steps=2, max_steps=2,
+            warmup_steps=1, eval_tokens=64)
+    kept = json.loads((tmp_path / "run/config.json").read_text())
+    changed = {k for k, v in dataclasses.asdict(cfg).items() if kept[k] != v}
+    assert not changed & {"optimizer", "learning_rate", "dropout", "weight_decay", "lr_schedule", "norm", "patience", "dtype"}
+
+
+@pytest.mark.parametrize("smaller, of", [("rtx4090", "a100_production"), ("t4_fp16", "a100_fast")])
+def test_a_smaller_card_takes_the_same_steps(smaller, of):
+    a, b = (loaded(ROOT / f"config/{name}.py") for name in (smaller, of))
+    assert tokens_a_step(a) == tokens_a_step(b)
+    differ = {k for k in vars(a) if getattr(a, k) != getattr(b, k)}
+    assert differ <= {"out_dir", "dtype", "batch_size", "gradient_accumulation_steps", "save_interval"}
