@@ -23,6 +23,7 @@ from model import GPT, GPTConfig
 from runtime import checkpoint, config, data, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
+from runtime.state import State
 from runtime.tokenizer import Tokenizer
 
 
@@ -100,19 +101,6 @@ class Config:
 
 ARCHITECTURE = ("block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head "
                 "logit_softcap").split()
-
-
-@dataclass
-class Progress:
-    """What a checkpoint keeps of a run beside weights, optimizers and loss scale."""
-    step: int                                # optimizer steps done
-    dtype: str                               # a roll-back may leave fp16
-    batch_size: int                          # cfg's, for which micro_batch was found
-    micro_batch: int                         # sequences a micro-step, as many as fit
-    lr_factor: float = 1.0                   # halved by a roll-back
-    seconds: float = 0.0                     # in optimizer steps
-    skipped: int = 0                         # steps whose gradients were not finite
-    stale: int = 0                           # evaluations since the best
 
 
 def check(cfg):
@@ -202,10 +190,10 @@ def ready(cfg, hw, model, optimizers, micro_batch, say):
     while True:
         fast = torch.compile(model, mode=mode, dynamic=False) if hw.compile else model
         failure = memory.rehearse(fast, hw, micro_batch, cfg.block_size, min(2, -(-share // micro_batch)),
-                                  optim.state_bytes(optimizers))
+                                  optim.state_to_come(optimizers))
         if distributed.any(failure is not None and memory.is_out_of_memory(failure)):
             if micro_batch == 1:
-                raise BadInput(memory.advice(model, hw, cfg.block_size, optim.state_bytes(optimizers)))
+                raise BadInput(memory.advice(model, hw, cfg.block_size, optim.state_to_come(optimizers)))
             less = memory.smaller(micro_batch, share)
             say(f"A micro-batch of {micro_batch} does not fit the memory ({failure or 'on another rank'}): {less} instead.")
             micro_batch = less
@@ -241,39 +229,10 @@ def main(argv):
     model = GPT(architecture(cfg, tokenizer), hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks).to(hw.device)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                              cfg.fused_adamw, cfg.muon_momentum)
-    now = Progress(0, hw.dtype, cfg.batch_size, min(cfg.batch_size, sequences // world))
-    scaler, nonfinite = hw.scaler(), guard.NonFinite()
-
-    def restore(out_dir, step):
-        """All that training needs to go on as it was after `step` steps."""
-        nonlocal now, scaler, nonfinite
-        model.load_state_dict(checkpoint.load_weights(out_dir, step, hw.device))
-        state = checkpoint.load_state(out_dir, step)
-        if state["optimizer"] != cfg.optimizer:
-            raise BadInput(f"optimizer={cfg.optimizer} can't go on from the state of {state['optimizer']}: leave it out.")
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            knobs = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
-            for group, given in zip(optimizer.param_groups, knobs):           # a knob given on resume counts
-                group.update(given)
-        micro_batch, now = now.micro_batch, Progress(**state["progress"])
-        if now.batch_size != cfg.batch_size or now.micro_batch > micro_batch:
-            now.batch_size, now.micro_batch = cfg.batch_size, micro_batch
-        nonfinite = guard.NonFinite(**state["nonfinite"])
-        if nonfinite.rolled_back:
-            hw.dtype = now.dtype
-        now.dtype, scaler = hw.dtype, hw.scaler()
-        scaler.load_state_dict(state["scaler"])
-
-    def save(val_loss=None):
-        state = {"optimizer": cfg.optimizer, "optimizers": [o.state_dict() for o in optimizers], "scaler": scaler.state_dict(),
-                 "progress": dataclasses.asdict(now), "nonfinite": dataclasses.asdict(nonfinite)}
-        distributed.on_main(lambda: checkpoint.save(
-            cfg.out_dir, now.step, model.state_dict(), None if cfg.save_only_model else state, val_loss, cfg.keep_last,
-            dataclasses.asdict(cfg)))
-
+    state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, sequences // world))
+    now = state.progress
     if resuming and not cfg.eval_only:
-        restore(*start)
+        state.restore(start[1])
         now.micro_batch = memory.after_retreat(cfg.out_dir, cfg, now.micro_batch)
     elif start:
         model.load_state_dict(checkpoint.load_weights(*start, hw.device))
@@ -296,21 +255,6 @@ def main(argv):
         return data.batches(windows, range(step, cfg.max_steps), workers(cfg, hw),
                             cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
 
-    def roll_back():
-        """To the newest checkpoint, with half the learning rate and without fp16. False if there is none."""
-        nonlocal scaler
-        saved = distributed.on_main(lambda: checkpoint.newest_intact(cfg.out_dir, log.say))
-        if saved is None or not checkpoint.has_state(cfg.out_dir, saved):
-            return False
-        restore(cfg.out_dir, saved)
-        nonfinite.rolled_back, now.lr_factor = True, now.lr_factor / 2
-        if hw.dtype == "fp16":
-            hw.dtype = "bf16" if hw.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8 else "fp32"
-            now.dtype, scaler = hw.dtype, hw.scaler()
-        log.forget_after(saved)
-        log.say(f"Back to the checkpoint of step {saved}, once, with half the learning rate and {hw.dtype}.")
-        return True
-
     stop, loader = guard.StopSignal(), load_from(now.step)
     targets = sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
     flops_per_token = model.flops_per_token(cfg.block_size)
@@ -329,7 +273,7 @@ def main(argv):
                 ddp.require_backward_grad_sync = i == len(micro_steps) - 1     # DDP: one exchange of gradients a step
                 with hw.autocast():
                     loss = ddp(mx, my)                    # summed over the micro-batch
-                scaler.scale(loss * (world / targets)).backward()              # DDP averages over ranks, hence world
+                state.scaler.scale(loss * (world / targets)).backward()              # DDP averages over ranks, hence world
                 nats += loss.detach()
             nats = nats.item()                            # waits for the device: what follows is the optimizer's time
         except RuntimeError as error:
@@ -345,7 +289,7 @@ def main(argv):
         t2 = time.perf_counter()
         lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
                                          cfg.lr_schedule, cfg.cooldown)
-        grad_norm, finite = optim.apply_step(optimizers, scaler, lr, cfg.grad_clip)
+        grad_norm, finite = optim.apply_step(optimizers, state.scaler, lr, cfg.grad_clip)
         stopping = stop.requested()                       # one small exchange between the ranks
         t3 = time.perf_counter()
         now.step += 1
@@ -355,16 +299,17 @@ def main(argv):
         timed_steps += 1
 
         # Gradients that are not finite have moved nothing: skip the step, go back, or give up.
-        verdict = nonfinite.after(finite, scaler.get_scale())
+        verdict = state.nonfinite.after(finite, state.scaler.get_scale())
         if verdict != "ok":
             now.skipped += 1
             log.say(f"step {now.step}: the gradients are not finite; the step is skipped.")
-        if verdict == "rollback" and roll_back():
+        if verdict == "rollback" and state.roll_back(log.say):
+            log.forget_after(now.step)
             loader = load_from(now.step)
             continue
         if verdict in ("rollback", "stop"):
             path = guard.keep_batch(cfg.out_dir, now.step, x=x, y=y)
-            log.say(f"Training diverged: {nonfinite.patience} steps in a row without finite gradients, again after going back "
+            log.say(f"Training diverged: {state.nonfinite.patience} steps in a row without finite gradients, again after going back "
                     f"or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
             return 1
 
@@ -384,7 +329,7 @@ def main(argv):
                     f"ETA {duration(seconds * (cfg.max_steps - step))}")
             spent, timed_steps = dict.fromkeys(spent, 0.0), 0
         if stopping:                                      # first of all: whoever asked may not wait for an evaluation
-            save()
+            state.save()
         val_loss, new_best = None, False
         if step % cfg.eval_interval == 0 or last:
             result = text_loss(fast, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
@@ -395,7 +340,7 @@ def main(argv):
             log.say(f"step {step}/{cfg.max_steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
         out_of_patience = cfg.patience and now.stale >= cfg.patience
         if step % cfg.save_interval == 0 or last or new_best or out_of_patience or stopping and val_loss is not None:
-            save(val_loss)
+            state.save(val_loss)
         if stopping:
             how = f"--init_from={cfg.out_dir}" if cfg.save_only_model else f"--init_from=resume --out_dir={cfg.out_dir}"
             log.say(f"Stopped as asked after step {step}, and saved. Go on with {how}")

@@ -29,10 +29,10 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     return optimizers
 
 
-def state_bytes(optimizers):
-    """Bytes that the optimizers keep once they have stepped: two fp32 numbers a weight for AdamW, one for Muon."""
+def state_to_come(optimizers):
+    """Bytes that the optimizers will keep from their first step on: two fp32 numbers a weight for AdamW, one for Muon."""
     return sum((4 if isinstance(o, torch.optim.Muon) else 8) * p.numel()
-               for o in optimizers for group in o.param_groups for p in group["params"])
+               for o in optimizers for group in o.param_groups for p in group["params"] if p not in o.state)
 
 
 def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):

@@ -56,7 +56,7 @@ def test_the_header_states_what_the_file_makes(path):
     hw = hardware.setup("cpu", dtype="bf16" if cfg.dtype == "auto" else cfg.dtype, attention="sdpa")
     hw.device = torch.device("cuda")
     optimizers = optim.build(model, cfg.optimizer, fused=False)
-    need = memory.parts(model, hw, cfg.batch_size, cfg.block_size, optim.state_bytes(optimizers))
+    need = memory.parts(model, hw, cfg.batch_size, cfg.block_size, optim.state_to_come(optimizers))
     assert stated(r"([\d.]+) GiB") == pytest.approx((4 * model.n_params() + sum(need.values())) / 2**30, rel=0.02)
     assert stated(r"micro-batch of (\d+)") == cfg.batch_size
 

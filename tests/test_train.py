@@ -217,7 +217,7 @@ def test_knobs_given_on_resume_count(tmp_path, text):
     trained(tmp_path / "a", text, init_from="resume", weight_decay=0.5, muon_momentum=0.5, dtype="fp32")
     state = checkpoint.load_state(tmp_path / "a", 20)
     groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
-    assert max(g["weight_decay"] for g in groups) == 0.5 and groups[-1]["momentum"] == 0.5 and state["progress"]["dtype"] == "fp32"
+    assert max(g["weight_decay"] for g in groups) == 0.5 and groups[-1]["momentum"] == 0.5 and state["dtype"] == "fp32"
 
 
 def test_a_run_s_architecture_comes_with_its_weights(tmp_path, text, reference):

@@ -1,0 +1,76 @@
+"""What training must find again in order to go on as if it had never stopped: saved, restored and rolled back as a whole."""
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from runtime import checkpoint, distributed
+from runtime.config import BadInput
+from runtime.guard import NonFinite
+
+
+@dataclass
+class Progress:
+    """The plain numbers of it."""
+    batch_size: int                          # the config's, for which micro_batch was found
+    micro_batch: int                         # sequences a micro-step, as many as fit
+    step: int = 0                            # optimizer steps done
+    seconds: float = 0.0                     # in optimizer steps
+    lr_factor: float = 1.0                   # halved by a roll-back
+    skipped: int = 0                         # steps whose gradients were not finite
+    stale: int = 0                           # evaluations since the best
+
+
+class State:
+    """Model, optimizers, loss scale (`scaler`), `progress` and `nonfinite`; the first two are given, and changed in place."""
+
+    def __init__(self, cfg, hardware, model, optimizers, micro_batch):
+        self.cfg, self.hardware, self.model, self.optimizers = cfg, hardware, model, optimizers
+        self.progress = Progress(cfg.batch_size, micro_batch)
+        self.scaler, self.nonfinite = hardware.scaler(), NonFinite()
+
+    def save(self, val_loss=None):
+        """A checkpoint of the step that has been reached; every rank must call."""
+        state = {"optimizer": self.cfg.optimizer, "optimizers": [o.state_dict() for o in self.optimizers],
+                 "scaler": self.scaler.state_dict(), "dtype": self.hardware.dtype,
+                 "progress": dataclasses.asdict(self.progress), "nonfinite": dataclasses.asdict(self.nonfinite)}
+        distributed.on_main(lambda: checkpoint.save(
+            self.cfg.out_dir, self.progress.step, self.model.state_dict(), None if self.cfg.save_only_model else state,
+            val_loss, self.cfg.keep_last, dataclasses.asdict(self.cfg)))
+
+    def restore(self, step):
+        """Everything as it was after `step` steps of the run in out_dir; but knobs of the optimizer that are given on resume
+        count, and so does a smaller micro-batch."""
+        self.model.load_state_dict(checkpoint.load_weights(self.cfg.out_dir, step, self.hardware.device))
+        state = checkpoint.load_state(self.cfg.out_dir, step)
+        if state["optimizer"] != self.cfg.optimizer:
+            raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of {state['optimizer']}: leave it out.")
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            knobs = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            optimizer.load_state_dict(saved)
+            for group, given in zip(optimizer.param_groups, knobs):
+                group.update(given)
+        micro_batch = self.progress.micro_batch
+        vars(self.progress).update(state["progress"])
+        if self.progress.batch_size == self.cfg.batch_size:
+            micro_batch = min(micro_batch, self.progress.micro_batch)
+        self.progress.batch_size, self.progress.micro_batch = self.cfg.batch_size, micro_batch
+        vars(self.nonfinite).update(state["nonfinite"])
+        if self.nonfinite.rolled_back:                        # it may have left fp16
+            self.hardware.dtype = state["dtype"]
+        self.scaler = self.hardware.scaler()
+        self.scaler.load_state_dict(state["scaler"])
+
+    def roll_back(self, say):
+        """To the newest checkpoint, with half the learning rate and without fp16. False if there is none to go back to."""
+        step = distributed.on_main(lambda: checkpoint.newest_intact(self.cfg.out_dir, say))
+        if step is None or not checkpoint.has_state(self.cfg.out_dir, step):
+            return False
+        self.restore(step)
+        self.nonfinite.rolled_back, self.progress.lr_factor = True, self.progress.lr_factor / 2
+        if self.hardware.dtype == "fp16":
+            bf16 = self.hardware.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8
+            self.hardware.dtype = "bf16" if bf16 else "fp32"
+            self.scaler = self.hardware.scaler()
+        say(f"Back to the checkpoint of step {step}, once, with half the learning rate and {self.hardware.dtype}.")
+        return True
