@@ -101,6 +101,7 @@ class Config:
 
 ARCHITECTURE = ("block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head "
                 "logit_softcap").split()
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")           # these compile modes record the step, and can't accumulate gradients
 
 
 def check(cfg):
@@ -114,7 +115,7 @@ def check(cfg):
     if cfg.batch_size * cfg.gradient_accumulation_steps % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.batch_size * cfg.gradient_accumulation_steps} "
                        "sequences of a step evenly: change --batch_size or --gradient_accumulation_steps.")
-    if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in ("reduce-overhead", "max-autotune"):
+    if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate gradients: use default or "
                        "max-autotune-no-cudagraphs, or one micro-step a rank.")
 
@@ -182,15 +183,17 @@ def workers(cfg, hw):
     return cfg.num_workers if cfg.num_workers is not None else 2 if hw.device.type == "cuda" else 0
 
 
-def ready(cfg, hw, model, optimizers, micro_batch, say):
+def compile_and_fit(cfg, hw, model, optimizers, micro_batch, say):
     """(model as the loop calls it, micro-batch that fits), found by rehearsing a step on every rank. Without torch.compile
     where that fails; with half the micro-batch, and again, while memory runs out on one of them."""
     share = cfg.batch_size * cfg.gradient_accumulation_steps // distributed.world_size()
-    mode = None if cfg.compile_mode == "default" else cfg.compile_mode
     while True:
+        failure = torch.compiler.reset()                  # an earlier attempt would hold on to memory
+        passes, mode = min(2, -(-share // micro_batch)), cfg.compile_mode
+        if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
+            mode = None
         fast = torch.compile(model, mode=mode, dynamic=False) if hw.compile else model
-        failure = memory.rehearse(fast, hw, micro_batch, cfg.block_size, min(2, -(-share // micro_batch)),
-                                  optim.state_to_come(optimizers))
+        failure = memory.rehearse(fast, hw, micro_batch, cfg.block_size, passes, optim.state_to_come(optimizers))
         if distributed.any(failure is not None and memory.is_out_of_memory(failure)):
             if micro_batch == 1:
                 raise BadInput(memory.advice(model, hw, cfg.block_size, optim.state_to_come(optimizers)))
@@ -200,8 +203,8 @@ def ready(cfg, hw, model, optimizers, micro_batch, say):
         elif distributed.any(failure is not None):
             if not hw.compile:
                 raise failure or guard.Failure("Another rank failed at its first step.")
-            say(f"torch.compile failed, training goes on without it ({type(failure).__name__}: "
-                f"{(str(failure).strip() or '-').splitlines()[0]}).")
+            reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0] if failure else "on another rank"
+            say(f"torch.compile failed, training goes on without it ({reason}).")
             hw.compile = False
         else:
             return fast, micro_batch
@@ -233,7 +236,7 @@ def main(argv):
     now = state.progress
     if resuming and not cfg.eval_only:
         state.restore(start[1])
-        now.micro_batch = memory.after_retreat(cfg.out_dir, cfg, now.micro_batch)
+        now.micro_batch = memory.after_retreat(cfg, now.micro_batch)
     elif start:
         model.load_state_dict(checkpoint.load_weights(*start, hw.device))
     if cfg.eval_only:
@@ -245,11 +248,14 @@ def main(argv):
         "architecture": dataclasses.asdict(model.config), "tokenizer": tokenizer.describe(), "prompt_template": "{prompt}",
     }, cfg.overwrite, resume=resuming))
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
-    fast, now.micro_batch = ready(cfg, hw, model, optimizers, now.micro_batch, log.say)
+    fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, now.micro_batch, log.say)
     log.say(start_up(cfg, hw, model, windows, valid_text, now))
     log.metrics(step=now.step, config=dataclasses.asdict(cfg))
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
+
+    def out_of_patience():
+        return cfg.patience and now.stale >= cfg.patience
 
     def load_from(step):
         return data.batches(windows, range(step, cfg.max_steps), workers(cfg, hw),
@@ -259,7 +265,7 @@ def main(argv):
     targets = sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
     flops_per_token = model.flops_per_token(cfg.block_size)
     spent, timed_steps = dict(data=0.0, forward_backward=0.0, optimizer=0.0), 0
-    while now.step < cfg.max_steps and not (cfg.patience and now.stale >= cfg.patience):
+    while now.step < cfg.max_steps and not out_of_patience():
         # One optimizer step.
         t0 = time.perf_counter()
         x, y = (t.to(hw.device, non_blocking=True) for t in next(loader))
@@ -276,15 +282,15 @@ def main(argv):
                 state.scaler.scale(loss * (world / targets)).backward()              # DDP averages over ranks, hence world
                 nats += loss.detach()
             nats = nats.item()                            # waits for the device: what follows is the optimizer's time
-        except RuntimeError as error:
+        except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
-            out_of_memory = str(error)
-        if out_of_memory:                                 # outside of `except`, which holds on to the tensors
-            model.zero_grad(set_to_none=True)
-            now.micro_batch = memory.retreat(cfg.out_dir, cfg, now.step, now.micro_batch, sequences // world, out_of_memory,
-                                             log.say)
-            loader = load_from(now.step)
+            out_of_memory = f"{error}".partition("\n")[0]
+        if out_of_memory is not None:                     # one process repeats the step; of several, this one ends here
+            loss = None                                   # it and the exception, now gone, hold the step's tensors
+            now.micro_batch = memory.retreat(cfg, now.step, now.micro_batch, out_of_memory, log.say)
+            fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, now.micro_batch, log.say)
+            ddp, loader = fast, load_from(now.step)
             continue
         t2 = time.perf_counter()
         lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
@@ -334,18 +340,17 @@ def main(argv):
         if step % cfg.eval_interval == 0 or last:
             result = text_loss(fast, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
             val_loss = result["val_loss"]
-            new_best = distributed.on_main(lambda: val_loss < checkpoint.best_loss(cfg.out_dir))
+            new_best = distributed.on_main(lambda: val_loss < checkpoint.best_loss(cfg.out_dir, step - 1))
             now.stale = 0 if new_best else now.stale + 1
             log.metrics(step=step, tokens=step * targets, seconds=now.seconds, **result)
             log.say(f"step {step}/{cfg.max_steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
-        out_of_patience = cfg.patience and now.stale >= cfg.patience
-        if step % cfg.save_interval == 0 or last or new_best or out_of_patience or stopping and val_loss is not None:
+        if step % cfg.save_interval == 0 or last or new_best or out_of_patience() or stopping and val_loss is not None:
             state.save(val_loss)
         if stopping:
             how = f"--init_from={cfg.out_dir}" if cfg.save_only_model else f"--init_from=resume --out_dir={cfg.out_dir}"
             log.say(f"Stopped as asked after step {step}, and saved. Go on with {how}")
             return stop.exit_code()
-    if cfg.patience and now.stale >= cfg.patience:
+    if out_of_patience():
         log.say(f"Stopped early after step {now.step}: {now.stale} evaluations without a better loss than that of step "
                 f"{checkpoint.best(cfg.out_dir)}, whose weights are kept.")
     return 0

@@ -35,7 +35,7 @@ def fsync(path):
 
 def write_atomically(path, content):
     """Replace the file by `content` (bytes): after a crash it holds the old or the new, never a part."""
-    temporary = Path(f"{path}.tmp")
+    temporary = Path(f"{path}.tmp-{os.getpid()}")             # another process may be writing it too
     temporary.write_bytes(content)
     fsync(temporary)
     temporary.rename(path)
@@ -103,9 +103,9 @@ def best(out_dir, last=math.inf):
     return min(losses, key=losses.get) if losses else None
 
 
-def best_loss(out_dir):
-    """The least validation loss among the checkpoints; infinity if none was evaluated."""
-    step = best(out_dir)
+def best_loss(out_dir, last=math.inf):
+    """The least validation loss among the checkpoints up to step `last`; infinity if none was evaluated."""
+    step = best(out_dir, last)
     return math.inf if step is None else read_meta(out_dir, step)["val_loss"]
 
 

@@ -49,8 +49,8 @@ def prepare(dataset, tokenizer, data_dir, documents=None, text_key="text"):
 
 def prepare_texts(dataset, found, tokenizer, data_dir):
     """The folder's name holds a digest of the texts, and meta.json is written when all else is there. Until then
-    partial.json counts the shards that are whole, so that a preparation which was killed goes on after them; two at the
-    same time write the same files."""
+    partial.json counts the shards that are whole, so that a preparation which was killed goes on after them. Two at the
+    same time put the same content in place, each under temporary names of its own."""
     digest = hashlib.sha256(f"{FORMAT}".encode())
     for split in SPLITS:
         for source in found[split]:
@@ -73,8 +73,7 @@ def prepare_texts(dataset, found, tokenizer, data_dir):
             write_atomically(folder / "partial.json", json.dumps(made).encode())
         meta[split] = {"shards": shards} | {key: sum(s[key] for s in shards) for key in ("tokens", "words", "bytes")}
     write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
-    for left in [folder / "partial.json", *folder.glob("*.tmp-*")]:
-        left.unlink(missing_ok=True)
+    (folder / "partial.json").unlink(missing_ok=True)
     return folder
 
 
@@ -107,18 +106,18 @@ def read_json(path):
 
 
 def jobs(sources):
-    """Fragments of texts, gathered to about CHUNK: a list of (begins a document, text), bytes of size done, source."""
+    """Fragments of texts, gathered to about CHUNK: a list of (begins a document, text, its source), bytes of size done."""
     gathered, length, size = [], 0, 0.0
     for source in sources:
         for begins, text, done in source.fragments():
             if text:
-                gathered.append((begins, text))
+                gathered.append((begins, text, source.name))
             length, size = length + len(text), size + done
             if length >= texts.CHUNK:
-                yield gathered, size, source.name
+                yield gathered, size
                 gathered, length, size = [], 0, 0.0
     if gathered:
-        yield gathered, size, source.name
+        yield gathered, size
 
 
 def tokenise(sources, tokenizer, folder, split, dtype, shards):
@@ -128,9 +127,9 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
 
     def encode(job):
         began = time.thread_time()
-        fragments, size, name = job
+        fragments, size = job
         ids, words, length = [], 0, 0
-        for begins, text in fragments:
+        for begins, text, name in fragments:
             try:
                 text = text if isinstance(text, str) else text.decode()
                 encoded = text.encode()
@@ -144,7 +143,7 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
         return np.concatenate(ids).astype(dtype), words, length, size, time.thread_time() - began
 
     todo, total = jobs(sources), sum(source.size for source in sources)
-    skipped = sum(size for _, size, _ in islice(todo, SHARD * len(shards)))
+    skipped = sum(size for _, size in islice(todo, SHARD * len(shards)))
     bar = tqdm(total=round(total), initial=round(skipped), desc=f"tokenising {split}", unit="B", unit_scale=True, disable=None)
     began, length = time.perf_counter(), 0
     with ThreadPoolExecutor(cores) as pool, bar:                       # tiktoken releases the GIL

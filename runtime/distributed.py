@@ -1,4 +1,6 @@
 """The ranks that torchrun started, or the one process that runs without it."""
+import datetime
+import gc
 import os
 
 import torch
@@ -7,14 +9,20 @@ import torch.distributed as dist
 from runtime.config import BadInput
 
 
+patient = None                   # the group that waits for what the first rank does alone: tokenising may take hours
+
+
 def init():
     """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    global patient
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
 def close():
     if dist.is_initialized():
+        gc.collect()             # DDP's cycles hold the group: its threads must end before the interpreter does, or they abort it
         dist.destroy_process_group()
 
 
@@ -58,7 +66,7 @@ def on_main(function):
             answer[0] = function()
         except BadInput as e:
             answer[1] = str(e)
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(answer, src=0, group=patient, device=torch.device("cpu"))
     if answer[1] is not None:
         raise BadInput(answer[1])
     return answer[0]

@@ -23,21 +23,26 @@ class Log:
 
     def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None):
         self.main = distributed.is_main()
-        self.folder, self.writers = Path(out_dir), []
+        self.folder, self.writers, self.board = Path(out_dir), [], None
         if resumed_step is not None:
             self.forget_after(resumed_step)
         if tensorboard and self.main:
-            from torch.utils.tensorboard import SummaryWriter
-            board = SummaryWriter(self.folder / "tensorboard", flush_secs=10,
-                                  purge_step=None if resumed_step is None else resumed_step + 1)
-            atexit.register(board.close)
-            self.writers.append(lambda step, numbers: [board.add_scalar(k, v, step) for k, v in numbers.items()])
+            self.open_board(resumed_step)
+            atexit.register(lambda: self.board.close())
+            self.writers.append(lambda step, numbers: [self.board.add_scalar(k, v, step) for k, v in numbers.items()])
         if wandb and self.main:
             run = self.wandb_run(config)
             self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
+    def open_board(self, last_step=None):
+        """TensorBoard's writer; steps after last_step that an earlier one wrote no longer count."""
+        from torch.utils.tensorboard import SummaryWriter
+        self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10,
+                                   purge_step=None if last_step is None else last_step + 1)
+
     def wandb_run(self, config):
-        """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed."""
+        """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed. It keeps what it has seen:
+        steps that are run again, after a crash or a roll-back, are not shown anew."""
         import wandb
         path = self.folder / "wandb_id"
         try:
@@ -53,6 +58,9 @@ class Log:
         """Drop the metrics of steps that will be run again, and a line that a crash cut short."""
         if not self.main:
             return
+        if self.board:
+            self.board.close()
+            self.open_board(step)
         path = self.folder / "metrics.jsonl"
         kept = []
         for line in path.read_text().splitlines() if path.exists() else []:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime import distributed
-from runtime.checkpoint import write_atomically
+from runtime import checkpoint, distributed
 from runtime.guard import Failure
 
 GIB = 2**30
@@ -16,9 +16,9 @@ CPU_SLACK = 1.6              # peak resident set over the arithmetic below: 1.0 
 
 
 def is_out_of_memory(error):
-    """Whether an allocator raised it: a GPU's, an Apple GPU's or the CPU's."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, torch.OutOfMemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    """Whether an allocator is behind it: a GPU's, an Apple GPU's or the CPU's, alone or as the cause that a compiler reports."""
+    words = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def smaller(micro_batch, share):
@@ -26,27 +26,31 @@ def smaller(micro_batch, share):
     return max(n for n in range(1, micro_batch // 2 + 1) if share % n == 0)
 
 
-def retreat(out_dir, cfg, step, micro_batch, share, reason, say):
+def retreat(cfg, step, micro_batch, reason, say):
     """The micro-batch with which to repeat a step that ran out of memory. Only one process can: of several, the others
     already wait for this one's gradients, so it leaves the number to the run folder, and ends with Failure."""
+    world, sequences = distributed.world_size(), cfg.batch_size * cfg.gradient_accumulation_steps
     if micro_batch == 1:
         raise Failure(f"Step {step + 1} ran out of memory with a micro-batch of one sequence ({reason}): go on from the last "
                       "checkpoint with --gradient_checkpointing, or where more memory is free.")
-    less = smaller(micro_batch, share)
-    if distributed.world_size() > 1:
-        write_atomically(Path(out_dir) / "retreat.json", json.dumps({"batch_size": cfg.batch_size, "micro_batch": less}).encode())
-        raise Failure(f"Rank {distributed.rank()} ran out of memory at step {step + 1} ({reason}): --init_from=resume "
-                      f"--out_dir={out_dir} goes on from the last checkpoint with a micro-batch of {less} instead of {micro_batch}.")
+    less = smaller(micro_batch, sequences // world)
+    if world > 1:
+        what = f"Rank {distributed.rank()} ran out of memory at step {step + 1} ({reason})"
+        if not checkpoint.steps(cfg.out_dir):
+            raise Failure(f"{what}, before the first checkpoint: start again with --overwrite --batch_size={less} "
+                          f"--gradient_accumulation_steps={sequences // less}, which is the same step in smaller pieces.")
+        checkpoint.write_atomically(Path(cfg.out_dir) / "retreat.json",
+                                    json.dumps({"batch_size": cfg.batch_size, "micro_batch": less}).encode())
+        raise Failure(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with a micro-batch "
+                      f"of {less} instead of {micro_batch}.")
     say(f"Step {step + 1} ran out of memory ({reason}): it is repeated with a micro-batch of {less} instead of {micro_batch}.")
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return less
 
 
-def after_retreat(out_dir, cfg, micro_batch):
+def after_retreat(cfg, micro_batch):
     """micro_batch, or the smaller one that a rank without memory left to the run folder."""
     try:
-        left = json.loads((Path(out_dir) / "retreat.json").read_text())
+        left = json.loads((Path(cfg.out_dir) / "retreat.json").read_text())
     except OSError:
         return micro_batch
     return min(micro_batch, left["micro_batch"]) if left["batch_size"] == cfg.batch_size else micro_batch
@@ -56,27 +60,27 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes):
     """None if a training step of the longest sequences and an evaluation run and fit, else the exception.
 
     The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state. On a CPU,
-    where the kernel kills what takes too much instead of refusing it, arithmetic comes first.
+    where the kernel kills what takes too much instead of refusing it, arithmetic comes first. Every rank must call.
     """
     failure, plain = None, getattr(model, "_orig_mod", model)
-    x = torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device)
+    if hardware.device.type == "cpu":
+        needed = CPU_SLACK * sum(parts(plain, hardware, micro_batch, block_size, optimizer_bytes).values())
+        too_much = needed > (free := available(hardware))
+        if distributed.any(too_much):         # asked of all before one of them takes memory
+            return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
+    x, y = (torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device) for _ in range(2))
     try:
-        if hardware.device.type == "cpu":
-            needed = CPU_SLACK * sum(parts(plain, hardware, micro_batch, block_size, optimizer_bytes).values())
-            if needed > (free := available(hardware)):
-                raise torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
         reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=hardware.device)
         for _ in range(passes):
             with hardware.autocast():
-                loss = model(x, x)
+                loss = model(x, y)
             loss.backward()
         with hardware.autocast(), torch.no_grad():
-            model.eval()(x, x)
+            model.eval()(x, y)
         del reserved, loss
-    except Exception as e:                    # out of memory, or whatever torch.compile stumbles over on this machine
-        failure = type(e)(*e.args) if is_out_of_memory(e) else e.with_traceback(None)       # the traceback holds tensors
-    plain.train().zero_grad(set_to_none=True)
-    model.train()
+    except Exception as e:                    # out of memory, what torch.compile stumbles over here, or a mistake in the model
+        failure = torch.OutOfMemoryError(str(e).splitlines()[0]) if is_out_of_memory(e) else e      # its traceback holds tensors
+    model.train().zero_grad(set_to_none=True)
     if hardware.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -99,7 +103,8 @@ def saved_for_backward(model, hardware, rows, block_size):
     def note(tensor):
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
-    with FakeTensorMode():                    # on "cpu", which has the same autocast and needs no GPU
+    # Fake tensors on "cpu", which has the same autocast and needs no GPU; its kernels, whatever setup chose for a GPU.
+    with FakeTensorMode(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         double = type(model)(dataclasses.replace(model.config), model.backend, model.gradient_checkpointing, model.loss_chunks)
         if hardware.device.type != "cpu":     # whose fused attention drops out without keeping the weights, unlike the CPU's
             double.config.dropout = 0.0

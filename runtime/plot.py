@@ -83,8 +83,8 @@ def main(argv):
     output = cfg.output or Path(cfg.runs[0]) / "curves.png"
     try:
         draw({str(run): read(run) for run in cfg.runs}, cfg.x, output)
-    except OSError as e:
-        raise BadInput(f"{output} could not be written ({e.strerror}): choose another --output=.") from None
+    except (OSError, ValueError) as e:                    # no such folder, no such format
+        raise BadInput(f"{output} could not be written ({getattr(e, 'strerror', None) or e}): choose another --output=.") from None
     print(output)
     return 0
 

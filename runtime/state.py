@@ -59,7 +59,8 @@ class State:
         if self.nonfinite.rolled_back:                        # it may have left fp16
             self.hardware.dtype = state["dtype"]
         self.scaler = self.hardware.scaler()
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:                                   # empty without fp16
+            self.scaler.load_state_dict(state["scaler"])
 
     def roll_back(self, say):
         """To the newest checkpoint, with half the learning rate and without fp16. False if there is none to go back to."""

@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import re
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +19,7 @@ CHUNK = 2**20                        # bytes read, and tokenised, at a time
 SPLITS = ("train", "valid")
 VALID_NAMES = ("valid", "validation", "val", "dev")
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt", ".safetensors")
 HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 # Line ends at which GPT-2's pattern always ends a piece, so that cutting there leaves the token ids as they were.
 SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-~])")
@@ -41,6 +43,8 @@ def find(dataset, text_key):
 
 
 def find_files(path, text_key):
+    if path.suffix in NOT_TEXT:
+        raise BadInput(f"{path} is not text as it stands: unpack or convert it to {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file()
                                                           and not re.search(r"(^|/)\.", str(f.relative_to(path))))
     full = [f for f in files if f.stat().st_size]                     # an empty shard holds no text, whatever its format
@@ -88,8 +92,8 @@ def hub_answers():
         return False
     try:
         urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
-    except urllib.error.HTTPError:
-        return True
+    except urllib.error.URLError as e:                        # a refusal is an answer; so is a certificate that Python lacks
+        return isinstance(e, urllib.error.HTTPError) or isinstance(e.reason, ssl.SSLError)
     except (OSError, ValueError, http.client.HTTPException):
         return False
     return True
@@ -126,7 +130,7 @@ def pieces(blocks):
             continue
         cuts = [m.end() for m in SAFE_CUT.finditer(rest, max(0, len(rest) - CHUNK // 8))]
         if not cuts and len(rest) > 8 * CHUNK:                # bounded memory comes before the last token of 8 MB
-            last_character = max(i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80)
+            last_character = max((i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80), default=len(rest))
             cuts = [rest.rfind(b"\n") + 1 or last_character]
         if cuts:
             yield rest[:cuts[-1]]
@@ -270,12 +274,14 @@ class Parquet(Rows):
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as e:
-            raise BadInput(f"{path} is not a readable parquet file ({str(e).splitlines()[0]}): get it again, or take it "
-                           "out.") from None
+            raise self.unreadable(e) from None
         with file:
             rows = file.metadata.num_rows
             self.check({field.name: field.type for field in file.schema_arrow})
         self.stop, self.width = rows if stop is None else stop, path.stat().st_size / max(1, rows)
+
+    def unreadable(self, error):
+        return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it again, or take it out.")
 
     def divide(self, at):
         at = self.start + int(at / self.width)
@@ -288,16 +294,19 @@ class Parquet(Rows):
     def batches(self):
         import pyarrow.parquet
         first = 0
-        with pyarrow.parquet.ParquetFile(self.path, buffer_size=CHUNK) as file:        # without, a column of a group at once
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if first < self.stop and first + rows > self.start:
-                    for batch in file.iter_batches(512, row_groups=[group], columns=[self.key], use_threads=False):
-                        start = max(0, self.start - first)
-                        yield batch.column(0).slice(start, max(0, self.stop - first - start)).to_pylist()
-                        first += len(batch)
-                else:
-                    first += rows
+        try:
+            with pyarrow.parquet.ParquetFile(self.path, buffer_size=CHUNK) as file:    # without, a column of a group at once
+                for group in range(file.num_row_groups):
+                    rows = file.metadata.row_group(group).num_rows
+                    if first < self.stop and first + rows > self.start:
+                        for batch in file.iter_batches(512, row_groups=[group], columns=[self.key], use_threads=False):
+                            start = max(0, self.start - first)
+                            yield batch.column(0).slice(start, max(0, self.stop - first - start)).to_pylist()
+                            first += len(batch)
+                    else:
+                        first += rows
+        except (pyarrow.ArrowException, OSError) as e:
+            raise self.unreadable(e) from None
 
 
 class HubRows(Rows):

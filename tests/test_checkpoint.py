@@ -41,6 +41,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
     for step, loss in ((1, float("nan")), (2, 5.0), (3, float("inf"))):
         save(tmp_path, step, val_loss=loss, keep_last=9)
     assert checkpoint.best(tmp_path) == 2 and checkpoint.best_loss(tmp_path) == 5.0
+    assert checkpoint.best_loss(tmp_path, 1) > 5.0                    # a later step's, damaged perhaps, is not the one to beat
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "meta.json"])

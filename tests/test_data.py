@@ -1,10 +1,14 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
 
+from conftest import ROOT
 from runtime import data, texts
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
@@ -131,6 +135,18 @@ def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, 
     for start, stop in ((border - 3, border + 3), (border, border + 1), (border - 1, border), (0, len(whole)), (5, 5),
                         (border - 1, token_file.starts[4] + 1), (len(whole) - 2, len(whole) + 9)):
         assert np.array_equal(token_file[start:stop], whole[start:stop])
+
+
+def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
+    code = ("import sys; from runtime import data, texts; from runtime.tokenizer import Tokenizer; texts.CHUNK = 200; data.SHARD = 2\n"
+            "print(data.prepare(sys.argv[1], Tokenizer('bytes'), sys.argv[2]))")
+    both = [subprocess.Popen([sys.executable, "-c", code, str(text), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    results = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
+    folder = Path(results[0][0].split()[-1])
+    assert bytes(ids_of(folder, "train").tolist()) + bytes(ids_of(folder, "valid").tolist()) == text.read_bytes()
+    assert not list(folder.glob("*.tmp*")) and not (folder / "partial.json").exists()
 
 
 @pytest.mark.parametrize("content, word", [(None, "no dataset"), (b"", "no text"), (b"ok " * 99 + b"\xff\xfe", "UTF-8")])

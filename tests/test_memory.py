@@ -1,6 +1,7 @@
 """The user sets the effective batch; how it is cut into micro-batches follows from the memory that is there."""
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import metrics, run, trained, weights
 from model import GPT, GPTConfig
@@ -48,6 +49,17 @@ def test_later_one_process_repeats_the_step_in_halves(plenty, text, tmp_path):
     assert losses_agree(tmp_path / "a", plenty) and sorted(set(metrics(tmp_path / "a", "micro_batch").values())) == [2, 4]
 
 
+def test_what_the_failed_step_held_is_free_when_it_is_repeated(plenty, text, tmp_path):
+    done = trained(tmp_path / "a", text, **LITTLE, **WHOLE,
+                   env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2", "BACKWARD": "1"})
+    assert "Step 8 ran out of memory" in done.stdout and losses_agree(tmp_path / "a", plenty)
+
+
+def test_several_ranks_without_a_checkpoint_are_told_how_to_begin_again(text, tmp_path):
+    done = run(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE, env={"ROWS": "4", "CALLS": "5", "ROWS_LATER": "2"})
+    assert done.returncode == 1 and "--overwrite --batch_size=2 --gradient_accumulation_steps=4" in done.stderr
+
+
 def test_later_several_ranks_end_and_go_on_from_the_checkpoint(plenty, text, tmp_path):
     done = run(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE,
                env={"ROWS": "4", "CALLS": "12", "ROWS_LATER": "2", "ONLY_RANK": "1"})
@@ -81,6 +93,31 @@ def test_arithmetic_goes_before_trying_on_a_cpu(monkeypatch):
     assert memory.is_out_of_memory(memory.rehearse(model, hw, 4, 64, 2, 1000))
 
 
+def test_what_the_rehearsal_compiles_is_what_training_runs():
+    """A graph for training and one for evaluation, and none when the first real micro-step comes."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=1, n_head=2, n_embd=32))
+    fast, hw = torch.compile(model, backend=count, dynamic=False), hardware.setup("cpu", dtype="fp32")
+    assert memory.rehearse(fast, hw, 4, 64, 2, 1000) is None and len(graphs) == 2
+    x, y = torch.randint(300, (8, 64)), torch.randint(300, (8, 64))
+    for mx, my in zip(x.split(4), y.split(4)):
+        fast(mx, my).backward()
+    with torch.no_grad():
+        fast.eval()(x[:4], y[:4])
+    assert len(graphs) == 2
+
+
+def test_a_mistake_in_the_model_keeps_its_traceback(monkeypatch):
+    model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=1, n_head=2, n_embd=32))
+    monkeypatch.setattr(model, "hidden", lambda x: x + "mistake")
+    failure = memory.rehearse(model, hardware.setup("cpu"), 4, 64, 2, 1000)
+    assert isinstance(failure, TypeError) and failure.__traceback__.tb_next
+
+
 def test_activations_are_counted_as_autograd_keeps_them():
     """The arithmetic is that of shapes alone; here against the tensors of a real forward pass."""
     def both(dtype, attention, checkpointing):
@@ -95,7 +132,9 @@ def test_activations_are_counted_as_autograd_keeps_them():
         with hw.autocast(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = model(x, x)
         assert loss.requires_grad
-        return memory.saved_for_backward(model, hw, 4, 64), sum(n for p, n in kept.items() if p not in own)
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):              # as --attention=cudnn leaves it, on a GPU
+            computed = memory.saved_for_backward(model, hw, 4, 64)
+        return computed, sum(n for p, n in kept.items() if p not in own)
     sizes = {}
     for case in (("fp32", "sdpa", False), ("bf16", "math", False), ("fp32", "sdpa", True)):
         computed, real = sizes[case] = both(*case)
@@ -105,6 +144,7 @@ def test_activations_are_counted_as_autograd_keeps_them():
 
 def test_what_an_allocator_says_is_recognised():
     assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert memory.is_out_of_memory(MemoryError()) and memory.is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"))
     assert memory.is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"))
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**50, dtype=torch.uint8)

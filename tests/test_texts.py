@@ -1,8 +1,11 @@
 """Texts from .jsonl, .parquet, folders and the hub come out as the documents that went in."""
 import json
+import ssl
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pyarrow as pa
@@ -92,6 +95,7 @@ def test_half_a_surrogate_pair_in_json_does_not_stop_a_preparation(tmp_path):
     ("a.jsonl", b'{"text": 3}\n', "of type int, not a text"),
     ("a.jsonl", b"", "holds no text"),
     ("a.parquet", b"PAR1 torn", "not a readable parquet file"),
+    ("a.json", b"[]", "is not text as it stands"),
     ("org/name.parquet", None, "There is no dataset"),
     ("nothing", None, "There is no dataset"),
 ])
@@ -102,6 +106,35 @@ def test_an_unusable_file_is_one_sentence(tmp_path, monkeypatch, name, content, 
     with pytest.raises(BadInput, match=words):
         data.prepare(name, Tokenizer("bytes"), tmp_path / "t")
     assert not list((tmp_path / "t").rglob("meta.json"))
+
+
+def test_the_file_at_fault_is_named(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a-train.txt").write_bytes("é".encode("latin-1"))
+    (source / "b-train.txt").write_text("fine")
+    (source / "valid.txt").write_text("fine")
+    with pytest.raises(BadInput, match="a-train.txt is not UTF-8"):
+        data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
+    pq.write_table(pa.table({"text": DOCUMENTS}), source / "c-train.parquet")
+    content = bytearray((source / "c-train.parquet").read_bytes())
+    content[4:100] = bytes(96)                                        # the first page, not the footer
+    (source / "c-train.parquet").write_bytes(content)
+    (source / "a-train.txt").unlink()
+    with pytest.raises(BadInput, match="c-train.parquet is not a readable parquet file"):
+        data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
+
+
+def test_a_certificate_that_python_lacks_does_not_make_the_hub_absent(monkeypatch):
+    def answer(error):
+        def urlopen(*args, **kw):
+            raise error
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+        return texts.hub_answers()
+    assert answer(urllib.error.URLError(ssl.SSLCertVerificationError("no issuer")))
+    assert answer(urllib.error.HTTPError("https://huggingface.co", 403, "Forbidden", {}, None))
+    assert not answer(urllib.error.URLError(ConnectionRefusedError())) and not answer(TimeoutError())
 
 
 def test_a_table_without_the_text_column_says_which_it_has(tmp_path):

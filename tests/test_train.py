@@ -93,6 +93,12 @@ def test_the_same_step_in_other_pieces(tmp_path, text, accumulated, change):
     assert largest_difference(weights(tmp_path / "a"), weights(accumulated)) < 1e-4
 
 
+def test_resume_may_change_to_a_precision_with_a_loss_scale(tmp_path, text):
+    trained(tmp_path / "a", text, dtype="fp32", max_steps=4)
+    trained(tmp_path / "a", text, init_from="resume", dtype="fp16", max_steps=6)
+    assert checkpoint.load_state(tmp_path / "a", 6)["scaler"]
+
+
 def test_patience_stops_a_run_that_no_longer_improves(tmp_path, text):
     knobs = dict(eval_interval=2, learning_rate=0.0, patience=3)
     done = trained(tmp_path / "a", text, **knobs)
