@@ -188,7 +188,9 @@ def compile_and_fit(cfg, hw, model, optimizers, micro_batch, say):
     where that fails; with half the micro-batch, and again, while memory runs out on one of them."""
     share = cfg.batch_size * cfg.gradient_accumulation_steps // distributed.world_size()
     while True:
-        failure = torch.compiler.reset()                  # an earlier attempt would hold on to memory
+        failure = None
+        if hw.compile:
+            torch.compiler.reset()                        # with `failure`, all that an earlier attempt holds in memory
         passes, mode = min(2, -(-share // micro_batch)), cfg.compile_mode
         if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
             mode = None
@@ -279,7 +281,7 @@ def main(argv):
                 ddp.require_backward_grad_sync = i == len(micro_steps) - 1     # DDP: one exchange of gradients a step
                 with hw.autocast():
                     loss = ddp(mx, my)                    # summed over the micro-batch
-                state.scaler.scale(loss * (world / targets)).backward()              # DDP averages over ranks, hence world
+                state.scaler.scale(loss * (world / targets)).backward()        # DDP averages over ranks, hence world
                 nats += loss.detach()
             nats = nats.item()                            # waits for the device: what follows is the optimizer's time
         except Exception as error:
@@ -315,8 +317,8 @@ def main(argv):
             continue
         if verdict in ("rollback", "stop"):
             path = guard.keep_batch(cfg.out_dir, now.step, x=x, y=y)
-            log.say(f"Training diverged: {state.nonfinite.patience} steps in a row without finite gradients, again after going back "
-                    f"or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
+            log.say(f"Training diverged: {state.nonfinite.patience} steps in a row without finite gradients, again after going "
+                    f"back or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
             return 1
 
         # Log, evaluate, save, stop.

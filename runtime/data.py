@@ -43,8 +43,8 @@ def prepare(dataset, tokenizer, data_dir, documents=None, text_key="text"):
             found = texts.find(dataset, text_key)
         return prepare_texts(dataset, found, tokenizer, Path(data_dir))
     except OSError as e:
-        raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it readable, free some space, "
-                       "or choose another place with --data_dir=.") from None
+        raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it readable, free some "
+                       "space, or choose another place with --data_dir=.") from None
 
 
 def prepare_texts(dataset, found, tokenizer, data_dir):

@@ -84,7 +84,8 @@ def main(argv):
     try:
         draw({str(run): read(run) for run in cfg.runs}, cfg.x, output)
     except (OSError, ValueError) as e:                    # no such folder, no such format
-        raise BadInput(f"{output} could not be written ({getattr(e, 'strerror', None) or e}): choose another --output=.") from None
+        reason = getattr(e, "strerror", None) or e
+        raise BadInput(f"{output} could not be written ({reason}): choose another --output=.") from None
     print(output)
     return 0
 

@@ -19,6 +19,7 @@ CHUNK = 2**20                        # bytes read, and tokenised, at a time
 SPLITS = ("train", "valid")
 VALID_NAMES = ("valid", "validation", "val", "dev")
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+KINDS = ".txt, .jsonl or .parquet"
 NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt", ".safetensors")
 HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 # Line ends at which GPT-2's pattern always ends a piece, so that cutting there leaves the token ids as they were.
@@ -33,8 +34,8 @@ def find(dataset, text_key):
     elif dataset in HUB_NAMES or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and path.suffix not in SUFFIXES:
         texts = find_on_hub(dataset, text_key)
     else:
-        raise BadInput(f"There is no dataset {dataset}: give a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, a folder of them, "
-                       "task:NAME, or a name on the Hugging Face hub (wikitext, org/name, org/name:config).")
+        raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or a name on the Hugging "
+                       "Face hub (wikitext, org/name, org/name:config).")
     if not texts["train"]:
         raise BadInput(f"The dataset {dataset} has held-out text and nothing to train on: add a train file.")
     if not texts["valid"]:
@@ -44,13 +45,12 @@ def find(dataset, text_key):
 
 def find_files(path, text_key):
     if path.suffix in NOT_TEXT:
-        raise BadInput(f"{path} is not text as it stands: unpack or convert it to {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
+        raise BadInput(f"{path} is not text as it stands: unpack or convert it to {KINDS}.")
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file()
                                                           and not re.search(r"(^|/)\.", str(f.relative_to(path))))
     full = [f for f in files if f.stat().st_size]                     # an empty shard holds no text, whatever its format
     if not full:
-        raise BadInput(f"The dataset {path} holds no text: give a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, or a folder of "
-                       "them.")
+        raise BadInput(f"The dataset {path} holds no text: give a {KINDS} file, or a folder of them.")
     names = {f: str(f.relative_to(path).with_suffix("")) if path.is_dir() else "" for f in full}
     marks = {f: set(re.split(r"[\W_]+", name)) for f, name in names.items()}
     held_out = [f for f in full if marks[f] & {*VALID_NAMES, "test"}]
@@ -182,16 +182,12 @@ class Text:
             yield i == 0, piece, len(piece)
 
 
-class JsonLines:
+class JsonLines(Text):
     """Bytes start to stop of a .jsonl file: an object a line, its text_key a document."""
 
     def __init__(self, path, key, start=0, stop=None):
-        self.path = self.name = path
-        self.key, self.start, self.stop = key, start, path.stat().st_size if stop is None else stop
-
-    @property
-    def size(self):
-        return self.stop - self.start
+        super().__init__(path, start, stop)
+        self.key = key
 
     def divide(self, at):
         """Where the line that holds byte `at` begins."""
@@ -208,7 +204,7 @@ class JsonLines:
 
     def raw(self):
         yield self.key.encode()
-        yield from Text(self.path, self.start, self.stop).raw()
+        yield from super().raw()
 
     def fragments(self):
         with open(self.path, "rb") as f:
@@ -281,7 +277,8 @@ class Parquet(Rows):
         self.stop, self.width = rows if stop is None else stop, path.stat().st_size / max(1, rows)
 
     def unreadable(self, error):
-        return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it again, or take it out.")
+        return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it again, or take it "
+                        "out.")
 
     def divide(self, at):
         at = self.start + int(at / self.width)

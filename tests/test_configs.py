@@ -61,6 +61,17 @@ def test_the_header_states_what_the_file_makes(path):
     assert stated(r"micro-batch of (\d+)") == cfg.batch_size
 
 
+def test_the_readme_repeats_the_headers():
+    rows = {m[1]: m[0] for m in re.finditer(r"\| `(\w+\.py)` \|.*", (ROOT / "README.md").read_text())}
+    assert len(rows) == 7
+    for name, row in rows.items():
+        header = (ROOT / "config" / name).read_text()
+        for number in (re.search(r"[\d,]+(?= parameters)", header)[0], re.search(r"[\d.]+ GiB", header)[0]):
+            assert number in row
+        if "epochs" in header:
+            assert f"({re.search(r'[0-9.]+(?= epochs of)', header)[0]})" in row
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_two_shrunken_steps(path, text, tmp_path):
     cfg = loaded(path)
