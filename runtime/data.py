@@ -23,6 +23,7 @@ from runtime.texts import SPLITS
 
 FORMAT = 2                           # of the prepared folder
 SHARD = 256                          # pieces of about texts.CHUNK that go into one token file
+SHARD_KEYS = {"file", "tokens", "words", "bytes"}
 
 
 # --- preparation: once per text and tokenizer ---
@@ -87,13 +88,16 @@ def is_prepared(folder):
 
 
 def whole_shards(folder, shards, dtype):
-    """The shards up to the first whose file is missing or has another length."""
-    width = np.dtype(dtype).itemsize
-    for i, shard in enumerate(shards):
-        path = folder / shard["file"]
-        if not path.is_file() or path.stat().st_size != width * shard["tokens"]:
-            return shards[:i]
-    return shards
+    """The shards up to the first that is damaged: its file missing or of another length, or what is said of it."""
+    width, whole = np.dtype(dtype).itemsize, []
+    for shard in shards if isinstance(shards, list) else []:
+        try:
+            if (folder / shard["file"]).stat().st_size != width * shard["tokens"] or shard.keys() != SHARD_KEYS:
+                break
+        except (KeyError, TypeError, OSError):
+            break
+        whole.append(shard)
+    return whole
 
 
 def read_json(path):

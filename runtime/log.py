@@ -30,9 +30,8 @@ class Log:
             self.open_board(resumed_step)
             atexit.register(lambda: self.board.close())
             self.writers.append(lambda step, numbers: [self.board.add_scalar(k, v, step) for k, v in numbers.items()])
-        if wandb and self.main:
-            run = self.wandb_run(config)
-            self.writers.append(lambda step, numbers: run.log(numbers, step=step))
+        if wandb:
+            distributed.on_main(lambda: self.open_wandb(config))
 
     def open_board(self, last_step=None):
         """TensorBoard's writer; steps after last_step that an earlier one wrote no longer count."""
@@ -40,7 +39,7 @@ class Log:
         self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10,
                                    purge_step=None if last_step is None else last_step + 1)
 
-    def wandb_run(self, config):
+    def open_wandb(self, config):
         """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed. It keeps what it has seen:
         steps that are run again, after a crash or a roll-back, are not shown anew."""
         import wandb
@@ -52,7 +51,7 @@ class Log:
             raise BadInput(f"--wandb could not start ({(str(e) or type(e).__name__).splitlines()[0]}): run 'wandb login', set "
                            "WANDB_MODE=offline, or leave it out.") from None
         path.write_text(run.id)
-        return run
+        self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
     def forget_after(self, step):
         """Drop the metrics of steps that will be run again, and a line that a crash cut short."""

@@ -335,6 +335,6 @@ class HubRows(Rows):
         if not self.lines:
             yield from super().fragments()
             return
-        text = ("".join(row or " \n" for row in rows).encode() for rows in self.batches())
+        text = ("".join((row or " ").rstrip("\n") + "\n" for row in rows).encode() for rows in self.batches())
         for i, piece in enumerate(pieces(text)):
             yield i == 0, piece, len(piece)
