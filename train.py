@@ -128,6 +128,13 @@ def architecture(cfg, tokenizer):
         raise BadInput(f"{e}: change one of them.") from None
 
 
+def build_model(cfg, hw, tokenizer):
+    shape = architecture(cfg, tokenizer)
+    with torch.device("meta"):
+        memory.check_weights(GPT(shape), hw)              # before any of it is taken
+    return GPT(shape, hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks).to(hw.device)
+
+
 def prepare_data(cfg, tokenizer):
     """The folder of token files, made by the first rank while the others wait."""
     documents = None
@@ -231,7 +238,7 @@ def main(argv):
     if len(valid_text) < 2:
         raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
     torch.manual_seed(cfg.seed)
-    model = GPT(architecture(cfg, tokenizer), hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks).to(hw.device)
+    model = build_model(cfg, hw, tokenizer)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                              cfg.fused_adamw, cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, sequences // world))

@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime import checkpoint, distributed
+from runtime.config import BadInput
 from runtime.guard import Failure
 
 GIB = 2**30
@@ -19,6 +20,14 @@ def is_out_of_memory(error):
     """Whether an allocator is behind it: a GPU's, an Apple GPU's or the CPU's, alone or as the cause that a compiler reports."""
     words = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+
+
+def check_weights(model, hardware):
+    """BadInput if not even the weights fit. The model may be on the meta device."""
+    size, free = sum(p.numel() * p.element_size() for p in model.parameters()), available(hardware)
+    if size > free:
+        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {hardware.name} has {free / GIB:.1f} "
+                       "free: lower --n_layer or --n_embd.")
 
 
 def smaller(micro_batch, share):

@@ -79,6 +79,12 @@ def test_a_micro_batch_of_one_that_does_not_fit_says_what_is_needed(text, tmp_pa
     trained(tmp_path / "a", text, max_steps=1)                       # nothing was begun that would have to be overwritten
 
 
+def test_weights_that_do_not_fit_are_not_even_made(text, tmp_path):
+    done = run(tmp_path / "a", text, n_layer=100, n_embd=16384)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "The weights of this model alone take 12" in done.stderr and "--n_embd" in done.stderr
+
+
 @pytest.mark.parametrize("micro, share, less", [(8, 8, 4), (20, 20, 10), (5, 20, 2), (3, 3, 1), (32, 96, 16), (7, 12, 3), (2, 2, 1)])
 def test_smaller_cuts_the_share_into_equal_parts(micro, share, less):
     assert memory.smaller(micro, share) == less
