@@ -30,6 +30,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     position: str = "rope"                   # rope | learned
     rope_theta: float = 10000.0
+    rope_scaling: dict | None = None         # {"rope_type": "linear" or "llama3", "factor": ...}, for contexts past the trained
     qk_norm: bool = True                     # RMSNorm of each query and key head, before the rotation
     mlp: str = "relu2"                       # relu2 | gelu (exact, nanoGPT's) | gelu_tanh (GPT-2's) | swiglu
     qkv_bias: bool = False
@@ -70,6 +71,16 @@ def rotate(x, cos, sin):
     """Rotary embedding, halves layout (as Llama's): x [B, T, heads, D], cos and sin [T, 1, D/2]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def scaled(rate, rope_type=None, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192):
+    """Rotary rates [D/2], radians a position, for contexts `factor` times as long as those trained on. linear: all divided by
+    it (Chen et al. 2023); llama3: only those that turn rarely in the original context, with a ramp between (Llama 3.1)."""
+    if rope_type != "llama3":
+        return rate / factor
+    turns = original_max_position_embeddings * rate / (2 * math.pi)
+    keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return rate * (keep + (1 - keep) / factor)
 
 
 def attend(q, k, v, backend, dropout=0.0):
@@ -160,7 +171,8 @@ class GPT(nn.Module):
         self.final_norm = make_norm(config)
         self.head = None if config.tied_head else nn.Linear(C, V, bias=False)
         if config.position == "rope":
-            rate = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+            rate = scaled(config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim),
+                          **config.rope_scaling or {})
             angle = torch.outer(torch.arange(config.block_size).float(), rate)[:, None, :]      # [T, 1, D/2]
             self.register_buffer("cos", angle.cos(), persistent=False)
             self.register_buffer("sin", angle.sin(), persistent=False)

@@ -4,15 +4,12 @@ A source is a part of a split. It has a `size` (bytes on the disk, which the pro
 two, `raw()` yields the bytes that identify it, and `fragments()` yields (begins a document, text as str or bytes, bytes of
 size done) in pieces that tokenisation does not notice.
 """
-import http.client
 import json
 import os
 import re
-import ssl
-import urllib.error
-import urllib.request
 from pathlib import Path
 
+from runtime import hub
 from runtime.config import BadInput
 
 CHUNK = 2**20                        # bytes read, and tokenised, at a time
@@ -63,7 +60,7 @@ def find_files(path, text_key):
 
 
 def find_on_hub(name, text_key):
-    if not (answers := hub_answers()):
+    if not (answers := hub.answers()):
         os.environ["HF_HUB_OFFLINE"] = "1"                    # its cache at once, instead of after half a minute of retries
     try:
         import datasets
@@ -84,19 +81,6 @@ def find_on_hub(name, text_key):
     if not texts["train"]:
         raise BadInput(f"The dataset {name} has no split 'train' (it has {', '.join(found)}): give files of your choice by path.")
     return texts
-
-
-def hub_answers():
-    """Whether the hub (HF_ENDPOINT) answers at all within five seconds."""
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "false", ""):
-        return False
-    try:
-        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
-    except urllib.error.URLError as e:                        # a refusal is an answer; so is a certificate that Python lacks
-        return isinstance(e, urllib.error.HTTPError) or isinstance(e.reason, ssl.SSLError)
-    except (OSError, ValueError, http.client.HTTPException):
-        return False
-    return True
 
 
 def split_off_tail(sources):

@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import hub
+import hub                                           # the stand-in beside this file
 from conftest import ROOT
 from runtime import data, texts
 from runtime.config import BadInput
+from runtime.hub import answers
 from runtime.tokenizer import Tokenizer
 
 EOS = 256
@@ -126,15 +127,15 @@ def test_the_file_at_fault_is_named(tmp_path):
 
 
 def test_a_certificate_that_python_lacks_does_not_make_the_hub_absent(monkeypatch):
-    def answer(error):
+    def after(error):
         def urlopen(*args, **kw):
             raise error
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-        return texts.hub_answers()
-    assert answer(urllib.error.URLError(ssl.SSLCertVerificationError("no issuer")))
-    assert answer(urllib.error.HTTPError("https://huggingface.co", 403, "Forbidden", {}, None))
-    assert not answer(urllib.error.URLError(ConnectionRefusedError())) and not answer(TimeoutError())
+        return answers()
+    assert after(urllib.error.URLError(ssl.SSLCertVerificationError("no issuer")))
+    assert after(urllib.error.HTTPError("https://huggingface.co", 403, "Forbidden", {}, None))
+    assert not after(urllib.error.URLError(ConnectionRefusedError())) and not after(TimeoutError())
 
 
 def test_a_table_without_the_text_column_says_which_it_has(tmp_path):

@@ -1,0 +1,241 @@
+"""Hugging Face's files in and out of model.py: GPT-2, Llama (and SmolLM2), Qwen2.5, Qwen3.
+
+    python hf.py out/base exported       # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
+"""
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model import GPT, GPTConfig
+from runtime import checkpoint, config, guard, hub
+from runtime.config import BadInput
+
+# Buffers that older files hold beside the weights: masks and rotary frequencies.
+BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+
+
+# --- configurations ---
+
+def read_config(hf):
+    """GPTConfig of a config.json, given as a dictionary. BadInput for what model.py does not compute."""
+    kind = hf.get("model_type")
+    if kind == "gpt2":
+        refuse(hf, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+        return GPTConfig(
+            vocab_size=hf["vocab_size"], block_size=hf["n_positions"], n_layer=hf["n_layer"], n_head=hf["n_head"],
+            n_embd=hf["n_embd"], mlp_hidden=hf.get("n_inner"), norm="layernorm", norm_eps=hf.get("layer_norm_epsilon", 1e-5),
+            position="learned", qk_norm=False, mlp=choice(hf, "activation_function", {"gelu_new": "gelu_tanh", "gelu": "gelu"}),
+            qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=hf.get("tie_word_embeddings", True))
+    if kind not in ("llama", "qwen2", "qwen3"):
+        raise BadInput(f"The model type {kind} is not known here: gpt2, llama, qwen2 and qwen3 are.")
+    refuse(hf, "use_sliding_window")
+    rope = hf.get("rope_parameters") or (hf.get("rope_scaling") or {}) | {"rope_theta": hf.get("rope_theta", 10000.0)}
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")} | {"rope_type": rope.get("rope_type") or
+                                                                                  rope.get("type", "default")}
+    if scaling["rope_type"] not in ("default", "linear", "llama3"):
+        raise BadInput(f"Rotary positions of type {scaling['rope_type']} are not known here: default, linear and llama3 are.")
+    bias = hf.get("attention_bias", False)
+    return GPTConfig(
+        vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
+        n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], n_kv_head=hf.get("num_key_value_heads"),
+        head_dim=hf.get("head_dim"), mlp_hidden=hf["intermediate_size"], norm="rmsnorm", norm_eps=hf.get("rms_norm_eps", 1e-6),
+        position="rope", rope_theta=float(rope["rope_theta"]), rope_scaling=None if scaling["rope_type"] == "default" else scaling,
+        qk_norm=kind == "qwen3", mlp=choice(hf, "hidden_act", {"silu": "swiglu"}), qkv_bias=kind == "qwen2" or bias,
+        o_bias=kind != "qwen2" and bias, mlp_bias=hf.get("mlp_bias", False), tied_head=hf.get("tie_word_embeddings", False))
+
+
+def refuse(hf, *knobs):
+    for knob in knobs:
+        if hf.get(knob):
+            raise BadInput(f"config.json has {knob}={hf[knob]}, which model.py does not compute: choose another model.")
+
+
+def choice(hf, knob, known):
+    if hf.get(knob) not in known:
+        raise BadInput(f"config.json has {knob}={hf.get(knob)}, which model.py does not compute ({', '.join(known)} it does): choose "
+                       "another model.")
+    return known[hf[knob]]
+
+
+def write_config(c):
+    """The config.json, as a dictionary, of an architecture of transformers that computes what this GPTConfig does."""
+    if c.logit_softcap == 0 and (c.norm, c.position, c.qk_norm) == ("layernorm", "learned", False) and \
+            c.mlp in ("gelu", "gelu_tanh") and c.qkv_bias and c.o_bias and c.mlp_bias and \
+            (c.n_kv_head, c.head_dim) == (c.n_head, c.n_embd // c.n_head):
+        return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": c.vocab_size, "n_positions": c.block_size,
+                "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_inner": c.mlp_hidden,
+                "layer_norm_epsilon": c.norm_eps, "activation_function": "gelu_new" if c.mlp == "gelu_tanh" else "gelu",
+                "tie_word_embeddings": c.tied_head, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    fits = {"llama": not c.qk_norm and c.qkv_bias == c.o_bias, "qwen2": c.qkv_bias and not (c.qk_norm or c.o_bias or c.mlp_bias),
+            "qwen3": c.qk_norm and c.qkv_bias == c.o_bias and not c.mlp_bias}
+    kind = next((kind for kind, fit in fits.items() if fit), None)
+    if not kind or c.logit_softcap or (c.norm, c.position) != ("rmsnorm", "rope") or c.mlp not in ("swiglu", "relu2") or \
+            kind == "qwen2" and c.head_dim != c.n_embd // c.n_head:
+        raise BadInput(f"transformers has no architecture for norm={c.norm}, position={c.position}, qk_norm={c.qk_norm}, mlp={c.mlp}, "
+                       f"qkv_bias={c.qkv_bias}, logit_softcap={c.logit_softcap}: GPT-2's, Llama's, Qwen's and train.py's default "
+                       "can be exported.")
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    rope = (c.rope_scaling or {"rope_type": "default"}) | {"rope_theta": c.rope_theta}
+    return {"model_type": kind, "architectures": [f"{name}ForCausalLM"], "vocab_size": c.vocab_size,
+            "max_position_embeddings": c.block_size, "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
+            "num_key_value_heads": c.n_kv_head, "head_dim": c.head_dim, "hidden_size": c.n_embd,
+            "intermediate_size": c.mlp_hidden, "hidden_act": "silu" if c.mlp == "swiglu" else "relu", "rms_norm_eps": c.norm_eps,
+            "rope_parameters": rope, "rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling,
+            "attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias, "tie_word_embeddings": c.tied_head}
+
+
+# --- weights ---
+
+def names(c, kind):
+    """For each weight of GPT(c): (its name, theirs: one, or several that are stacked, whether theirs is transposed)."""
+    def both(ours, *theirs, bias, transposed=False):
+        yield f"{ours}.weight", [f"{t}.weight" for t in theirs], transposed
+        if bias:
+            yield f"{ours}.bias", [f"{t}.bias" for t in theirs], False
+
+    gpt2 = kind == "gpt2"
+    yield "token_embedding.weight", ["transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"], False
+    if gpt2:
+        yield "position_embedding.weight", ["transformer.wpe.weight"], False
+    for i in range(c.n_layer):
+        a, m, t = f"blocks.{i}.attention", f"blocks.{i}.mlp", f"transformer.h.{i}" if gpt2 else f"model.layers.{i}"
+        yield from both(f"{a}_norm", f"{t}.ln_1" if gpt2 else f"{t}.input_layernorm", bias=gpt2)
+        yield from both(f"{m}_norm", f"{t}.ln_2" if gpt2 else f"{t}.post_attention_layernorm", bias=gpt2)
+        if gpt2:
+            yield from both(f"{a}.qkv", f"{t}.attn.c_attn", bias=True, transposed=True)
+            yield from both(f"{a}.out", f"{t}.attn.c_proj", bias=True, transposed=True)
+            yield from both(f"{m}.up", f"{t}.mlp.c_fc", bias=True, transposed=True)
+            yield from both(f"{m}.down", f"{t}.mlp.c_proj", bias=True, transposed=True)
+            continue
+        yield from both(f"{a}.qkv", *(f"{t}.self_attn.{x}_proj" for x in "qkv"), bias=c.qkv_bias)
+        yield from both(f"{a}.out", f"{t}.self_attn.o_proj", bias=c.o_bias)
+        if c.qk_norm:
+            yield f"{a}.q_norm", [f"{t}.self_attn.q_norm.weight"], False
+            yield f"{a}.k_norm", [f"{t}.self_attn.k_norm.weight"], False
+        if c.mlp == "swiglu":
+            yield from both(f"{m}.gate", f"{t}.mlp.gate_proj", bias=c.mlp_bias)
+        yield from both(f"{m}.up", f"{t}.mlp.up_proj", bias=c.mlp_bias)
+        yield from both(f"{m}.down", f"{t}.mlp.down_proj", bias=c.mlp_bias)
+    yield from both("final_norm", "transformer.ln_f" if gpt2 else "model.norm", bias=gpt2)
+    if not c.tied_head:
+        yield "head.weight", ["lm_head.weight"], False
+
+
+def load(path_or_name, attention="sdpa", gradient_checkpointing=False):
+    """GPT in fp32 with the weights of a folder (config.json, safetensors in one file or several) or of a name on the hub.
+    Every tensor is used exactly once; BadInput names the one that is missing, left over or of another shape."""
+    folder = find(path_or_name)
+    hf = read_json(folder / "config.json")
+    try:
+        c = read_config(hf)
+    except (KeyError, TypeError, ValueError) as e:
+        raise BadInput(f"{folder / 'config.json'} describes no model ({type(e).__name__}: {e}): get it again.") from None
+    model = GPT(c, attention, gradient_checkpointing)
+    theirs, own = read_tensors(folder), model.state_dict()
+    if hf["model_type"] == "gpt2":                            # files of the base model lack the prefix
+        theirs = {k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in theirs.items()}
+    theirs = {k: v for k, v in theirs.items() if not BUFFERS.fullmatch(k)}
+    for name, sources, transposed in names(c, hf["model_type"]):
+        missing = [s for s in sources if s not in theirs]
+        if missing:
+            raise BadInput(f"{folder} has no tensor {missing[0]}, which a {hf['model_type']} needs: get its files again.")
+        value = torch.cat([theirs.pop(s)().float() for s in sources])
+        value, want = value.t() if transposed else value, own[name]
+        if want.shape[0] == c.padded_vocab_size and value.shape[0] == c.vocab_size:
+            want[c.vocab_size:] = 0                           # padding
+            want = want[:c.vocab_size]
+        if value.shape != want.shape:
+            raise BadInput(f"{' + '.join(sources)} in {folder} has the shape {tuple(value.shape)}, and config.json asks for "
+                           f"{tuple(want.shape)}: get the files of one model.")
+        want.copy_(value)
+    if c.tied_head and "lm_head.weight" in theirs and torch.equal(theirs["lm_head.weight"]().float(),
+                                                                 own["token_embedding.weight"][:c.vocab_size]):
+        del theirs["lm_head.weight"]                          # the shared weights, written twice
+    if theirs:
+        raise BadInput(f"{folder} has {len(theirs)} tensors that a {hf['model_type']} has no place for, {next(iter(theirs))} "
+                       "for one: choose another model.")
+    return model
+
+
+def find(path_or_name):
+    """The folder of a model: the path itself, or where huggingface_hub puts what it downloads by that name."""
+    if Path(path_or_name).is_dir():
+        return Path(path_or_name)
+    try:
+        import huggingface_hub
+        return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=["*.json", "*.safetensors"],
+                                                      local_files_only=not hub.answers()))
+    except Exception as e:
+        reason = " ".join((str(e).strip() or type(e).__name__).split())
+        raise BadInput(f"There is no folder {path_or_name} here, and the Hugging Face hub gave no such model ({reason[:200]}): correct "
+                       "the name, or download the folder where there is a network and give its path.") from None
+
+
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): give the folder of a model.") from None
+
+
+def read_tensors(folder):
+    """{name: function that reads the tensor} of model.safetensors, or of the shards that its index names."""
+    index = folder / "model.safetensors.index.json"
+    shards = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    tensors = {}
+    for shard in shards:
+        try:
+            file = safe_open(folder / shard, framework="pt")
+        except (OSError, SafetensorError) as e:
+            raise BadInput(f"{folder / shard} can't be read ({e}): get it again.") from None
+        tensors |= {name: (lambda file=file, name=name: file.get_tensor(name)) for name in file.keys()}
+    return tensors
+
+
+def export(model, folder):
+    """Write config.json and model.safetensors (fp32) that transformers loads as the same function."""
+    c, folder = model.config, Path(folder)
+    hf, own, tensors = write_config(c), model.state_dict(), {}
+    for name, theirs, transposed in names(c, hf["model_type"]):
+        value = own[name].detach().cpu()
+        if value.shape[0] == c.padded_vocab_size and name in ("token_embedding.weight", "head.weight"):
+            value = value[:c.vocab_size]
+        sizes = [c.n_head * c.head_dim] + 2 * [c.n_kv_head * c.head_dim] if len(theirs) == 3 else [len(value)]
+        parts = (value.t(),) if transposed else value.split(sizes)
+        tensors |= {their: part.clone().contiguous() for their, part in zip(theirs, parts)}
+    if c.mlp == "relu2":                                      # relu(z)^2 = relu(z) * z: a gated MLP whose gate is its input
+        tensors |= {k.replace("up_proj", "gate_proj"): v.clone() for k, v in tensors.items() if "up_proj" in k}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf, indent=1))
+
+
+@dataclass
+class Config:
+    paths: tuple = ()                        # a run folder, and the folder to write
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="paths")
+    if len(cfg.paths) != 2:
+        raise BadInput("Two folders are needed: python hf.py RUN OUT_DIR")
+    run, out = cfg.paths
+    model = GPT(GPTConfig(**checkpoint.read_model(run)["architecture"]))
+    step = checkpoint.choose(run)
+    model.load_state_dict(checkpoint.load_weights(run, step))
+    try:
+        export(model, out)
+    except OSError as e:
+        raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
+    print(f"{out}: {model.n_params():,} parameters of step {step}")
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(lambda: main(sys.argv[1:]))

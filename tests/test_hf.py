@@ -1,0 +1,128 @@
+"""Models of transformers, and ours, are the same function on both sides of hf.py."""
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hf
+from model import GPT, GPTConfig
+from runtime.config import BadInput
+
+transformers = pytest.importorskip("transformers")
+SHAPE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256)
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+MODELS = {
+    "gpt2": ("GPT2", dict(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=256)),
+    "llama, tied, grouped heads": ("Llama", SHAPE | dict(tie_word_embeddings=True)),
+    "llama, scaled rope": ("Llama", SHAPE | dict(rope_parameters=LLAMA3)),
+    "llama, linear rope": ("Llama", SHAPE | dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
+    "llama, biases": ("Llama", SHAPE | dict(attention_bias=True, mlp_bias=True)),
+    "qwen2": ("Qwen2", SHAPE | dict(tie_word_embeddings=True)),
+    "qwen3, wide heads": ("Qwen3", SHAPE | dict(head_dim=32)),
+}
+
+
+def theirs(name):
+    kind, knobs = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
+        getattr(transformers, f"{kind}Config")(**knobs)).eval()
+    with torch.no_grad():
+        for p in model.parameters():                      # biases and gains begin at 0 and 1, which would hide mistakes
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+@torch.no_grad()
+def logits(model, x):
+    out = model.eval()(x)
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+X = torch.randint(300, (2, 256), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_at_every_position_and_after_a_round_trip(name, tmp_path):
+    other = theirs(name)
+    other.save_pretrained(tmp_path / "in")
+    ours = hf.load(tmp_path / "in")
+    expected = logits(other, X)
+    assert (logits(ours, X) - expected).abs().max() < 1e-4
+    hf.export(ours, tmp_path / "out")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(back) is type(other)
+    assert (logits(back, X) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("knobs", [{}, dict(tied_head=True), dict(mlp="swiglu", n_kv_head=1), dict(qk_norm=False)], ids=str)
+def test_what_train_py_makes_goes_out_and_is_the_same_function(knobs, tmp_path):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**dict(vocab_size=300, block_size=256, n_layer=2, n_head=2, n_embd=64) | knobs))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    hf.export(model, tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (logits(back, X) - logits(model, X)).abs().max() < 1e-4
+
+
+def test_what_transformers_can_not_compute_is_one_sentence(tmp_path):
+    for knobs in (dict(norm="layernorm"), dict(logit_softcap=15.0), dict(mlp="gelu")):
+        with pytest.raises(BadInput, match="no architecture"):
+            hf.export(GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=1, n_head=2, n_embd=32, **knobs)), tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    theirs("llama, tied, grouped heads").save_pretrained(tmp_path, max_shard_size="100KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    return tmp_path
+
+
+def test_shards_are_read(folder):
+    assert (logits(hf.load(folder), X) - logits(theirs("llama, tied, grouped heads"), X)).abs().max() < 1e-4
+
+
+def spoil(folder, change):
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    change(tensors)
+    save_file(tensors, shard)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda t: t.pop(next(iter(t))), "has no tensor model"),
+    (lambda t: t.update(extra=torch.zeros(1)), "no place for, extra"),
+    (lambda t: t.update({k: v[:1].clone() for k, v in list(t.items())[:1]}), "has the shape"),
+])
+def test_tensors_that_do_not_belong_together_are_named(folder, change, words):
+    spoil(folder, change)
+    with pytest.raises(BadInput, match=words):
+        hf.load(folder)
+
+
+def test_damaged_files_are_one_sentence(folder, monkeypatch):
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:200])
+    with pytest.raises(BadInput, match=f"{shard.name} can't be read"):
+        hf.load(folder)
+    shard.unlink()
+    with pytest.raises(BadInput, match=f"{shard.name} can't be read"):
+        hf.load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for change, words in (({"model_type": "mamba"}, "model type mamba"), ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+                          ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type yarn")):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(BadInput, match=words):
+            hf.load(folder)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match="model type None"):
+        hf.load(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(BadInput, match="no folder org/absent here"):
+        hf.load("org/absent")
