@@ -112,7 +112,9 @@ class Attention(nn.Module):
             self.q_norm = nn.Parameter(torch.ones(D))
             self.k_norm = nn.Parameter(torch.ones(D))
 
-    def forward(self, x, cos, sin):
+    def heads(self, x, cos, sin):
+        """x [B, T, C] -> queries [B, T, H, D], keys and values [B, T, K, D], normed and turned. cos, sin [T, 1, D/2], or
+        [B, T, 1, D/2] where rows stand at positions of their own."""
         c, (B, T, _) = self.config, x.shape
         H, K, D = c.n_head, c.n_kv_head, c.head_dim
         qk, v = self.qkv(x).view(B, T, H + 2 * K, D).split((H + K, K), dim=2)     # queries and keys share what follows
@@ -121,10 +123,14 @@ class Attention(nn.Module):
             qk = F.rms_norm(qk, (D,), eps=c.norm_eps) * gain.to(qk.dtype)
         if c.position == "rope":
             qk = rotate(qk, cos.to(qk.dtype), sin.to(qk.dtype))
-        q, k = qk.split((H, K), dim=2)
+        return *qk.split((H, K), dim=2), v
+
+    def forward(self, x, cos, sin):
+        c, (B, T, _) = self.config, x.shape
+        q, k, v = self.heads(x, cos, sin)
         y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.backend,
                    c.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).reshape(B, T, H * D))
+        return self.out(y.transpose(1, 2).reshape(B, T, c.n_head * c.head_dim))
 
 
 class MLP(nn.Module):
