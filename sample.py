@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
+from engine import Engine, Request, Sampling
 from model import GPT, GPTConfig
 from runtime import checkpoint, config, guard, hardware
 from runtime.tokenizer import Tokenizer
@@ -23,6 +22,8 @@ class Config:
     max_new_tokens: int = 128
     temperature: float = 0.8                 # 0: greedy
     top_k: int | None = None                 # sample among the k likeliest tokens; None: all
+    top_p: float = 1.0                       # among the likeliest that together reach it
+    min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
     seed: int = 0
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -38,17 +39,20 @@ def main(argv):
 
     about = checkpoint.read_model(cfg.run)
     tokenizer = Tokenizer(about["tokenizer"]["name"])
-    model = GPT(GPTConfig(**about["architecture"]), hw.attention).to(hw.device).eval()
+    model = GPT(GPTConfig(**about["architecture"])).to(hw.device)
     model.load_state_dict(checkpoint.load_weights(cfg.run, checkpoint.choose(cfg.run), hw.device))
 
     prompt = tokenizer.encode(cfg.prompt).tolist() or [tokenizer.eos]
-    x = torch.tensor([prompt] * cfg.num_samples, device=hw.device)
-    with hw.autocast():
-        out = model.generate(x, cfg.max_new_tokens, cfg.temperature, cfg.top_k,
-                             torch.Generator(hw.device).manual_seed(cfg.seed))
-    for row in out[:, len(prompt):].tolist():
-        stop = row.index(tokenizer.eos) if tokenizer.eos in row else len(row)
-        print(cfg.prompt + tokenizer.decode(row[:stop]).rstrip("\n"), end="\n---\n")
+    try:
+        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, stop=(tokenizer.eos,))
+        engine = Engine(model, slots=min(cfg.num_samples, 64), context=len(prompt) + cfg.max_new_tokens, sampling=sampling,
+                        seed=cfg.seed, dtype=hw.torch_dtype if hw.dtype == "bf16" else None)     # fp16's range is too narrow
+        samples = list(engine.generate([Request(prompt, cfg.num_samples, max_new_tokens=cfg.max_new_tokens)]))
+    except ValueError as e:
+        raise config.BadInput(str(e)) from None
+    for sample in sorted(samples, key=lambda sample: sample.index):
+        text = tokenizer.decode(sample.ids[:-1] if sample.reason == "stop" else sample.ids)
+        print(cfg.prompt + text.rstrip("\n"), end="\n---\n")
 
 
 if __name__ == "__main__":
