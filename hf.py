@@ -172,9 +172,8 @@ def find(path_or_name):
         return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=["*.json", "*.safetensors"],
                                                       local_files_only=not hub.answers()))
     except Exception as e:
-        reason = " ".join((str(e).strip() or type(e).__name__).split())
-        raise BadInput(f"There is no folder {path_or_name} here, and the Hugging Face hub gave no such model ({reason[:200]}): correct "
-                       "the name, or download the folder where there is a network and give its path.") from None
+        raise BadInput(f"There is no folder {path_or_name} here, and the Hugging Face hub gave no such model ({hub.reason(e)[:200]}): "
+                       "correct the name, or download the folder where there is a network and give its path.") from None
 
 
 def read_json(path):

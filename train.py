@@ -98,6 +98,11 @@ class Config:
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
 
+    @property
+    def sequences(self):
+        """Of an optimizer step, all ranks together."""
+        return self.batch_size * self.gradient_accumulation_steps
+
 
 ARCHITECTURE = ("block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head "
                 "logit_softcap").split()
@@ -112,9 +117,9 @@ def check(cfg):
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 2**63 - 1, "seed")
-    if cfg.batch_size * cfg.gradient_accumulation_steps % distributed.world_size():
-        raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.batch_size * cfg.gradient_accumulation_steps} "
-                       "sequences of a step evenly: change --batch_size or --gradient_accumulation_steps.")
+    if cfg.sequences % distributed.world_size():
+        raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step evenly: change "
+                       "--batch_size or --gradient_accumulation_steps.")
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate gradients: use default or "
                        "max-autotune-no-cudagraphs, or one micro-step a rank.")
@@ -168,7 +173,7 @@ def evaluation_line(result):
 
 def start_up(cfg, hw, model, windows, valid_text, now):
     """The paragraph that says what is about to happen, on what."""
-    world, sequences = distributed.world_size(), cfg.batch_size * cfg.gradient_accumulation_steps
+    world, sequences = distributed.world_size(), cfg.sequences
     micro, asked = now.micro_batch, min(cfg.batch_size, sequences // world)
     return (
         f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
@@ -193,7 +198,7 @@ def workers(cfg, hw):
 def compile_and_fit(cfg, hw, model, optimizers, micro_batch, say):
     """(model as the loop calls it, micro-batch that fits), found by rehearsing a step on every rank. Without torch.compile
     where that fails; with half the micro-batch, and again, while memory runs out on one of them."""
-    share = cfg.batch_size * cfg.gradient_accumulation_steps // distributed.world_size()
+    share = cfg.sequences // distributed.world_size()
     while True:
         failure = None
         if hw.compile:
@@ -232,8 +237,7 @@ def main(argv):
     start, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume"
     tokenizer = Tokenizer(cfg.tokenizer)
     folder = prepare_data(cfg, tokenizer)
-    sequences = cfg.batch_size * cfg.gradient_accumulation_steps
-    windows = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, sequences, cfg.seed, rank, world)
+    windows = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, cfg.sequences, cfg.seed, rank, world)
     valid_text = data.TokenFile(folder, "valid")
     if len(valid_text) < 2:
         raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
@@ -241,7 +245,7 @@ def main(argv):
     model = build_model(cfg, hw, tokenizer)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                              cfg.fused_adamw, cfg.muon_momentum)
-    state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, sequences // world))
+    state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, cfg.sequences // world))
     now = state.progress
     if resuming and not cfg.eval_only:
         state.restore(start[1])
@@ -271,7 +275,7 @@ def main(argv):
                             cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
 
     stop, loader = guard.StopSignal(), load_from(now.step)
-    targets = sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
+    targets = cfg.sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
     flops_per_token = model.flops_per_token(cfg.block_size)
     spent, timed_steps = dict(data=0.0, forward_backward=0.0, optimizer=0.0), 0
     while now.step < cfg.max_steps and not out_of_patience():

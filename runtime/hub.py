@@ -6,6 +6,11 @@ import urllib.error
 import urllib.request
 
 
+def reason(error):
+    """What one of its clients says, on one line."""
+    return " ".join((str(error).strip() or type(error).__name__).split()).rstrip(".")
+
+
 def answers():
     """Whether the hub (HF_ENDPOINT) answers at all within five seconds."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "false", ""):

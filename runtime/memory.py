@@ -22,9 +22,13 @@ def is_out_of_memory(error):
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
+def weight_bytes(model):
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 def check_weights(model, hardware):
     """BadInput if not even the weights fit. The model may be on the meta device."""
-    size, free = sum(p.numel() * p.element_size() for p in model.parameters()), available(hardware)
+    size, free = weight_bytes(model), available(hardware)
     if size > free:
         raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {hardware.name} has {free / GIB:.1f} "
                        "free: lower --n_layer or --n_embd.")
@@ -38,16 +42,16 @@ def smaller(micro_batch, share):
 def retreat(cfg, step, micro_batch, reason, say):
     """The micro-batch with which to repeat a step that ran out of memory. Only one process can: of several, the others
     already wait for this one's gradients, so it leaves the number to the run folder, and ends with Failure."""
-    world, sequences = distributed.world_size(), cfg.batch_size * cfg.gradient_accumulation_steps
+    world = distributed.world_size()
     if micro_batch == 1:
         raise Failure(f"Step {step + 1} ran out of memory with a micro-batch of one sequence ({reason}): go on from the last "
                       "checkpoint with --gradient_checkpointing, or where more memory is free.")
-    less = smaller(micro_batch, sequences // world)
+    less = smaller(micro_batch, cfg.sequences // world)
     if world > 1:
         what = f"Rank {distributed.rank()} ran out of memory at step {step + 1} ({reason})"
         if not checkpoint.steps(cfg.out_dir):
             raise Failure(f"{what}, before the first checkpoint: start again with --overwrite --batch_size={less} "
-                          f"--gradient_accumulation_steps={sequences // less}, which is the same step in smaller pieces.")
+                          f"--gradient_accumulation_steps={cfg.sequences // less}, which is the same step in smaller pieces.")
         checkpoint.write_atomically(Path(cfg.out_dir) / "retreat.json",
                                     json.dumps({"batch_size": cfg.batch_size, "micro_batch": less}).encode())
         raise Failure(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with a micro-batch "
@@ -150,12 +154,11 @@ def read(path):
 
 def advice(model, hardware, block_size, optimizer_bytes):
     """The sentence for a micro-batch of one that does not fit: what is needed, what is there, what to lower."""
-    need = parts(model, hardware, 1, block_size, optimizer_bytes)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in ({"weights": weights} | need).items())
+    need = {"weights": weight_bytes(model)} | parts(model, hardware, 1, block_size, optimizer_bytes)
+    shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in need.items())
     lower = ["lower --n_layer, --n_embd or --block_size"]
     if not model.gradient_checkpointing and need["activations"] > need["gradients"] / 2:
         lower.insert(0, "use --gradient_checkpointing")
     return (f"A micro-batch of one sequence of {block_size} tokens does not fit {hardware.name}, which has "
-            f"{(available(hardware)) / GIB:.2f} GiB left beside the weights; it needs about (GiB) {shown}, "
-            f"{(weights + sum(need.values())) / GIB:.2f} in all: {', or '.join(lower)}.")
+            f"{available(hardware) / GIB:.2f} GiB left beside the weights; it needs about (GiB) {shown}, "
+            f"{sum(need.values()) / GIB:.2f} in all: {', or '.join(lower)}.")

@@ -71,9 +71,8 @@ def find_on_hub(name, text_key):
     try:
         found = datasets.load_dataset(repository, configuration or None)
     except Exception as e:                                    # connection, name, configuration, format: it says which
-        reason = " ".join((str(e).strip() or type(e).__name__).split()).rstrip(".")
         raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the Hugging Face hub"
-                       f"{'' if answers else ', which does not answer'} ({reason}): correct the name, or download the files "
+                       f"{'' if answers else ', which does not answer'} ({hub.reason(e)}): correct the name, or download the files "
                        "where there is a network and give their path.") from None
     lines = repository == "Salesforce/wikitext"
     texts = {split: [HubRows(found[k], f"{name} ({k})", text_key, lines) for k in names if k in found]
