@@ -125,12 +125,15 @@ class Attention(nn.Module):
             qk = rotate(qk, cos.to(qk.dtype), sin.to(qk.dtype))
         return *qk.split((H, K), dim=2), v
 
-    def forward(self, x, cos, sin):
-        c, (B, T, _) = self.config, x.shape
+    def forward(self, x, cos, sin, cache=None):
+        """cache(q, k, v): attention [B, T, H, D] over what it remembers too (engine.py); None: within x alone."""
         q, k, v = self.heads(x, cos, sin)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.backend,
-                   c.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).reshape(B, T, c.n_head * c.head_dim))
+        if cache is None:
+            dropout = self.config.dropout if self.training else 0.0
+            y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.backend, dropout).transpose(1, 2)
+        else:
+            y = cache(q, k, v)
+        return self.out(y.flatten(2))
 
 
 class MLP(nn.Module):
@@ -156,8 +159,8 @@ class Block(nn.Module):
         self.attention_norm, self.attention = make_norm(config), Attention(config, backend)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
 
-    def forward(self, x, cos, sin):
-        x = x + F.dropout(self.attention(self.attention_norm(x), cos, sin), self.dropout, self.training)
+    def forward(self, x, cos, sin, cache=None):
+        x = x + F.dropout(self.attention(self.attention_norm(x), cos, sin, cache), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
@@ -225,26 +228,27 @@ class GPT(nn.Module):
         N = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear)) + self.head_weight.numel()
         return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * T
 
-    def hidden(self, x):
-        """Token ids [B, T] -> what the head reads [B, T, C], in autocast's bf16 or in fp32."""
-        T = x.shape[1]
+    def hidden(self, x, position=None, caches=None):
+        """Token ids [B, T] -> what the head reads [B, T, C], in autocast's bf16 or in fp32. position [T] or [B, T]: where the
+        tokens stand, 0 ... T-1 if it is None. caches: see Attention, one a block."""
+        position = slice(x.shape[1]) if position is None else position
         h = self.token_embedding(x)
         if self.position_embedding is not None:
-            h = h + self.position_embedding.weight[:T]
+            h = h + self.position_embedding.weight[position]
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
             h = h.bfloat16()         # the residual stream too: half the memory traffic; fp16's range would be too narrow
         h = F.dropout(h, self.config.dropout, self.training)
-        cos, sin = (None, None) if self.cos is None else (self.cos[:T], self.sin[:T])
-        for block in self.blocks:
+        cos, sin = (None, None) if self.cos is None else (self.cos[position], self.sin[position])
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
             if self.gradient_checkpointing and self.training:
                 h = checkpoint(block, h, cos, sin, use_reentrant=False)
             else:
-                h = block(h, cos, sin)
+                h = block(h, cos, sin, cache)
         return self.final_norm(h)
 
-    def logits(self, h):
-        """[..., C] -> fp32 logits [..., vocab_size]; padding ids are cut off."""
-        logits = F.linear(h, self.head_weight)[..., :self.config.vocab_size].float()
+    def logits(self, h, project=None):
+        """[..., C] -> fp32 logits [..., vocab_size]; padding ids are cut off. project: does the product with head_weight."""
+        logits = (project(h) if project else F.linear(h, self.head_weight))[..., :self.config.vocab_size].float()
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 

@@ -28,7 +28,7 @@ def weight_bytes(model):
 
 def check_weights(model, hardware):
     """BadInput if not even the weights fit. The model may be on the meta device."""
-    size, free = weight_bytes(model), available(hardware)
+    size, free = weight_bytes(model), available(hardware.device)
     if size > free:
         raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {hardware.name} has {free / GIB:.1f} "
                        "free: lower --n_layer or --n_embd.")
@@ -78,7 +78,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes):
     failure, plain = None, getattr(model, "_orig_mod", model)
     if hardware.device.type == "cpu":
         needed = CPU_SLACK * sum(parts(plain, hardware, micro_batch, block_size, optimizer_bytes).values())
-        too_much = needed > (free := available(hardware))
+        too_much = needed > (free := available(hardware.device))
         if distributed.any(too_much):         # asked of all before one of them takes memory
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
     x, y = (torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device) for _ in range(2))
@@ -130,10 +130,10 @@ def saved_for_backward(model, hardware, rows, block_size):
     return sum(saved.values())
 
 
-def available(hardware):
+def available(device):
     """Bytes that this process can still take: of the GPU, or of its share of the machine (or container)."""
-    if hardware.device.type == "cuda":
-        return torch.cuda.mem_get_info(hardware.device)[0]
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for line in read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
@@ -160,5 +160,5 @@ def advice(model, hardware, block_size, optimizer_bytes):
     if not model.gradient_checkpointing and need["activations"] > need["gradients"] / 2:
         lower.insert(0, "use --gradient_checkpointing")
     return (f"A micro-batch of one sequence of {block_size} tokens does not fit {hardware.name}, which has "
-            f"{available(hardware) / GIB:.2f} GiB left beside the weights; it needs about (GiB) {shown}, "
+            f"{available(hardware.device) / GIB:.2f} GiB left beside the weights; it needs about (GiB) {shown}, "
             f"{sum(need.values()) / GIB:.2f} in all: {', or '.join(lower)}.")

@@ -1,9 +1,14 @@
 """The engine's text is that of the plain model, whoever else is in the batch."""
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from engine import Engine, Request, Sampling, draw, uniform
+from conftest import ROOT, environment
+from engine import Engine, Request, Sampling, cache_bytes, draw, stream, uniform
 from model import GPT, GPTConfig
+from runtime import memory
 
 SHAPES = {"default": {}, "grouped": dict(n_head=4, n_kv_head=2, mlp="swiglu", tied_head=True),
           "gpt2": dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True)}
@@ -47,6 +52,155 @@ def test_log_probabilities_are_those_of_a_full_forward_pass_and_stops_end_a_samp
         with torch.no_grad():
             logprobs = (model(x)[0, len(s.request.ids) - 1:-1] / 0.7).log_softmax(-1)
         assert torch.allclose(logprobs.gather(1, torch.tensor(s.ids)[:, None])[:, 0], torch.tensor(s.logprobs), atol=1e-5)
+
+
+def test_log_probabilities_at_temperature_one_over_all_ids():
+    model = make()
+    with torch.no_grad():
+        for s in Engine(model, slots=5, sampling=Sampling(temperature=0.6, top_k=5, full_logprobs=True)).generate(
+                Request(p, num_samples=2, key=i, max_new_tokens=9) for i, p in enumerate(prompts(4))):
+            full = model(torch.tensor([s.request.ids + s.ids]))[0, len(s.request.ids) - 1:-1].log_softmax(-1)
+            full = full.gather(1, torch.tensor(s.ids)[:, None])[:, 0]
+            assert torch.allclose(full, torch.tensor(s.full_logprobs), atol=1e-5)
+            assert len(s.logprobs) == 9 and s.logprobs != s.full_logprobs
+
+
+@pytest.mark.parametrize("poll", [3, 8])
+def test_looking_at_results_every_few_steps_changes_nothing(poll):
+    texts = prompts(9)
+
+    def run(poll):
+        engine = Engine(make(), slots=4, sampling=Sampling(stop=(3, 50, 7)), poll=poll)
+        return {(s.request.key, s.index): (s.ids, s.reason) for s in engine.generate(
+            Request(p, num_samples=3, key=i, max_new_tokens=5 + 6 * i) for i, p in enumerate(texts))}
+    once = run(1)
+    assert run(poll) == once and {reason for _, reason in once.values()} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_is_bitwise_alone_and_among_others(dtype):
+    texts = prompts(40)
+    engine = Engine(make(n_head=4, n_kv_head=2, n_embd=64), slots=64, deterministic=True, dtype=dtype)
+    request = Request(texts[5], num_samples=3, key=5, max_new_tokens=30)
+    alone = {s.index: (s.ids, s.logprobs) for s in engine.generate([request])}
+    others = [Request(p, num_samples=3, key=i, max_new_tokens=1 + i) for i, p in enumerate(texts)]
+    others[5] = request
+    among = {s.index: (s.ids, s.logprobs) for s in engine.generate(others) if s.request is request}
+    assert len(alone) == 3 and among == alone
+    parts = engine.generate([Request(texts[5], num_samples=2, first_sample=1, key=5, max_new_tokens=30)])
+    assert {s.index: (s.ids, s.logprobs) for s in parts} == {k: v for k, v in alone.items() if k}
+
+
+def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it():
+    def decode(ids):
+        return "".join(chr(32 + i) for i in ids)
+    plain = next(Engine(make(), slots=1, seed=3).generate([Request([1, 2], max_new_tokens=40)]))
+    text = decode(plain.ids)
+    stop = text[20:23]
+    end = text.index(stop) + 3
+    for poll in (1, 8):
+        engine = Engine(make(), slots=2, seed=3, sampling=Sampling(stop_strings=("never there", stop)), decode=decode, poll=poll)
+        sample = next(engine.generate([Request([1, 2], max_new_tokens=40)]))
+        assert sample.ids == plain.ids[:end] and sample.reason == "stop" and len(sample.logprobs) == end
+    with pytest.raises(ValueError, match="decode=tokenizer.decode"):
+        Engine(make(), sampling=Sampling(stop_strings=("x",)))
+
+
+def test_a_prompt_is_computed_once_whatever_the_slots(monkeypatch):
+    computed = []
+    plain = Engine.prefill
+    monkeypatch.setattr(Engine, "prefill", lambda self, prompts: (computed.extend(prompts), plain(self, prompts)))
+    texts = [p + [1] for p in prompts(4)]
+    for slots in (1, 3, 16):
+        computed.clear()
+        assert len(list(Engine(make(), slots=slots).generate(Request(p, 5, i, 4) for i, p in enumerate(texts)))) == 20
+        assert [ids for _, ids in computed] == [p[:-1] for p in texts]
+
+
+def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
+    texts = prompts(10)
+
+    def run(engine):
+        return {(s.request.key, s.index): s.ids for s in engine.generate(
+            Request(p, num_samples=4, key=i, max_new_tokens=12) for i, p in enumerate(texts))}
+    expected, engine, steps = run(Engine(make(), slots=8)), Engine(make(), slots=8), []
+    plain_step, plain_prefill = Engine.step, Engine.prefill
+
+    def step(self, B, C):
+        steps.append(B)
+        if len(steps) == 17:
+            raise torch.OutOfMemoryError("pretended")
+        plain_step(self, B, C)
+
+    def prefill(self, prompts):
+        plain_prefill(self, prompts)
+        if len(steps) == 30 and self.slots == 4:
+            raise torch.OutOfMemoryError("pretended")
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(Engine, "prefill", prefill)
+    assert run(engine) == expected and engine.slots == 2 and engine.k.shape[1] == engine.slots + 1
+    monkeypatch.setattr(Engine, "step", lambda self, B, C: (_ for _ in ()).throw(torch.OutOfMemoryError("pretended")))
+    with pytest.raises(torch.OutOfMemoryError):                        # one slot, and still too much
+        run(engine)
+
+
+def test_slots_follow_the_free_memory(monkeypatch):
+    model = make()
+    each = cache_bytes(model.config, 0, 192, torch.float32)
+    assert each == 2 * 2 * 2 * 192 * 16 * 4
+    assert Engine(model).slots == 64
+    monkeypatch.setattr(memory, "available", lambda device: 20 * each)
+    assert 1 <= Engine(model).slots < 20
+    monkeypatch.setattr(memory, "available", lambda device: 0)
+    assert Engine(model).slots == 1
+
+
+def test_memory_is_what_the_arithmetic_says():
+    """In a process of its own: the growth of its resident set."""
+    code = """
+import torch
+from engine import Engine, Request, cache_bytes
+from model import GPT, GPTConfig
+from runtime import hardware
+config = GPTConfig(vocab_size=256, block_size=1024, n_layer=8, n_head=8, n_embd=512, n_kv_head=4)
+with torch.device("meta"):
+    shape = GPT(config)
+list(Engine(GPT(GPTConfig(vocab_size=256, block_size=64, n_layer=1, n_head=2, n_embd=64))).generate([Request([1, 2])]))
+model, hw = GPT(config), hardware.setup("cpu")
+before = hw.memory_gb()[0]
+engine = Engine(model, slots=32, dtype=torch.bfloat16)
+engine.k.fill_(1), engine.v.fill_(1)
+taken = (hw.memory_gb()[0] - before) * 2**30
+print(taken / (2 * model.n_params() + cache_bytes(config, 32, 1024, torch.bfloat16)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert 0.9 < float(done.stdout) < 1.1, done.stdout + done.stderr
+
+
+def test_progress_counts():
+    seen = []
+    engine = Engine(make(), slots=3)
+    done = list(engine.generate((Request(p, 2, i, 5) for i, p in enumerate(prompts(4))),
+                                progress=lambda p: seen.append((p.tokens, len(p.rows), p.slots, p.samples, p.requests, p.tokens_per_s))))
+    assert seen[-1][:5] == (40, 0, 3, 8, 4) and len(done) == 8
+    assert all(a[0] <= b[0] and a[3] <= b[3] for a, b in zip(seen, seen[1:])) and all(line[5] > 0 for line in seen)
+    assert {line[1] for line in seen} >= {3, 0}
+
+
+def test_two_runs_at_once_on_one_engine_are_refused():
+    engine = Engine(make(), slots=2)
+    first = engine.generate(Request(p, key=i, max_new_tokens=3) for i, p in enumerate(prompts(5)))
+    next(first)
+    next(engine.generate([Request([1, 2])]))
+    with pytest.raises(RuntimeError, match="taken over"):
+        list(first)
+
+
+def test_a_run_that_is_given_up_leaves_the_engine_usable():
+    engine, request = Engine(make(), slots=2), Request([1, 2, 3], num_samples=5, key=1, max_new_tokens=8)
+    expected = sorted((s.index, s.ids) for s in engine.generate([request]))
+    next(engine.generate(Request(p, key=i, max_new_tokens=3) for i, p in enumerate(prompts(5))))
+    assert sorted((s.index, s.ids) for s in engine.generate([request])) == expected
 
 
 def test_a_sample_does_not_depend_on_the_batch_around_it():
@@ -107,7 +261,7 @@ def test_new_weights_are_taken_over_in_place():
 
 def test_noise_is_uniform_and_distinct():
     n = torch.arange(200_000)
-    u = uniform(1, n % 50, (n // 50) % 40, n // 2000)
+    u = uniform(stream(1, n % 50, (n // 50) % 40), n // 2000)
     assert 0 < u.min() and u.max() < 1 and len(u.unique()) == len(u)
     counts = torch.histc(u, 100, 0, 1)
     assert ((counts - 2000) ** 2 / 2000).sum() < 150                    # chi-square, 99 degrees of freedom: p = 0.0007
@@ -131,7 +285,7 @@ def test_frequencies_are_those_of_the_filtered_softmax(s):
             break
     p = torch.where(allowed, p, 0) / p[allowed].sum()
     n = 20_000
-    u = uniform(0, torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long), torch.arange(n))
+    u = uniform(torch.zeros(n, dtype=torch.long), torch.arange(n))
     ids, logprobs = draw(logits.expand(n, 8), u, s)
     counts = torch.bincount(ids, minlength=8).double()
     assert counts[~allowed].sum() == 0
