@@ -28,20 +28,21 @@ SHARD_KEYS = {"file", "tokens", "words", "bytes"}
 
 # --- preparation: once per text and tokenizer ---
 
-def prepare(dataset, tokenizer, data_dir, documents=None, text_key="text"):
+def prepare(dataset, tokenizer, data_dir, documents=None, text_key="text", only=None):
     """Folder with the token ids of a dataset, train_*.bin and valid_*.bin, and meta.json; made now unless it is there.
 
     dataset: what texts.find takes, or a folder with nanoGPT's train.bin and val.bin; or a name, with `documents` a
     function from split to a list of texts. Documents are separated by the end-of-text token. Without a validation split
-    the last tenth of the text, at most 10 MB, is one.
+    the last tenth of the text, at most 10 MB, is one. only: one split, as valid (of nanoGPT's files it is val.bin).
     """
     try:
         if documents is None and list(Path(dataset).glob("*.bin")):
             return adopt_bins(Path(dataset), tokenizer, data_dir)
         if documents:
             found = {split: [texts.Documents(documents(split))] for split in SPLITS}
+            found = {"train": [], "valid": found[only]} if only else found
         else:
-            found = texts.find(dataset, text_key)
+            found = texts.find(dataset, text_key, only)
         return prepare_texts(dataset, found, tokenizer, Path(data_dir))
     except OSError as e:
         raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it readable, free some "
@@ -294,17 +295,18 @@ def ignore_signals(_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1):
-    """This rank's batches of a pass over all (or the first `limit`) predicted tokens, once each, in windows of block_size
-    that do not overlap: x, y [batch_size, T]. Cells past the end of the text have IGNORE for a target, so every batch has
-    the same shape."""
-    predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-    windows = range(rank, -(-predicted // block_size), world_size)
+def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):
+    """This rank's batches of a pass over all (or the first `limit`) predicted tokens, once each, in windows of block_size:
+    x, y [batch_size, T]. Windows begin `stride` tokens apart, None: they do not overlap; where they do, the later one has
+    IGNORE for a target, as have cells past the end of the text, so every batch has the same shape."""
+    predicted, stride = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1), stride or block_size
+    windows = range(rank, 1 + -(-max(0, predicted - block_size) // stride), world_size)
     for first in range(0, len(windows), batch_size):
         x = np.zeros((batch_size, block_size), dtype=np.int64)
         y = np.full((batch_size, block_size), IGNORE, dtype=np.int64)
         for row, window in enumerate(windows[first:first + batch_size]):
-            start = window * block_size
+            start = window * stride
             ids = tokens[start:min(start + block_size, predicted) + 1]
             x[row, :len(ids) - 1], y[row, :len(ids) - 1] = ids[:-1], ids[1:]
+            y[row, :(block_size - stride) * (window > 0)] = IGNORE
         yield torch.from_numpy(x), torch.from_numpy(y)

@@ -23,8 +23,9 @@ HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-~])")
 
 
-def find(dataset, text_key):
-    """{split: sources} of a file, a folder or a name on the hub, as README.md says which file is which split."""
+def find(dataset, text_key, only=None):
+    """{split: sources} of a file, a folder or a name on the hub, as README.md says which file is which split. only: a split
+    (train, valid or test), which is returned as valid, with nothing to train on; of a single file it is all of it."""
     path = Path(dataset)
     if path.exists():
         texts = find_files(path, text_key)
@@ -33,6 +34,11 @@ def find(dataset, text_key):
     else:
         raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or a name on the Hugging "
                        "Face hub (wikitext, org/name, org/name:config).")
+    if only:
+        texts["valid"] = texts["train" if path.is_file() else only] or only == "valid" and split_off_tail(texts["train"])[1]
+        if not texts["valid"]:
+            raise BadInput(f"The dataset {dataset} has no text of the split {only}: choose another --split=.")
+        return texts | {"train": []}
     if not texts["train"]:
         raise BadInput(f"The dataset {dataset} has held-out text and nothing to train on: add a train file.")
     if not texts["valid"]:
@@ -56,7 +62,8 @@ def find_files(path, text_key):
 
     def source(file):
         return kinds[file.suffix](file, text_key) if file.suffix in kinds else Text(file)
-    return {"train": [source(f) for f in train], "valid": [source(f) for f in full if marks[f] & {*VALID_NAMES}]}
+    return {"train": [source(f) for f in train], "valid": [source(f) for f in full if marks[f] & {*VALID_NAMES}],
+            "test": [source(f) for f in full if "test" in marks[f]]}
 
 
 def find_on_hub(name, text_key):
@@ -76,7 +83,7 @@ def find_on_hub(name, text_key):
                        "where there is a network and give their path.") from None
     lines = repository == "Salesforce/wikitext"
     texts = {split: [HubRows(found[k], f"{name} ({k})", text_key, lines) for k in names if k in found]
-             for split, names in (("train", ["train"]), ("valid", VALID_NAMES))}
+             for split, names in (("train", ["train"]), ("valid", VALID_NAMES), ("test", ["test"]))}
     if not texts["train"]:
         raise BadInput(f"The dataset {name} has no split 'train' (it has {', '.join(found)}): give files of your choice by path.")
     return texts

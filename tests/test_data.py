@@ -221,12 +221,15 @@ def test_text_shorter_than_a_block_is_refused(counting):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("limit", [None, 1, 95, 10**6])
-def test_a_complete_pass_predicts_every_token_once(counting, world, limit):
+@pytest.mark.parametrize("stride", [None, 1, 3, 10])
+def test_a_complete_pass_predicts_every_token_once(counting, world, limit, stride):
     seen = []
     for rank in range(world):
-        for x, y in data.complete_pass(counting, 10, 4, limit, rank, world):
+        for x, y in data.complete_pass(counting, 10, 4, limit, rank, world, stride):
             assert x.shape == y.shape == (4, 10)
             real = y != data.IGNORE
             assert torch.equal(x[real] + 1, y[real])
+            context = (y[real] - x[:, :1].expand(-1, 10)[real])        # the later windows predict after block_size - stride tokens
+            assert (context > 10 - (stride or 10))[y[real] > 10].all()
             seen += y[real].tolist()
     assert sorted(seen) == list(range(1, min(limit or 1002, 1002) + 1))
