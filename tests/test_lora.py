@@ -1,11 +1,15 @@
-"""Adapters: what is trained and what is not, on and off, merged, saved."""
+"""Adapters: what is trained and what is not, on and off, merged, saved, and as PEFT's files."""
 import copy
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import hf
 from model import GPT, LINEARS, LoRA, adapters, adapters_off, add_lora, load_adapters, merged
 from runtime import optim
+from runtime.config import BadInput
 from test_model import GPT2, LLAMA, QWEN, ids, tiny
 
 KINDS = {"default": {}, "gpt2": GPT2, "llama": LLAMA, "qwen": QWEN}
@@ -188,3 +192,46 @@ def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
     with adapters_off(compiled), torch.no_grad():
         torch.testing.assert_close(compiled(X, Y), tiny(trained=True, **kind)(X, Y))
     torch.testing.assert_close(compiled(X, Y), model(X, Y))
+
+
+# --- PEFT's files ---
+
+PEFT = {"default": {}, "default, tied": dict(tied_head=True), "gpt2": GPT2, "llama, tied, grouped heads": LLAMA,
+        "qwen2": dict(mlp="swiglu", n_kv_head=2, qk_norm=False, qkv_bias=True),
+        "qwen3": dict(mlp="swiglu", n_kv_head=1, head_dim=24)}
+SUBSETS = [LINEARS, ("qkv",), ("out",), ("down",), ("up",)]
+
+
+@pytest.mark.parametrize("linears", SUBSETS, ids=str)
+@pytest.mark.parametrize("name", PEFT)
+@torch.no_grad()
+def test_peft_computes_the_same_function(name, linears, tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    model = adapted(rank=4, alpha=6, linears=linears, **PEFT[name]).eval()
+    with adapters_off(model):
+        hf.export(model, tmp_path / "base")
+    hf.export_adapters(model, tmp_path / "adapters", tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    expected, tensors = model(X), load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert (base(X).logits - expected).abs().max() > 1e-2
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    assert (theirs(X).logits - expected).abs().max() < 1e-4
+    own = {k for k, _ in theirs.named_parameters() if "lora_" in k}      # adapters there, and each of them in the file
+    assert {k.replace(".default", "") for k in own} == tensors.keys()
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6, str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("name", PEFT)
+@torch.no_grad()
+def test_an_adapted_model_is_exported_merged(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = adapted(**PEFT[name]).eval()
+    hf.export(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert (theirs(X).logits - model(X)).abs().max() < 1e-4
+
+
+def test_adapters_of_a_model_without_any_is_one_sentence(tmp_path):
+    with pytest.raises(BadInput, match="no adapters"):
+        hf.export_adapters(tiny(), tmp_path)
