@@ -359,7 +359,7 @@ def add_lora(model, rank, alpha=None, linears=LINEARS):
     if rank < 1:
         raise ValueError(f"Adapters of rank {rank} hold nothing: give a rank of 1 or more.")
     if not set(linears) <= set(LINEARS) or not chosen:
-        raise ValueError(f"linears={linears} names what the blocks lack: choose from {', '.join(LINEARS)} (of swiglu).")
+        raise ValueError(f"linears={linears} names what the blocks lack: choose from qkv, out, up, down and swiglu's gate.")
     if any(isinstance(m, LoRA) for m in model.modules()):
         raise ValueError("The model has adapters already: add new ones to a GPT that loads merged(model).")
     model.requires_grad_(False)
