@@ -1,4 +1,4 @@
-"""Hugging Face's files in and out of model.py: GPT-2, Llama (and SmolLM2), Qwen2.5, Qwen3.
+"""Hugging Face's files in and out of model.py: GPT-2, Llama (and SmolLM2), Qwen2.5, Qwen3. PEFT's files out.
 
     python hf.py out/base exported       # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
 """
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, LoRA, merged
 from runtime import checkpoint, config, guard, hub
 from runtime.config import BadInput
 
@@ -198,21 +198,58 @@ def read_tensors(folder):
 
 
 def export(model, folder):
-    """Write config.json and model.safetensors (fp32) that transformers loads as the same function."""
-    c, folder = model.config, Path(folder)
-    hf, own, tensors = write_config(c), model.state_dict(), {}
+    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters merged."""
+    c = model.config
+    hf, own, tensors = write_config(c), merged(model), {}
     for name, theirs, transposed in names(c, hf["model_type"]):
-        value = own[name].detach().cpu()
+        value = own[name].float().cpu()
         if value.shape[0] == c.padded_vocab_size and name in ("token_embedding.weight", "head.weight"):
             value = value[:c.vocab_size]
-        sizes = [c.n_head * c.head_dim] + 2 * [c.n_kv_head * c.head_dim] if len(theirs) == 3 else [len(value)]
-        parts = (value.t(),) if transposed else value.split(sizes)
+        parts = (value.t(),) if transposed else rows(c, value, theirs)
         tensors |= {their: part.clone().contiguous() for their, part in zip(theirs, parts)}
-    if c.mlp == "relu2":                                      # relu(z)^2 = relu(z) * z: a gated MLP whose gate is its input
-        tensors |= {k.replace("up_proj", "gate_proj"): v.clone() for k, v in tensors.items() if "up_proj" in k}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf, indent=1))
+    write(folder, "config.json", hf, "model.safetensors", gated(c, tensors))
+
+
+def rows(c, value, theirs):
+    """The parts of a weight [out, ...] of ours that stacks several of theirs."""
+    return value.split([c.n_head * c.head_dim] + 2 * [c.n_kv_head * c.head_dim] if len(theirs) == 3 else len(value))
+
+
+def gated(c, tensors):
+    """relu(z)^2 = relu(z) * z: a gated MLP whose gate is its input."""
+    twins = {k.replace("up_proj", "gate_proj"): v.clone() for k, v in tensors.items() if c.mlp == "relu2" and "up_proj" in k}
+    return tensors | twins
+
+
+def write(folder, config_name, hf, tensors_name, tensors):
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(folder, tensors_name), metadata={"format": "pt"})
+    Path(folder, config_name).write_text(json.dumps(hf, indent=1))
+
+
+def export_adapters(model, folder, base_model_name_or_path=""):
+    """Write adapter_config.json and adapter_model.safetensors: peft.PeftModel.from_pretrained(base, folder) is the function of
+    the adapted model, base being transformers' model of the base weights (`export` within adapters_off writes one)."""
+    c, layers, tensors = model.config, {k: m for k, m in model.named_modules() if isinstance(m, LoRA)}, {}
+    if not layers:
+        raise BadInput("The model has no adapters: use hf.export, or add_lora before.")
+    kind = write_config(c)["model_type"]
+    for name, theirs, _ in names(c, kind):
+        m = layers.get(name.removesuffix(".weight"))
+        if m is None:
+            continue
+        for their, b in zip(theirs, rows(c, m.lora_b, theirs)):          # one A for all, each its rows of B
+            for x, value in (("A", m.lora_a), ("B", b)):                 # [rank, in] and [out, rank], for GPT-2's Conv1D too
+                key = f"base_model.model.{their.removesuffix('weight')}lora_{x}.weight"
+                tensors[key] = value.detach().float().cpu().clone()
+    tensors, m = gated(c, tensors), next(iter(layers.values()))
+    write(folder, "adapter_config.json", {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model_name_or_path),
+        "inference_mode": True, "r": len(m.lora_a), "lora_alpha": m.alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": kind == "gpt2",                                # Conv1D keeps its weight transposed
+        # PEFT adapts what ends so, in every block. One name would not do: GPT-2 has attn.c_proj and mlp.c_proj.
+        "target_modules": sorted({".".join(k.split(".")[-4:-2]) for k in tensors}),
+    }, "adapter_model.safetensors", tensors)
 
 
 @dataclass

@@ -5,6 +5,7 @@ The from-scratch default follows what small-model speed runs settled on: RMSNorm
 QK-norm (Henry et al. 2020), squared ReLU (So et al. 2021), zero-initialised output projections, untied head.
 """
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1                                  # a target that is not trained on; set from lengths, never from token ids
+LINEARS = ("qkv", "out", "up", "gate", "down")       # of a block; what LoRA adapts
 LOGITS_AT_A_TIME = {"cpu": 2**25, "cuda": 2**27}     # elements of a chunk of logits: 128 MiB, 512 MiB in fp32
 
 
@@ -335,3 +337,82 @@ class HeadAndLoss(torch.autograd.Function):
         dh = None if dh is None else (dh.float() * scale).to(ctx.dtypes[0])
         dw = None if dw is None else (dw * scale).to(ctx.dtypes[1])
         return dh, dw, None, None, None, None
+
+
+class LoRA(nn.Linear):
+    """W x + alpha / rank * B A x, W frozen (Hu et al. 2021). `add_lora` turns an nn.Linear in place into one, so W keeps its
+    name. qkv is one matrix: queries, keys and values share one A [rank, in], and each has its own rows of B [out, rank]."""
+
+    @property
+    def scale(self):
+        return self.alpha / len(self.lora_a)
+
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        if not self.on:
+            return y
+        return y + self.scale * F.linear(F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
+
+
+def add_lora(model, rank, alpha=None, linears=LINEARS):
+    """Adapters beside these linears of every block; all other parameters are frozen, embeddings and head (tied or not) are not
+    adapted. alpha None: 2 rank, as in TRL, torchtune and LLaMA-Factory. B is zero, so at first the function is unchanged.
+    The adapters are fp32 whatever the rest is (cast a model before, not after). Returns the model; ValueError for rank < 1,
+    unknown linears or a model that is adapted already."""
+    chosen = [m for name, m in model.blocks.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in linears]
+    if rank < 1:
+        raise ValueError(f"Adapters of rank {rank} hold nothing: give a rank of 1 or more.")
+    if not set(linears) <= set(LINEARS) or not chosen:
+        raise ValueError(f"linears={linears} names what the blocks lack: choose from qkv, out, up, down and swiglu's gate.")
+    if any(isinstance(m, LoRA) for m in model.modules()):
+        raise ValueError("The model has adapters already: add new ones to a GPT that loads merged(model).")
+    model.requires_grad_(False)
+    for m in chosen:
+        m.__class__, m.alpha, m.on = LoRA, 2 * rank if alpha is None else alpha, True
+        fp32 = {"dtype": torch.float32, "device": m.weight.device}
+        m.lora_a = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(rank, m.in_features, **fp32), a=math.sqrt(5)))
+        m.lora_b = nn.Parameter(torch.zeros(m.out_features, rank, **fp32))
+    return model
+
+
+@contextmanager
+def adapters_off(model):
+    """Within, the model is the one before add_lora, bit for bit: GRPO's reference. A backward pass belongs on the same side
+    as its forward pass: gradient checkpointing computes the blocks anew."""
+    layers = [m for m in model.modules() if isinstance(m, LoRA)]
+    before = [m.on for m in layers]
+    try:
+        for m in layers:
+            m.on = False
+        yield
+    finally:
+        for m, on in zip(layers, before):
+            m.on = on
+
+
+def adapters(model):
+    """{name: tensor} of the adapters alone."""
+    return {name: value for name, value in model.state_dict().items() if name.endswith((".lora_a", ".lora_b"))}
+
+
+def load_adapters(model, tensors):
+    """Take over what `adapters` gave, into a model with adapters of the same shape; ValueError if they are not."""
+    own = adapters(model)
+    wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is missing, left over or of another shape: add_lora with the rank and the linears that the "
+                         "adapters were made with.")
+    model.load_state_dict(tensors, strict=False)
+
+
+@torch.no_grad()
+def merged(model):
+    """{name: tensor} that a GPT without adapters loads as the function this one now computes (within adapters_off: the base's).
+    Adapted weights are new and fp32, since a sum in bf16 would lose about 5% of what was learnt; the others are the model's."""
+    own = adapters(model)
+    weights = {name: value for name, value in model.state_dict().items() if name not in own}
+    with torch.autocast(model.head_weight.device.type, enabled=False):             # which would multiply in bf16
+        for name, m in model.named_modules():
+            if isinstance(m, LoRA) and m.on:
+                weights[f"{name}.weight"] = m.weight.float() + m.scale * m.lora_b.float() @ m.lora_a.float()
+    return weights
