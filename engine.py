@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import GPT, attend
+from model import GPT, attend, merged
 from runtime import memory
 
 TOP_P_AMONG = 1024               # likeliest ids that top_p alone chooses from, where sorting a whole vocabulary would be slow
@@ -212,8 +212,8 @@ class Engine:
 
     @torch.no_grad()
     def load(self, model):
-        """Take over the weights of a model of the same shape, in place: cache and graphs stay valid."""
-        weights = model.state_dict()
+        """Take over the weights of a model of the same shape, adapters merged in fp32, in place: cache and graphs stay valid."""
+        weights = merged(model)
         for name, mine in self.model.named_parameters():
             mine.copy_(weights[name])
         for name, module in self.model.named_modules():
