@@ -135,6 +135,10 @@ class TokenizerJson:
         self.n_vocab = max(self.hf.get_vocab().values(), default=-1) + 1
         self.id_of = self.hf.token_to_id
 
+    def __setstate__(self, state):
+        self.__dict__ |= state
+        self.hf.encode_special_tokens = True                  # a pickle or a copy of it loses that
+
     def encode_to_numpy(self, text, disallowed_special=()):
         # Of the library's ways in, the one that lets go of the GIL and does not count character offsets.
         return np.array(self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)

@@ -1,5 +1,6 @@
 """Text to ids, and prompts: what a tokenizer.json gives is what the library and transformers give."""
 import json
+import pickle
 import random
 import sys
 import threading
@@ -112,6 +113,11 @@ def test_no_text_becomes_a_control_token(tmp_path, special):
         assert [i for i in tokenizer.prompt_ids(text) if i in control] == [bos, start, end, start, end, start]
     think = library.token_to_id("<think>")               # neither control nor called special: vocabulary like any other
     assert tokenizer.encode("<think>").tolist() == [think] and tokenizer.decode([think, end]) == f"<think>{STOP}"
+
+
+def test_a_copy_in_another_process_keeps_control_tokens_out_too(tmp_path):
+    tokenizer = Tokenizer(write(tmp_path, "smol", SMOL))
+    assert pickle.loads(pickle.dumps(tokenizer)).prompt_ids(f"a{STOP}") == tokenizer.prompt_ids(f"a{STOP}")
 
 
 def test_a_vocabulary_in_which_text_becomes_a_control_token_is_refused(tmp_path):
