@@ -1,21 +1,70 @@
-"""Text to token ids and back, through tiktoken: GPT-2's merges, or plain bytes."""
+"""Text to token ids and back, and prompts around it: GPT-2's merges or plain bytes, through tiktoken, or the tokenizer.json
+of a Hugging Face model, through the library tokenizers."""
+import hashlib
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 import tiktoken
 
+from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 
 END_OF_TEXT = "<|endoftext|>"
+FILE = "tokenizer.json"
+PLAIN = {"name": "plain"}
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+# The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression would end.
+SYSTEM = re.compile(r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%])[^'"\\]|\\.|\b'\b)+?)<\|im_end\|>""")
 
 
 class Tokenizer:
-    """name; n_vocab, the number of ids; eos, the id that ends a document and a completion; pad, the id in cells that no
-    loss looks at (masks come from lengths, so it may be eos)."""
+    """name, fit for file names; n_vocab, the number of ids (the highest plus one); eos, the id that ends a document; end,
+    the id that ends an answer (eos, or in chatml <|im_end|>); stop, the ids that end a completion, both of these among them;
+    pad, the id in cells that no loss looks at (masks come from lengths, so it may be eos); bos, the id that a prompt begins
+    with, or None; template, {"name": "plain"} or {"name": "chatml", "system": the default message or None}.
 
-    def __init__(self, name):
-        self.name = name
-        self.encoding = {"gpt2": load_gpt2, "bytes": load_bytes}[name]()
-        self.n_vocab = self.encoding.n_vocab
-        self.eos = self.pad = self.encoding.eot_token
+    Text never becomes one of these ids: they are put in as ids. Added tokens that are none of them and that the
+    tokenizer.json does not call special (Qwen3's <think>, runs of blanks) are vocabulary like any other."""
+
+    def __init__(self, name, about=None):
+        """name: gpt2, bytes, or the path of a tokenizer.json or of its folder; about: what describe() said of it once, else
+        the files beside the tokenizer.json say it. BadInput if it can't be had."""
+        if name in BUILT_IN:
+            self.encoding = BUILT_IN[name]()
+            eos = self.encoding.eot_token
+            about = about or {"eos": eos, "stop": [eos], "pad": eos}
+        else:
+            self.encoding = TokenizerJson(locate(name))
+            about = about or settings(self.encoding)
+        self.name, self.n_vocab = self.encoding.name, self.encoding.n_vocab
+        self.eos, self.stop, self.pad = about["eos"], about["stop"], about["pad"]
+        self.bos, self.template = about.get("bos"), about.get("template", PLAIN)      # the run folders of old lack them
+        self.start, self.end = None, self.eos
+        if self.template["name"] == "chatml":
+            self.start, self.end = self.encoding.id_of(IM_START), self.encoding.id_of(IM_END)
+        if name not in BUILT_IN:
+            self.encoding.keep_out_of_text({self.eos, self.pad, self.bos, self.start, self.end, *self.stop} - {None})
+
+    @classmethod
+    def of_run(cls, folder, about):
+        """The tokenizer that `save` put into a run folder; about: what describe() said then."""
+        tokenizer = cls(Path(folder) / FILE if about["name"] == FILE else about["name"], about)
+        if tokenizer.n_vocab != about["n_vocab"]:
+            raise BadInput(f"{FILE} in {folder} has {tokenizer.n_vocab} ids, and the run was made with {about['n_vocab']}: put "
+                           "the one it was made with there.")
+        return tokenizer
+
+    def describe(self):
+        """What a run folder says of its tokenizer."""
+        return {"name": self.name if self.name in BUILT_IN else FILE, "n_vocab": self.n_vocab, "eos": self.eos,
+                "stop": self.stop, "pad": self.pad, "bos": self.bos, "template": self.template}
+
+    def save(self, folder):
+        """Write what describe() does not hold into a run folder: the tokenizer.json, if there is one."""
+        if self.name not in BUILT_IN:
+            write_atomically(Path(folder) / FILE, self.encoding.content)
 
     def encode(self, text):
         """Token ids as a uint32 array. Special tokens written out in the text are ordinary text."""
@@ -24,10 +73,27 @@ class Tokenizer:
     def decode(self, ids):
         return self.encoding.decode([int(i) for i in np.asarray(ids).ravel()])
 
-    def describe(self):
-        """What a run folder says of its tokenizer."""
-        return {"name": self.name, "n_vocab": self.n_vocab, "eos": self.eos, "stop": [self.eos], "pad": self.pad}
+    def prompt_ids(self, text, system=None):
+        """List of the ids after which the answer begins. system: a message instead of the template's own; "" for none."""
+        first = [] if self.bos is None else [self.bos]
+        if self.template["name"] == "plain":
+            if system:
+                raise BadInput("The plain prompt template has no place for a system message: leave it out, or put it into the "
+                               "prompt.")
+            return first + self.encode(text).tolist() or [self.eos]
+        system = self.template["system"] if system is None else system
+        turns = (self.turn("system", system) if system else []) + self.turn("user", text)
+        return first + turns + [self.start, *self.encode("assistant\n").tolist()]
 
+    def turn(self, role, text):
+        return [self.start, *self.encode(f"{role}\n{text}").tolist(), self.end, *self.encode("\n").tolist()]
+
+    def answer_ids(self, text):
+        """List of the ids that a model should answer a prompt with."""
+        return self.encode(text).tolist() + [self.end]
+
+
+# --- tiktoken ---
 
 def load_gpt2():
     try:
@@ -40,3 +106,117 @@ def load_gpt2():
 def load_bytes():
     return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", mergeable_ranks={bytes([i]): i for i in range(256)},
                              special_tokens={END_OF_TEXT: 256})
+
+
+BUILT_IN = {"gpt2": load_gpt2, "bytes": load_bytes}
+
+
+# --- Hugging Face's files ---
+
+class TokenizerJson:
+    """A tokenizer.json, behind the part of tiktoken's interface that is used here."""
+
+    def __init__(self, path):
+        try:
+            import tokenizers
+        except ImportError:
+            raise BadInput(f"{path} needs the package tokenizers: pip install tokenizers.") from None
+        try:
+            self.content = path.read_bytes()
+            self.hf = tokenizers.Tokenizer.from_buffer(self.content)
+        except Exception as e:
+            raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): get it "
+                           "again.") from None
+        self.hf.no_truncation()
+        self.hf.no_padding()
+        self.hf.encode_special_tokens = True                  # written out in a text they are text
+        self.path, folder = path, path.parent.resolve().name  # in the hub's cache the file is a link to another folder
+        self.name = re.sub(r"\W+", "-", f"{folder}-{hashlib.sha256(self.content).hexdigest()[:8]}")
+        self.n_vocab = max(self.hf.get_vocab().values(), default=-1) + 1
+        self.id_of = self.hf.token_to_id
+
+    def __setstate__(self, state):
+        self.__dict__ |= state
+        self.hf.encode_special_tokens = True                  # a pickle or a copy of it loses that
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        # Of the library's ways in, the one that lets go of the GIL and does not count character offsets.
+        return np.array(self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
+
+    def decode(self, ids):
+        return self.hf.decode(ids, skip_special_tokens=False)
+
+    def bos(self):
+        """The id that the post-processor puts before a text, as Llama 3's does, or None."""
+        bare, whole = (self.hf.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return whole[0] if whole[1:1 + len(bare)] == bare else None
+
+    def keep_out_of_text(self, ids):
+        """See to it that no text is encoded to one of these ids, which the file need not call special."""
+        tokens = {i: token for i in ids if (token := self.hf.id_to_token(i)) is not None}
+        self.hf.add_special_tokens(list(tokens.values()))
+        for i, token in tokens.items():
+            if i in self.encode_to_numpy(token):
+                raise BadInput(f"{self.path} gives a text that spells {token} the id of that control token, {i}: choose a "
+                               "byte-level tokenizer.")
+
+
+def locate(name):
+    """The path of the tokenizer.json that a name stands for."""
+    path = Path(name)
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise BadInput((f"The folder {path} has no {FILE}" if path.is_dir() else f"There is no tokenizer {path}") +
+                       f": give gpt2, bytes, or the path of a {FILE} or of the folder that holds one.")
+    return file
+
+
+def settings(encoding):
+    """{eos, stop, pad, bos, template} as the files beside a tokenizer.json say. A token by name comes before one by id."""
+    folder, id_of = encoding.path.parent, encoding.id_of
+    tokens, special, generation, model = (read_json(folder / f"{name}.json") for name in (
+        "tokenizer_config", "special_tokens_map", "generation_config", "config"))
+
+    def ids(value):
+        return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and 0 <= i < encoding.n_vocab]
+
+    def find(key):
+        named = [file.get(f"{key}_token") for file in (tokens, special)]
+        named = [token.get("content") if isinstance(token, dict) else token for token in named]
+        found = [i for token in named if isinstance(token, str) and (i := id_of(token)) is not None]
+        return next(iter(found + ids(generation.get(f"{key}_token_id")) + ids(model.get(f"{key}_token_id"))), None)
+
+    eos, pad = find("eos"), find("pad")
+    if eos is None:
+        raise BadInput(f"{folder} does not say which token ends a text: name it as eos_token in its tokenizer_config.json.")
+    found = {"eos": eos, "stop": [eos, *ids(generation.get("eos_token_id"))], "pad": eos if pad is None else pad}
+    jinja = chat_template(folder, tokens)
+    if IM_START in jinja and None not in (id_of(IM_START), id_of(IM_END)):
+        system = SYSTEM.search(jinja)
+        system = system and system[1].encode("ascii", "backslashreplace").decode("unicode_escape")   # as jinja reads it
+        found["stop"].append(id_of(IM_END))
+        found |= {"template": {"name": "chatml", "system": system}, "bos": find("bos") if "bos_token" in jinja else None}
+    else:
+        found |= {"template": PLAIN, "bos": encoding.bos()}
+    return found | {"stop": list(dict.fromkeys(found["stop"]))}
+
+
+def chat_template(folder, tokenizer_config):
+    """The text of the chat template, "" if there is none: a file of its own, or in older models one or several in the config."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text("utf-8", "replace")
+    found = tokenizer_config.get("chat_template")
+    if isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}.get("default")
+    return found or ""
+
+
+def read_json(path):
+    """The object in a file, {} if there is no such file."""
+    try:
+        content = json.loads(path.read_bytes()) if path.exists() else {}
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+        return content
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): get it again.") from None

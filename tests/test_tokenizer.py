@@ -1,0 +1,295 @@
+"""Text to ids, and prompts: what a tokenizer.json gives is what the library and transformers give."""
+import json
+import pickle
+import random
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+from tokenizers import AddedToken, Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from runtime import data, texts
+from runtime.config import BadInput
+from runtime.tokenizer import Tokenizer
+
+END, START, STOP, BOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"
+LEARNT = ["Question: how many gram are there per 6 kg? user\nassistant\nsystem\n\nYou are a helpful assistant.\n\n\n 42 3.14\n 5",
+          "the cat sat on the mat, and naïve über-cats don't 漢字 \n\n the answer is <answer>6000</answer>\n"] * 3
+# What SmolLM2-Instruct's and Qwen2.5-Instruct's chat templates come to without tools.
+SMOL = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+        "{{ '<|im_start|>system\\nYou are a small model, née test<|im_end|>\\n' }}{% endif %}"
+        "{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+QWEN25 = ("{%- if tools %}\n    {{- '<|im_start|>system\\n' }}\n    {{- 'with tools<|im_end|>\\n' }}\n{%- else %}\n"
+          "    {%- if messages[0]['role'] == 'system' %}\n"
+          "        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}\n    {%- else %}\n"
+          "        {{- '<|im_start|>system\\nYou\\'re to put the answer within \\\\boxed{}.<|im_end|>\\n' }}\n"
+          "    {%- endif %}\n{%- endif %}\n{%- for message in messages %}\n"
+          "    {%- if (message.role == \"user\") or (message.role == \"system\" and not loop.first) %}\n"
+          "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
+          "    {%- endif %}\n{%- endfor %}\n"
+          "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n")
+QWEN3 = ("{%- if messages[0].role == 'system' %}\n    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}\n"
+         "{%- endif %}\n{%- for message in messages if message.role == 'user' %}\n"
+         "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n{%- endfor %}\n"
+         "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n")
+
+
+def write(folder, kind="gpt2", chat=None, bos=False, files=None, **config):
+    """A folder with the tokenizer.json of a byte-level BPE and a tokenizer_config.json, much as a model on the hub has them."""
+    library = Library(models.BPE())
+    split = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if kind == "smol":
+        split = [pre_tokenizers.Digits(individual_digits=True)] + split
+    if kind == "qwen":
+        library.normalizer = normalizers.NFC()
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Sequence(split), decoders.ByteLevel()
+    library.train_from_iterator(LEARNT, trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=[END, START, STOP] if kind == "smol" else []))
+    library.add_special_tokens([END, START, STOP] if chat or kind == "smol" else [END])
+    library.add_tokens([AddedToken("<think>", special=False)])
+    if bos:
+        library.add_special_tokens([BOS])
+        library.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A", special_tokens=[(BOS, library.token_to_id(BOS))])
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": STOP if chat else END} | config
+    if chat:
+        config["chat_template"] = chat
+    for name, content in ({"tokenizer_config": config} | (files or {})).items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def unicode_texts(n, seed=0):
+    """Texts of characters from everywhere, with the written-out special tokens among them."""
+    rng = random.Random(seed)
+    ranges = [(0, 0x80), (0, 0x250), (0x300, 0x370), (0x4e00, 0x4f00), (0x1f300, 0x1f700), (0, 0xd800), (0xe000, 0x110000)]
+
+    def piece():
+        if rng.random() < 0.2:
+            return rng.choice([END, STOP, START, "\n", " ", "\n\n 5 the cat", "  ", "the answer"])
+        return chr(rng.randrange(*rng.choice(ranges)))
+    return ["".join(piece() for _ in range(rng.randrange(40))) for _ in range(n)]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "smol", "qwen"])
+def test_ids_are_the_librarys_and_texts_come_back(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = Tokenizer(str(write(tmp_path / "model", kind, chat=SMOL)))
+    library = Library.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    fast = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "model")
+    for text in LEARNT[:2] + ["", " ", "a <think> b", "1234567890"]:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.uint32 and ids.ndim == 1 and tokenizer.decode(ids) == text
+        assert ids.tolist() == library.encode(text, add_special_tokens=False).ids == fast.encode(text, add_special_tokens=False)
+    assert tokenizer.n_vocab == max(library.get_vocab().values()) + 1
+    fine = normalizers.NFC().normalize_str if kind == "qwen" else str
+    for text in unicode_texts(300):
+        assert tokenizer.decode(tokenizer.encode(text)) == fine(text)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_no_text_becomes_a_control_token(tmp_path, special):
+    """Not even where the tokenizer.json calls none of them special."""
+    names = [STOP, START, BOS, END]
+    folder = write(tmp_path / "model", "smol", "{{ bos_token }}" + SMOL, bos=True, bos_token=BOS, pad_token=END)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = special and token["content"] in names
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer, library = Tokenizer(folder), Library.from_file(str(folder / "tokenizer.json"))
+    end, start, bos, pad = control = [library.token_to_id(name) for name in names]
+    assert (tokenizer.end, tokenizer.start, tokenizer.bos, tokenizer.pad) == (end, start, bos, pad)
+    for text in unicode_texts(200) + [END, f"a{STOP}\n{START}user\n{BOS}{END}", f" {STOP} ", f"<{STOP}>"]:
+        ids = tokenizer.encode(text)
+        assert not {*control} & {*ids.tolist()} and tokenizer.decode(ids) == text
+        assert [i for i in tokenizer.prompt_ids(text) if i in control] == [bos, start, end, start, end, start]
+    think = library.token_to_id("<think>")               # neither control nor called special: vocabulary like any other
+    assert tokenizer.encode("<think>").tolist() == [think] and tokenizer.decode([think, end]) == f"<think>{STOP}"
+
+
+def test_a_copy_in_another_process_keeps_control_tokens_out_too(tmp_path):
+    tokenizer = Tokenizer(write(tmp_path, "smol", SMOL))
+    assert pickle.loads(pickle.dumps(tokenizer)).prompt_ids(f"a{STOP}") == tokenizer.prompt_ids(f"a{STOP}")
+
+
+def test_a_vocabulary_in_which_text_becomes_a_control_token_is_refused(tmp_path):
+    library = Library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(BadInput, match="control token"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind, chat, system", [
+    ("smol", SMOL, "You are a small model, née test"), ("qwen", QWEN25, "You're to put the answer within \\boxed{}."),
+    ("qwen", QWEN3, None), ("smol", SMOL.replace("\\n", "\n"), "You are a small model, née test"),
+    ("smol", SMOL.replace("'<|im_start|>system\\nYou are a small model, née test<|im_end|>\\n'",
+                          "\"<|im_start|>system\\nDon't<|im_end|>\\n\""), "Don't")])
+def test_chatml_prompts_are_those_of_transformers(tmp_path, kind, chat, system):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    folder = write(tmp_path / "model", kind, chat, pad_token=END)
+    tokenizer, theirs = Tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert tokenizer.template == {"name": "chatml", "system": system}
+
+    def expected(*messages):
+        messages = [{"role": role, "content": content} for role, content in messages]
+        return theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    for text in ["how many gram are there per 6 kg?", "", " ", "\n\n the cat ", "1234\n 5", "漢字é", "é <think>"]:
+        assert tokenizer.prompt_ids(text) == expected(("user", text))
+        other = "You are another.\n"
+        assert tokenizer.prompt_ids(text, system=other) == expected(("system", other), ("user", text))
+    bare = tokenizer.prompt_ids("the cat", system="")
+    assert tokenizer.decode(bare) == f"{START}user\nthe cat{STOP}\n{START}assistant\n"
+    assert tokenizer.answer_ids("6000") == tokenizer.encode("6000").tolist() + [theirs.convert_tokens_to_ids(STOP)]
+    assert (tokenizer.eos, tokenizer.pad) == (theirs.eos_token_id, theirs.pad_token_id) and tokenizer.stop == [tokenizer.eos]
+
+
+def test_plain_prompts(tmp_path):
+    tokenizer = Tokenizer(write(tmp_path / "a"))
+    assert tokenizer.template == {"name": "plain"} and tokenizer.bos is None and tokenizer.pad == tokenizer.eos
+    assert tokenizer.prompt_ids("the cat") == tokenizer.encode("the cat").tolist() and tokenizer.prompt_ids("") == [tokenizer.eos]
+    assert tokenizer.answer_ids("") == [tokenizer.eos]
+    with pytest.raises(BadInput, match="system message"):
+        tokenizer.prompt_ids("the cat", system="You are a cat.")
+    llama = Tokenizer(write(tmp_path / "b", bos=True))
+    assert llama.decode([llama.bos]) == BOS and llama.prompt_ids("") == [llama.bos]
+    assert llama.prompt_ids("the cat") == [llama.bos] + llama.encode("the cat").tolist() and llama.bos not in llama.encode("")
+    assert Tokenizer(write(tmp_path / "c", chat=SMOL, bos=True, bos_token=BOS)).bos is None      # this template writes none
+    hermes = Tokenizer(write(tmp_path / "d", chat="{{ bos_token }}" + SMOL, bos=True, bos_token=BOS))
+    assert hermes.prompt_ids("a")[:2] == [hermes.bos, hermes.start]
+
+
+@pytest.mark.parametrize("files, eos, pad, stop", [
+    ({"tokenizer_config": {"eos_token": {"content": END}, "pad_token": STOP}}, END, STOP, [END]),
+    ({"tokenizer_config": {"eos_token": END}, "special_tokens_map": {"eos_token": STOP, "pad_token": {"content": START}}}, END,
+     START, [END]),
+    ({"tokenizer_config": {"eos_token": "<gone>"}, "generation_config": {"eos_token_id": [2, 0], "pad_token_id": 1}}, STOP, START,
+     [STOP, END]),
+    ({"tokenizer_config": {"eos_token": END}, "generation_config": {"eos_token_id": [2, 10**6]}}, END, END, [END, STOP]),
+    ({"config": {"eos_token_id": 2, "pad_token_id": -1}}, STOP, STOP, [STOP]),
+    ({"tokenizer_config": {"eos_token": END, "chat_template": [{"name": "tools", "template": "{{ 1 }}"},
+                                                               {"name": "default", "template": QWEN3}]}}, END, END, [END, STOP])])
+def test_where_the_ids_come_from(tmp_path, files, eos, pad, stop):
+    tokenizer = Tokenizer(write(tmp_path, "smol", files={"tokenizer_config": {}} | files))
+    assert [tokenizer.decode([i]) for i in (tokenizer.eos, tokenizer.pad, *tokenizer.stop)] == [eos, pad, *stop]
+
+
+def test_a_chat_template_beside_the_configuration_comes_first(tmp_path):
+    folder = write(tmp_path, "smol", chat=QWEN25)
+    (folder / "chat_template.jinja").write_text(QWEN3)
+    assert Tokenizer(folder).template == {"name": "chatml", "system": None}
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert Tokenizer(folder).template == {"name": "plain"}
+
+
+@pytest.mark.parametrize("make", [dict(chat=SMOL, pad_token=END), dict(bos=True), dict(kind="smol")])
+def test_a_run_folder_holds_all_of_it(tmp_path, make):
+    folder, run = write(tmp_path / "model", **make), tmp_path / "run"
+    run.mkdir()
+    before = Tokenizer(folder / "tokenizer.json")
+    assert before.name == Tokenizer(folder).name and before.name.startswith("model-") and len(before.name) == len("model-") + 8
+    before.save(run)
+    assert [p.name for p in run.iterdir()] == ["tokenizer.json"]
+    after = Tokenizer.of_run(run, json.loads(json.dumps(before.describe())))
+    assert before.describe() == after.describe() and after.describe()["name"] == "tokenizer.json"
+    for text in unicode_texts(50) + LEARNT:
+        assert before.prompt_ids(text) == after.prompt_ids(text) and before.answer_ids(text) == after.answer_ids(text)
+    with pytest.raises(BadInput, match="made with 9"):
+        Tokenizer.of_run(run, before.describe() | {"n_vocab": 9})
+
+
+def test_a_model_in_the_hubs_cache_is_named_by_its_folder_not_by_where_its_links_lead(tmp_path):
+    folder = write(tmp_path / "snapshots" / "0a1b")
+    (folder / "tokenizer.json").rename(tmp_path / "blob")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "blob")
+    assert Tokenizer(folder).name.startswith("0a1b-")
+
+
+def test_bytes_are_as_they_were_and_so_are_run_folders_of_old(tmp_path):
+    tokenizer = Tokenizer("bytes")
+    assert tokenizer.encode(f"a{END}").tolist() == list(f"a{END}".encode()) and tokenizer.encode("é").dtype == np.uint32
+    assert tokenizer.describe() == {"name": "bytes", "n_vocab": 257, "eos": 256, "stop": [256], "pad": 256, "bos": None,
+                                    "template": {"name": "plain"}}
+    tokenizer.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    old = Tokenizer.of_run(tmp_path, {"name": "bytes", "n_vocab": 257, "eos": 256, "stop": [256], "pad": 256})
+    assert old.describe() == tokenizer.describe() and old.prompt_ids("") == [256] and old.answer_ids("a") == [97, 256]
+
+
+def spoiled(folder, name, content):
+    write(folder)
+    (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda t: "gpt3", "There is no tokenizer gpt3"), (lambda t: t / "none", "There is no tokenizer"),
+    (lambda t: t, "has no tokenizer.json"),
+    (lambda t: spoiled(t / "a", "tokenizer.json", b"{"), "not a readable tokenizer.json"),
+    (lambda t: spoiled(t / "a", "tokenizer.json", b"\xff\x00"), "not a readable tokenizer.json"),
+    (lambda t: spoiled(t / "a", "tokenizer.json", b"[]"), "not a readable tokenizer.json"),
+    (lambda t: spoiled(t / "a", "tokenizer_config.json", b"{"), "tokenizer_config.json can't be read"),
+    (lambda t: spoiled(t / "a", "tokenizer_config.json", b"[]"), "holds a list"),
+    (lambda t: spoiled(t / "a", "tokenizer_config.json", b"{}"), "which token ends a text")])
+def test_a_bad_tokenizer_is_one_sentence(tmp_path, make, words):
+    with pytest.raises(BadInput, match=words) as e:
+        Tokenizer(str(make(tmp_path)))
+    assert "\n" not in str(e.value) and str(e.value).endswith(".")
+
+
+def test_without_the_library_it_is_one_sentence(tmp_path, monkeypatch):
+    folder = write(tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(BadInput, match="pip install tokenizers"):
+        Tokenizer(folder)
+    assert Tokenizer("bytes").n_vocab == 257
+
+
+def test_truncation_and_padding_in_the_file_are_not_for_us(tmp_path):
+    folder = write(tmp_path)
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.enable_truncation(4)
+    library.enable_padding(length=64)
+    library.save(str(folder / "tokenizer.json"))
+    text = "the cat sat on the mat"
+    assert Tokenizer(folder).decode(Tokenizer(folder).encode(text)) == text
+
+
+def test_threads_encode_at_once_and_others_run_meanwhile(tmp_path):
+    tokenizer = Tokenizer(write(tmp_path, "smol"))
+    text, ticks, results = "".join(LEARNT) * 800, [0], [None] * 4
+    alone, done = tokenizer.encode(text), threading.Event()
+
+    def tick():
+        while not done.wait(0.001):
+            ticks[0] += 1
+    threads = [threading.Thread(target=lambda i=i: results.__setitem__(i, tokenizer.encode(text))) for i in range(4)]
+    ticker = threading.Thread(target=tick)
+    for thread in [ticker] + threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    ticker.join()
+    assert all(np.array_equal(alone, ids) for ids in results) and ticks[0] > 40
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen"])
+def test_preparing_in_pieces_equals_the_whole(tmp_path, text, kind, monkeypatch):
+    monkeypatch.setattr(texts, "CHUNK", 300)
+    tokenizer = Tokenizer(write(tmp_path / "my model", kind))
+    folder = data.prepare(str(text), tokenizer, tmp_path / "tokens")
+    assert folder.name.startswith(f"cats-{tokenizer.name}-") and " " not in folder.name
+    parts = [data.TokenFile(folder, split)[0:] for split in ("train", "valid")]
+    for ids in parts:
+        assert np.array_equal(ids, tokenizer.encode(tokenizer.decode(ids)))
+    assert "".join(map(tokenizer.decode, parts)) == text.read_text()
