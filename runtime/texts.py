@@ -19,8 +19,8 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 KINDS = ".txt, .jsonl or .parquet"
 NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt", ".safetensors")
 HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
-# Line ends at which GPT-2's pattern always ends a piece, so that cutting there leaves the token ids as they were.
-SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-~])")
+# Line ends at which GPT-2's pattern, and those that split off digits, always end a piece: cutting there changes no token.
+SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-/:-~])")
 
 
 def find(dataset, text_key, only=None):

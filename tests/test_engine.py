@@ -181,10 +181,13 @@ def test_progress_counts():
     seen = []
     engine = Engine(make(), slots=3)
     done = list(engine.generate((Request(p, 2, i, 5) for i, p in enumerate(prompts(4))),
-                                progress=lambda p: seen.append((p.tokens, len(p.rows), p.slots, p.samples, p.requests, p.tokens_per_s))))
+                                progress=lambda p: seen.append((p.tokens, p.busy, p.slots, p.samples, p.requests, p.tokens_per_s, p.in_flight()))))
     assert seen[-1][:5] == (40, 0, 3, 8, 4) and len(done) == 8
     assert all(a[0] <= b[0] and a[3] <= b[3] for a, b in zip(seen, seen[1:])) and all(line[5] > 0 for line in seen)
-    assert {line[1] for line in seen} >= {3, 0}
+    assert {line[1] for line in seen} >= {3, 0} and all(len(line[6]) == line[1] for line in seen)
+    whole = {(s.request.key, s.index): s.ids for s in done}
+    for line in seen:
+        assert all(0 < len(ids) < 5 and whole[s.request.key, s.index][:len(ids)] == ids for s, ids in line[6])
 
 
 def test_two_runs_at_once_on_one_engine_are_refused():

@@ -283,7 +283,7 @@ def test_threads_encode_at_once_and_others_run_meanwhile(tmp_path):
     assert all(np.array_equal(alone, ids) for ids in results) and ticks[0] > 40
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen"])
+@pytest.mark.parametrize("kind", ["gpt2", "smol", "qwen"])
 def test_preparing_in_pieces_equals_the_whole(tmp_path, text, kind, monkeypatch):
     monkeypatch.setattr(texts, "CHUNK", 300)
     tokenizer = Tokenizer(write(tmp_path / "my model", kind))

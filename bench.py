@@ -1,0 +1,211 @@
+"""What generation costs on this machine, beside its limit and beside transformers.
+
+    python bench.py --peers                                     SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
+    python bench.py --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
+
+The same weights, prompts and lengths on every side, taken in turn; no sample ends early. Knobs, as --key=value:
+"""
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import hf
+from engine import Engine, Request, Sampling, cache_bytes, draw, uniform
+from model import GPT, GPTConfig
+from runtime import config, guard, hardware
+from runtime.config import BadInput
+
+SHAPES = {
+    "smollm2-360m": dict(vocab_size=49152, block_size=8192, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, mlp="swiglu",
+                         mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
+    "gpt2": dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
+                 tied_head=True),
+    "1m": dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128),
+}
+
+
+@dataclass
+class Config:
+    stage: Literal["generate"] = "generate"
+    model: Literal["smollm2-360m", "gpt2", "1m"] = "smollm2-360m"      # a shape; its weights are random
+    work: str = "2x10,8x8,32x1"              # prompts x samples of each, one case after the other
+    prompt_tokens: int = 120
+    max_new_tokens: int = 60
+    slots: int | None = None                 # None: all samples at once, at most 512
+    peers: bool = False                      # beside transformers' generate and generate_batch
+    repeats: int = 3                         # runs of each side, in turn; the median counts
+    device: str = "auto"
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    seed: int = 0
+    json: bool = False                       # all figures as the last line
+
+
+def random_model(c, hw):
+    with torch.device("meta"):
+        model = GPT(c)
+    rope = GPT(GPTConfig(**vars(c) | dict(n_layer=0, vocab_size=1)))
+    model.to_empty(device=hw.device)
+    model.cos, model.sin = (None if t is None else t.to(hw.device) for t in (rope.cos, rope.sin))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)
+    return model.eval()
+
+
+def clock(function, hw):
+    """(seconds, result); the device is done when it starts and when it stops."""
+    wait = torch.cuda.synchronize if hw.device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    result = function()
+    wait()
+    return time.perf_counter() - began, result
+
+
+def ceilings(hw):
+    """(bytes/s that reading 1 GiB reaches, FLOP/s of a product of large matrices in the engine's dtype)."""
+    big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
+    bandwidth = big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
+    n = 8192 if hw.device.type == "cuda" else 2048
+    a = torch.randn(n, n, device=hw.device).to(hw.torch_dtype)
+    return bandwidth, 2 * n**3 / min(clock(lambda: a @ a, hw)[0] for _ in range(5))
+
+
+class Ours:
+    name = "engine"
+
+    def __init__(self, model, cfg, hw, rows):
+        slots = cfg.slots or min(rows, 512)
+        self.engine = Engine(model, slots, cfg.prompt_tokens + cfg.max_new_tokens, Sampling(), cfg.seed, hw.torch_dtype)
+
+    def run(self, prompts, samples, new):
+        requests = [Request(p, samples, i, new) for i, p in enumerate(prompts)]
+        return sum(len(s.ids) for s in self.engine.generate(requests))
+
+
+class Generate:
+    """transformers' generate: the prompts as one batch, num_return_sequences samples of each."""
+    name = "generate"
+
+    def __init__(self, folder, cfg, hw):
+        import transformers
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=hw.torch_dtype).to(hw.device).eval()
+        self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+        self.device = hw.device
+
+    def run(self, prompts, samples, new):
+        x = torch.tensor(prompts, device=self.device)
+        with torch.inference_mode():
+            out = self.model.generate(x, attention_mask=torch.ones_like(x), num_return_sequences=samples, max_new_tokens=new,
+                                      min_new_tokens=new, eos_token_id=None, **self.options)
+        return out[:, x.shape[1]:].numel()
+
+
+class GenerateBatch(Generate):
+    """transformers' continuous batching: a request a sample."""
+    name = "generate_batch"
+
+    def run(self, prompts, samples, new):
+        from transformers import GenerationConfig
+        settings = GenerationConfig(max_new_tokens=new, eos_token_id=-1, **self.options)
+        out = self.model.generate_batch(inputs=[p for p in prompts for _ in range(samples)], generation_config=settings,
+                                        progress_bar=False)
+        return sum(len(o.generated_tokens) for o in out.values())
+
+
+def split(engine, prompts, samples, new, total, hw):
+    """(seconds of a run by part: its prompts, the draws, and its other decoding, each measured alone; the rest is the host's;
+    seconds of a step in the middle of a run)"""
+    B, C = engine.shape(min(engine.slots, len(prompts) * samples), len(prompts[0]) + new // 2)
+
+    def a_step():
+        engine.tick.zero_()
+        engine.launch(B, C)
+    with torch.inference_mode():
+        prefill = clock(lambda: engine.prefill([(i % engine.slots, p[:-1]) for i, p in enumerate(prompts)]), hw)[0]
+        a_step()
+        steps = [clock(a_step, hw)[0] for _ in range(5)]
+        logits = torch.randn(B, engine.c.vocab_size, device=hw.device)
+        noise = engine.state[2, :B]
+        draws = [clock(lambda: draw(logits, uniform(noise, noise), engine.sampling), hw)[0] for _ in range(5)]
+    rounds = new * len(prompts) * samples / B
+    step, one_draw = statistics.median(steps), statistics.median(draws)
+    parts = {"prefill": prefill, "decode": rounds * (step - one_draw), "draw": rounds * one_draw}
+    return parts | {"host": total - sum(parts.values())}, step
+
+
+def main(argv):
+    cfg = config.load(Config, argv)
+    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats")
+    try:
+        work = [tuple(map(int, case.split("x"))) for case in cfg.work.split(",")]
+        assert all(len(case) == 2 and min(case) > 0 for case in work)
+    except (ValueError, AssertionError):
+        raise BadInput(f"--work={cfg.work} is not prompts x samples: write for example --work=2x10,32x1.") from None
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    c = GPTConfig(**SHAPES[cfg.model])
+    torch.manual_seed(cfg.seed)
+    model, (bandwidth, flops) = random_model(c, hw), ceilings(hw)
+    weights, per_token = model.n_params() * hw.torch_dtype.itemsize, cache_bytes(c, 0, 64, hw.torch_dtype) / 64
+    print(f"{cfg.model}, {model.n_params():,} parameters, {hw.dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, "
+          f"{cfg.max_new_tokens} new tokens a sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
+    peers = []
+    if cfg.peers:
+        with tempfile.TemporaryDirectory() as folder:
+            hf.export(model, folder)
+            peers = [kind(folder, cfg, hw) for kind in (Generate, GenerateBatch)]
+    rows = []
+    for P, N in work:
+        prompts = torch.randint(c.vocab_size, (P, cfg.prompt_tokens)).tolist()
+        sides, times, failed = [Ours(model, cfg, hw, P * N), *peers], {}, {}
+        for repeat in range(cfg.repeats + 1):             # the first is a warm-up, in which shapes are recorded
+            for side in sides:
+                if side.name in failed:
+                    continue
+                try:
+                    seconds, tokens = clock(lambda: side.run(prompts, N, cfg.max_new_tokens), hw)
+                    assert tokens == P * N * cfg.max_new_tokens, f"{tokens} tokens"
+                    if repeat:
+                        times.setdefault(side.name, []).append(seconds)
+                except Exception as e:
+                    if side is sides[0]:
+                        raise
+                    failed[side.name] = f"{type(e).__name__}: {e}".splitlines()[0]
+        ours, new = statistics.median(times["engine"]), P * N * cfg.max_new_tokens
+        slots, context = sides[0].engine.slots, cfg.prompt_tokens + cfg.max_new_tokens / 2
+        floor = (weights + min(slots, P * N) * context * per_token) / bandwidth
+        limit = 2 * (model.n_params() - c.padded_vocab_size * c.n_embd) * P * cfg.prompt_tokens / flops + \
+            floor * new / min(slots, P * N)
+        parts, step = split(sides[0].engine, prompts, N, cfg.max_new_tokens, ours, hw)
+        row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
+               **{f"{k}_s": v for k, v in parts.items()}, "seconds": times, "failed": failed}
+        print(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}; "
+              + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
+              + f"; a step of {min(slots, P * N)} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f})")
+        for peer in times.keys() - {"engine"}:
+            ratios = sorted(b / a for a, b in zip(times["engine"], times[peer]))
+            row[f"over_{peer}"] = statistics.median(ratios)
+            print(f"  {peer}: {new / statistics.median(times[peer]):,.0f} tokens/s; the engine is {statistics.median(ratios):.2f} times as "
+                  f"fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+        for peer, reason in failed.items():
+            print(f"  {peer}: failed ({reason})")
+        rows.append(row)
+        del sides
+        gc.collect()
+    if cfg.json:
+        print(json.dumps({"model": cfg.model, "device": hw.name, "dtype": hw.dtype, "torch": torch.__version__,
+                          "bandwidth": bandwidth, "flops": flops, "cases": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(lambda: main(sys.argv[1:]))
