@@ -18,7 +18,7 @@ import torch
 
 import hf
 from engine import Engine, Request, Sampling, cache_bytes, draw, uniform
-from model import GPT, GPTConfig
+from model import GPTConfig, blank
 from runtime import config, guard, hardware
 from runtime.config import BadInput
 
@@ -48,11 +48,7 @@ class Config:
 
 
 def random_model(c, hw):
-    with torch.device("meta"):
-        model = GPT(c)
-    rope = GPT(GPTConfig(**vars(c) | dict(n_layer=0, vocab_size=1)))
-    model.to_empty(device=hw.device)
-    model.cos, model.sin = (None if t is None else t.to(hw.device) for t in (rope.cos, rope.sin))
+    model = blank(c, device=hw.device)
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)

@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model import GPT, GPTConfig, LoRA, merged
+from model import GPTConfig, LoRA, add_lora, blank, load_adapters, merged
 from runtime import checkpoint, config, guard, hub
 from runtime.config import BadInput
+from runtime.tokenizer import Tokenizer
 
 # Buffers that older files hold beside the weights: masks and rotary frequencies.
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
@@ -46,7 +47,7 @@ def read_config(hf):
         n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], n_kv_head=hf.get("num_key_value_heads"),
         head_dim=hf.get("head_dim"), mlp_hidden=hf["intermediate_size"], norm="rmsnorm", norm_eps=hf.get("rms_norm_eps", 1e-6),
         position="rope", rope_theta=float(rope["rope_theta"]), rope_scaling=None if scaling["rope_type"] == "default" else scaling,
-        qk_norm=kind == "qwen3", mlp=choice(hf, "hidden_act", {"silu": "swiglu"}), qkv_bias=kind == "qwen2" or bias,
+        qk_norm=kind == "qwen3", mlp=choice(hf, "hidden_act", {"silu": "swiglu", "relu": "relu2"}), qkv_bias=kind == "qwen2" or bias,
         o_bias=kind != "qwen2" and bias, mlp_bias=hf.get("mlp_bias", False), tied_head=hf.get("tie_word_embeddings", False))
 
 
@@ -127,17 +128,79 @@ def names(c, kind):
         yield "head.weight", ["lm_head.weight"], False
 
 
-def load(path_or_name, attention="sdpa", gradient_checkpointing=False):
-    """GPT in fp32 with the weights of a folder (config.json, safetensors in one file or several) or of a name on the hub.
-    Every tensor is used exactly once; BadInput names the one that is missing, left over or of another shape."""
-    folder = find(path_or_name)
-    hf = read_json(folder / "config.json")
+@dataclass
+class Found:
+    """A model that exists: a run folder, or Hugging Face's files."""
+    folder: Path
+    config: GPTConfig
+    about: dict                              # model.json of a run, config.json of Hugging Face
+    step: int | None = None                  # of a run: the checkpoint whose weights count
+
+    def tokenizer(self, name=None):
+        """The model's own, or the one of that name, for Hugging Face's files without a tokenizer.json."""
+        if self.step is not None:
+            return Tokenizer.of_run(self.folder, self.about["tokenizer"])
+        name = name or ("gpt2" if self.about["model_type"] == "gpt2" and not (self.folder / "tokenizer.json").exists() else self.folder)
+        tokenizer = Tokenizer(name)
+        if tokenizer.n_vocab > self.config.vocab_size:
+            raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in {self.folder} {self.config.vocab_size}: "
+                           "give the model's own with --tokenizer=.")
+        return tokenizer
+
+    def load(self, *args, device="cpu"):
+        """GPT(config, *args) in fp32 with the weights."""
+        model = blank(self.config, *args, device=device)
+        self.fill(model)
+        return model
+
+    def fill(self, model):
+        """Give a GPT(config) the weights; a run's adapters are merged."""
+        if self.step is None:
+            return fill(model, self.folder, self.about)
+        weights = checkpoint.load_weights(self.folder, self.step)
+        if lora := self.about.get("lora"):
+            adapted = blank(self.config)
+            adapted.load_state_dict(checkpoint.load_base(self.folder))
+            load_adapters(add_lora(adapted, **lora), weights)
+            weights = merged(adapted)
+        model.load_state_dict(weights)
+
+
+def find(path_or_name, step=None):
+    """Found: a run folder (at its best checkpoint, or that of `step`), a folder of Hugging Face's, or a name on the hub."""
+    if (Path(path_or_name) / "model.json").exists():
+        about = checkpoint.read_model(path_or_name)
+        return Found(Path(path_or_name), GPTConfig(**about["architecture"]), about, step or checkpoint.choose(path_or_name))
+    folder = Path(path_or_name) if Path(path_or_name).is_dir() else download(str(path_or_name))
+    about = read_json(folder / "config.json")
     try:
-        c = read_config(hf)
+        return Found(folder, read_config(about), about)
     except (KeyError, TypeError, ValueError) as e:
         raise BadInput(f"{folder / 'config.json'} describes no model ({type(e).__name__}: {e}): get it again.") from None
-    model = GPT(c, attention, gradient_checkpointing)
-    theirs, own = read_tensors(folder), model.state_dict()
+
+
+def load(path_or_name, *args, device="cpu"):
+    """GPT(config, *args) in fp32 of a run folder, a folder of Hugging Face's or a name on the hub. See `find` and `fill`."""
+    return find(path_or_name).load(*args, device=device)
+
+
+def download(name):
+    """Where huggingface_hub puts what it downloads by a name."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, or a name on the hub.")
+    try:
+        import huggingface_hub
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                                                      local_files_only=not hub.answers()))
+    except Exception as e:
+        raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model ({hub.reason(e)[:200]}): "
+                       "correct the name, or download the folder where there is a network and give its path.") from None
+
+
+def fill(model, folder, hf):
+    """Give a GPT the weights of a folder's safetensors, in one file or several, converted to the model's dtype. Every tensor is
+    used exactly once; BadInput names the one that is missing, left over or of another shape."""
+    c, theirs, own = model.config, read_tensors(folder), model.state_dict()
     if hf["model_type"] == "gpt2":                            # files of the base model lack the prefix
         theirs = {k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in theirs.items()}
     theirs = {k: v for k, v in theirs.items() if not BUFFERS.fullmatch(k)}
@@ -145,7 +208,7 @@ def load(path_or_name, attention="sdpa", gradient_checkpointing=False):
         missing = [s for s in sources if s not in theirs]
         if missing:
             raise BadInput(f"{folder} has no tensor {missing[0]}, which a {hf['model_type']} needs: get its files again.")
-        value = torch.cat([theirs.pop(s)().float() for s in sources])
+        value = torch.cat([theirs.pop(s)() for s in sources])
         value, want = value.t() if transposed else value, own[name]
         if want.shape[0] == c.padded_vocab_size and value.shape[0] == c.vocab_size:
             want[c.vocab_size:] = 0                           # padding
@@ -154,26 +217,16 @@ def load(path_or_name, attention="sdpa", gradient_checkpointing=False):
             raise BadInput(f"{' + '.join(sources)} in {folder} has the shape {tuple(value.shape)}, and config.json asks for "
                            f"{tuple(want.shape)}: get the files of one model.")
         want.copy_(value)
-    if c.tied_head and "lm_head.weight" in theirs and torch.equal(theirs["lm_head.weight"]().float(),
-                                                                 own["token_embedding.weight"][:c.vocab_size]):
+        twins = [s.replace("up_proj", "gate_proj") for s in sources if c.mlp == "relu2" and "up_proj" in s]
+        if not all(torch.equal(theirs.pop(twin, torch.Tensor)(), value) for twin in twins):
+            raise BadInput(f"{twins[0]} in {folder} differs from up_proj, and with hidden_act=relu only an MLP whose gate is its "
+                           "own input is known here: choose another model.")
+    shared = theirs.get("lm_head.weight") if c.tied_head else None
+    if shared and torch.equal(shared().to(model.head_weight), own["token_embedding.weight"][:c.vocab_size]):
         del theirs["lm_head.weight"]                          # the shared weights, written twice
     if theirs:
         raise BadInput(f"{folder} has {len(theirs)} tensors that a {hf['model_type']} has no place for, {next(iter(theirs))} "
                        "for one: choose another model.")
-    return model
-
-
-def find(path_or_name):
-    """The folder of a model: the path itself, or where huggingface_hub puts what it downloads by that name."""
-    if Path(path_or_name).is_dir():
-        return Path(path_or_name)
-    try:
-        import huggingface_hub
-        return Path(huggingface_hub.snapshot_download(str(path_or_name), allow_patterns=["*.json", "*.safetensors"],
-                                                      local_files_only=not hub.answers()))
-    except Exception as e:
-        raise BadInput(f"There is no folder {path_or_name} here, and the Hugging Face hub gave no such model ({hub.reason(e)[:200]}): "
-                       "correct the name, or download the folder where there is a network and give its path.") from None
 
 
 def read_json(path):
@@ -197,10 +250,14 @@ def read_tensors(folder):
     return tensors
 
 
-def export(model, folder):
-    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters merged."""
+def export(model, folder, tokenizer=None):
+    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters merged, and the
+    tokenizer if it is Hugging Face's."""
     c = model.config
     hf, own, tensors = write_config(c), merged(model), {}
+    if tokenizer:
+        hf |= {"eos_token_id": tokenizer.stop if len(tokenizer.stop) > 1 else tokenizer.eos, "pad_token_id": tokenizer.pad,
+               "bos_token_id": tokenizer.bos}
     for name, theirs, transposed in names(c, hf["model_type"]):
         value = own[name].float().cpu()
         if value.shape[0] == c.padded_vocab_size and name in ("token_embedding.weight", "head.weight"):
@@ -208,6 +265,8 @@ def export(model, folder):
         parts = (value.t(),) if transposed else rows(c, value, theirs)
         tensors |= {their: part.clone().contiguous() for their, part in zip(theirs, parts)}
     write(folder, "config.json", hf, "model.safetensors", gated(c, tensors))
+    if tokenizer:
+        tokenizer.export(folder)
 
 
 def rows(c, value, theirs):
@@ -261,15 +320,14 @@ def main(argv):
     cfg = config.load(Config, argv, positional="paths")
     if len(cfg.paths) != 2:
         raise BadInput("Two folders are needed: python hf.py RUN OUT_DIR")
-    run, out = cfg.paths
-    model = GPT(GPTConfig(**checkpoint.read_model(run)["architecture"]))
-    step = checkpoint.choose(run)
-    model.load_state_dict(checkpoint.load_weights(run, step))
+    source, out = cfg.paths
+    found = find(source)
+    model = found.load()
     try:
-        export(model, out)
+        export(model, out, found.tokenizer() if found.step is not None else None)
     except OSError as e:
         raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
-    print(f"{out}: {model.n_params():,} parameters of step {step}")
+    print(f"{out}: {model.n_params():,} parameters{'' if found.step is None else f' of step {found.step}'}")
     return 0
 
 

@@ -85,6 +85,15 @@ def scaled(rate, rope_type=None, factor=1.0, low_freq_factor=1.0, high_freq_fact
     return rate * (keep + (1 - keep) / factor)
 
 
+def rotations(config):
+    """cos and sin of every position's angles, fp32 [block_size, 1, D/2] each; (None, None) without rotary positions."""
+    if config.position != "rope":
+        return None, None
+    rate = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    angle = torch.outer(torch.arange(config.block_size).float(), scaled(rate, **config.rope_scaling or {}))[:, None, :]
+    return angle.cos(), angle.sin()
+
+
 def attend(q, k, v, backend, dropout=0.0):
     """Causal attention of q [B, H, T, D] over k, v [B, K, T, D] -> [B, H, T, D].
 
@@ -181,14 +190,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.n_layer))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_head else nn.Linear(C, V, bias=False)
-        if config.position == "rope":
-            rate = scaled(config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim),
-                          **config.rope_scaling or {})
-            angle = torch.outer(torch.arange(config.block_size).float(), rate)[:, None, :]      # [T, 1, D/2]
-            self.register_buffer("cos", angle.cos(), persistent=False)
-            self.register_buffer("sin", angle.sin(), persistent=False)
-        else:
-            self.cos = self.sin = None
+        for name, table in zip(("cos", "sin"), rotations(config)):
+            self.register_buffer(name, table, persistent=False)
         self.initialise()
 
     @torch.no_grad()
@@ -225,10 +228,11 @@ class GPT(nn.Module):
 
     def flops_per_token(self, T):
         """Forward and backward, 6 N + 12 L H D T (PaLM, appendix B): N counts every weight used in a matrix product
-        (the head once, tied or not; look-up tables not); attention without the causal halving."""
+        (the head once, tied or not; look-up tables not; a frozen one costs 4); attention without the causal halving."""
         c = self.config
-        N = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear)) + self.head_weight.numel()
-        return 6 * N + 12 * c.n_layer * c.n_head * c.head_dim * T
+        used = [m.weight for m in self.blocks.modules() if isinstance(m, nn.Linear)] + [self.head_weight]
+        products = sum((6 if w.requires_grad else 4) * w.numel() for w in used)
+        return products + 12 * c.n_layer * c.n_head * c.head_dim * T
 
     def hidden(self, x, position=None, caches=None):
         """Token ids [B, T] -> what the head reads [B, T, C], in autocast's bf16 or in fp32. position [T] or [B, T]: where the
@@ -285,6 +289,15 @@ class GPT(nn.Module):
                 token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             x = torch.cat((x, token), dim=1)
         return x
+
+
+def blank(config, *args, device="cpu", dtype=torch.float32):
+    """A GPT whose weights are still to come, from a file or another model: made in no time, where GPT() draws them."""
+    with torch.device("meta"):
+        model = GPT(config, *args)
+    model.to(dtype).to_empty(device=device)
+    model.cos, model.sin = (None if table is None else table.to(device) for table in rotations(config))
+    return model
 
 
 class HeadAndLoss(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """A prompt in, text out.
 
     python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4
+    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive       a prompt a line, answers as they come; Ctrl-D ends it
+    torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
 
 Knobs, as --key=value:
 """
@@ -8,51 +10,97 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+import hf
 from engine import Engine, Request, Sampling
-from model import GPT, GPTConfig
-from runtime import checkpoint, config, guard, hardware
-from runtime.tokenizer import Tokenizer
+from runtime import config, distributed, guard, hardware
 
 
 @dataclass
 class Config:
-    run: str = ""                            # the run folder, first on the command line
+    model: str = ""                          # run folder, Hugging Face folder or hub name, first on the command line
     prompt: str = ""                         # empty: the end-of-text token, after which a document begins
+    interactive: bool = False                # read prompts from standard input, a line each; every one stands for itself
     num_samples: int = 1
     max_new_tokens: int = 128
     temperature: float = 0.8                 # 0: greedy
     top_k: int | None = None                 # sample among the k likeliest tokens; None: all
     top_p: float = 1.0                       # among the likeliest that together reach it
     min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
+    stop: str | None = None                  # a text that ends a sample, e.g. </answer>
+    system: str | None = None                # system message of a chat model; None: its own
+    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder with one
+    deterministic: bool = False              # a sample is the same bit for bit however many there are (see engine.py)
     seed: int = 0
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
 
 
+def make_engine(cfg, model, tokenizer, hw, context, slots):
+    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (cfg.stop,) if cfg.stop else ())
+    return Engine(model, slots, context, sampling, cfg.seed, hw.torch_dtype if hw.dtype == "bf16" else None,     # fp16: too narrow
+                  cfg.deterministic, tokenizer.decode)
+
+
+def text_of(tokenizer, ids):
+    """Without the token that ended it."""
+    return tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.stop else ids)
+
+
+def talk(cfg, model, tokenizer, hw):
+    """Answer prompts from standard input, printing what is sure of the text as its tokens come."""
+    tty, engine = sys.stdin.isatty(), None
+    while True:
+        try:
+            line = input("> " if tty else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        ids, shown = tokenizer.prompt_ids(line, cfg.system), 0
+        try:
+            engine = engine or make_engine(cfg, model, tokenizer, hw, 4096, 1)
+
+            def show(ids):
+                nonlocal shown
+                text = text_of(tokenizer, ids)
+                whole = text.rstrip("\N{REPLACEMENT CHARACTER}")       # the last character may still lack bytes
+                print(whole[shown:], end="", flush=True)
+                shown = max(shown, len(whole))
+            for sample in engine.generate([Request(ids, max_new_tokens=cfg.max_new_tokens)],
+                                          lambda now: [show(ids) for _, ids in now.in_flight()]):
+                show(sample.ids)
+        except ValueError as e:
+            print(f"error: {e}", end="", file=sys.stderr)
+        except KeyboardInterrupt:                                      # of this answer
+            pass
+        print(flush=True)
+
+
 def main(argv):
-    cfg = config.load(Config, argv, positional="run")
-    if not cfg.run:
-        raise config.BadInput("Name the run to sample from: python sample.py RUN --prompt=...")
+    cfg = config.load(Config, argv, positional="model")
+    if not cfg.model:
+        raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
     config.at_least(cfg, 1, "num_samples max_new_tokens top_k")
     config.at_least(cfg, 0, "temperature seed")
+    distributed.init()
+    rank, world = distributed.rank(), distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    found = distributed.on_main(lambda: hf.find(cfg.model))
+    tokenizer, model = found.tokenizer(cfg.tokenizer), found.load(device=hw.device)
+    if cfg.interactive:
+        return talk(cfg, model, tokenizer, hw)
 
-    about = checkpoint.read_model(cfg.run)
-    tokenizer = Tokenizer(about["tokenizer"]["name"])
-    model = GPT(GPTConfig(**about["architecture"])).to(hw.device)
-    model.load_state_dict(checkpoint.load_weights(cfg.run, checkpoint.choose(cfg.run), hw.device))
-
-    prompt = tokenizer.encode(cfg.prompt).tolist() or [tokenizer.eos]
+    prompt, first, last = tokenizer.prompt_ids(cfg.prompt, cfg.system), *(cfg.num_samples * r // world for r in (rank, rank + 1))
+    samples = []
     try:
-        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, stop=(tokenizer.eos,))
-        engine = Engine(model, slots=min(cfg.num_samples, 64), context=len(prompt) + cfg.max_new_tokens, sampling=sampling,
-                        seed=cfg.seed, dtype=hw.torch_dtype if hw.dtype == "bf16" else None)     # fp16's range is too narrow
-        samples = list(engine.generate([Request(prompt, cfg.num_samples, max_new_tokens=cfg.max_new_tokens)]))
+        if last > first:
+            slots = 64 if cfg.deterministic else min(last - first, 64)
+            engine = make_engine(cfg, model, tokenizer, hw, len(prompt) + cfg.max_new_tokens, slots)
+            samples = list(engine.generate([Request(prompt, last - first, 0, cfg.max_new_tokens, first)]))
     except ValueError as e:
         raise config.BadInput(str(e)) from None
-    for sample in sorted(samples, key=lambda sample: sample.index):
-        text = tokenizer.decode(sample.ids[:-1] if sample.reason == "stop" else sample.ids)
-        print(cfg.prompt + text.rstrip("\n"), end="\n---\n")
+    texts = distributed.gather([(sample.index, text_of(tokenizer, sample.ids)) for sample in samples])
+    if rank == 0:
+        for _, text in sorted(sum(texts, [])):
+            print(cfg.prompt + text.rstrip("\n"), end="\n---\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     python train.py --dataset=book.txt --out_dir=out/book
     python train.py config/cpu_small.py --learning_rate=0.02
     python train.py --init_from=resume --out_dir=out/book
+    python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
     torchrun --nproc_per_node=2 train.py config/...
 
 Knobs, as --key=value:
@@ -12,14 +13,15 @@ import dataclasses
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import tasks
-from eval import text_loss
-from model import GPT, GPTConfig
+import hf
+from eval import evaluation_line, text_loss
+from model import GPT, GPTConfig, adapters_off, add_lora, blank, merged
 from runtime import checkpoint, config, data, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
@@ -31,16 +33,16 @@ from runtime.tokenizer import Tokenizer
 class Config:
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
-    init_from: str = "scratch"               # scratch, resume (the run in out_dir), or another run's folder
+    init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging Face folder or hub name
     overwrite: bool = False                  # replace the run that out_dir holds
     seed: int = 0
     eval_only: bool = False                  # evaluate once and exit; nothing is written
     # data
     dataset: str = "task:unit_conversion"    # task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or org/name:config
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
-    tokenizer: Literal["bytes", "gpt2"] = "bytes"
+    tokenizer: str = "bytes"                 # bytes, gpt2, or a folder with a tokenizer.json; with init_from it is the model's own
     data_dir: str = "data"                   # where tokenised texts are kept
-    block_size: int = 256                    # context, tokens
+    block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
     # model
     n_layer: int = 4
     n_head: int = 2
@@ -56,6 +58,9 @@ class Config:
     tied_head: bool = False                  # the head shares the embedding's weights
     logit_softcap: float = 0.0               # e.g. 15; 0: off
     dropout: float = 0.0                     # 0.1-0.2 where the text is seen many times
+    lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights of init_from; 0: off
+    lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
+    lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
     # batch: tokens of an optimizer step = batch_size * gradient_accumulation_steps * block_size on any number of ranks
     batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit the memory
     gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
@@ -104,8 +109,7 @@ class Config:
         return self.batch_size * self.gradient_accumulation_steps
 
 
-ARCHITECTURE = ("block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head "
-                "logit_softcap").split()
+ARCHITECTURE = "n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head logit_softcap".split()
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")           # these compile modes record the step, and can't accumulate gradients
 
 
@@ -113,7 +117,7 @@ def check(cfg):
     config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size max_steps eval_tokens "
                             "gradient_accumulation_steps eval_interval log_interval save_interval keep_last prefetch")
     config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience")
+                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience lora_rank")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 2**63 - 1, "seed")
@@ -125,34 +129,65 @@ def check(cfg):
                        "max-autotune-no-cudagraphs, or one micro-step a rank.")
 
 
+def knobs_of(model):
+    """The knobs that a model to start from settles, or block_size suggests: a run's, or those that describe Hugging Face's files."""
+    if (Path(model) / "model.json").exists():
+        saved = config.read_saved(model)
+        return {k: saved[k] for k in [*ARCHITECTURE, "tokenizer", "block_size"]}
+    found = hf.find(model)
+    knobs = {k: getattr(found.config, k, found.config.qkv_bias) for k in ARCHITECTURE}
+    knobs["block_size"] = min(1024, found.config.block_size)
+    return knobs | ({"tokenizer": str(found.folder)} if (found.folder / "tokenizer.json").exists() else {})
+
+
 def architecture(cfg, tokenizer):
-    knobs = {k: getattr(cfg, k) for k in ARCHITECTURE + ["dropout"] if k != "bias"}
+    knobs = {k: getattr(cfg, k) for k in ARCHITECTURE + ["block_size", "dropout"] if k != "bias"}
     try:
         return GPTConfig(vocab_size=tokenizer.n_vocab, qkv_bias=cfg.bias, o_bias=cfg.bias, mlp_bias=cfg.bias, **knobs)
     except ValueError as e:
         raise BadInput(f"{e}: change one of them.") from None
 
 
-def build_model(cfg, hw, tokenizer):
-    shape = architecture(cfg, tokenizer)
+def build_model(cfg, hw, tokenizer, found, resuming):
+    """The GPT on its device: drawn, or with the weights of what was found; of a run that is resumed they come later."""
+    shape = dataclasses.replace(found.config, dropout=cfg.dropout) if found else architecture(cfg, tokenizer)
+    if cfg.block_size > shape.block_size:
+        raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the model: lower it.")
     with torch.device("meta"):
         memory.check_weights(GPT(shape), hw)              # before any of it is taken
-    return GPT(shape, hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks).to(hw.device)
-
-
-def prepare_data(cfg, tokenizer):
-    """The folder of token files, made by the first rank while the others wait."""
-    documents = None
-    if cfg.dataset.startswith("task:"):
+    knobs = hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks
+    model = blank(shape, *knobs, device=hw.device) if found else GPT(shape, *knobs).to(hw.device)
+    if found and not resuming:
+        found.fill(model)
+    if lora(cfg) and not cfg.eval_only:
+        if resuming:
+            model.load_state_dict(checkpoint.load_base(cfg.out_dir, hw.device))
         try:
-            documents = tasks.load(cfg.dataset[5:]).documents
-        except LookupError as e:
+            add_lora(model, **lora(cfg))
+        except ValueError as e:
             raise BadInput(str(e)) from None
-    return distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, documents, cfg.text_key))
+    return model
+
+
+def lora(cfg):
+    """What model.add_lora is given; None without."""
+    return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")} if cfg.lora_rank else None
+
+
+def open_run(cfg, model, tokenizer, resuming):
+    """The run folder, with all that is needed to use the model."""
+    checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), {
+        "architecture": dataclasses.asdict(model.config), "tokenizer": tokenizer.describe(), "lora": lora(cfg)},
+        cfg.overwrite, resume=resuming)
+    if not resuming:
+        tokenizer.save(cfg.out_dir)
+        if lora(cfg):
+            with adapters_off(model):
+                checkpoint.save_base(cfg.out_dir, merged(model))
 
 
 def starting_point(cfg):
-    """(run folder, step) to begin from, or None. config.load has taken over that run's architecture and tokenizer."""
+    """hf.Found to begin from, or None. config.load has taken over that model's architecture and tokenizer."""
     if cfg.init_from == "scratch":
         return None
     if cfg.init_from == "resume":
@@ -162,13 +197,8 @@ def starting_point(cfg):
         if not checkpoint.has_state(cfg.out_dir, step) and not cfg.eval_only:
             raise BadInput(f"The checkpoint of step {step} in {cfg.out_dir} holds the weights alone (save_only_model), which is "
                            f"not enough to resume: start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
-        return cfg.out_dir, step
-    return cfg.init_from, checkpoint.choose(cfg.init_from)
-
-
-def evaluation_line(result):
-    return (f"val loss {result['val_loss']:.4f} | perplexity {result['val_ppl_token']:.2f} a token, "
-            f"{shown(result.get('val_ppl_word'), '.2f')} a word | {shown(result.get('val_bits_per_byte'), '.4f')} bits/byte")
+        return hf.find(cfg.out_dir, step)
+    return hf.find(cfg.init_from)
 
 
 def start_up(cfg, hw, model, windows, valid_text, now):
@@ -225,7 +255,7 @@ def compile_and_fit(cfg, hw, model, optimizers, micro_batch, say):
 
 
 def main(argv):
-    cfg = config.load(Config, argv, frozen=ARCHITECTURE + ["tokenizer"])
+    cfg = config.load(Config, argv, frozen=ARCHITECTURE + ["tokenizer"], saved_of=knobs_of)
     check(cfg)
     check_installed(cfg.tensorboard, cfg.wandb)
     distributed.init()
@@ -233,33 +263,29 @@ def main(argv):
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
 
-    # Data and model. A run folder to start from settles the architecture.
-    start, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume"
-    tokenizer = Tokenizer(cfg.tokenizer)
-    folder = prepare_data(cfg, tokenizer)
+    # Data and model. A model to start from settles architecture and tokenizer.
+    found, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume" and not cfg.eval_only
+    tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer)
+    folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
     windows = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, cfg.sequences, cfg.seed, rank, world)
     valid_text = data.TokenFile(folder, "valid")
     if len(valid_text) < 2:
         raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
     torch.manual_seed(cfg.seed)
-    model = build_model(cfg, hw, tokenizer)
+    model = build_model(cfg, hw, tokenizer, found, resuming)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                              cfg.fused_adamw, cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, cfg.sequences // world))
     now = state.progress
-    if resuming and not cfg.eval_only:
-        state.restore(start[1])
+    if resuming:
+        state.restore(found.step)
         now.micro_batch = memory.after_retreat(cfg, now.micro_batch)
-    elif start:
-        model.load_state_dict(checkpoint.load_weights(*start, hw.device))
     if cfg.eval_only:
         result = text_loss(model, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
         if rank == 0:
             print(evaluation_line(result))
         return 0
-    distributed.on_main(lambda: checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), {
-        "architecture": dataclasses.asdict(model.config), "tokenizer": tokenizer.describe(), "prompt_template": "{prompt}",
-    }, cfg.overwrite, resume=resuming))
+    distributed.on_main(lambda: open_run(cfg, model, tokenizer, resuming))
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
     fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, now.micro_batch, log.say)
     log.say(start_up(cfg, hw, model, windows, valid_text, now))
@@ -352,10 +378,10 @@ def main(argv):
         val_loss, new_best = None, False
         if step % cfg.eval_interval == 0 or last:
             result = text_loss(fast, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
-            val_loss = result["val_loss"]
+            val_loss = result["loss"]
             new_best = distributed.on_main(lambda: val_loss < checkpoint.best_loss(cfg.out_dir, step - 1))
             now.stale = 0 if new_best else now.stale + 1
-            log.metrics(step=step, tokens=step * targets, seconds=now.seconds, **result)
+            log.metrics(step=step, tokens=step * targets, seconds=now.seconds, **{f"val_{k}": v for k, v in result.items()})
             log.say(f"step {step}/{cfg.max_steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
         if step % cfg.save_interval == 0 or last or new_best or out_of_patience() or stopping and val_loss is not None:
             state.save(val_loss)

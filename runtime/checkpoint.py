@@ -2,6 +2,8 @@
 
     out/run/config.json               every knob, resolved
             model.json                architecture, tokenizer, prompt template: with any checkpoint's weights, the model
+            tokenizer.json            if it is Hugging Face's
+            base.safetensors          with LoRA: the frozen weights; the checkpoints' are the adapters alone
             metrics.jsonl training.log
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
@@ -136,6 +138,22 @@ def newest_intact(out_dir, say=print):
 def load_weights(out_dir, step, device="cpu"):
     """{name: tensor} of a checkpoint."""
     return load_file(Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "model.safetensors", device=str(device))
+
+
+def save_base(out_dir, weights):
+    """The frozen weights that a run's adapters stand beside, once for all its checkpoints."""
+    partial, final = Path(out_dir) / "base.partial", Path(out_dir) / "base.safetensors"
+    save_file(weights, partial)
+    fsync(partial)
+    partial.rename(final)
+
+
+def load_base(out_dir, device="cpu"):
+    try:
+        return load_file(Path(out_dir) / "base.safetensors", device=str(device))
+    except (OSError, SafetensorError) as e:
+        raise BadInput(f"base.safetensors in {out_dir}, which the run's adapters stand beside, can't be read ({e}): start again from "
+                       "its model with --overwrite.") from None
 
 
 def load_state(out_dir, step):

@@ -22,12 +22,12 @@ class BadInput(Exception):
     """Something the user can mend. The message is one sentence: what is wrong and what to do. Exit code 2."""
 
 
-def load(Config, argv, frozen=(), positional=None):
+def load(Config, argv, frozen=(), positional=None, saved_of=None):
     """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits. A word that is
     neither is the value of the knob named by `positional`, if there is one; of several, if its type is tuple.
 
-    With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=RUN those of that
-    run for the knobs in `frozen`; a knob in `frozen` that is given another value then is an error.
+    With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL those that
+    saved_of(MODEL) gives; a knob in `frozen` that is given another value then is an error.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
@@ -57,13 +57,12 @@ def load(Config, argv, frozen=(), positional=None):
     init_from = given.get("init_from", values.get("init_from", "scratch"))
     if init_from != "scratch":
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
-        saved = read_saved(run)
+        saved = read_saved(run) if init_from == "resume" else saved_of(run)
         for key in frozen:
             if key in given and key in saved and given[key] != saved[key]:
-                raise BadInput(f"{key}={given[key]} can't go on from the run in {run}, which has {key}={saved[key]}; leave it "
+                raise BadInput(f"{key}={given[key]} can't go on from {run}, which has {key}={saved[key]}; leave it "
                                "out, or start from scratch.")
-        taken = fields if init_from == "resume" else frozen
-        values |= {key: saved[key] for key in taken if key in saved and key not in OF_THIS_CALL}
+        values |= {key: saved[key] for key in fields if key in saved and key not in OF_THIS_CALL}
     return Config(**(values | given))
 
 

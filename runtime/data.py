@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import tasks
 from model import IGNORE
 from runtime import texts
 from runtime.checkpoint import fsync, write_atomically
@@ -28,25 +29,32 @@ SHARD_KEYS = {"file", "tokens", "words", "bytes"}
 
 # --- preparation: once per text and tokenizer ---
 
-def prepare(dataset, tokenizer, data_dir, documents=None, text_key="text", only=None):
+def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
     """Folder with the token ids of a dataset, train_*.bin and valid_*.bin, and meta.json; made now unless it is there.
 
-    dataset: what texts.find takes, or a folder with nanoGPT's train.bin and val.bin; or a name, with `documents` a
-    function from split to a list of texts. Documents are separated by the end-of-text token. Without a validation split
-    the last tenth of the text, at most 10 MB, is one. only: one split, as valid (of nanoGPT's files it is val.bin).
+    dataset: what texts.find takes, a folder with nanoGPT's train.bin and val.bin, or task:NAME. Documents are separated by
+    the end-of-text token. Without a validation split the last tenth of the text, at most 10 MB, is one. only: one split, as
+    valid (of nanoGPT's files it is val.bin).
     """
     try:
-        if documents is None and list(Path(dataset).glob("*.bin")):
+        if list(Path(dataset).glob("*.bin")):
             return adopt_bins(Path(dataset), tokenizer, data_dir)
-        if documents:
-            found = {split: [texts.Documents(documents(split))] for split in SPLITS}
-            found = {"train": [], "valid": found[only]} if only else found
-        else:
-            found = texts.find(dataset, text_key, only)
+        found = task_texts(dataset[5:], only) if dataset.startswith("task:") else texts.find(dataset, text_key, only)
         return prepare_texts(dataset, found, tokenizer, Path(data_dir))
     except OSError as e:
         raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it readable, free some "
                        "space, or choose another place with --data_dir=.") from None
+
+
+def task_texts(name, only):
+    try:
+        documents = tasks.load(name).documents
+    except LookupError as e:
+        raise BadInput(str(e)) from None
+    if only not in (None, *SPLITS):
+        raise BadInput(f"The text of the task {name} has no split {only}: choose another --split=.")
+    found = {split: [texts.Documents(documents(split))] for split in SPLITS}
+    return {"train": [], "valid": found[only]} if only else found
 
 
 def prepare_texts(dataset, found, tokenizer, data_dir):

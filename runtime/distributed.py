@@ -56,6 +56,15 @@ def any(flag):
     return sum([flag])[0] > 0
 
 
+def gather(value):
+    """The value of every rank (anything that can be pickled), in their order."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * world_size()
+    dist.all_gather_object(values, value, group=patient)
+    return values
+
+
 def on_main(function):
     """Run `function` on the first rank alone; every rank gets what it returned, or the BadInput that it raised."""
     if not dist.is_initialized():

@@ -103,7 +103,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes):
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
     """Bytes that a training step adds to the weights, by name, without compiling (which saves some of the activations)."""
     rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device.type))
-    return {"gradients": 4 * sum(p.numel() for p in model.parameters()), "optimizer": optimizer_bytes,
+    return {"gradients": 4 * sum(p.numel() for p in model.parameters() if p.requires_grad), "optimizer": optimizer_bytes,
             "activations": saved_for_backward(model, hardware, micro_batch, block_size),
             "head": 3 * 4 * model.config.padded_vocab_size * (rows_of_logits + model.config.n_embd)}
 

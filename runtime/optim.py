@@ -10,10 +10,10 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     """The optimizers of a step, as a list. Weight decay on matrices only, not on norms and biases.
 
     muon: torch.optim.Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size so
-    that one learning rate serves both; AdamW for embeddings, head and the rest.
+    that one learning rate serves both; AdamW for embeddings, head, adapters (whose rank it would undo) and the rest.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hidden = {name for name, p in trained.items() if name.startswith("blocks.") and p.ndim == 2}
+    hidden = {name for name, p in trained.items() if name.startswith("blocks.") and p.ndim == 2 and ".lora_" not in name}
 
     def group(names, decay):
         return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from model import adapters, load_adapters
 from runtime import checkpoint, distributed
 from runtime.config import BadInput
 from runtime.guard import NonFinite
@@ -35,13 +36,14 @@ class State:
                  "scaler": self.scaler.state_dict(), "dtype": self.hardware.dtype,
                  "progress": dataclasses.asdict(self.progress), "nonfinite": dataclasses.asdict(self.nonfinite)}
         distributed.on_main(lambda: checkpoint.save(
-            self.cfg.out_dir, self.progress.step, self.model.state_dict(), None if self.cfg.save_only_model else state,
+            self.cfg.out_dir, self.progress.step, adapters(self.model) or self.model.state_dict(), None if self.cfg.save_only_model else state,
             val_loss, self.cfg.keep_last, dataclasses.asdict(self.cfg)))
 
     def restore(self, step):
         """Everything as it was after `step` steps of the run in out_dir; but knobs of the optimizer that are given on resume
         count, and so does a smaller micro-batch."""
-        self.model.load_state_dict(checkpoint.load_weights(self.cfg.out_dir, step, self.hardware.device))
+        weights = checkpoint.load_weights(self.cfg.out_dir, step, self.hardware.device)
+        load_adapters(self.model, weights) if adapters(self.model) else self.model.load_state_dict(weights)
         state = checkpoint.load_state(self.cfg.out_dir, step)
         if state["optimizer"] != self.cfg.optimizer:
             raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of {state['optimizer']}: leave it out.")

@@ -66,6 +66,18 @@ class Tokenizer:
         if self.name not in BUILT_IN:
             write_atomically(Path(folder) / FILE, self.encoding.content)
 
+    def export(self, folder):
+        """As `save`, with the files beside it that transformers reads."""
+        if self.name in BUILT_IN:
+            return
+        named = {"eos_token": self.eos, "pad_token": self.pad, "bos_token": self.bos}
+        settings = {k: self.encoding.hf.id_to_token(i) for k, i in named.items() if i is not None}
+        if self.template["name"] == "chatml":
+            settings["chat_template"] = chatml_jinja(self.template["system"], self.bos is not None)
+        self.save(folder)
+        write_atomically(Path(folder) / "tokenizer_config.json", json.dumps(
+            settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1).encode())
+
     def encode(self, text):
         """Token ids as a uint32 array. Special tokens written out in the text are ordinary text."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -91,6 +103,15 @@ class Tokenizer:
     def answer_ids(self, text):
         """List of the ids that a model should answer a prompt with."""
         return self.encode(text).tolist() + [self.end]
+
+
+def chatml_jinja(system, bos):
+    """The chatml template in the language of transformers, with a default system message or none."""
+    default = f"{IM_START}system\n{system}{IM_END}\n".replace("\\", "\\\\").replace("\n", "\\n").replace("'", "\\'") if system else ""
+    return ("{{ bos_token }}" if bos else "") + (
+        "{% if messages[0]['role'] != 'system' %}{{ '" + default + "' }}{% endif %}" if system else "") + (
+        "{% for message in messages %}{{ '" + IM_START + "' + message['role'] + '\\n' + message['content'] + '" + IM_END + "\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '" + IM_START + "assistant\\n' }}{% endif %}")
 
 
 # --- tiktoken ---
@@ -167,7 +188,7 @@ def locate(name):
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise BadInput((f"The folder {path} has no {FILE}" if path.is_dir() else f"There is no tokenizer {path}") +
-                       f": give gpt2, bytes, or the path of a {FILE} or of the folder that holds one.")
+                       f": choose --tokenizer=gpt2, bytes, or the path of a {FILE} or of the folder that holds one.")
     return file
 
 

@@ -1,5 +1,5 @@
-"""A stand-in for the Hugging Face hub on this machine: serves dataset repositories from a folder, read-only, so that tests
-run the real `datasets` without a network."""
+"""A stand-in for the Hugging Face hub on this machine: serves repositories of datasets and models from a folder, read-only, so
+that tests run the real `datasets` and `huggingface_hub` without a network."""
 import contextlib
 import hashlib
 import http.server
@@ -10,8 +10,8 @@ import re
 import threading
 import urllib.parse
 
-# What load_dataset asks for: a repository's info, its file tree, and the content of its files.
-ROUTE = re.compile(r"/(?:api/)?datasets/(\w[\w.-]*/\w[\w.-]*)(?:/(revision|tree|resolve)/(\w+)/?(.*))?")
+# What load_dataset and snapshot_download ask for: a repository's info, its file tree, and the content of its files.
+ROUTE = re.compile(r"/(?:api/)?(?:datasets/|models/)?(\w[\w.-]*/\w[\w.-]*)(?:/(revision|tree|resolve)/(\w+)/?(.*))?")
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -29,7 +29,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if revision not in (None, "main", commit):
             return self.reply(404, error="RevisionNotFound")
         if verb in (None, "revision"):
-            return self.reply(200, json.dumps({"id": name, "sha": commit}).encode())
+            siblings = [{"rfilename": f} for f in files]
+            return self.reply(200, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
         if verb == "resolve" and path in files:
             return self.reply(200, files[path], commit=commit)
         if verb == "tree" and (entries := tree(files, path, "recursive=true" in url.query.lower())):

@@ -1,0 +1,219 @@
+"""Models that exist, from a folder or the hub, through every script: train, resume, adapt, evaluate, sample, export."""
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hub
+from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
+from hf import find, load
+from runtime import checkpoint
+from runtime.tokenizer import Tokenizer
+from test_tokenizer import SMOL, write
+
+transformers = pytest.importorskip("transformers")
+
+TUNE = dict(block_size=32, batch_size=4, max_steps=8, eval_interval=8, save_interval=4, log_interval=1, warmup_steps=2,
+            learning_rate=0.003, keep_last=9, eval_tokens=640, dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A small Llama with a chat model's tokenizer, as transformers saves them."""
+    folder = write(tmp_path_factory.mktemp("hf") / "small-chat", "smol", chat=SMOL)
+    n = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) + 8
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=n, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=256, tie_word_embeddings=True)).save_pretrained(folder)
+    return folder
+
+
+def tune(out_dir, text, source, **knobs):
+    return trained(out_dir, text, defaults=TUNE, init_from=source, **knobs)
+
+
+def script(name, *arguments, ranks=1, **options):
+    done = subprocess.run(command("", ranks, name, defaults={})[:-1] + [str(a) for a in arguments], env=environment(), text=True,
+                          capture_output=True, timeout=120, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tuned(source, text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "tuned"
+    tune(folder, text, source)
+    return folder
+
+
+def test_a_run_folder_needs_nothing_else(source, tuned, text, tmp_path):
+    """Neither to go on nor to be sampled from: the model it began with may be gone."""
+    gone = tmp_path / "small-chat"
+    shutil.copytree(source, gone)
+    tune(tmp_path / "a", text, gone, max_steps=4)
+    shutil.rmtree(gone)
+    trained(tmp_path / "a", text, defaults={}, init_from="resume", max_steps=8)
+    assert metrics(tmp_path / "a")[4] == metrics(tuned)[4] and metrics(tuned)[8] < metrics(tuned)[1] - 0.1
+    first = json.loads((tuned / "model.json").read_text())
+    assert first["architecture"]["mlp"] == "swiglu" and first["tokenizer"]["template"]["system"] == "You are a small model, née test"
+    assert script("sample.py", tmp_path / "a", "--prompt=the cat", "--max_new_tokens=4").startswith("the cat")
+    for system in ("", "You are a cat."):
+        assert find(tuned).tokenizer().prompt_ids("the <|im_end|> cat", system) == Tokenizer(source).prompt_ids("the <|im_end|> cat", system)
+
+
+def test_resume_is_exact(source, tuned, text, tmp_path):
+    shutil.copytree(tuned, tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step_00000008")
+    trained(tmp_path / "a", text, defaults={}, init_from="resume", max_steps=8)
+    assert largest_difference(weights(tmp_path / "a", 8), weights(tuned, 8)) == 0
+
+
+def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
+    lora = dict(lora_rank=4, lora_linears="qkv,down", dropout=0.1)
+    tune(tmp_path / "a", text, source, **lora)
+    saved = weights(tmp_path / "a", 8)
+    assert {name.split(".")[3] + name[-7:] for name in saved} == {"qkv.lora_a", "qkv.lora_b", "down.lora_a", "down.lora_b"}
+    base = checkpoint.load_base(tmp_path / "a")
+    assert largest_difference(base, load(source).state_dict()) == 0
+    merged = load(tmp_path / "a").state_dict()
+    expected = base["blocks.1.mlp.down.weight"] + 2 * saved["blocks.1.mlp.down.lora_b"] @ saved["blocks.1.mlp.down.lora_a"]
+    assert torch.allclose(merged["blocks.1.mlp.down.weight"], expected) and not torch.equal(expected, base["blocks.1.mlp.down.weight"])
+    assert torch.equal(merged["blocks.1.mlp.up.weight"], base["blocks.1.mlp.up.weight"])
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step_00000008")
+    trained(tmp_path / "b", text, defaults={}, init_from="resume")
+    assert largest_difference(weights(tmp_path / "b", 8), saved) == 0
+    evaluated = trained(tmp_path / "a", text, defaults={}, init_from="resume", eval_only=True)
+    assert f"val loss {metrics(tmp_path / 'a', 'val_loss')[8]:.4f}" in evaluated.stdout
+    trained(tmp_path / "c", text, defaults=TUNE, init_from=tmp_path / "a", max_steps=1, learning_rate=0.0)
+    assert largest_difference(weights(tmp_path / "c", 1), merged) == 0
+    (tmp_path / "b" / "base.safetensors").write_bytes(b"torn")
+    done = run(tmp_path / "b", text, defaults={}, init_from="resume", max_steps=9)
+    assert done.returncode == 2 and "base.safetensors" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_was_tuned_goes_back_to_transformers_with_its_tokenizer(tuned, tmp_path):
+    script("hf.py", tuned, tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = find(tuned)
+    ids = ours.tokenizer().prompt_ids("how many?")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "how many?"}], add_generation_prompt=True, tokenize=True,
+                                         return_dict=False) == ids
+    with torch.no_grad():
+        x = torch.tensor([ids])
+        assert (model(x).logits - ours.load()(x)).abs().max() < 1e-4
+    assert model.generation_config.eos_token_id == ours.tokenizer().eos
+    again = find(tmp_path / "out")
+    assert again.tokenizer().prompt_ids("how many?") == ids and again.tokenizer().describe() == ours.tokenizer().describe()
+    assert largest_difference(again.load().state_dict(), ours.load().state_dict()) == 0
+
+
+def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
+    trained(tmp_path / "a", text, max_steps=2)
+    script("hf.py", tmp_path / "a", tmp_path / "out")
+    x = torch.arange(32)[None]
+    assert (load(tmp_path / "out")(x) - load(tmp_path / "a")(x)).abs().max() < 1e-6
+    out = script("sample.py", tmp_path / "out", "--tokenizer=bytes", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
+    assert out == script("sample.py", tmp_path / "a", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
+    done = subprocess.run(command("", 1, "sample.py", defaults={})[:-1] + [str(tmp_path / "out")], env=environment(), capture_output=True,
+                          text=True)
+    assert done.returncode == 2 and "has no tokenizer.json: choose --tokenizer=" in done.stderr
+
+
+def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp_path):
+    shutil.copytree(source, tmp_path / "hub" / "org" / "small-chat")
+    code = "import hf; f = hf.find('org/small-chat'); print(f.load().n_params(), f.tokenizer().template['name'])"
+
+    def load_by_name(url, **extra):
+        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=hub.environment(url, tmp_path / "home") | extra,
+                              capture_output=True, text=True, timeout=120)
+    with hub.serve(tmp_path / "hub") as url:
+        assert load_by_name(url).stdout.split()[1:] == ["chatml"]
+    assert load_by_name(url).stdout.split()[1:] == ["chatml"]                  # nothing answers there now
+    shutil.rmtree(tmp_path / "home")
+    assert "gave no such model" in load_by_name(url, HF_HUB_OFFLINE="1").stderr
+
+
+# --- eval.py ---
+
+def perplexity_by_hand(folder, ids, block_size, stride):
+    """Total nats over all tokens but the first, by transformers, a token at a time."""
+    model, nats = transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0
+    with torch.no_grad():
+        for target in range(1, len(ids)):
+            window = max(0, -(-(target - block_size) // stride))
+            logits = model(torch.tensor([ids[window * stride:target]])).logits[0, -1]
+            nats -= logits.log_softmax(-1)[ids[target]].item()
+    return nats
+
+
+@pytest.mark.parametrize("stride", [24, 7])
+def test_perplexity_is_what_transformers_computes(source, tmp_path, stride):
+    words = "the cat sat on a mat, née 漢字\nand counted 123 of them twice " * 3
+    (tmp_path / "a.txt").write_text(words)
+    ids = Tokenizer(source).encode(words).tolist()
+    arguments = [source, f"--dataset={tmp_path / 'a.txt'}", f"--data_dir={tmp_path / 'd'}", "--block_size=24", f"--stride={stride}", "--json"]
+    alone, shared = (json.loads(script("eval.py", *arguments, ranks=ranks).splitlines()[-1]) for ranks in (1, 2))
+    expected = perplexity_by_hand(source, ids, 24, stride)
+    for found in (alone, shared):
+        assert found["nll"] == pytest.approx(expected, rel=1e-5)
+        assert (found["tokens"], found["words"], found["bytes"]) == (len(ids) - 1, len(words.split()), len(words.encode()))
+        assert found["ppl_token"] == pytest.approx(2.718281828459045 ** (found["nll"] / found["tokens"]))
+        assert found["ppl_word"] == pytest.approx(2.718281828459045 ** (found["nll"] / found["words"]))
+        assert found["bits_per_byte"] == pytest.approx(found["nll"] / found["bytes"] / 0.6931471805599453)
+
+
+def test_a_split_is_evaluated_without_touching_the_others(tuned, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "train.txt").write_bytes(b"\xff not UTF-8")
+    (folder / "valid.txt").write_text("the cat sat " * 9)
+    (folder / "test.txt").write_text("on a mat")
+    line = [tuned, f"--dataset={folder}", f"--data_dir={tmp_path / 'd'}", "--json"]
+    valid, test = (json.loads(script("eval.py", *line, f"--split={s}").splitlines()[-1]) for s in ("valid", "test"))
+    assert valid["words"] == 27 and test["words"] == 3
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--dataset=x.txt"], "Name a model"), (["RUN"], "Name a model and a text"), (["RUN", "--dataset=nowhere.txt"], "no dataset nowhere"),
+    (["RUN", "--dataset=TEXT", "--block_size=300"], "a model with as many positions"),
+    (["RUN", "--dataset=TEXT", "--block_size=8", "--stride=9"], "A stride of 9"),
+    (["RUN", "--dataset=TEXT", "--stride=0"], "at least 1"), (["/nowhere", "--dataset=TEXT"], "no folder /nowhere"),
+    (["RUN", "--dataset=task:unit_conversion", "--split=test"], "no split test")])
+def test_what_eval_can_not_do_is_one_sentence(tuned, text, tmp_path, arguments, words):
+    arguments = [a.replace("RUN", str(tuned)).replace("TEXT", str(text)) for a in arguments]
+    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), *arguments, f"--data_dir={tmp_path}"], env=environment(), text=True,
+                          capture_output=True)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# --- sample.py ---
+
+def test_ranks_share_the_samples_and_print_the_same(tuned):
+    line = [tuned, "--prompt=the", "--num_samples=5", "--max_new_tokens=6", "--deterministic", "--dtype=fp32"]
+    alone = script("sample.py", *line)
+    assert script("sample.py", *line, ranks=2) == alone and alone.count("---\n") == 5
+    few = script("sample.py", *line[:2], "--num_samples=2", *line[3:])
+    assert alone.startswith(few)
+
+
+WILD = ["--temperature=2", "--seed=3", "--dtype=fp32"]                 # so that there is something to see
+
+
+def test_interactive_answers_line_by_line(tuned):
+    out = script("sample.py", tuned, "--interactive", "--max_new_tokens=12", *WILD, input="the cat\n\nthe cat\n")
+    whole = script("sample.py", tuned, "--prompt=the cat", "--max_new_tokens=12", *WILD).removeprefix("the cat").removesuffix("\n---\n")
+    assert len(whole) > 8 and out.startswith(whole) and out.rstrip("\n").endswith("\n" + whole)
+
+
+def test_a_stop_text_ends_a_sample(tuned):
+    line = [tuned, "--prompt=the", "--max_new_tokens=30", *WILD]
+    text = script("sample.py", *line).removeprefix("the").removesuffix("\n---\n")
+    stop = text[6:9]
+    ended = script("sample.py", *line, f"--stop={stop}").removeprefix("the").removesuffix("\n---\n")
+    assert stop in ended and len(ended) < len(text) and text.startswith(ended)
