@@ -1,6 +1,6 @@
 """What generation costs on this machine, beside its limit and beside transformers.
 
-    python bench.py --peers                                     SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
+    python bench.py --peers=generate                            SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
     python bench.py --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
 
 The same weights, prompts and lengths on every side, taken in turn; no sample ends early. Knobs, as --key=value:
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 import hf
-from engine import Engine, Request, Sampling, cache_bytes, draw, uniform
+from engine import Engine, Packed, Request, Sampling, cache_bytes, draw, uniform
 from model import GPTConfig, blank
 from runtime import config, guard, hardware
 from runtime.config import BadInput
@@ -39,7 +39,7 @@ class Config:
     prompt_tokens: int = 120
     max_new_tokens: int = 60
     slots: int | None = None                 # None: all samples at once, at most 512
-    peers: bool = False                      # beside transformers' generate and generate_batch
+    peers: str = ""                          # beside transformers: generate, generate_batch, or both with a comma
     repeats: int = 3                         # runs of each side, in turn; the median counts
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -71,7 +71,12 @@ def ceilings(hw):
     bandwidth = big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
     n = 8192 if hw.device.type == "cuda" else 2048
     a = torch.randn(n, n, device=hw.device).to(hw.torch_dtype)
-    return bandwidth, 2 * n**3 / min(clock(lambda: a @ a, hw)[0] for _ in range(5))
+    product = torch.mm
+    if Packed.works(hw.device, hw.torch_dtype):           # where there is a faster one, that is the ceiling
+        packed = Packed()
+        packed.pack(a)
+        product = (lambda x, _: packed(x)) if hw.dtype == "fp32" else torch.mm
+    return bandwidth, 2 * n**3 / min(clock(lambda: product(a, a), hw)[0] for _ in range(5))
 
 
 class Ours:
@@ -107,7 +112,7 @@ class Generate:
 
 
 class GenerateBatch(Generate):
-    """transformers' continuous batching: a request a sample."""
+    """transformers' continuous batching: a request a sample. Run once, after the others, because its threads stay."""
     name = "generate_batch"
 
     def run(self, prompts, samples, new):
@@ -116,6 +121,9 @@ class GenerateBatch(Generate):
         out = self.model.generate_batch(inputs=[p for p in prompts for _ in range(samples)], generation_config=settings,
                                         progress_bar=False)
         return sum(len(o.generated_tokens) for o in out.values())
+
+
+PEERS = {kind.name: kind for kind in (Generate, GenerateBatch)}
 
 
 def split(engine, prompts, samples, new, total, hw):
@@ -147,6 +155,8 @@ def main(argv):
         assert all(len(case) == 2 and min(case) > 0 for case in work)
     except (ValueError, AssertionError):
         raise BadInput(f"--work={cfg.work} is not prompts x samples: write for example --work=2x10,32x1.") from None
+    if cfg.peers and not set(cfg.peers.split(",")) <= PEERS.keys():
+        raise BadInput(f"--peers={cfg.peers} is not known: choose from {', '.join(PEERS)}.")
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     c = GPTConfig(**SHAPES[cfg.model])
     torch.manual_seed(cfg.seed)
@@ -158,16 +168,16 @@ def main(argv):
     if cfg.peers:
         with tempfile.TemporaryDirectory() as folder:
             hf.export(model, folder)
-            peers = [kind(folder, cfg, hw) for kind in (Generate, GenerateBatch)]
+            peers = [PEERS[name](folder, cfg, hw) for name in cfg.peers.split(",")]
     rows = []
     for P, N in work:
         prompts = torch.randint(c.vocab_size, (P, cfg.prompt_tokens)).tolist()
         sides, times, failed = [Ours(model, cfg, hw, P * N), *peers], {}, {}
         for repeat in range(cfg.repeats + 1):             # the first is a warm-up, in which shapes are recorded
             for side in sides:
-                if side.name in failed:
-                    continue
                 try:
+                    if side.name in failed or isinstance(side, GenerateBatch) and repeat < cfg.repeats:
+                        continue
                     seconds, tokens = clock(lambda: side.run(prompts, N, cfg.max_new_tokens), hw)
                     assert tokens == P * N * cfg.max_new_tokens, f"{tokens} tokens"
                     if repeat:
@@ -188,7 +198,7 @@ def main(argv):
               + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
               + f"; a step of {min(slots, P * N)} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f})")
         for peer in times.keys() - {"engine"}:
-            ratios = sorted(b / a for a, b in zip(times["engine"], times[peer]))
+            ratios = sorted(b / a for a, b in zip(times["engine"][-len(times[peer]):], times[peer]))
             row[f"over_{peer}"] = statistics.median(ratios)
             print(f"  {peer}: {new / statistics.median(times[peer]):,.0f} tokens/s; the engine is {statistics.median(ratios):.2f} times as "
                   f"fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, attend, merged
 from runtime import memory
@@ -168,7 +169,7 @@ def bucket(n, least):
 
 def at_a_time(device):
     """Tokens of prompts that are computed together, padding included: enough to keep the device busy."""
-    return {"cuda": 2**14}.get(device, 256)
+    return {"cuda": 2**14}.get(device, 512)
 
 
 def cache_bytes(config, slots, context, dtype):
@@ -293,7 +294,9 @@ class Engine:
             bias = bias.flatten(0, 1)
         where = (self.place[:B] + position[:, None]).flatten()
         caches = [self.remembered(k, v, B, C, where, bias) for k, v in zip(self.k, self.v)]
-        logits = self.model.logits(self.model.hidden(token[:, None], position[:, None], caches)[:, 0], self.head)
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):         # of the fused kernels the one that takes a mask
+            h = self.model.hidden(token[:, None], position[:, None], caches)[:, 0]
+        logits = self.model.logits(h, self.head)
         if self.device.type == "mps":                                  # which has no float64
             logits, noise = logits.cpu(), noise.cpu()
         ids, logprobs = draw(logits, uniform(noise, position.to(noise.device)), self.sampling)
@@ -360,8 +363,10 @@ class Engine:
                     raise
                 results = None
             if results is None:                                        # by now the exception, with all it held, is gone
-                todo = deque([Pending(row.request, deque([row.index])) for row in rows if row] +
-                             [Pending(p.request, p.indices) for p in todo])
+                again = {}
+                for request, index in [(row.request, row.index) for row in rows if row] + [(p.request, i) for p in todo for i in p.indices]:
+                    again.setdefault(request, Pending(request, deque())).indices.append(index)
+                todo = deque(again.values())
                 rows.clear()
                 self.allocate(self.slots // 2)
                 now.slots = self.slots
@@ -369,7 +374,7 @@ class Engine:
             finished = self.collect(rows, *results)
             for sample in finished:
                 left[sample.request] = left.get(sample.request, sample.request.num_samples) - 1
-                now.requests += left[sample.request] == 0
+                now.requests += left[sample.request] == 0 and left.pop(sample.request) == 0
             now.samples, now.busy = now.samples + len(finished), len(rows) - len(finished)
             if progress:
                 progress(now)

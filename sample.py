@@ -80,6 +80,7 @@ def main(argv):
         raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
     config.at_least(cfg, 1, "num_samples max_new_tokens top_k")
     config.at_least(cfg, 0, "temperature seed")
+    config.at_most(cfg, 2**63 - 1, "seed")
     distributed.init()
     rank, world = distributed.rank(), distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)

@@ -76,6 +76,42 @@ def test_what_transformers_can_not_compute_is_one_sentence(tmp_path):
             hf.export(GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=1, n_head=2, n_embd=32, **knobs)), tmp_path)
 
 
+SIZES = {                     # as published: the config.json's own words, and the number of parameters
+    "gpt2": (dict(model_type="gpt2", activation_function="gelu_new", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),
+             124_439_808),
+    "gpt2-medium": (dict(model_type="gpt2", activation_function="gelu_new", vocab_size=50257, n_positions=1024, n_embd=1024, n_layer=24,
+                         n_head=16), 354_823_168),
+    "gpt2-large": (dict(model_type="gpt2", activation_function="gelu_new", vocab_size=50257, n_positions=1024, n_embd=1280, n_layer=36,
+                        n_head=20), 774_030_080),
+    "gpt2-xl": (dict(model_type="gpt2", activation_function="gelu_new", vocab_size=50257, n_positions=1024, n_embd=1600, n_layer=48,
+                     n_head=25), 1_557_611_200),
+    "SmolLM2-135M": (dict(model_type="llama", hidden_act="silu", vocab_size=49152, max_position_embeddings=8192, hidden_size=576,
+                          num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+                          tie_word_embeddings=True), 134_515_008),
+    "SmolLM2-360M": (dict(model_type="llama", hidden_act="silu", vocab_size=49152, max_position_embeddings=8192, hidden_size=960,
+                          num_hidden_layers=32, num_attention_heads=15, num_key_value_heads=5, intermediate_size=2560,
+                          tie_word_embeddings=True), 361_821_120),
+    "SmolLM2-1.7B": (dict(model_type="llama", hidden_act="silu", vocab_size=49152, max_position_embeddings=8192, hidden_size=2048,
+                          num_hidden_layers=24, num_attention_heads=32, num_key_value_heads=32, intermediate_size=8192,
+                          tie_word_embeddings=True), 1_711_376_384),
+    "Qwen2.5-0.5B": (dict(model_type="qwen2", hidden_act="silu", vocab_size=151936, max_position_embeddings=32768, hidden_size=896,
+                          num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
+                          tie_word_embeddings=True, use_sliding_window=False), 494_032_768),
+    "Qwen3-0.6B": (dict(model_type="qwen3", hidden_act="silu", vocab_size=151936, max_position_embeddings=40960, hidden_size=1024,
+                        num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=3072,
+                        tie_word_embeddings=True), 596_049_920),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_published_models_have_their_published_sizes(name):
+    about, n_params = SIZES[name]
+    with torch.device("meta"):
+        model = GPT(hf.read_config(about))
+    padding = (model.config.padded_vocab_size - model.config.vocab_size) * model.config.n_embd
+    assert model.n_params() - padding == n_params
+
+
 @pytest.fixture
 def folder(tmp_path):
     theirs("llama, tied, grouped heads").save_pretrained(tmp_path, max_shard_size="100KB")
