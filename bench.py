@@ -7,6 +7,7 @@ The same weights, prompts and lengths on every side, taken in turn; no sample en
 """
 import gc
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -147,18 +148,35 @@ def split(engine, prompts, samples, new, total, hw):
     return parts | {"host": total - sum(parts.values())}, step
 
 
+def products(engine, B, C, hw):
+    """Seconds of a step's matrix products alone, on a CPU: what is left of a step is overhead."""
+    D, dtype, groups = engine.c.head_dim, engine.dtype, engine.c.n_head // engine.c.n_kv_head
+    linears = [m for m in [*engine.model.modules(), engine.head] if isinstance(m, Packed | torch.nn.Linear)]
+    x = {m: torch.randn(B, 1, m.weight.shape[1]).to(dtype) for m in linears}
+    q, p = (torch.randn(B * engine.c.n_kv_head, groups, n).to(dtype) for n in (D, C))
+
+    def all_of_them():
+        for m in linears:
+            m(x[m])
+        for k, v in zip(engine.k, engine.v):
+            k, v = (z[:B].flatten(0, 1)[:, :C] for z in (k, v))
+            torch.bmm(q, k.transpose(1, 2)), torch.bmm(p, v)
+    with torch.inference_mode():
+        return statistics.median(clock(all_of_them, hw)[0] for _ in range(5))
+
+
 def main(argv):
     cfg = config.load(Config, argv)
     config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats")
-    try:
-        work = [tuple(map(int, case.split("x"))) for case in cfg.work.split(",")]
-        assert all(len(case) == 2 and min(case) > 0 for case in work)
-    except (ValueError, AssertionError):
-        raise BadInput(f"--work={cfg.work} is not prompts x samples: write for example --work=2x10,32x1.") from None
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", cfg.work):
+        raise BadInput(f"--work={cfg.work} is not prompts x samples: write for example --work=2x10,32x1.")
+    work = [tuple(map(int, case.split("x"))) for case in cfg.work.split(",")]
     if cfg.peers and not set(cfg.peers.split(",")) <= PEERS.keys():
         raise BadInput(f"--peers={cfg.peers} is not known: choose from {', '.join(PEERS)}.")
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     c = GPTConfig(**SHAPES[cfg.model])
+    if cfg.prompt_tokens + cfg.max_new_tokens > c.block_size:
+        raise BadInput(f"{cfg.model} has {c.block_size} positions: lower --prompt_tokens or --max_new_tokens.")
     torch.manual_seed(cfg.seed)
     model, (bandwidth, flops) = random_model(c, hw), ceilings(hw)
     weights, per_token = model.n_params() * hw.torch_dtype.itemsize, cache_bytes(c, 0, 64, hw.torch_dtype) / 64
@@ -192,11 +210,14 @@ def main(argv):
         limit = 2 * (model.n_params() - c.padded_vocab_size * c.n_embd) * P * cfg.prompt_tokens / flops + \
             floor * new / min(slots, P * N)
         parts, step = split(sides[0].engine, prompts, N, cfg.max_new_tokens, ours, hw)
+        alone = products(sides[0].engine, *sides[0].engine.shape(min(slots, P * N), int(context)), hw) if hw.device.type == "cpu" else None
         row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
+               "overhead_ms": alone and 1e3 * (step - alone),
                **{f"{k}_s": v for k, v in parts.items()}, "seconds": times, "failed": failed}
         print(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}; "
               + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
-              + f"; a step of {min(slots, P * N)} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f})")
+              + f"; a step of {min(slots, P * N)} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
+              + (f", products alone {1e3 * alone:.2f})" if alone else ")"))
         for peer in times.keys() - {"engine"}:
             ratios = sorted(b / a for a, b in zip(times["engine"][-len(times[peer]):], times[peer]))
             row[f"over_{peer}"] = statistics.median(ratios)

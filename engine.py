@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import GPT, attend, merged
+from model import GPT, attend, merged, rotations
 from runtime import memory
 
 TOP_P_AMONG = 1024               # likeliest ids that top_p alone chooses from, where sorting a whole vocabulary would be slow
@@ -28,14 +28,17 @@ MOST_SLOTS = {"cpu": 64, "cuda": 512}                # where memory would allow 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    ids: list                                # the prompt's token ids
+    ids: list                                # the prompt's token ids; or an array of them
     num_samples: int = 1
     key: int = 0                             # names the question: a sample's noise depends on (seed, key, its index, position)
     max_new_tokens: int = 128
     first_sample: int = 0                    # index of the first: samples of a question can be asked for in parts
 
+    def __post_init__(self):
+        object.__setattr__(self, "ids", [int(i) for i in self.ids])
 
-@dataclass
+
+@dataclass(frozen=True)
 class Sampling:
     temperature: float = 1.0                 # 0: greedy
     top_k: int | None = None                 # of so many likeliest ids
@@ -46,7 +49,10 @@ class Sampling:
     full_logprobs: bool = False              # also log-probabilities at T = 1 over all ids
 
     def __post_init__(self):
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k is not None and self.top_k < 1:
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if isinstance(self.stop_strings, str) or "" in self.stop_strings:
+            raise ValueError(f"stop_strings={self.stop_strings!r} should be a tuple of texts, none of them empty.")
+        if not self.temperature >= 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k is not None and self.top_k < 1:
             raise ValueError(f"{self} can't be sampled from: temperature is at least 0, top_k at least 1, top_p in (0, 1], min_p in "
                              "[0, 1].")
 
@@ -56,7 +62,7 @@ class Sample:
     request: Request
     index: int                               # first_sample ... first_sample + num_samples - 1
     ids: list = field(default_factory=list)  # new token ids
-    logprobs: list = field(default_factory=list)       # of them, nats, under the distribution that was sampled from
+    logprobs: list = field(default_factory=list)       # of them, nats, under the distribution sampled from (greedy: at T = 1)
     full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, if asked for
     reason: str = ""                         # stop | length
 
@@ -104,7 +110,7 @@ def stream(seed, key, index):
 
 def uniform(stream, position):
     """A float64 in (0, 1) for each element, which depends on nothing but the sample and the position."""
-    return (((mix(stream, position) >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
+    return (((mix(stream, position) >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 
 def invert(p, u):
@@ -113,7 +119,7 @@ def invert(p, u):
     p = F.pad(p, (0, -p.shape[-1] % 256)).unflatten(1, (-1, 256))
     upto = p.sum(-1).double().cumsum(-1)
     target = (u * upto[:, -1])[:, None]
-    block = torch.searchsorted(upto, target)
+    block = torch.searchsorted(upto, target).clamp_(max=upto.shape[1] - 1)             # NaN would be past the end
     before = F.pad(upto, (1, 0)).gather(1, block)
     inside = p.gather(1, block[..., None].expand(-1, -1, 256))[:, 0].double().cumsum(-1)
     share = (target - before) / (upto.gather(1, block) - before)     # in (0, 1]: an id of probability 0 is never reached
@@ -125,7 +131,7 @@ def draw(logits, u, s):
     if s.temperature == 0:
         p, ids = logits.softmax(-1).max(-1)
         return ids, p.log()
-    logits, candidates = logits / s.temperature, None
+    logits, candidates = (logits - logits.amax(-1, keepdim=True)) / s.temperature, None        # at most 0, however small T is
     if s.top_k or s.top_p < 1:
         total = None if s.top_k else logits.logsumexp(-1, keepdim=True)
         logits, candidates = logits.topk(min(s.top_k or TOP_P_AMONG, logits.shape[-1]))          # in falling order
@@ -134,7 +140,7 @@ def draw(logits, u, s):
     if s.min_p:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(s.min_p), -math.inf)
     p = logits.softmax(-1)
-    ids = invert(p, u)[:, None]
+    ids = invert(p, u)[:, None].clamp_(max=p.shape[-1] - 1)
     logprobs = p.gather(1, ids)[:, 0].log()
     return (ids if candidates is None else candidates.gather(1, ids))[:, 0], logprobs
 
@@ -157,8 +163,8 @@ class Packed(nn.Module):
 
     @staticmethod
     def works(device, dtype):
-        return device.type == "cpu" and dtype != torch.float16 and torch.backends.mkldnn.is_available() and \
-            platform.machine() in ("x86_64", "AMD64") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        return device.type == "cpu" and platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available() and (
+            dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def bucket(n, least):
@@ -187,16 +193,23 @@ class Engine:
     in bf16 about 1e-2, so that now and then another token is drawn.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None, deterministic=False, decode=None, poll=None,
                  cuda_graphs=True):
+        model = getattr(model, "_orig_mod", model)                     # of a compiled one
         self.c, self.device = model.config, model.head_weight.device
         self.dtype, self.seed = dtype or model.head_weight.dtype, seed
         self.sampling, self.decode = sampling or Sampling(), decode
         if self.sampling.stop_strings and not decode:
             raise ValueError("Stop strings need the function that turns ids into text: give Engine decode=tokenizer.decode.")
-        self.context, self.deterministic = min(context or self.c.block_size, self.c.block_size), deterministic
+        self.tail = max(map(len, map(str.encode, self.sampling.stop_strings)), default=0) + 3        # ids: none is shorter than a byte
+        self.context, self.deterministic = min(self.c.block_size if context is None else context, self.c.block_size), deterministic
         cuda = self.device.type == "cuda"
-        self.poll, self.cuda_graphs = poll or (8 if cuda else 1), cuda and cuda_graphs
+        self.poll, self.cuda_graphs = (8 if cuda else 1) if poll is None else poll, cuda and cuda_graphs
+        if self.poll < 1 or self.context < 2 or slots is not None and slots < 1:
+            raise ValueError(f"slots={slots} and poll={self.poll} must be at least 1, and context={self.context} at least 2.")
+        self.side = torch.cuda.Stream(self.device) if cuda else None   # where graphs are recorded
+        self.now = None                                                # Progress of the generate() whose rows are in the slots
 
         short = self.device.type == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024
         with torch.device("meta"):
@@ -208,14 +221,15 @@ class Engine:
                 if isinstance(module, nn.Linear):
                     self.model.set_submodule(name, Packed(module.bias))
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
-        self.model.cos, self.model.sin = (None if t is None else t.to(self.dtype) for t in (model.cos, model.sin))
+        self.model.cos, self.model.sin = (None if t is None else t.to(self.device, self.dtype) for t in rotations(self.c))
         self.load(model)
-        self.allocate(slots or self.slots_that_fit())
+        self.allocate(self.slots_that_fit() if slots is None else slots)
 
     @torch.no_grad()
     def load(self, model):
-        """Take over the weights of a model of the same shape, adapters merged in fp32, in place: cache and graphs stay valid."""
-        weights = merged(model)
+        """Take over the weights of a model of the same shape, adapters merged in fp32. Graphs stay valid; a generate() that has
+        not come to its end can't go on, since its keys and values are the old weights'."""
+        weights, self.now = merged(getattr(model, "_orig_mod", model)), None
         for name, mine in self.model.named_parameters():
             mine.copy_(weights[name])
         for name, module in self.model.named_modules():
@@ -229,6 +243,8 @@ class Engine:
     def slots_that_fit(self):
         """As many as nine tenths of the free memory hold, with what a step and a prefill need beside the cache."""
         c, kind = self.c, self.device.type
+        if kind == "cuda":
+            torch.cuda.empty_cache()                                   # what PyTorch holds back counts as free
         free = 0.9 * memory.available(self.device) - 4 * (c.n_head * c.head_dim + 2 * c.mlp_hidden + 4 * c.n_embd) * at_a_time(kind)
         a_slot = cache_bytes(c, 0, self.context, self.dtype) + 16 * c.padded_vocab_size
         return max(1, min(MOST_SLOTS.get(kind, 64), int(free / a_slot) - 1))
@@ -325,22 +341,24 @@ class Engine:
         return attention
 
     def launch(self, B, C):
-        """A step; on a GPU as a CUDA graph, recorded when a (B, C) comes for the first time."""
+        """A step; on a GPU as a CUDA graph, recorded when its shape comes for the first time."""
         if not self.cuda_graphs:
             return self.step(B, C)
-        if (B, C) not in self.graphs:
-            before, side = (self.state.clone(), self.tick.clone()), torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):                              # a first run, in which libraries set themselves up
-                self.step(B, C)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=next(iter(self.graphs.values())).pool() if self.graphs else None):
-                self.step(B, C)
-            self.state.copy_(before[0])
-            self.tick.copy_(before[1])
-            self.graphs[B, C] = graph
-        self.graphs[B, C].replay()
+        key = B, C, self.sampling
+        with torch.cuda.device(self.device):
+            if key not in self.graphs:
+                before, graph = (self.state.clone(), self.tick.clone()), torch.cuda.CUDAGraph()
+                self.side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.side):                     # a first run, in which libraries set themselves up
+                    self.step(B, C)
+                torch.cuda.current_stream().wait_stream(self.side)
+                pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+                with torch.cuda.graph(graph, pool=pool, stream=self.side, capture_error_mode="thread_local"):
+                    self.step(B, C)
+                self.state.copy_(before[0])
+                self.tick.copy_(before[1])
+                self.graphs[key] = graph
+            self.graphs[key].replay()
 
     # --- on the host ---
 
@@ -353,8 +371,9 @@ class Engine:
         self.now = now = Progress(self.slots, in_flight=lambda: [
             (row, self.ids[i, :self.count[i]].tolist()) for i, row in enumerate(rows) if row])
         while True:
+            self.ask(requests, todo, self.slots - sum(row is not None for row in rows))
             try:
-                self.fill(rows, todo, requests)
+                self.fill(rows, todo)
                 if not rows:
                     return
                 results = self.advance(rows)
@@ -377,11 +396,12 @@ class Engine:
                 now.requests += left[sample.request] == 0 and left.pop(sample.request) == 0
             now.samples, now.busy = now.samples + len(finished), len(rows) - len(finished)
             if progress:
-                progress(now)
+                with torch.inference_mode(False):
+                    progress(now)
             yield from finished
             if self.now is not now:
-                raise RuntimeError("Another generate() has taken over this engine's slots: let one finish before the next, or make "
-                                   "two engines.")
+                raise RuntimeError("Another generate() or a load() has taken over this engine's slots: let one finish before the next, "
+                                   "or make two engines.")
 
     def check(self, request):
         """ValueError with one sentence for what can't be sampled."""
@@ -391,20 +411,25 @@ class Engine:
         if min(ids) < 0 or max(ids) >= self.c.vocab_size:
             raise ValueError(f"A prompt has the token id {max(ids) if min(ids) >= 0 else min(ids)}, and the model's end at "
                              f"{self.c.vocab_size - 1}: encode it with the model's tokenizer.")
+        if not all(-2**63 <= n < 2**63 for n in (request.key, self.seed)):
+            raise ValueError(f"key={request.key} and seed={self.seed} must fit 64 bits.")
         if request.num_samples < 1 or request.max_new_tokens < 1:
             raise ValueError(f"num_samples={request.num_samples} and max_new_tokens={request.max_new_tokens} must be at least 1.")
 
-    def fill(self, rows, todo, requests):
+    def ask(self, requests, todo, free):
+        """Requests from the caller until their samples fill the free slots; its code is no part of inference mode."""
+        with torch.inference_mode(False):
+            while sum(len(p.indices) for p in todo) < free and (request := next(requests, None)) is not None:
+                self.check(request)
+                todo.append(Pending(request, deque(range(request.first_sample, request.first_sample + request.num_samples))))
+
+    def fill(self, rows, todo):
         """Samples into free slots. A prompt is computed without its last token, which is the samples' first step; in one slot,
         from where it is copied to the others, and to the cache's last row if more are to come."""
         placed = []
         for slot in [i for i, row in enumerate(rows) if row is None] + list(range(len(rows), self.slots)):
             if not todo:
-                request = next(requests, None)
-                if request is None:
-                    break
-                self.check(request)
-                todo.append(Pending(request, deque(range(request.first_sample, request.first_sample + request.num_samples))))
+                break
             pending = todo[0]
             rows[slot:slot + 1] = [Sample(pending.request, pending.indices.popleft())]
             pending.slots.append(slot)
@@ -461,6 +486,9 @@ class Engine:
         """Note the rows' new tokens; the Samples that are finished leave theirs. For all rows at once: a loop over 512 of them
         in Python would take as long as two steps of a small model on a GPU."""
         (B, steps), finished = ids.shape, []
+        if np.isnan(logprobs[:, 0]).any():
+            self.k.zero_(), self.v.zero_()                             # where it would outlive its row: 0 * NaN is NaN
+            raise FloatingPointError("The logits are not finite: the model's weights are broken, or overflow in this dtype.")
         slots, count, room = np.arange(B)[:, None], self.count[:B], (self.limit - self.count)[:B]
         places = count[:, None] + np.arange(steps)
         self.ids[slots, places] = ids
@@ -471,7 +499,7 @@ class Engine:
         new = np.where(stopped, stops.argmax(1) + 1, np.minimum(room, steps))
         if self.sampling.stop_strings:
             for i in range(B):
-                if n := self.completes(self.ids[i, :count[i]].tolist(), ids[i, :new[i]].tolist()):
+                if n := self.completes(self.ids[i, max(0, count[i] - self.tail):count[i]].tolist(), ids[i, :new[i]].tolist()):
                     new[i], stopped[i] = n, True
         count += new
         self.now.tokens += int(new.sum())
@@ -485,9 +513,8 @@ class Engine:
 
     def completes(self, ids, new):
         """How many of the new ids it takes to complete a stop string; 0 if they don't."""
-        longest = max(len(text.encode()) for text in self.sampling.stop_strings) + 3        # ids: none is shorter than a byte
         for n in range(1, len(new) + 1):
-            text = self.decode((ids[-longest:] + new[:n])[-longest:])
+            text = self.decode((ids + new[:n])[-self.tail:])
             if any(stop in text for stop in self.sampling.stop_strings):
                 return n
         return 0

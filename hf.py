@@ -2,6 +2,7 @@
 
     python hf.py out/base exported       # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
 """
+import inspect
 import json
 import re
 import sys
@@ -12,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model import GPTConfig, LoRA, add_lora, blank, load_adapters, merged
+from model import GPTConfig, LoRA, add_lora, blank, load_adapters, merged, scaled
 from runtime import checkpoint, config, guard, hub
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
@@ -27,7 +28,8 @@ def read_config(hf):
     """GPTConfig of a config.json, given as a dictionary. BadInput for what model.py does not compute."""
     kind = hf.get("model_type")
     if kind == "gpt2":
-        refuse(hf, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+        refuse(hf | {"unscaled attention": not hf.get("scale_attn_weights", True)}, "scale_attn_by_inverse_layer_idx",
+               "add_cross_attention", "unscaled attention")
         return GPTConfig(
             vocab_size=hf["vocab_size"], block_size=hf["n_positions"], n_layer=hf["n_layer"], n_head=hf["n_head"],
             n_embd=hf["n_embd"], mlp_hidden=hf.get("n_inner"), norm="layernorm", norm_eps=hf.get("layer_norm_epsilon", 1e-5),
@@ -41,6 +43,9 @@ def read_config(hf):
                                                                                   rope.get("type", "default")}
     if scaling["rope_type"] not in ("default", "linear", "llama3"):
         raise BadInput(f"Rotary positions of type {scaling['rope_type']} are not known here: default, linear and llama3 are.")
+    unknown = scaling.keys() - inspect.signature(scaled).parameters.keys()
+    if unknown and scaling["rope_type"] != "default":
+        raise BadInput(f"config.json scales rotary positions with {min(unknown)}, which model.py does not know: choose another model.")
     bias = hf.get("attention_bias", False)
     return GPTConfig(
         vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
@@ -137,15 +142,22 @@ class Found:
     step: int | None = None                  # of a run: the checkpoint whose weights count
 
     def tokenizer(self, name=None):
-        """The model's own, or the one of that name, for Hugging Face's files without a tokenizer.json."""
+        """The model's own, or for Hugging Face's files the one of that name."""
         if self.step is not None:
-            return Tokenizer.of_run(self.folder, self.about["tokenizer"])
-        name = name or ("gpt2" if self.about["model_type"] == "gpt2" and not (self.folder / "tokenizer.json").exists() else self.folder)
+            about = self.about["tokenizer"]
+            if name not in (None, about["name"]):
+                raise BadInput(f"The run in {self.folder} has its own tokenizer, {about['name']}: leave --tokenizer out.")
+            return Tokenizer.of_run(self.folder, about)
+        name = name or ("gpt2" if self.about["model_type"] == "gpt2" and not self.has_tokenizer else self.folder)
         tokenizer = Tokenizer(name)
         if tokenizer.n_vocab > self.config.vocab_size:
             raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in {self.folder} {self.config.vocab_size}: "
                            "give the model's own with --tokenizer=.")
         return tokenizer
+
+    @property
+    def has_tokenizer(self):
+        return self.step is not None or (self.folder / "tokenizer.json").exists()
 
     def load(self, *args, device="cpu"):
         """GPT(config, *args) in fp32 with the weights."""
@@ -170,6 +182,8 @@ def find(path_or_name, step=None):
     """Found: a run folder (at its best checkpoint, or that of `step`), a folder of Hugging Face's, or a name on the hub."""
     if (Path(path_or_name) / "model.json").exists():
         about = checkpoint.read_model(path_or_name)
+        if "architecture" not in about or "tokenizer" not in about:
+            raise BadInput(f"model.json in {path_or_name} describes no model: restore it, or give another run.")
         return Found(Path(path_or_name), GPTConfig(**about["architecture"]), about, step or checkpoint.choose(path_or_name))
     folder = Path(path_or_name) if Path(path_or_name).is_dir() else download(str(path_or_name))
     about = read_json(folder / "config.json")
@@ -231,7 +245,10 @@ def fill(model, folder, hf):
 
 def read_json(path):
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+        return content
     except (OSError, ValueError) as e:
         raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): give the folder of a model.") from None
 
@@ -239,7 +256,7 @@ def read_json(path):
 def read_tensors(folder):
     """{name: function that reads the tensor} of model.safetensors, or of the shards that its index names."""
     index = folder / "model.safetensors.index.json"
-    shards = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    shards = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
     tensors = {}
     for shard in shards:
         try:
@@ -321,10 +338,12 @@ def main(argv):
     if len(cfg.paths) != 2:
         raise BadInput("Two folders are needed: python hf.py RUN OUT_DIR")
     source, out = cfg.paths
+    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+        raise BadInput(f"{out} is there and not an empty folder: choose another.")
     found = find(source)
     model = found.load()
     try:
-        export(model, out, found.tokenizer() if found.step is not None else None)
+        export(model, out, found.tokenizer() if found.has_tokenizer else None)
     except OSError as e:
         raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
     print(f"{out}: {model.n_params():,} parameters{'' if found.step is None else f' of step {found.step}'}")

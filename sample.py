@@ -36,6 +36,7 @@ class Config:
 
 
 def make_engine(cfg, model, tokenizer, hw, context, slots):
+    """Every rank makes one, so that all refuse what can't be sampled."""
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (cfg.stop,) if cfg.stop else ())
     return Engine(model, slots, context, sampling, cfg.seed, hw.torch_dtype if hw.dtype == "bf16" else None,     # fp16: too narrow
                   cfg.deterministic, tokenizer.decode)
@@ -49,6 +50,7 @@ def text_of(tokenizer, ids):
 def talk(cfg, model, tokenizer, hw):
     """Answer prompts from standard input, printing what is sure of the text as its tokens come."""
     tty, engine = sys.stdin.isatty(), None
+    sys.stdin.reconfigure(errors="replace")
     while True:
         try:
             line = input("> " if tty else "")
@@ -67,7 +69,7 @@ def talk(cfg, model, tokenizer, hw):
             for sample in engine.generate([Request(ids, max_new_tokens=cfg.max_new_tokens)],
                                           lambda now: [show(ids) for _, ids in now.in_flight()]):
                 show(sample.ids)
-        except ValueError as e:
+        except (ValueError, FloatingPointError) as e:
             print(f"error: {e}", end="", file=sys.stderr)
         except KeyboardInterrupt:                                      # of this answer
             pass
@@ -86,17 +88,18 @@ def main(argv):
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     found = distributed.on_main(lambda: hf.find(cfg.model))
     tokenizer, model = found.tokenizer(cfg.tokenizer), found.load(device=hw.device)
+    if cfg.interactive and world > 1:
+        raise config.BadInput("--interactive is for one process: leave torchrun out.")
     if cfg.interactive:
         return talk(cfg, model, tokenizer, hw)
 
     prompt, first, last = tokenizer.prompt_ids(cfg.prompt, cfg.system), *(cfg.num_samples * r // world for r in (rank, rank + 1))
-    samples = []
     try:
-        if last > first:
-            slots = 64 if cfg.deterministic else min(last - first, 64)
-            engine = make_engine(cfg, model, tokenizer, hw, len(prompt) + cfg.max_new_tokens, slots)
-            samples = list(engine.generate([Request(prompt, last - first, 0, cfg.max_new_tokens, first)]))
-    except ValueError as e:
+        slots = 64 if cfg.deterministic else max(1, min(last - first, 64))
+        engine = make_engine(cfg, model, tokenizer, hw, len(prompt) + cfg.max_new_tokens, slots)
+        engine.check(Request(prompt))
+        samples = list(engine.generate([Request(prompt, last - first, 0, cfg.max_new_tokens, first)] if last > first else []))
+    except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
     texts = distributed.gather([(sample.index, text_of(tokenizer, sample.ids)) for sample in samples])
     if rank == 0:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf
 from eval import evaluation_line, text_loss
-from model import GPT, GPTConfig, adapters_off, add_lora, blank, merged
+from model import GPT, GPTConfig, adapters, add_lora, blank
 from runtime import checkpoint, config, data, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
@@ -40,7 +40,7 @@ class Config:
     # data
     dataset: str = "task:unit_conversion"    # task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or org/name:config
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
-    tokenizer: str = "bytes"                 # bytes, gpt2, or a folder with a tokenizer.json; with init_from it is the model's own
+    tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the model's own, or bytes
     data_dir: str = "data"                   # where tokenised texts are kept
     block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
     # model
@@ -110,6 +110,7 @@ class Config:
 
 
 ARCHITECTURE = "n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head logit_softcap".split()
+LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")           # these compile modes record the step, and can't accumulate gradients
 
 
@@ -121,6 +122,13 @@ def check(cfg):
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 2**63 - 1, "seed")
+    if cfg.lora_rank and cfg.init_from == "scratch":
+        raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave --lora_rank out.")
+    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
+        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
+    if cfg.init_from not in ("scratch", "resume") and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
+        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue its run with "
+                       "--init_from=resume.")
     if cfg.sequences % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step evenly: change "
                        "--batch_size or --gradient_accumulation_steps.")
@@ -133,11 +141,9 @@ def knobs_of(model):
     """The knobs that a model to start from settles, or block_size suggests: a run's, or those that describe Hugging Face's files."""
     if (Path(model) / "model.json").exists():
         saved = config.read_saved(model)
-        return {k: saved[k] for k in [*ARCHITECTURE, "tokenizer", "block_size"]}
-    found = hf.find(model)
-    knobs = {k: getattr(found.config, k, found.config.qkv_bias) for k in ARCHITECTURE}
-    knobs["block_size"] = min(1024, found.config.block_size)
-    return knobs | ({"tokenizer": str(found.folder)} if (found.folder / "tokenizer.json").exists() else {})
+        return {k: saved[k] for k in [*ARCHITECTURE, "block_size"]}
+    shape = distributed.on_main(lambda: hf.find(model)).config
+    return {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE} | {"block_size": min(1024, shape.block_size)}
 
 
 def architecture(cfg, tokenizer):
@@ -159,7 +165,7 @@ def build_model(cfg, hw, tokenizer, found, resuming):
     model = blank(shape, *knobs, device=hw.device) if found else GPT(shape, *knobs).to(hw.device)
     if found and not resuming:
         found.fill(model)
-    if lora(cfg) and not cfg.eval_only:
+    if lora(cfg):
         if resuming:
             model.load_state_dict(checkpoint.load_base(cfg.out_dir, hw.device))
         try:
@@ -182,8 +188,7 @@ def open_run(cfg, model, tokenizer, resuming):
     if not resuming:
         tokenizer.save(cfg.out_dir)
         if lora(cfg):
-            with adapters_off(model):
-                checkpoint.save_base(cfg.out_dir, merged(model))
+            checkpoint.save_base(cfg.out_dir, {name: w for name, w in model.state_dict().items() if name not in adapters(model)})
 
 
 def starting_point(cfg):
@@ -255,17 +260,18 @@ def compile_and_fit(cfg, hw, model, optimizers, micro_batch, say):
 
 
 def main(argv):
-    cfg = config.load(Config, argv, frozen=ARCHITECTURE + ["tokenizer"], saved_of=knobs_of)
+    distributed.init()
+    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA, saved_of=knobs_of)
     check(cfg)
     check_installed(cfg.tensorboard, cfg.wandb)
-    distributed.init()
     rank, world = distributed.rank(), distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
 
     # Data and model. A model to start from settles architecture and tokenizer.
     found, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume" and not cfg.eval_only
-    tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer)
+    tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
+    cfg.tokenizer = tokenizer.describe()["name"]
     folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
     windows = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, cfg.sequences, cfg.seed, rank, world)
     valid_text = data.TokenFile(folder, "valid")

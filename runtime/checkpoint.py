@@ -3,7 +3,7 @@
     out/run/config.json               every knob, resolved
             model.json                architecture, tokenizer, prompt template: with any checkpoint's weights, the model
             tokenizer.json            if it is Hugging Face's
-            base.safetensors          with LoRA: the frozen weights; the checkpoints' are the adapters alone
+            base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the adapters alone
             metrics.jsonl training.log
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
@@ -146,14 +146,19 @@ def save_base(out_dir, weights):
     save_file(weights, partial)
     fsync(partial)
     partial.rename(final)
+    write_atomically(Path(out_dir) / "base.sha256", sha256(final).encode())
 
 
 def load_base(out_dir, device="cpu"):
+    file = Path(out_dir) / "base.safetensors"
     try:
-        return load_file(Path(out_dir) / "base.safetensors", device=str(device))
-    except (OSError, SafetensorError) as e:
-        raise BadInput(f"base.safetensors in {out_dir}, which the run's adapters stand beside, can't be read ({e}): start again from "
-                       "its model with --overwrite.") from None
+        problem = None if sha256(file) == file.with_suffix(".sha256").read_text() else "it fails its checksum"
+    except OSError as e:
+        problem = e.strerror
+    if problem:
+        raise BadInput(f"{file}, which the run's adapters stand beside, can't be used ({problem}): start again from its model with "
+                       "--overwrite.")
+    return load_file(file, device=str(device))
 
 
 def load_state(out_dir, step):
@@ -193,12 +198,15 @@ def open_run(out_dir, config, model, overwrite=False, resume=False):
     folder = Path(out_dir)
     try:
         if not resume:
+            if (folder / "config.json").exists() and not (folder / "model.json").exists():
+                raise BadInput(f"{out_dir} holds a config.json that is not a run's: choose another --out_dir=.")
             if ((folder / "metrics.jsonl").exists() or steps(out_dir)) and not overwrite:
                 raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
                                "--overwrite, or choose another --out_dir=.")
             for name in ("checkpoints", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("config.json", "model.json", "metrics.jsonl", "training.log", "retreat.json", "wandb_id"):
+            for name in ("config.json", "model.json", "metrics.jsonl", "training.log", "retreat.json", "wandb_id", "tokenizer.json",
+                         "base.safetensors", "base.sha256"):
                 (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "model.json", json.dumps(model, indent=1).encode())

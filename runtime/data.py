@@ -38,6 +38,8 @@ def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
     """
     try:
         if list(Path(dataset).glob("*.bin")):
+            if only not in (None, "valid"):
+                raise BadInput(f"Of token files only the split valid can be had, and {only} was asked for: leave it out.")
             return adopt_bins(Path(dataset), tokenizer, data_dir)
         found = task_texts(dataset[5:], only) if dataset.startswith("task:") else texts.find(dataset, text_key, only)
         return prepare_texts(dataset, found, tokenizer, Path(data_dir))
@@ -61,7 +63,7 @@ def prepare_texts(dataset, found, tokenizer, data_dir):
     """The folder's name holds a digest of the texts, and meta.json is written when all else is there. Until then
     partial.json counts the shards that are whole, so that a preparation which was killed goes on after them. Two at the
     same time put the same content in place, each under temporary names of its own."""
-    digest = hashlib.sha256(f"{FORMAT}".encode())
+    digest = hashlib.sha256(f"{FORMAT} {tokenizer.eos}".encode())
     for split in SPLITS:
         for source in found[split]:
             digest.update(f"{split} {source.size}\n".encode())
@@ -308,7 +310,7 @@ def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size
     x, y [batch_size, T]. Windows begin `stride` tokens apart, None: they do not overlap; where they do, the later one has
     IGNORE for a target, as have cells past the end of the text, so every batch has the same shape."""
     predicted, stride = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1), stride or block_size
-    windows = range(rank, 1 + -(-max(0, predicted - block_size) // stride), world_size)
+    windows = range(rank, 1 + -(-max(0, predicted - block_size) // stride) if predicted > 0 else 0, world_size)
     for first in range(0, len(windows), batch_size):
         x = np.zeros((batch_size, block_size), dtype=np.int64)
         y = np.full((batch_size, block_size), IGNORE, dtype=np.int64)

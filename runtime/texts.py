@@ -34,11 +34,13 @@ def find(dataset, text_key, only=None):
     else:
         raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or a name on the Hugging "
                        "Face hub (wikitext, org/name, org/name:config).")
-    if only:
-        texts["valid"] = texts["train" if path.is_file() else only] or only == "valid" and split_off_tail(texts["train"])[1]
-        if not texts["valid"]:
+    if only and not path.is_file():
+        if not texts["valid"] and only != "test" and texts["train"]:
+            texts["train"], texts["valid"] = split_off_tail(texts["train"])
+        if not texts[only]:
             raise BadInput(f"The dataset {dataset} has no text of the split {only}: choose another --split=.")
-        return texts | {"train": []}
+    if only:
+        return {"train": [], "valid": texts["train" if path.is_file() else only]}
     if not texts["train"]:
         raise BadInput(f"The dataset {dataset} has held-out text and nothing to train on: add a train file.")
     if not texts["valid"]:
@@ -84,7 +86,7 @@ def find_on_hub(name, text_key):
     lines = repository == "Salesforce/wikitext"
     texts = {split: [HubRows(found[k], f"{name} ({k})", text_key, lines) for k in names if k in found]
              for split, names in (("train", ["train"]), ("valid", VALID_NAMES), ("test", ["test"]))}
-    if not texts["train"]:
+    if not any(texts.values()):
         raise BadInput(f"The dataset {name} has no split 'train' (it has {', '.join(found)}): give files of your choice by path.")
     return texts
 

@@ -46,6 +46,7 @@ class Tokenizer:
             self.start, self.end = self.encoding.id_of(IM_START), self.encoding.id_of(IM_END)
         if name not in BUILT_IN:
             self.encoding.keep_out_of_text({self.eos, self.pad, self.bos, self.start, self.end, *self.stop} - {None})
+            self.encoding.check_pieces()
 
     @classmethod
     def of_run(cls, folder, about):
@@ -83,7 +84,8 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
-        return self.encoding.decode([int(i) for i in np.asarray(ids).ravel()])
+        """Ids past the tokenizer's, which a model's padded vocabulary may have, are no text."""
+        return self.encoding.decode([int(i) for i in np.asarray(ids).ravel() if i < self.n_vocab])
 
     def prompt_ids(self, text, system=None):
         """List of the ids after which the answer begins. system: a message instead of the template's own; "" for none."""
@@ -151,8 +153,7 @@ class TokenizerJson:
         self.hf.no_truncation()
         self.hf.no_padding()
         self.hf.encode_special_tokens = True                  # written out in a text they are text
-        self.path, folder = path, path.parent.resolve().name  # in the hub's cache the file is a link to another folder
-        self.name = re.sub(r"\W+", "-", f"{folder}-{hashlib.sha256(self.content).hexdigest()[:8]}")
+        self.path, self.name = path, f"tokenizer-{hashlib.sha256(self.content).hexdigest()[:8]}"
         self.n_vocab = max(self.hf.get_vocab().values(), default=-1) + 1
         self.id_of = self.hf.token_to_id
 
@@ -180,6 +181,14 @@ class TokenizerJson:
             if i in self.encode_to_numpy(token):
                 raise BadInput(f"{self.path} gives a text that spells {token} the id of that control token, {i}: choose a "
                                "byte-level tokenizer.")
+
+
+    def check_pieces(self):
+        """Texts are encoded in pieces, which must come out as they do within the whole (Llama 2's, for one, do not)."""
+        whole, *pieces = (self.encode_to_numpy(text).tolist() for text in ("a\nb", "a\n", "b"))
+        if whole != sum(pieces, []):
+            raise BadInput(f"{self.path} encodes a piece of a text otherwise than the text: choose a byte-level tokenizer, such as GPT-2's, "
+                           "Llama 3's or Qwen's.")
 
 
 def locate(name):

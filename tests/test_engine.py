@@ -7,7 +7,7 @@ import torch
 
 from conftest import ROOT, environment
 from engine import Engine, Request, Sampling, cache_bytes, draw, stream, uniform
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, add_lora, merged
 from runtime import memory
 
 SHAPES = {"default": {}, "grouped": dict(n_head=4, n_kv_head=2, mlp="swiglu", tied_head=True),
@@ -82,11 +82,13 @@ def test_deterministic_is_bitwise_alone_and_among_others(dtype):
     texts = prompts(40)
     engine = Engine(make(n_head=4, n_kv_head=2, n_embd=64), slots=64, deterministic=True, dtype=dtype)
     request = Request(texts[5], num_samples=3, key=5, max_new_tokens=30)
+    shapes, launch = set(), engine.launch
+    engine.launch = lambda *shape: (shapes.add(shape), launch(*shape))
     alone = {s.index: (s.ids, s.logprobs) for s in engine.generate([request])}
     others = [Request(p, num_samples=3, key=i, max_new_tokens=1 + i) for i, p in enumerate(texts)]
     others[5] = request
     among = {s.index: (s.ids, s.logprobs) for s in engine.generate(others) if s.request is request}
-    assert len(alone) == 3 and among == alone
+    assert len(alone) == 3 and among == alone and shapes == {(64, engine.k.shape[3])}
     parts = engine.generate([Request(texts[5], num_samples=2, first_sample=1, key=5, max_new_tokens=30)])
     assert {s.index: (s.ids, s.logprobs) for s in parts} == {k: v for k, v in alone.items() if k}
 
@@ -183,6 +185,7 @@ def test_progress_counts():
     done = list(engine.generate((Request(p, 2, i, 5) for i, p in enumerate(prompts(4))),
                                 progress=lambda p: seen.append((p.tokens, p.busy, p.slots, p.samples, p.requests, p.tokens_per_s, p.in_flight()))))
     assert seen[-1][:5] == (40, 0, 3, 8, 4) and len(done) == 8
+    assert all(sum(len(ids) for _, ids in line[6]) + 5 * line[3] == line[0] for line in seen)
     assert all(a[0] <= b[0] and a[3] <= b[3] for a, b in zip(seen, seen[1:])) and all(line[5] > 0 for line in seen)
     assert {line[1] for line in seen} >= {3, 0} and all(len(line[6]) == line[1] for line in seen)
     whole = {(s.request.key, s.index): s.ids for s in done}
@@ -238,10 +241,38 @@ def test_what_can_not_be_sampled_is_one_sentence(request_, words):
         next(Engine(make(), slots=2).generate([request_]))
 
 
-@pytest.mark.parametrize("knobs", [dict(temperature=-1), dict(top_p=0.0), dict(top_k=0), dict(min_p=2.0)], ids=str)
+@pytest.mark.parametrize("knobs", [dict(temperature=-1), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_k=0),
+                                   dict(min_p=2.0)], ids=str)
 def test_filters_out_of_range_are_refused(knobs):
     with pytest.raises(ValueError, match="can't be sampled from"):
         Sampling(**knobs)
+
+
+def test_knobs_that_mean_nothing_are_refused():
+    for knobs in (dict(slots=0), dict(poll=0), dict(context=1)):
+        with pytest.raises(ValueError, match="at least"):
+            Engine(make(), **knobs)
+    for stop in ("</answer>", ("",)):
+        with pytest.raises(ValueError, match="tuple of texts"):
+            Sampling(stop_strings=stop)
+    with pytest.raises(ValueError, match="64 bits"):
+        next(Engine(make(), slots=1).generate([Request([1], key=2**63)]))
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits, u = torch.randn(50, 300), torch.rand(50, dtype=torch.float64)
+    ids, logprobs = draw(logits, u, Sampling(temperature=1e-38))
+    assert torch.equal(ids, logits.argmax(-1)) and (logprobs == 0).all()
+
+
+def test_top_p_alone_counts_the_mass_of_all_ids(monkeypatch):
+    """Also of those outside the likeliest among which it looks."""
+    monkeypatch.setattr("engine.TOP_P_AMONG", 4)
+    p = torch.tensor([0.3, 0.2, 0.11, 0.09] + [0.03] * 10)
+    u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    for top_p, allowed in ((0.45, 2), (0.55, 3), (0.95, 4)):
+        ids, _ = draw(p.log().expand(999, 14), u, Sampling(top_p=top_p))
+        assert ids.unique().tolist() == list(range(allowed))
 
 
 def test_the_context_ends_a_sample():
@@ -253,13 +284,68 @@ def test_new_weights_are_taken_over_in_place():
     a, b = make(), make(mlp_hidden=128)
     with torch.no_grad():
         for p in b.parameters():
-            p.mul_(1.1)
-    engine, request = Engine(a, slots=2, sampling=Sampling(temperature=0)), Request(prompts(1)[0], max_new_tokens=20)
-    before = next(engine.generate([request])).ids
-    engine.load(b)
-    assert next(engine.generate([request])).ids == next(Engine(b, sampling=Sampling(temperature=0)).generate([request])).ids
+            p.add_(0.1 * torch.randn_like(p))
+    engine, request = Engine(a, slots=2), Request(prompts(1)[0], max_new_tokens=20)
+    buffers = [p.data_ptr() for p in (*engine.model.parameters(), engine.k, engine.v)]
+    before = next(engine.generate([request]))
+    engine.load(torch.compile(b))                                      # compiled when first called, which it is not
+    after, fresh = (next(e.generate([request])) for e in (engine, Engine(b, slots=2)))
+    assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs) and after.ids != before.ids
     engine.load(a)
-    assert next(engine.generate([request])).ids == before
+    assert next(engine.generate([request])).logprobs == before.logprobs
+    assert [p.data_ptr() for p in (*engine.model.parameters(), engine.k, engine.v)] == buffers
+    running = engine.generate([Request([1, 2], num_samples=3)])
+    next(running)
+    engine.load(b)
+    with pytest.raises(RuntimeError, match="load"):
+        list(running)
+
+
+def test_adapters_are_merged_and_low_precision_is_the_engines_alone():
+    model, request = make(), Request(prompts(1)[0], max_new_tokens=20)
+    plain = next(Engine(model, slots=1).generate([request]))
+    add_lora(model, 4)
+    assert next(Engine(model, slots=1).generate([request])).logprobs == plain.logprobs          # B is zero
+    for name, p in model.named_parameters():
+        if name.endswith("lora_b"):
+            p.data.normal_()
+    adapted, merged_ = (next(Engine(m, slots=1).generate([request])) for m in (model, loaded(merged(model))))
+    assert adapted.logprobs == merged_.logprobs != plain.logprobs
+    rounded = make().bfloat16()
+    exact, wide = (next(Engine(m, slots=1, dtype=torch.float32).generate([request])) for m in (rounded, loaded(
+        {k: v.float() for k, v in rounded.state_dict().items()})))
+    assert exact.logprobs == wide.logprobs
+
+
+def loaded(weights):
+    model = make()
+    model.load_state_dict(weights)
+    return model
+
+
+def test_weights_that_are_not_finite_are_one_sentence_and_leave_nothing_behind():
+    good, bad, request = make(), make(), Request([1, 2, 3], max_new_tokens=10)
+    bad.token_embedding.weight.data[2] = float("nan")
+    expected = next(Engine(good, slots=1).generate([request])).ids
+    for temperature in (0, 1):
+        engine = Engine(bad, slots=1, sampling=Sampling(temperature=temperature))
+        with pytest.raises(FloatingPointError, match="not finite"):
+            next(engine.generate([request]))
+    engine.load(good)
+    assert next(engine.generate([request])).ids == expected
+
+
+def test_a_callers_own_code_is_not_part_of_the_engine():
+    """Neither its errors, whatever they are called, nor inference mode."""
+    def requests():
+        assert not torch.is_inference_mode_enabled()
+        yield Request(torch.tensor([1, 2]).numpy(), num_samples=2, max_new_tokens=3)
+        raise RuntimeError("the reward server is out of memory")
+    engine = Engine(make(), slots=8)
+    with pytest.raises(RuntimeError, match="reward server"):
+        list(engine.generate(requests()))
+    assert engine.slots == 8
+    list(engine.generate([Request([1], max_new_tokens=2)], progress=lambda p: torch.ones(1, requires_grad=True).sum().backward()))
 
 
 def test_noise_is_uniform_and_distinct():

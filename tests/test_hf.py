@@ -141,6 +141,11 @@ def test_tensors_that_do_not_belong_together_are_named(folder, change, words):
         hf.load(folder)
 
 
+def test_gpt2_without_scaled_attention_is_refused():
+    with pytest.raises(BadInput, match="unscaled attention"):
+        hf.read_config(SIZES["gpt2"][0] | {"scale_attn_weights": False})
+
+
 def test_damaged_files_are_one_sentence(folder, monkeypatch):
     shard = sorted(folder.glob("*.safetensors"))[0]
     whole = shard.read_bytes()
@@ -152,10 +157,17 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
         hf.load(folder)
     config = json.loads((folder / "config.json").read_text())
     for change, words in (({"model_type": "mamba"}, "model type mamba"), ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-                          ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type yarn")):
+                          ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type yarn"),
+                          ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "ramp": 2}}, "with ramp")):
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(BadInput, match=words):
             hf.load(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(BadInput, match="no object"):
+        hf.load(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="has 257 ids, and the model in .* 200"):
+        hf.Found(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
     (folder / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="model type None"):
         hf.load(folder)

@@ -91,9 +91,20 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     assert f"val loss {metrics(tmp_path / 'a', 'val_loss')[8]:.4f}" in evaluated.stdout
     trained(tmp_path / "c", text, defaults=TUNE, init_from=tmp_path / "a", max_steps=1, learning_rate=0.0)
     assert largest_difference(weights(tmp_path / "c", 1), merged) == 0
-    (tmp_path / "b" / "base.safetensors").write_bytes(b"torn")
-    done = run(tmp_path / "b", text, defaults={}, init_from="resume", max_steps=9)
-    assert done.returncode == 2 and "base.safetensors" in done.stderr and done.stderr.count("\n") == 1
+    content = bytearray((tmp_path / "b" / "base.safetensors").read_bytes())
+    content[-9] ^= 1
+    (tmp_path / "b" / "base.safetensors").write_bytes(content)
+    for knobs, words in ((dict(max_steps=9), "base.safetensors, which"), (dict(lora_alpha=800.0), "lora_alpha=800.0 can't go on"),
+                         (dict(lora_rank=8), "lora_rank=8 can't go on")):
+        done = run(tmp_path / "b", text, defaults={}, init_from="resume", **knobs)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_adapters_train_the_same_on_two_ranks(source, text, tmp_path):
+    for ranks in (1, 2):
+        tune(tmp_path / str(ranks), text, source, ranks=ranks, lora_rank=4, optimizer="adamw")
+    alone, shared = (list(metrics(tmp_path / str(ranks)).values()) for ranks in (1, 2))
+    assert alone == pytest.approx(shared, abs=1e-5) and alone[-1] < alone[0] - 0.01
 
 
 def test_what_was_tuned_goes_back_to_transformers_with_its_tokenizer(tuned, tmp_path):
@@ -123,6 +134,17 @@ def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
     done = subprocess.run(command("", 1, "sample.py", defaults={})[:-1] + [str(tmp_path / "out")], env=environment(), capture_output=True,
                           text=True)
     assert done.returncode == 2 and "has no tokenizer.json: choose --tokenizer=" in done.stderr
+    refused = [
+        (dict(init_from=tmp_path / "out"), "has no tokenizer.json"), (dict(init_from=tmp_path / "a", tokenizer="gpt2"), "its own tokenizer"),
+        (dict(init_from=tmp_path / "out", out_dir=tmp_path / "out", tokenizer="bytes"), "holds the model to start from"),
+        (dict(out_dir=tmp_path / "out"), "not a run's"), (dict(lora_rank=4), "need a model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
+        (dict(init_from=tmp_path / "a", lora_rank=4, lora_linears="qkvv"), "choose from qkv"), (dict(lora_alpha=0.0), "above 0")]
+    for knobs, words in refused:
+        done = run(knobs.pop("out_dir", tmp_path / "b"), text, defaults={}, **knobs)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = subprocess.run([sys.executable, str(ROOT / "hf.py"), str(tmp_path / "a"), str(tmp_path / "out")], env=environment(),
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and "not an empty folder" in done.stderr
 
 
 def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp_path):
@@ -203,6 +225,14 @@ def test_ranks_share_the_samples_and_print_the_same(tuned):
 
 
 WILD = ["--temperature=2", "--seed=3", "--dtype=fp32"]                 # so that there is something to see
+
+
+def test_what_can_not_be_sampled_is_one_sentence_on_any_rank(tuned):
+    for ranks in (1, 2):
+        for knob, words in (("--top_p=0", "can't be sampled from"), (f"--prompt={'the ' * 400}", "can't be continued")):
+            done = subprocess.run(command("", ranks, "sample.py", defaults={})[:-1] + [str(tuned), knob], env=environment(), text=True,
+                                  capture_output=True)
+            assert done.returncode and done.stderr.count("error: ") == 1 and words in done.stderr, done.stderr
 
 
 def test_interactive_answers_line_by_line(tuned):

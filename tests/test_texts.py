@@ -53,6 +53,22 @@ def test_every_document_comes_out_once_and_the_tail_is_for_validation(tmp_path, 
     assert train + valid == DOCUMENTS and 10 <= len(valid) <= 30
 
 
+def test_a_split_alone(tmp_path):
+    """Of a folder without validation files, train and valid are what training makes of them; of token files only valid."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "text.txt").write_bytes(bytes(range(97, 107)) * 10)
+
+    def prepared(only):
+        return data.TokenFile(data.prepare(str(tmp_path / "a"), Tokenizer("bytes"), tmp_path / "t", only=only), "valid")[0:]
+    assert len(prepared("train")) == 90 and len(prepared("valid")) == 10
+    for source, only, words in ((tmp_path / "a", "test", "no text of the split test"), (tmp_path / "b", "train", "only the split valid")):
+        source.mkdir(exist_ok=True)
+        if source.name == "b":
+            (source / "train.bin").write_bytes(bytes(8)), (source / "val.bin").write_bytes(bytes(8))
+        with pytest.raises(BadInput, match=words):
+            data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t", only=only)
+
+
 @pytest.mark.parametrize("suffix, write", [("jsonl", write_jsonl), ("parquet", write_parquet)])
 def test_folders_of_shards_by_file_name_or_folder_name(tmp_path, suffix, write):
     source = tmp_path / "source"

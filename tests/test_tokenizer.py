@@ -120,6 +120,16 @@ def test_a_copy_in_another_process_keeps_control_tokens_out_too(tmp_path):
     assert pickle.loads(pickle.dumps(tokenizer)).prompt_ids(f"a{STOP}") == tokenizer.prompt_ids(f"a{STOP}")
 
 
+def test_a_tokenizer_that_marks_the_beginning_of_a_text_is_refused(tmp_path):
+    folder = write(tmp_path / "llama2")
+    about = json.loads((folder / "tokenizer.json").read_text())
+    about["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    about["model"]["vocab"] |= {"\u2581": 900, "a": 901, "b": 902}
+    (folder / "tokenizer.json").write_text(json.dumps(about))
+    with pytest.raises(BadInput, match="a piece of a text"):
+        Tokenizer(folder)
+
+
 def test_a_vocabulary_in_which_text_becomes_a_control_token_is_refused(tmp_path):
     library = Library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     library.save(str(tmp_path / "tokenizer.json"))
@@ -196,7 +206,7 @@ def test_a_run_folder_holds_all_of_it(tmp_path, make):
     folder, run = write(tmp_path / "model", **make), tmp_path / "run"
     run.mkdir()
     before = Tokenizer(folder / "tokenizer.json")
-    assert before.name == Tokenizer(folder).name and before.name.startswith("model-") and len(before.name) == len("model-") + 8
+    assert before.name == Tokenizer(folder).name and before.name.startswith("tokenizer-") and len(before.name) == len("tokenizer-") + 8
     before.save(run)
     assert [p.name for p in run.iterdir()] == ["tokenizer.json"]
     after = Tokenizer.of_run(run, json.loads(json.dumps(before.describe())))
@@ -205,13 +215,6 @@ def test_a_run_folder_holds_all_of_it(tmp_path, make):
         assert before.prompt_ids(text) == after.prompt_ids(text) and before.answer_ids(text) == after.answer_ids(text)
     with pytest.raises(BadInput, match="made with 9"):
         Tokenizer.of_run(run, before.describe() | {"n_vocab": 9})
-
-
-def test_a_model_in_the_hubs_cache_is_named_by_its_folder_not_by_where_its_links_lead(tmp_path):
-    folder = write(tmp_path / "snapshots" / "0a1b")
-    (folder / "tokenizer.json").rename(tmp_path / "blob")
-    (folder / "tokenizer.json").symlink_to(tmp_path / "blob")
-    assert Tokenizer(folder).name.startswith("0a1b-")
 
 
 def test_bytes_are_as_they_were_and_so_are_run_folders_of_old(tmp_path):
