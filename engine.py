@@ -115,7 +115,7 @@ def uniform(stream, position):
 
 def invert(p, u):
     """The first id [B] at which the running sum of p [B, V] reaches the share u [B] of the whole. First the block of 256 ids,
-    then the id in it: running sums of all V in float64 would cost ten times as much."""
+    then the id in it: running sums of all V in float64 would take three times as long."""
     p = F.pad(p, (0, -p.shape[-1] % 256)).unflatten(1, (-1, 256))
     upto = p.sum(-1).double().cumsum(-1)
     target = (u * upto[:, -1])[:, None]
@@ -189,8 +189,8 @@ class Engine:
     slots: rows in flight, None: as many as fit the free memory (MOST_SLOTS); context: longest prompt and completion together, in
     tokens; dtype: of weights and cache; decode: ids -> text, needed for stop strings; poll: steps between two looks at the results;
     deterministic: every product has the same shape whoever is in the batch, so that a sample is the same bit for bit, in company or
-    alone (at the same `slots` and `context`). Otherwise its noise is, and its log-probabilities are up to rounding: 1e-5 in fp32;
-    in bf16 about 1e-2, so that now and then another token is drawn.
+    alone (at the same `slots` and `context`). Otherwise its noise is, and its log-probabilities are up to rounding: 1e-5 in fp32
+    without TF32; in bf16 now and then another token is drawn.
     """
 
     @torch.inference_mode(False)
