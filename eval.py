@@ -35,7 +35,7 @@ class Config:
     batch_size: int = 8                      # windows at a time
     eval_tokens: int | None = None           # predict only so many; None: all
     device: str = "auto"
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "fp32"     # bf16 is faster, and off in the third digit
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "fp32"     # bf16 is faster, and rounds
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     json: bool = False                       # all figures as the last line
 
