@@ -91,9 +91,9 @@ def test_junk_is_paid_nothing_and_costs_nothing():
     alphabet = ["<answer>", "</answer>", "9**9**9", "6000 ", "=", "*", "1,", "e", "-", "\0", "\n", "漢", "nan", "inf", "9" * 50, "__import__('os')"]
     for i in range(2000):
         junk = "".join(rng.choices(alphabet, k=rng.randrange(12))) * (1 if i % 20 else 20_000)
-        began = time.perf_counter()
+        began = time.process_time()          # of this process: others may be busy
         score, parts = task.reward({"question": "", "answer": "7.25"}, junk)
-        slowest = max(slowest, time.perf_counter() - began)
+        slowest = max(slowest, time.process_time() - began)
         assert score == 0.0 and not parts["correct"]
     assert slowest < 0.05
 
