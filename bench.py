@@ -72,12 +72,11 @@ def ceilings(hw):
     bandwidth = big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
     n = 8192 if hw.device.type == "cuda" else 2048
     a = torch.randn(n, n, device=hw.device).to(hw.torch_dtype)
-    product = torch.mm
-    if Packed.works(hw.device, hw.torch_dtype):           # where there is a faster one, that is the ceiling
-        packed = Packed()
-        packed.pack(a)
-        product = (lambda x, _: packed(x)) if hw.dtype == "fp32" else torch.mm
-    return bandwidth, 2 * n**3 / min(clock(lambda: product(a, a), hw)[0] for _ in range(5))
+    product = a.mm
+    if hw.dtype == "fp32" and Packed.works(hw.device, hw.torch_dtype):       # the faster one there, so that is the ceiling
+        product = Packed()
+        product.pack(a)
+    return bandwidth, 2 * n**3 / min(clock(lambda: product(a), hw)[0] for _ in range(5))
 
 
 class Ours:
@@ -127,11 +126,9 @@ class GenerateBatch(Generate):
 PEERS = {kind.name: kind for kind in (Generate, GenerateBatch)}
 
 
-def split(engine, prompts, samples, new, total, hw):
+def split(engine, prompts, samples, new, total, hw, B, C):
     """(seconds of a run by part: its prompts, the draws, and its other decoding, each measured alone; the rest is the host's;
     seconds of a step in the middle of a run)"""
-    B, C = engine.shape(min(engine.slots, len(prompts) * samples), len(prompts[0]) + new // 2)
-
     def a_step():
         engine.tick.zero_()
         engine.launch(B, C)
@@ -205,18 +202,20 @@ def main(argv):
                         raise
                     failed[side.name] = f"{type(e).__name__}: {e}".splitlines()[0]
         ours, new = statistics.median(times["engine"]), P * N * cfg.max_new_tokens
-        slots, context = sides[0].engine.slots, cfg.prompt_tokens + cfg.max_new_tokens / 2
-        floor = (weights + min(slots, P * N) * context * per_token) / bandwidth
+        engine, context = sides[0].engine, cfg.prompt_tokens + cfg.max_new_tokens / 2
+        in_flight = min(engine.slots, P * N)
+        floor = (weights + in_flight * context * per_token) / bandwidth
         limit = 2 * (model.n_params() - c.padded_vocab_size * c.n_embd) * P * cfg.prompt_tokens / flops + \
-            floor * new / min(slots, P * N)
-        parts, step = split(sides[0].engine, prompts, N, cfg.max_new_tokens, ours, hw)
-        alone = products(sides[0].engine, *sides[0].engine.shape(min(slots, P * N), int(context)), hw) if hw.device.type == "cpu" else None
+            floor * new / in_flight
+        B, C = engine.shape(in_flight, int(context))      # of a step in the middle of a run
+        parts, step = split(engine, prompts, N, cfg.max_new_tokens, ours, hw, B, C)
+        alone = products(engine, B, C, hw) if hw.device.type == "cpu" else None
         row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
                "overhead_ms": alone and 1e3 * (step - alone),
                **{f"{k}_s": v for k, v in parts.items()}, "seconds": times, "failed": failed}
         print(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}; "
               + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
-              + f"; a step of {min(slots, P * N)} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
+              + f"; a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
               + (f", products alone {1e3 * alone:.2f})" if alone else ")"))
         for peer in times.keys() - {"engine"}:
             ratios = sorted(b / a for a, b in zip(times["engine"][-len(times[peer]):], times[peer]))
@@ -226,7 +225,7 @@ def main(argv):
         for peer, reason in failed.items():
             print(f"  {peer}: failed ({reason})")
         rows.append(row)
-        del sides
+        del sides, engine
         gc.collect()
     if cfg.json:
         print(json.dumps({"model": cfg.model, "device": hw.name, "dtype": hw.dtype, "torch": torch.__version__,

@@ -188,7 +188,8 @@ def open_run(cfg, model, tokenizer, resuming):
     if not resuming:
         tokenizer.save(cfg.out_dir)
         if lora(cfg):
-            checkpoint.save_base(cfg.out_dir, {name: w for name, w in model.state_dict().items() if name not in adapters(model)})
+            trained = adapters(model)
+            checkpoint.save_base(cfg.out_dir, {name: w for name, w in model.state_dict().items() if name not in trained})
 
 
 def starting_point(cfg):

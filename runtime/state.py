@@ -36,8 +36,8 @@ class State:
                  "scaler": self.scaler.state_dict(), "dtype": self.hardware.dtype,
                  "progress": dataclasses.asdict(self.progress), "nonfinite": dataclasses.asdict(self.nonfinite)}
         distributed.on_main(lambda: checkpoint.save(
-            self.cfg.out_dir, self.progress.step, adapters(self.model) or self.model.state_dict(), None if self.cfg.save_only_model else state,
-            val_loss, self.cfg.keep_last, dataclasses.asdict(self.cfg)))
+            self.cfg.out_dir, self.progress.step, adapters(self.model) or self.model.state_dict(),
+            None if self.cfg.save_only_model else state, val_loss, self.cfg.keep_last, dataclasses.asdict(self.cfg)))
 
     def restore(self, step):
         """Everything as it was after `step` steps of the run in out_dir; but knobs of the optimizer that are given on resume

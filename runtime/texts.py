@@ -34,13 +34,14 @@ def find(dataset, text_key, only=None):
     else:
         raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or a name on the Hugging "
                        "Face hub (wikitext, org/name, org/name:config).")
-    if only and not path.is_file():
+    if only and path.is_file():
+        return {"train": [], "valid": texts["train"]}
+    if only:
         if not texts["valid"] and only != "test" and texts["train"]:
             texts["train"], texts["valid"] = split_off_tail(texts["train"])
         if not texts[only]:
             raise BadInput(f"The dataset {dataset} has no text of the split {only}: choose another --split=.")
-    if only:
-        return {"train": [], "valid": texts["train" if path.is_file() else only]}
+        return {"train": [], "valid": texts[only]}
     if not texts["train"]:
         raise BadInput(f"The dataset {dataset} has held-out text and nothing to train on: add a train file.")
     if not texts["valid"]:
