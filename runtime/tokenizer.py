@@ -87,16 +87,20 @@ class Tokenizer:
         """Ids past the tokenizer's, which a model's padded vocabulary may have, are no text."""
         return self.encoding.decode([int(i) for i in np.asarray(ids).ravel() if i < self.n_vocab])
 
-    def prompt_ids(self, text, system=None):
-        """List of the ids after which the answer begins. system: a message instead of the template's own; "" for none."""
+    def prompt_ids(self, text, system=None, examples=()):
+        """List of the ids after which the answer begins. system: a message instead of the template's own; "" for none. examples:
+        (user's text, assistant's text) turns that stand before."""
         first = [] if self.bos is None else [self.bos]
         if self.template["name"] == "plain":
-            if system:
-                raise BadInput("The plain prompt template has no place for a system message: leave it out, or put it into the "
-                               "prompt.")
+            if system or examples:
+                raise BadInput("The plain prompt template has no place for a system message or earlier turns: leave them out, or put "
+                               "them into the prompt.")
             return first + self.encode(text).tolist() or [self.eos]
         system = self.template["system"] if system is None else system
-        turns = (self.turn("system", system) if system else []) + self.turn("user", text)
+        turns = self.turn("system", system) if system else []
+        for user, assistant in examples:
+            turns += self.turn("user", user) + self.turn("assistant", assistant)
+        turns += self.turn("user", text)
         return first + turns + [self.start, *self.encode("assistant\n").tolist()]
 
     def turn(self, role, text):
