@@ -17,9 +17,8 @@ from typing import Literal
 import torch
 
 import hf
-from runtime import config, data, distributed, guard, hardware
+from runtime import config, data, distributed, examples, guard, hardware
 from runtime.config import BadInput
-from runtime.log import shown
 
 
 @dataclass
@@ -40,7 +39,6 @@ class Config:
     json: bool = False                       # all figures as the last line
 
 
-@torch.no_grad()
 def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, stride=None):
     """Loss of a text over all ranks, each token predicted once (data.complete_pass).
 
@@ -49,21 +47,35 @@ def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, strid
     known also these, `ppl_word` = exp(nats / words), words being what white space separates, and `bits_per_byte`. With a limit,
     words and bytes are counted in proportion.
     """
-    training = model.training
-    model.eval()
-    nats, n = 0.0, 0
-    for x, y in data.complete_pass(tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride):
-        n += int((y != data.IGNORE).sum())
-        with hardware.autocast():
-            nats += model(x.to(hardware.device), y.to(hardware.device)).item()
-    model.train(training)
-    nats, n = distributed.sum([nats, n])
-    result = {"loss": nats / n, "nll": nats, "tokens": int(n), "ppl_token": exp(nats / n)}
+    result = loss_of(model, data.complete_pass(tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride),
+                     hardware)
+    nats, n = result["nll"], result["tokens"]
     if tokens.words:
         share = n / (len(tokens) - 1)
         words, bytes = share * tokens.words, share * tokens.bytes
         result |= {"words": round(words), "bytes": round(bytes), "ppl_word": exp(nats / words), "bits_per_byte": nats / bytes / math.log(2)}
     return result
+
+
+def examples_loss(model, held_out, batch_size, hardware):
+    """As text_loss, of the answers of examples.Examples, over all ranks."""
+    mine = sorted(held_out, key=lambda e: e.length)[distributed.rank()::distributed.world_size()]
+    return loss_of(model, (examples.padded(mine[i:i + batch_size]) for i in range(0, len(mine), batch_size)), hardware)
+
+
+@torch.no_grad()
+def loss_of(model, batches, hardware):
+    """{loss, nll, tokens, ppl_token} of batches x, y, summed over all ranks."""
+    training = model.training
+    model.eval()
+    nats, n = 0.0, 0
+    for x, y in batches:
+        n += int((y != data.IGNORE).sum())
+        with hardware.autocast():
+            nats += model(x.to(hardware.device), y.to(hardware.device)).item()
+    model.train(training)
+    nats, n = distributed.sum([nats, n])
+    return {"loss": nats / n, "nll": nats, "tokens": int(n), "ppl_token": exp(nats / n)}
 
 
 def exp(x):
@@ -73,8 +85,8 @@ def exp(x):
 
 def evaluation_line(result):
     """A line for people of what text_loss returned."""
-    return (f"val loss {result['loss']:.4f} | perplexity {result['ppl_token']:.2f} a token, "
-            f"{shown(result.get('ppl_word'), '.2f')} a word | {shown(result.get('bits_per_byte'), '.4f')} bits/byte")
+    line = f"val loss {result['loss']:.4f} | perplexity {result['ppl_token']:.2f} a token"
+    return line + (f", {result['ppl_word']:.2f} a word | {result['bits_per_byte']:.4f} bits/byte" if "ppl_word" in result else "")
 
 
 def main(argv):

@@ -1,15 +1,17 @@
-"""Train a GPT on text, from scratch or from a checkpoint.
+"""Train a GPT on text, from scratch or from a checkpoint; fine-tune one on chosen answers (SFT, RFT).
 
     python train.py                                     a small model on generated text, on whatever machine this is
     python train.py --dataset=book.txt --out_dir=out/book
     python train.py config/cpu_small.py --learning_rate=0.02
     python train.py --init_from=resume --out_dir=out/book
+    python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
     torchrun --nproc_per_node=2 train.py config/...
 
 Knobs, as --key=value:
 """
 import dataclasses
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -20,9 +22,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import hf
-from eval import evaluation_line, text_loss
+from eval import evaluation_line, examples_loss, text_loss
 from model import GPT, GPTConfig, adapters, add_lora, blank
-from runtime import checkpoint, config, data, distributed, guard, hardware, memory, optim
+from runtime import checkpoint, config, data, distributed, examples, guard, hardware, memory, optim, prompts
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
 from runtime.state import State
@@ -38,8 +40,11 @@ class Config:
     seed: int = 0
     eval_only: bool = False                  # evaluate once and exit; nothing is written
     # data
-    dataset: str = "task:unit_conversion"    # task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or org/name:config
+    dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or org/name:config;
+                                             # examples: .json or .jsonl of questions with chosen answers (runtime/examples.py)
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
+    prompt: str = prompts.PROMPT             # examples of .json: how a question is put to a model without a chat template
+    valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the model's own, or bytes
     data_dir: str = "data"                   # where tokenised texts are kept
     block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
@@ -61,16 +66,17 @@ class Config:
     lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights of init_from; 0: off
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
-    # batch: tokens of an optimizer step = batch_size * gradient_accumulation_steps * block_size on any number of ranks
+    # batch: sequences of an optimizer step = batch_size * gradient_accumulation_steps on any number of ranks
     batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit the memory
     gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
-    max_steps: int = 300                     # optimizer steps
+    max_steps: int | None = None             # optimizer steps, at most
+    num_epochs: float | None = None          # passes over the data, at most; neither given: 300 steps of a text, 3 passes over examples
     patience: int = 0                        # stop after so many evaluations in a row without a new best; 0: never
     # optimizer
     optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
     min_lr: float = 0.0                      # where the schedule ends
-    warmup_steps: int = 10
+    warmup_steps: int | None = 10            # None: a tenth of the steps, at most 50
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
     cooldown: float = 0.4                    # wsd: the share of steps in which the rate falls
     weight_decay: float = 0.0                # on matrices
@@ -97,7 +103,7 @@ class Config:
     eval_interval: int = 100                 # steps; also after the last
     eval_tokens: int | None = None           # None: the whole validation split
     log_interval: int = 10                   # steps
-    save_interval: int = 100                 # steps; also after the last, at a new best, and when asked to stop
+    save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of examples, when asked to stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
     tensorboard: bool = False                # curves in out_dir/tensorboard too
@@ -118,8 +124,8 @@ def check(cfg):
     config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size max_steps eval_tokens "
                             "gradient_accumulation_steps eval_interval log_interval save_interval keep_last prefetch")
     config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience lora_rank")
-    config.below(cfg, 1, "dropout beta1 beta2 muon_momentum")
+                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience lora_rank valid_share num_epochs")
+    config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 2**63 - 1, "seed")
     if cfg.lora_rank and cfg.init_from == "scratch":
@@ -207,22 +213,52 @@ def starting_point(cfg):
     return hf.find(cfg.init_from)
 
 
-def start_up(cfg, hw, model, windows, valid_text, now):
+def open_data(cfg, tokenizer):
+    """(batches to train on; function of the model, the micro-batch and the hardware that gives the validation loss, None without
+    validation data; what is said of the data)."""
+    rank, world = distributed.rank(), distributed.world_size()
+    if not examples.are(cfg.dataset, cfg.text_key):
+        folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
+        batches = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, cfg.sequences, cfg.seed, rank, world)
+        valid = data.TokenFile(folder, "valid")
+        if len(valid) < 2:
+            raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
+        return batches, lambda model, micro_batch, hw: text_loss(model, valid, cfg.block_size, micro_batch, hw, cfg.eval_tokens), \
+            f"{len(batches.text):,} training tokens, {len(valid):,} for validation"
+    found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt))
+    short = [e for e in found if e.length <= cfg.block_size]
+    train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
+    batches = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
+    about = (f"{len(train):,} examples of {batches.longest} tokens at most, {sum(int(e.trained[1:].sum()) for e in train):,} trained "
+             f"on; {len(held_out):,} for validation; {len(found) - len(short):,} longer than --block_size={cfg.block_size} left out")
+    return batches, (lambda model, micro_batch, hw: examples_loss(model, held_out, micro_batch, hw)) if held_out else None, about
+
+
+def number_of_steps(cfg, batches):
+    """Optimizer steps of the whole run."""
+    text, limits = isinstance(batches, data.Windows), []
+    if cfg.max_steps is not None:
+        limits.append(cfg.max_steps)
+    if cfg.num_epochs is not None or not (text or limits):
+        limits.append(math.ceil((3 if cfg.num_epochs is None else cfg.num_epochs) * batches.steps_per_epoch))
+    return max(1, min(limits or [300]))
+
+
+def start_up(cfg, hw, model, batches, about, now, steps):
     """The paragraph that says what is about to happen, on what."""
     world, sequences = distributed.world_size(), cfg.sequences
     micro, asked = now.micro_batch, min(cfg.batch_size, sequences // world)
     return (
         f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
-        f"{model.flops_per_token(cfg.block_size) / 1e6:,.1f} MFLOP a token.\n"
-        f"{cfg.dataset}: {len(windows.tokens):,} training tokens, {len(valid_text):,} for validation; steps {now.step} to "
-        f"{cfg.max_steps} see {(cfg.max_steps - now.step) * sequences * cfg.block_size / len(windows.tokens):.2f} epochs.\n"
+        f"{model.flops_per_token(batches.longest) / 1e6:,.1f} MFLOP a token.\n"
+        f"{cfg.dataset}: {about}; steps {now.step} to {steps} see {(steps - now.step) / batches.steps_per_epoch:.2f} epochs.\n"
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {'on' if hw.tf32 else 'off'}, attention "
         f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, checkpointing "
         f"{'on' if cfg.gradient_checkpointing else 'off'}, {workers(cfg, hw)} loader processes; peak "
         f"{shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.\n"
         f"Micro-batch {micro}{f' (for {asked}, which does not fit)' if micro < asked else ''} x accumulation "
         f"{-(-sequences // (micro * world))} x {world} rank{'s' if world > 1 else ''} = {sequences} sequences of "
-        f"{cfg.block_size} = {sequences * cfg.block_size:,} tokens a step; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak "
+        f"{batches.longest} = {sequences * batches.longest:,} tokens a step, at most; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak "
         f"learning rate {cfg.learning_rate:g}.\n"
         f"Not by default: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(cfg).items() if v != getattr(Config, k)) or '-'}")
 
@@ -231,7 +267,7 @@ def workers(cfg, hw):
     return cfg.num_workers if cfg.num_workers is not None else 2 if hw.device.type == "cuda" else 0
 
 
-def compile_and_fit(cfg, hw, model, optimizers, micro_batch, say):
+def compile_and_fit(cfg, hw, model, optimizers, batches, micro_batch, say):
     """(model as the loop calls it, micro-batch that fits), found by rehearsing a step on every rank. Without torch.compile
     where that fails; with half the micro-batch, and again, while memory runs out on one of them."""
     share = cfg.sequences // distributed.world_size()
@@ -242,11 +278,11 @@ def compile_and_fit(cfg, hw, model, optimizers, micro_batch, say):
         passes, mode = min(2, -(-share // micro_batch)), cfg.compile_mode
         if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
             mode = None
-        fast = torch.compile(model, mode=mode, dynamic=False) if hw.compile else model
-        failure = memory.rehearse(fast, hw, micro_batch, cfg.block_size, passes, optim.state_to_come(optimizers))
+        fast = torch.compile(model, mode=mode, dynamic=isinstance(batches, examples.Batches)) if hw.compile else model
+        failure = memory.rehearse(fast, hw, micro_batch, batches.longest, passes, optim.state_to_come(optimizers))
         if distributed.any(failure is not None and memory.is_out_of_memory(failure)):
             if micro_batch == 1:
-                raise BadInput(memory.advice(model, hw, cfg.block_size, optim.state_to_come(optimizers)))
+                raise BadInput(memory.advice(model, hw, batches.longest, optim.state_to_come(optimizers)))
             less = memory.smaller(micro_batch, share)
             say(f"A micro-batch of {micro_batch} does not fit the memory ({failure or 'on another rank'}): {less} instead.")
             micro_batch = less
@@ -273,11 +309,9 @@ def main(argv):
     found, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
-    folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
-    windows = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, cfg.sequences, cfg.seed, rank, world)
-    valid_text = data.TokenFile(folder, "valid")
-    if len(valid_text) < 2:
-        raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
+    batches, validate, about = open_data(cfg, tokenizer)
+    steps = number_of_steps(cfg, batches)
+    warmup = min(50, steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, hw, tokenizer, found, resuming)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
@@ -288,14 +322,16 @@ def main(argv):
         state.restore(found.step)
         now.micro_batch = memory.after_retreat(cfg, now.micro_batch)
     if cfg.eval_only:
-        result = text_loss(model, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
+        if not validate:
+            raise BadInput("No example is held out to evaluate on: say how many with --valid_share=.")
+        result = validate(model, now.micro_batch, hw)
         if rank == 0:
             print(evaluation_line(result))
         return 0
     distributed.on_main(lambda: open_run(cfg, model, tokenizer, resuming))
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
-    fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, now.micro_batch, log.say)
-    log.say(start_up(cfg, hw, model, windows, valid_text, now))
+    fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
+    log.say(start_up(cfg, hw, model, batches, about, now, steps))
     log.metrics(step=now.step, config=dataclasses.asdict(cfg))
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
@@ -304,18 +340,18 @@ def main(argv):
         return cfg.patience and now.stale >= cfg.patience
 
     def load_from(step):
-        return data.batches(windows, range(step, cfg.max_steps), workers(cfg, hw),
-                            cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
+        batches.micro_batch = now.micro_batch
+        return data.batches(batches, range(step, steps), workers(cfg, hw), cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
 
     stop, loader = guard.StopSignal(), load_from(now.step)
-    targets = cfg.sequences * cfg.block_size                  # of an optimizer step, all micro-steps and ranks: the normaliser
-    flops_per_token = model.flops_per_token(cfg.block_size)
-    spent, timed_steps = dict(data=0.0, forward_backward=0.0, optimizer=0.0), 0
-    while now.step < cfg.max_steps and not out_of_patience():
+    flops_per_token = model.flops_per_token(batches.longest)
+    spent = dict(data=0.0, forward_backward=0.0, optimizer=0.0)
+    timed_steps = timed_tokens = 0
+    while now.step < steps and not out_of_patience():
         # One optimizer step.
         t0 = time.perf_counter()
-        x, y = (t.to(hw.device, non_blocking=True) for t in next(loader))
-        micro_steps = list(zip(x.split(now.micro_batch), y.split(now.micro_batch)))
+        micro_steps = [(x.to(hw.device, non_blocking=True), y.to(hw.device, non_blocking=True)) for x, y in next(loader)]
+        tokens, targets = batches.tokens(now.step)        # of all micro-steps and ranks; the second is the normaliser
         t1 = time.perf_counter()
         nats, out_of_memory = torch.zeros((), device=hw.device), None
         try:
@@ -335,20 +371,20 @@ def main(argv):
         if out_of_memory is not None:                     # one process repeats the step; of several, this one ends here
             loss = None                                   # it and the exception, now gone, hold the step's tensors
             now.micro_batch = memory.retreat(cfg, now.step, now.micro_batch, out_of_memory, log.say)
-            fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, now.micro_batch, log.say)
+            fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
             ddp, loader = fast, load_from(now.step)
             continue
         t2 = time.perf_counter()
-        lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
-                                         cfg.lr_schedule, cfg.cooldown)
+        lr = now.lr_factor * optim.lr_at(now.step, steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule, cfg.cooldown)
         grad_norm, finite = optim.apply_step(optimizers, state.scaler, lr, cfg.grad_clip)
         stopping = stop.requested()                       # one small exchange between the ranks
         t3 = time.perf_counter()
         now.step += 1
+        now.tokens += tokens
         now.seconds += t3 - t0
         for key, seconds in zip(spent, (t1 - t0, t2 - t1, t3 - t2)):
             spent[key] += seconds
-        timed_steps += 1
+        timed_steps, timed_tokens = timed_steps + 1, timed_tokens + tokens
 
         # Gradients that are not finite have moved nothing: skip the step, go back, or give up.
         verdict = state.nonfinite.after(finite, state.scaler.get_scale())
@@ -360,37 +396,38 @@ def main(argv):
             loader = load_from(now.step)
             continue
         if verdict in ("rollback", "stop"):
-            path = guard.keep_batch(cfg.out_dir, now.step, x=x, y=y)
+            path = guard.keep_batch(cfg.out_dir, now.step, micro_batches=micro_steps)
             log.say(f"Training diverged: {state.nonfinite.patience} steps in a row without finite gradients, again after going "
                     f"back or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
             return 1
 
         # Log, evaluate, save, stop.
-        step, last = now.step, now.step == cfg.max_steps
+        step, last = now.step, now.step == steps
         if step % cfg.log_interval == 0 or step == 1 or last:
             loss = distributed.sum([nats])[0] / targets
             seconds = sum(spent.values()) / timed_steps
-            tokens_per_s = targets / seconds
+            tokens_per_s = timed_tokens / timed_steps / seconds
             mfu, busy, (used, peak) = hw.mfu(tokens_per_s / world, flops_per_token), hw.busy(), hw.memory_gb()
-            log.metrics(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=step * targets, seconds=now.seconds,
+            log.metrics(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=now.tokens, seconds=now.seconds,
                         tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
                         micro_batch=now.micro_batch, skipped_steps=now.skipped,
                         **{f"{key}_s": value / timed_steps for key, value in spent.items()})
-            log.say(f"step {step}/{cfg.max_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
+            log.say(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
                     f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB | "
-                    f"ETA {duration(seconds * (cfg.max_steps - step))}")
-            spent, timed_steps = dict.fromkeys(spent, 0.0), 0
+                    f"ETA {duration(seconds * (steps - step))}")
+            spent, timed_steps, timed_tokens = dict.fromkeys(spent, 0.0), 0, 0
         if stopping:                                      # first of all: whoever asked may not wait for an evaluation
             state.save()
         val_loss, new_best = None, False
-        if step % cfg.eval_interval == 0 or last:
-            result = text_loss(fast, valid_text, cfg.block_size, now.micro_batch, hw, cfg.eval_tokens)
+        if validate and (step % cfg.eval_interval == 0 or last):
+            result = validate(fast, now.micro_batch, hw)
             val_loss = result["loss"]
             new_best = distributed.on_main(lambda: val_loss < checkpoint.best_loss(cfg.out_dir, step - 1))
             now.stale = 0 if new_best else now.stale + 1
-            log.metrics(step=step, tokens=step * targets, seconds=now.seconds, **{f"val_{k}": v for k, v in result.items()})
-            log.say(f"step {step}/{cfg.max_steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
-        if step % cfg.save_interval == 0 or last or new_best or out_of_patience() or stopping and val_loss is not None:
+            log.metrics(step=step, tokens=now.tokens, seconds=now.seconds, **{f"val_{k}": v for k, v in result.items()})
+            log.say(f"step {step}/{steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
+        epoch_ends = isinstance(batches, examples.Batches) and step % batches.steps_per_epoch == 0
+        if step % cfg.save_interval == 0 or last or new_best or epoch_ends or out_of_patience() or stopping and val_loss is not None:
             state.save(val_loss)
         if stopping:
             how = f"--init_from={cfg.out_dir}" if cfg.save_only_model else f"--init_from=resume --out_dir={cfg.out_dir}"

@@ -256,7 +256,7 @@ class TokenFile:
 
 
 class Windows(torch.utils.data.Dataset):
-    """`self[step]` is this rank's share of the step's batch: x, y [sequences, T], y the successors of x.
+    """`self[step]` is this rank's share of the step's batch, a list of micro-batches x, y [micro_batch, T], y the successors of x.
 
     A pure function of (seed, step): each epoch cuts the text into windows from an offset of its own and visits them in an
     order of its own, every window once. Ranks take consecutive slices of the batch, so the text of a step does not
@@ -267,12 +267,17 @@ class Windows(torch.utils.data.Dataset):
         if len(tokens) <= block_size:
             raise BadInput(f"The training text has {len(tokens)} tokens, too few for one block of {block_size} and its "
                            "successor: lower --block_size, or give more text.")
-        self.tokens, self.T, self.seed, self.per_step = tokens, block_size, seed, sequences_per_step
-        share = sequences_per_step // world_size
+        self.text, self.longest, self.seed, self.per_step = tokens, block_size, seed, sequences_per_step
+        share = self.micro_batch = sequences_per_step // world_size
         self.mine = range(rank * share, (rank + 1) * share)
         self.per_epoch = max(1, (len(tokens) - 1) // block_size - 1)
         self.offsets = min(block_size, len(tokens) - self.per_epoch * block_size)
         self.order = (None, None, None)
+        self.steps_per_epoch = self.per_epoch / self.per_step
+
+    def tokens(self, step):
+        """(positions, targets) of a step, all ranks together; the second is what its loss is divided by."""
+        return self.per_step * self.longest, self.per_step * self.longest
 
     def epoch(self, epoch):
         """(offset of the first window, order of the windows) of an epoch."""
@@ -286,10 +291,10 @@ class Windows(torch.utils.data.Dataset):
         for i in self.mine:
             epoch, place = divmod(step * self.per_step + i, self.per_epoch)
             offset, order = self.epoch(epoch)
-            start = offset + int(order[place]) * self.T
-            rows.append(self.tokens[start:start + self.T + 1])
-        rows = torch.from_numpy(np.stack(rows))
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+            start = offset + int(order[place]) * self.longest
+            rows.append(self.text[start:start + self.longest + 1])
+        parts = torch.from_numpy(np.stack(rows)).split(self.micro_batch)
+        return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in parts]
 
 
 def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):

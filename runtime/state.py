@@ -16,6 +16,7 @@ class Progress:
     batch_size: int                          # the config's, for which micro_batch was found
     micro_batch: int                         # sequences a micro-step, as many as fit
     step: int = 0                            # optimizer steps done
+    tokens: int = 0                          # positions seen in them
     seconds: float = 0.0                     # in optimizer steps
     lr_factor: float = 1.0                   # halved by a roll-back
     skipped: int = 0                         # steps whose gradients were not finite

@@ -110,6 +110,21 @@ class Tokenizer:
         """List of the ids that a model should answer a prompt with."""
         return self.encode(text).tolist() + [self.end]
 
+    def conversation(self, messages):
+        """[(ids, whether they are the assistant's to write)] of [{"role", "content"}, ...]; ValueError without a chat template."""
+        if self.template["name"] == "plain":
+            raise ValueError("messages need a model with a chat template, and this one has none; give prompt and completion")
+        parts = [([] if self.bos is None else [self.bos], False)]
+        if messages[0]["role"] != "system" and self.template["system"]:
+            parts.append((self.turn("system", self.template["system"]), False))
+        for message in messages:
+            if message["role"] == "assistant":
+                parts += [([self.start, *self.encode("assistant\n").tolist()], False), (self.answer_ids(message["content"]), True),
+                          (self.encode("\n").tolist(), False)]
+            else:
+                parts.append((self.turn(message["role"], message["content"]), False))
+        return parts
+
 
 def chatml_jinja(system, bos):
     """The chatml template in the language of transformers, with a default system message or none."""

@@ -188,7 +188,7 @@ def counting(tmp_path):
 def test_an_epoch_shows_every_window_once_in_another_order_each_time(counting):
     windows = data.Windows(counting, 10, 3, seed=7)
     n = windows.per_epoch
-    starts = torch.cat([windows[step][0][:, 0] for step in range(n)]).tolist()            # three epochs
+    starts = torch.cat([windows[step][0][0][:, 0] for step in range(n)]).tolist()            # three epochs
     epochs = [starts[i * n:(i + 1) * n] for i in range(3)]
     for starts in epochs:
         assert sorted(starts) == list(range(min(starts), min(starts) + 10 * n, 10))       # distinct, and none left out
@@ -200,17 +200,19 @@ def test_batches_are_a_pure_function_of_seed_and_step_for_any_number_of_ranks(co
     for world in (1, 2, 3, 4):
         shares = [data.Windows(counting, 10, 12, seed=3, rank=r, world_size=world) for r in range(world)]
         for step in (40, 0, 9):
-            assert torch.equal(torch.cat([s[step][0] for s in shares]), whole[step][0])
-    x, y = whole[5]
+            assert torch.equal(torch.cat([s[step][0][0] for s in shares]), whole[step][0][0])
+    [(x, y)] = whole[5]
     assert torch.equal(y, x + 1) and x.shape == (12, 10)
-    assert not torch.equal(data.Windows(counting, 10, 12, seed=4)[5][0], x)
+    assert not torch.equal(data.Windows(counting, 10, 12, seed=4)[5][0][0], x)
+    whole.micro_batch = 5
+    assert [len(part) for part, _ in whole[5]] == [5, 5, 2] and torch.equal(torch.cat([part for part, _ in whole[5]]), x)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_gives_the_steps_in_order(counting, workers):
     windows = data.Windows(counting, 10, 4, seed=3)
     got = list(data.batches(windows, range(7, 12), workers))
-    assert all(torch.equal(x, windows[step][0]) for step, (x, _) in zip(range(7, 12), got)) and len(got) == 5
+    assert all(torch.equal(x, windows[step][0][0]) for step, [(x, _)] in zip(range(7, 12), got)) and len(got) == 5
 
 
 def test_text_shorter_than_a_block_is_refused(counting):

@@ -197,7 +197,7 @@ def test_gradients_that_stay_non_finite_roll_back_once_then_stop_with_the_batch_
     assert done.returncode == 1
     assert done.stdout.count("Back to the checkpoint of step") == 1 and "Training diverged" in done.stdout
     (batch,) = (tmp_path / "a").glob("bad_batch*.pt")
-    assert torch.load(batch, weights_only=True)["x"].shape == (4, 32)
+    assert torch.load(batch, weights_only=True)["micro_batches"][0][0].shape == (4, 32)
 
 
 def test_without_a_compiler_training_goes_on_eagerly(tmp_path, text):

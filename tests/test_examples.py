@@ -1,0 +1,271 @@
+"""Fine-tuning on chosen answers: what is trained on, in which batches, and that it goes on exactly."""
+import json
+import random
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import command, environment, largest_difference, metrics, run, trained, weights
+from model import IGNORE
+from runtime import checkpoint, examples, prompts
+from runtime.config import BadInput
+from runtime.tokenizer import Tokenizer
+from test_tokenizer import QWEN3, SMOL, write
+
+TUNE = dict(batch_size=8, gradient_accumulation_steps=2, num_epochs=2, optimizer="adamw", learning_rate=0.003, warmup_steps=None,
+            lr_schedule="cosine", log_interval=1, dtype="fp32", keep_last=9)
+
+
+def rows_of(n, seed=0):
+    """Triples of very unequal lengths."""
+    rng = random.Random(seed)
+    return [[f"What is {i} and {'so ' * rng.randrange(6)}on?", i, f"{i} + 0 = {i}." * rng.randrange(1, 4) + f"<answer>{i}</answer>"]
+            for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def rft(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rft") / "rft.json"
+    path.write_text(json.dumps(rows_of(61)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    trained(folder, text, block_size=128, max_steps=2)
+    return folder
+
+
+def tune(out_dir, rft, base, **knobs):
+    return trained(out_dir, rft, defaults=TUNE, init_from=base, **knobs)
+
+
+def batches(path, tokenizer=None, per_step=16, rows=8, **knobs):
+    return examples.Batches(examples.read(path, tokenizer or Tokenizer("bytes")), per_step, rows, seed=3, **knobs)
+
+
+def tokenizers(folder):
+    return [Tokenizer("bytes"), Tokenizer(write(folder / "plain")), Tokenizer(write(folder / "bos", bos=True)),
+            Tokenizer(write(folder / "smol", "smol", chat=SMOL)), Tokenizer(write(folder / "qwen", "qwen", chat=QWEN3))]
+
+
+def test_what_is_trained_on_is_the_completion_and_its_end_and_it_follows_the_prompt_that_is_sampled_from(rft, tmp_path):
+    for tokenizer in tokenizers(tmp_path):
+        for e, (question, _, reasoning) in zip(examples.read(rft, tokenizer), rows_of(61)):
+            prompt = prompts.prompt_ids(tokenizer, question)
+            assert e.ids.tolist() == prompt + tokenizer.encode(reasoning).tolist() + [tokenizer.end]
+            assert np.flatnonzero(e.trained).tolist() == list(range(len(prompt), len(e.ids)))
+            x, y = examples.padded([e, e])
+            assert x[0, len(prompt) - 1] == prompt[-1] and y[0, :len(prompt) - 1].eq(IGNORE).all()
+            assert y[1, len(prompt) - 1:].tolist() == e.ids[len(prompt):].tolist()       # each id is the target of the one before
+
+
+def test_an_end_is_trained_on_though_it_is_the_padding_too(rft):
+    tokenizer = Tokenizer("bytes")
+    assert tokenizer.pad == tokenizer.end
+    for micro_batch in batches(rft)[0]:
+        for x, y in zip(*micro_batch):
+            targets = y[y != IGNORE].tolist()
+            assert targets.count(tokenizer.end) == 1 and targets[-1] == tokenizer.end and bytes(targets[:-1]).endswith(b"</answer>")
+
+
+def test_an_epoch_has_every_example_once_in_steps_of_about_equal_numbers(rft):
+    b = batches(rft)
+    assert b.steps_per_epoch == 4
+    orders = []
+    for epoch in range(3):
+        steps = [b.of_step(4 * epoch + k) for k in range(4)]
+        assert {len(s) for s in steps} == {15, 16} and all([e.length for e in s] == sorted((e.length for e in s), reverse=True) for s in steps)
+        seen = [e.question for s in steps for e in s]
+        assert sorted(seen) == sorted(e.question for e in b.examples)
+        orders.append(seen)
+    assert orders[0] != orders[1] != orders[2]
+    assert [e.question for e in batches(rft).of_step(9)] == [e.question for e in b.of_step(9)]       # seed and step say it all
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 20])
+def test_ranks_and_micro_batches_share_a_step(rft, world):
+    whole = batches(rft)
+    for step in (0, 7):
+        got, cells = [], 0
+        for rank in range(world):
+            mine = batches(rft, rank=rank, world_size=world)
+            mine.micro_batch = 2
+            for x, y in mine[step]:
+                assert len(x) <= 8 and x.numel() <= max(2 * mine.longest, 1)
+                got += [tuple(row[row != IGNORE].tolist()) for row in y]
+                cells += x.numel()
+        expected = whole.of_step(step)
+        assert sorted(filter(None, got)) == sorted(tuple(e.ids[e.trained].tolist()) for e in expected)
+        positions, targets = whole.tokens(step)
+        assert positions == sum(e.length for e in expected) and targets == sum(map(len, got))
+    assert world > 1 or cells < 1.3 * positions                            # sorted by length: few cells are empty
+
+
+def test_micro_batches_and_ranks_make_no_difference(rft, base, tmp_path):
+    """One normaliser: the targets of the whole step, whatever their share in a micro-batch."""
+    whole = tune(tmp_path / "whole", rft, base, batch_size=16, gradient_accumulation_steps=1)
+    assert "61 examples" in whole.stdout and "steps 0 to 8 see 2.00 epochs" in whole.stdout
+    for name, knobs in (("pieces", dict(batch_size=2, gradient_accumulation_steps=8)), ("ranks", dict(ranks=2))):
+        tune(tmp_path / name, rft, base, **knobs)
+        for key in ("loss", "grad_norm", "tokens"):
+            a, b = metrics(tmp_path / name, key), metrics(tmp_path / "whole", key)
+            assert a.keys() == b.keys() == set(range(9)) - {0} and all(abs(a[s] - b[s]) < 1e-5 * max(1, b[s]) for s in a), (name, key)
+        assert largest_difference(weights(tmp_path / name, 8), weights(tmp_path / "whole", 8)) < 1e-4
+    assert checkpoint.steps(tmp_path / "whole") == [4, 8]                  # the ends of its epochs
+
+
+def test_the_logged_loss_is_the_mean_over_the_answers(rft, base, tmp_path):
+    import hf
+    tune(tmp_path / "a", rft, base, max_steps=1, batch_size=16, gradient_accumulation_steps=1)
+    b = examples.Batches(examples.read(rft, Tokenizer("bytes")), 16, 16, seed=0)
+    model, nats, n = hf.load(str(base)), 0.0, 0
+    for e in b.of_step(0):                   # one by one, nothing padded
+        logp = model(torch.tensor(e.ids[None, :-1])).log_softmax(-1)[0]
+        picked = logp[range(e.length), e.ids[1:]][torch.tensor(e.trained[1:])]
+        nats, n = nats - picked.sum().item(), n + len(picked)
+    assert metrics(tmp_path / "a")[1] == pytest.approx(nats / n, abs=1e-5)
+
+
+@pytest.mark.parametrize("knobs", [{}, dict(lora_rank=2, gradient_checkpointing=True)], ids=["whole", "lora"])
+def test_resume_in_the_middle_of_an_epoch_is_exact(rft, base, tmp_path, knobs):
+    tune(tmp_path / "a", rft, base, save_interval=3, **knobs)
+    assert checkpoint.steps(tmp_path / "a") == [3, 4, 6, 8]
+    done = tune(tmp_path / "b", rft, base, save_interval=3, **knobs)
+    for step in (4, 6, 8):
+        shutil.rmtree(tmp_path / "b" / "checkpoints" / f"step_{step:08d}")
+    done = trained(tmp_path / "b", rft, defaults={}, init_from="resume")
+    assert "steps 3 to 8" in done.stdout
+    assert largest_difference(weights(tmp_path / "a", 8), weights(tmp_path / "b", 8)) == 0
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b") and metrics(tmp_path / "a", "tokens") == metrics(tmp_path / "b", "tokens")
+    if knobs:
+        assert all(w.abs().max() > 0 for name, w in weights(tmp_path / "a", 8).items() if name.endswith("lora_b"))
+
+
+def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
+    tokenizer = Tokenizer(write(tmp_path / "t"))
+    text = "42 gram <answer>42</answer>"
+    ids = [i for letter in text for i in tokenizer.encode(letter).tolist()]
+    assert tokenizer.decode(ids) == text and tokenizer.encode(text).tolist() != ids
+    path = tmp_path / "rft.json"
+    path.write_text(json.dumps([["q", 42, text]]))
+
+    def log(tokenizer_then, **record):
+        record = {"question": "q", "completion": text, "ids": ids, "verdict": "verified"} | record
+        examples.attempts_path(path).write_text(json.dumps({"tokenizer": tokenizer_then}) + "\n" + json.dumps(record) + "\n")
+        (e,) = examples.read(path, tokenizer)
+        return e.ids[e.trained].tolist()
+    assert log(tokenizer.describe()) == ids + [tokenizer.end]
+    again = tokenizer.encode(text).tolist() + [tokenizer.end]
+    assert log(tokenizer.describe(), completion="other") == log(tokenizer.describe(), verdict="not exact") == again
+    assert log({"name": "bytes"}) == again == log(tokenizer.describe(), ids=ids + ids)
+
+
+@pytest.mark.parametrize("kind, chat", [("smol", SMOL), ("qwen", QWEN3)])
+def test_conversations_are_the_templates_and_the_assistants_words_are_trained_on(tmp_path, kind, chat):
+    transformers = pytest.importorskip("transformers")
+    folder = write(tmp_path / kind, kind, chat=chat)
+    tokenizer, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "42"},
+                {"role": "user", "content": "and now"}, {"role": "assistant", "content": "it is 5 kg"}]
+    if kind == "qwen":                       # this test's shortened template of it shows the user's turns alone
+        messages = messages[:1] + messages[1:2]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": messages}) + "\n\n" + json.dumps({"prompt": "how many?", "completion": "42"}) + "\n")
+    assert examples.are(str(path))
+    chat, pair = examples.read(path, tokenizer)
+    if kind == "smol":
+        assert chat.ids.tolist() == theirs.apply_chat_template(messages, return_dict=False)
+    assert chat.ids[:len(pair.ids)].tolist() == pair.ids.tolist() == tokenizer.prompt_ids("how many?") + tokenizer.answer_ids("42")
+    words = sum((tokenizer.answer_ids(m["content"]) for m in messages if m["role"] == "assistant"), [])
+    assert chat.ids[chat.trained].tolist() == words and pair.ids[pair.trained].tolist() == tokenizer.answer_ids("42")
+
+
+def test_pairs_train_the_answer_alone(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps([["How many gram are there per 6 kg?", 6000.5], ["And 7?", "7000"]]))
+    got = [bytes(e.ids[e.trained][:-1].tolist()).decode() for e in examples.read(path, Tokenizer("bytes"))]
+    assert got == ["<answer>6000.5</answer>", "<answer>7000</answer>"]
+
+
+def test_a_text_stays_a_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for content, expected in (({"text": "a", "prompt": "b", "completion": "c"}, False), ({"prompt": "b", "completion": "c"}, True),
+                              ({"messages": []}, True), ({"prompt": "b"}, False)):
+        path.write_text(json.dumps(content))
+        assert examples.are(str(path)) is expected
+    path.write_text("{broken")
+    assert not examples.are(str(path)) and not examples.are(str(tmp_path)) and not examples.are("wikitext")
+
+
+def test_questions_are_held_out_as_a_whole(rft, base, tmp_path):
+    rows = [row for row in rows_of(200) for _ in range(3)]
+    path = tmp_path / "rft.json"
+    path.write_text(json.dumps(rows))
+    train, held_out = examples.hold_out(examples.read(path, Tokenizer("bytes")), 0.1, seed=0)
+    assert len(train) + len(held_out) == 600 and 30 <= len(held_out) <= 90
+    assert not {e.question for e in train} & {e.question for e in held_out}
+    done = tune(tmp_path / "a", path, base, valid_share=0.1, max_steps=3, eval_interval=2)
+    assert "best so far" in done.stdout and "n/a" not in done.stdout.split("val loss")[1].splitlines()[0]
+    one = metrics(tmp_path / "a", "val_loss")
+    tune(tmp_path / "b", path, base, valid_share=0.1, max_steps=3, eval_interval=2, ranks=2)
+    assert one.keys() == {2, 3} and all(abs(one[s] - metrics(tmp_path / "b", "val_loss")[s]) < 1e-5 for s in one)
+
+
+def test_memory_that_is_short_halves_the_cells_of_a_micro_batch(rft):
+    b = batches(rft, rows=8)
+    assert max(len(x) for x, _ in b[0]) == 8
+    b.micro_batch = 2
+    parts = [x for step in range(4) for x, _ in b[step]]
+    assert max(x.numel() for x in parts) <= 2 * b.longest and max(x.shape[1] for x in parts) == b.longest
+    assert max(map(len, parts)) > 2          # of the short ones more go together
+
+
+@pytest.mark.parametrize("content, words", [
+    ("[]", "holds no example"), ("{", "can't be read"), ('{"a": 1}', "holds no example"), ('[["q", 1, "r"], ["q", 1]]', None),
+    ('[["q", 1, "r"], ["q"]]', "Row 2 of"), ('[["q", 1, 2]]', "Row 1 of"), ('[[1, 2, "r"]]', "Row 1 of"), ("[7]", "Row 1 of"),
+    ('[["\\ud800", 1, "r"]]', "Row 1 of .*surrogates"), ("\xff\xfe", "holds no|can't be read")])
+def test_bad_examples_are_one_sentence(tmp_path, content, words):
+    path = tmp_path / "rft.json"
+    path.write_text(content, encoding="latin-1")
+    if words is None:
+        return examples.read(path, Tokenizer("bytes"))
+    with pytest.raises(BadInput, match=words) as e:
+        examples.read(path, Tokenizer("bytes"))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("row, words", [({"prompt": 1, "completion": ""}, "it should be"), ({"messages": []}, "none of its messages"),
+                                        ({"messages": [{"role": "user"}]}, "it should be"),
+                                        ({"messages": [{"role": "assistant", "content": "a"}]}, "need a model with a chat template")])
+def test_bad_rows_are_named(tmp_path, row, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n" + json.dumps(row))
+    with pytest.raises(BadInput, match=f"Row 2 of .*{words}"):
+        examples.read(path, Tokenizer("bytes"))
+
+
+def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
+    for knobs, words in ((dict(dataset=tmp_path / "none.json"), "can't be read"), (dict(block_size=8), "No example is left"),
+                         (dict(valid_share=1.0), "must be below 1"), (dict(num_epochs=-1), "too small"),
+                         (dict(eval_only=True), "No example is held out")):
+        done = run(tmp_path / "a", knobs.pop("dataset", rft), defaults=TUNE, init_from=base, **knobs)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not (tmp_path / "a").exists()
+
+
+def test_a_killed_run_goes_on_exactly(rft, base, tmp_path):
+    tune(tmp_path / "a", rft, base, num_epochs=12, save_interval=2)
+    process = subprocess.Popen(command(tmp_path / "b", defaults=TUNE, dataset=rft, data_dir=tmp_path, init_from=base, num_epochs=12,
+                                       save_interval=2), env=environment(), stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 21/"):
+            process.kill()
+            break
+    process.wait()
+    trained(tmp_path / "b", rft, defaults={}, init_from="resume")
+    assert largest_difference(weights(tmp_path / "a", 48), weights(tmp_path / "b", 48)) == 0
