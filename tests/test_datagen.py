@@ -1,0 +1,216 @@
+"""Rejection sampling: what is kept depends on nothing but the samples, and a stopped run goes on to the same file."""
+import itertools
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import datagen
+from conftest import ROOT, environment, flags, trained
+from runtime import examples
+from runtime.tokenizer import Tokenizer
+
+# A task that a model which has seen a little text solves now and then: an even number of letters before the first "a".
+TASK = '''
+STOP = "a"
+PROMPT = "{}"
+
+def questions(split, seed=0, n=None):
+    words = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")]
+    return [{"question": w, "answer": "7.5"} for w in (words if split == "train" else ["The  cat, 3!"] if split == "test" else [])][:n]
+
+def reward(question, completion):
+    if "slow" in question["question"]:
+        raise ValueError("slow")
+    return float(completion.endswith("a")), {"answered": completion.endswith("a"), "even": len(completion) % 2 == 0}
+
+def signature(completion):
+    return completion
+'''
+DATAGEN = dict(oversample=6, keep_per_question=2, temperature=1.0, max_new_tokens=12, dtype="fp32", num_questions=30, reward_workers=1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    trained(folder, text, max_steps=20, learning_rate=0.02)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    path = tmp_path_factory.mktemp("task") / "even.py"
+    path.write_text(TASK)
+    return path
+
+
+def command(output, base, task, ranks=1, **knobs):
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return start + [str(ROOT / "datagen.py"), *flags(**DATAGEN | dict(init_from=base, task=task, output=output) | knobs)]
+
+
+def generate(output, base, task, code=0, **knobs):
+    done = subprocess.run(command(output, base, task, **knobs), env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def log(output):
+    return [json.loads(line) for line in examples.attempts_path(output).read_text().splitlines()[1:]]
+
+
+@pytest.fixture(scope="module")
+def made(base, task, tmp_path_factory):
+    output = tmp_path_factory.mktemp("made") / "rft.json"
+    done = generate(output, base, task, deterministic=True, json=True)
+    return output, json.loads(done.stdout.splitlines()[-1]), done
+
+
+def test_what_is_kept_and_what_is_said_follow_from_the_log(made):
+    output, said, done = made
+    rows, records = json.loads(output.read_text()), log(output)
+    questions = 29                           # of 30: one reads like a test question but for case, punctuation and spaces
+    assert said["dropped"] == 1 and "1 question" in done.stdout and not any(q == "cat 3" for q, _, _ in rows)
+    assert sorted((r["number"], r["sample"]) for r in records) == [(r["number"], r["sample"]) for r in records] == list(
+        itertools.product(range(questions), range(6)))
+    expected, solved, loose = [], 0, 0
+    for number in range(questions):
+        solutions = {}
+        for r in records[6 * number:6 * number + 6]:
+            text = r["completion"]
+            finished = text.endswith("a")
+            assert finished == (r["verdict"] != "unfinished") and text.count("a") == finished
+            assert r["verdict"] in ("unfinished", "verified", "not even") and (r["verdict"] == "verified") == (finished and len(text) % 2 == 0)
+            assert Tokenizer("bytes").decode(r["ids"]) == text and r["logprob"] < 0 and r["seed"] == 0
+            loose += finished
+            if r["verdict"] == "verified":
+                solutions.setdefault(text, [r["question"], 7.5, text])
+        expected += list(solutions.values())[:2]
+        solved += bool(solutions)
+    assert rows == expected and len(rows) == said["kept"] > 10 and said["solved"] == solved
+    assert said["yield_loose"] == pytest.approx(loose / len(records)) and said["attempts"] == len(records) == 174
+    assert said["yield_tight"] == pytest.approx(sum(r["verdict"] == "verified" for r in records) / 174)
+    assert said["pass_at_1"] == pytest.approx(sum(r["score"] for r in records if r["sample"] == 0) / questions)
+    assert said["pass_at_k"]["6"] == pytest.approx(sum(any(r["score"] for r in records[6 * q:6 * q + 6]) for q in range(questions)) / questions)
+    assert sum(said["verdicts"].values()) == 174 and sum(said["solutions_per_question"].values()) == questions
+    assert sum(r["kept"] for r in records) == len(rows) and not any(r["after_close"] for r in records)
+
+
+def test_what_is_kept_does_not_depend_on_the_order_of_finishing():
+    rng = random.Random(0)
+    for _ in range(300):
+        n, keep = rng.randrange(1, 8), rng.randrange(1, 4)
+        whole = {i: {"verdict": rng.choice(["verified", "not exact"]), "signature": rng.choice("xyz"), "i": i} for i in range(n)}
+        closes, chosen = datagen.closes_at(whole, keep)
+        firsts = {}
+        for i in range(n):
+            if whole[i]["verdict"] == "verified":
+                firsts.setdefault(whole[i]["signature"], i)
+        assert [c["i"] for c in chosen] == sorted(firsts.values())[:keep]
+        assert closes == (sorted(firsts.values())[keep - 1] if len(firsts) >= keep else None)
+        for missing in range(n):             # closed only when all before have finished
+            known = {i: r for i, r in whole.items() if i != missing}
+            assert datagen.closes_at(known, keep)[0] == (closes if closes is not None and missing > closes else None)
+
+
+@pytest.mark.parametrize("knobs", [dict(ranks=2), dict(reward_workers=3), dict(stop_early=True), dict(stop_early=True, ranks=2)])
+def test_ranks_workers_and_stopping_early_keep_the_same(made, base, task, tmp_path, knobs):
+    generate(tmp_path / "rft.json", base, task, deterministic=True, **knobs)
+    assert (tmp_path / "rft.json").read_bytes() == made[0].read_bytes()
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["rft.attempts.jsonl", "rft.json"]
+    records = log(tmp_path / "rft.json")
+    if "stop_early" in knobs:
+        assert len(records) < 174 and {(r["number"], r["sample"]) for r in records} < set(itertools.product(range(29), range(6)))
+    else:
+        assert examples.attempts_path(tmp_path / "rft.json").read_bytes() == examples.attempts_path(made[0]).read_bytes()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_to_the_same_file(made, base, task, tmp_path, how):
+    """Killed at random moments until it is through: ten of them where it is killed hard."""
+    rng, stops, output = random.Random(how), 0, tmp_path / "rft.json"
+    knobs = dict(deterministic=True, slots=64)
+    while stops < (10 if how == signal.SIGKILL else 1):
+        process = subprocess.Popen(command(output, base, task, **knobs), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.readline()            # sampling begins
+        time.sleep(rng.random() * 0.25)
+        process.send_signal(how)
+        out, err = process.communicate(timeout=60)
+        if process.returncode == 0:
+            break
+        assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[how], out + err
+        assert how == signal.SIGKILL or "goes on after them" in out
+        stops += 1
+    generate(output, base, task, **knobs)
+    assert output.read_bytes() == made[0].read_bytes()
+    assert examples.attempts_path(output).read_bytes() == examples.attempts_path(made[0]).read_bytes()
+
+
+def test_only_what_is_missing_is_sampled_again_and_a_cut_line_is(made, base, task, tmp_path):
+    output = tmp_path / "rft.json"
+    lines = examples.attempts_path(made[0]).read_text().splitlines(keepends=True)
+    kept = [line for i, line in enumerate(lines) if i % 5 != 2]
+    examples.attempts_path(output).write_text("".join(kept) + lines[2][:40])
+    done = generate(output, base, task, deterministic=True, json=True)
+    assert f"{len(kept) - 1} attempts are logged already" in done.stdout
+    assert output.read_bytes() == made[0].read_bytes()
+    assert json.loads(done.stdout.splitlines()[-1])["kept"] == made[1]["kept"]
+
+
+def test_another_question_model_or_knob_refuses_to_go_on(made, base, task, text, tmp_path):
+    output, before = made[0], examples.attempts_path(made[0]).read_bytes()
+    trained(tmp_path / "other", text, max_steps=1)
+    other = tmp_path / "other.py"
+    other.write_text(TASK.replace("7.5", "8"))
+    for knobs, words in ((dict(temperature=0.9), "another temperature (1.0, now 0.9)"), (dict(num_questions=5), "another num_questions (30, now 5)"),
+                         (dict(init_from=tmp_path / "other"), "another init_from"), (dict(task=other), "another task")):
+        done = generate(output, base, task, code=2, deterministic=True, **{k: v for k, v in knobs.items() if k not in ("init_from", "task")},
+                        **{}) if not {"init_from", "task"} & knobs.keys() else generate(
+            output, knobs.get("init_from", base), knobs.get("task", task), code=2, deterministic=True)
+        assert words in done.stderr and done.stderr.count("\n") == 1
+    task_again = tmp_path / task.name
+    assert examples.attempts_path(output).read_bytes() == before and not task_again.exists()
+    generate(tmp_path / "b.json", base, other, num_questions=3)
+    generate(tmp_path / "b.json", base, task, num_questions=3, overwrite=True)
+    assert {r["answer"] for r in log(tmp_path / "b.json")} == {"7.5"}
+
+
+def test_nothing_solved_is_said(base, tmp_path):
+    task = tmp_path / "never.py"
+    task.write_text(TASK.replace("float(completion.endswith(\"a\"))", "0.0"))
+    done = generate(tmp_path / "rft.json", base, task, code=1, num_questions=3)
+    assert "No question was solved" in done.stderr and json.loads((tmp_path / "rft.json").read_text()) == []
+
+
+def test_a_verifier_that_fails_is_counted_and_not_taken_for_a_wrong_answer(base, tmp_path):
+    task = tmp_path / "fails.py"
+    task.write_text(TASK.replace('("the", "cat", "sat")', '("the", "slow")'))
+    done = generate(tmp_path / "rft.json", base, task, num_questions=10, json=True)
+    said, records = json.loads(done.stdout.splitlines()[-1]), log(tmp_path / "rft.json")
+    errors = [r for r in records if r["verdict"] == "error"]
+    assert said["errors"] == len(errors) == said["verdicts"]["error"] > 0 and all("ValueError: slow" in r["error"] for r in errors)
+    assert all(r["question"].startswith("slow") for r in errors) and "errors" in done.stdout
+
+
+def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
+    trained(tmp_path / "tuned", made[0], defaults={}, config=ROOT / "config/rft.py", init_from=base, num_epochs=1, prompt="{}")
+    kept = [r for r in log(made[0]) if r["kept"]]
+    read = examples.read(made[0], Tokenizer("bytes"), "{}")
+    assert [e.ids[e.trained].tolist()[:-1] for e in read] == [r["ids"] for r in kept]
+
+
+@pytest.mark.parametrize("knobs, words", [
+    (dict(output="/proc/nothing/rft.json"), "can't be written to"), (dict(output="rft.txt"), "should end in .json"),
+    (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"),
+    (dict(task="missing.py"), "missing.py"), (dict(few_shot=3), "examples"), (dict(init_from="nowhere/at-all"), "nowhere/at-all"),
+    (dict(split="valid"), "no question"), (dict(oversample=0), "at least 1"), (dict(top_p=2.0), "top_p")])
+def test_what_can_not_be_done_is_one_sentence(base, task, tmp_path, knobs, words):
+    arguments = dict(output=tmp_path / "rft.json", base=base, task=task)
+    arguments |= {"base" if k == "init_from" else k: v for k, v in knobs.items()}
+    done = generate(code=2, **arguments)
+    assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "rft.json").exists()
