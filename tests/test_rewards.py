@@ -1,0 +1,333 @@
+"""Whatever a verifier does, the grades come in the order of submission, and the run goes on."""
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tasks
+from conftest import ROOT
+from runtime import rewards
+from runtime.rewards import Grade, Pool, grade
+
+MISCHIEF = """
+import ctypes, os, re, subprocess, sys, time
+STOP = "<stop>"
+print("noise at import")
+
+def reward(question, completion):
+    time.sleep(question.get("sleep", 0))
+    if completion == "hang":
+        while True:
+            pass
+    if completion == "regex":                          # which keeps the interpreter's lock while it hangs
+        re.match(r"(a+)+$", "a" * 50 + "b")
+    if completion == "exit":
+        os._exit(0)
+    if completion == "segfault":
+        ctypes.string_at(0)
+    if completion == "quit":
+        sys.exit("enough")
+    if completion == "raise":
+        raise ValueError("no \\ud800\\n verdict")
+    if completion == "fork":
+        if os.fork() == 0:
+            raise ValueError("of the copy")
+        os.wait()
+    if completion == "program":
+        with subprocess.Popen(["sleep", "100"]) as program, open(question["pid"], "w") as file:
+            print(program.pid, file=file, end="", flush=True)
+            program.wait()
+    if completion == "memory":
+        return float(len(bytes(6 * 2**30)) > 0)        # zeros that are never touched: without a limit they cost nothing
+    if completion == "print":
+        print("noise")
+        os.write(1, b"[0.5, {}, 1]\\n")
+        subprocess.run(["echo", "noise of a program"])
+        assert sys.stdin.read() == ""
+    if completion.startswith("score "):
+        return float(completion[6:])
+    return 1.0, {"correct": True, "torch": "torch" in sys.modules}
+
+def signature(completion):
+    return completion
+"""
+FINE = Grade(1.0, {"correct": True, "torch": False}, "fine", None)
+
+
+@pytest.fixture(scope="module")
+def mischief(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tasks") / "mischief.py"
+    path.write_text(MISCHIEF)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pool(mischief):
+    with Pool(mischief, workers=2, timeout=1.5) as pool:
+        yield pool
+
+
+def alive(pid):
+    """Whether a process runs; one that only waits for its parent to ask how it ended does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def end_soon(pids, seconds=3.0):
+    until = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_grades_come_in_the_order_of_submission(mischief):
+    rng = random.Random(0)
+    with Pool(mischief, workers=3) as pool:
+        grades, slowest = [], 0.0
+        for i in range(150):
+            pool.submit({"sleep": 1.0 if i == 0 else rng.random() * 0.01}, f"item {i}")
+            began = time.monotonic()
+            grades += pool.collect()
+            slowest = max(slowest, time.monotonic() - began)
+        assert not grades and slowest < 0.5                  # the first is still in work, and no one waited for it
+        pool.submit({}, "last")
+        assert [g.signature for g in pool.score([({}, "between")])] == ["between"]
+        grades += pool.collect(wait=True)
+        assert [g.signature for g in grades] == [f"item {i}" for i in range(150)] + ["last"]
+        assert pool.collect() == pool.collect(wait=True) == pool.score([]) == []
+
+
+def test_slow_grades_are_shared_by_the_workers(mischief):
+    def seconds(items):
+        began = time.monotonic()
+        with pool.changed:                                   # no one takes any before all are there
+            for item in items:
+                pool.submit(*item)
+        pool.collect(wait=True)
+        return time.monotonic() - began
+    with Pool(mischief, workers=4, timeout=0.7) as pool:
+        pool.score([({}, "quick")] * 500)
+        assert seconds([({"sleep": 0.2}, "slow")] * 12) < 0.6 * 12 * 0.2               # a quarter would be all of it
+        pool.score([({}, "quick")] * 500)
+        assert seconds([({}, "hang")] * 8 + [({}, "fine")] * 56) < 0.8 * 8 * 0.7       # nor do they wait for their turn to hang
+        assert pool.counts == {"errors": 8, "timeouts": 8, "restarts": 8}
+    with Pool(mischief, workers=2) as pool:
+        seconds([({"sleep": 0.05}, "slow")] * 8)
+        assert seconds([({"sleep": 1.5}, "slowest")] + [({"sleep": 0.15}, "slow")] * 10) < 1.95      # none is behind the slowest
+
+
+def test_what_a_verifier_started_ends_with_it(mischief, tmp_path):
+    path = tmp_path / "pid"
+    with Pool(mischief, workers=1, timeout=1.0) as pool:
+        [late] = pool.score([({"pid": str(path)}, "program")])
+    assert late.error == "timed out after 1 s" and end_soon([path.read_text()])
+
+
+def test_processes_threads_and_the_caller_agree():
+    task, rng = tasks.load("unit_conversion"), random.Random(0)
+    junk = ["<answer>", "</answer>", "7", "1 * 2 = 2.", "9**9**9", "\0", "\n", "\r", "漢", "\u2028", "\ud800", "\ud83d\ude00", "\"", "\\u0041", "nan"]
+    pairs = []
+    for q in task.questions("train", n=100):
+        pairs += [(q, f"1 * {q['answer']} = {q['answer']}. <answer>{q['answer']}</answer>"), (q, f"1 + 1 = 3. <answer>{q['answer']}</answer>1 + 1 = 3"),
+                  (q, "".join(rng.choices(junk, k=rng.randrange(20))))]
+    grades = {}
+    for kind in rewards.KINDS:
+        with Pool("unit_conversion", workers=2, kind=kind) as pool:
+            for pair in pairs:
+                pool.submit(*pair)
+            grades[kind] = pool.collect(wait=True)
+            assert pool.score(pairs) == grades[kind] and pool.counts == {"errors": 0, "timeouts": 0, "restarts": 0}
+    assert grades["process"] == grades["thread"] == grades["serial"] == [grade(task, *pair) for pair in pairs]
+    assert sum(g.verified for g in grades["serial"]) == 100 and sum(g.score == 1.0 for g in grades["serial"]) >= 200
+
+
+def test_texts_of_any_kind_and_length_arrive_as_they_are(mischief):
+    texts = ["", "\0", "a\nb\r\n", "\ud800", "\udc80 \ud83d\ude00 😀", "\u2028\u0085", "\"\\", "a" * 2**20, "漢\ud800" * 2**19] + ["\n" * 2**20] * 20
+    with Pool(mischief, workers=1) as pool:
+        assert [g.signature for g in pool.score([({"text": t}, t) for t in texts])] == texts
+        pool.score([({}, "quick")] * 200)                    # after which it is given several at once
+        assert [g.signature for g in pool.score([({"text": t}, t) for t in texts])] == texts and pool.counts["restarts"] == 0
+
+
+def test_a_completion_is_cut_after_the_stop(mischief):
+    assert grade(tasks.load(mischief), {}, "a<stop>b<stop>").signature == "a<stop>"
+    assert [g.signature for g in grade_all(mischief, ["a<stop>b", "a<sto"])] == ["a<stop>", "a<sto"]
+
+
+def grade_all(spec, completions, **settings):
+    with Pool(spec, workers=1, **settings) as pool:
+        return pool.score([({}, c) for c in completions])
+
+
+def test_one_that_hangs_is_killed_and_its_neighbours_are_graded(pool):
+    before, began = dict(pool.counts), time.monotonic()
+    texts = ["fine", "hang"] + 20 * ["fine"] + ["regex", "fine"]
+    late = Grade(0.0, {}, "", "timed out after 1.5 s")
+    assert pool.score([({}, t) for t in texts]) == [FINE if t == "fine" else late for t in texts]
+    assert time.monotonic() - began < 15 and not late.verified
+    assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 2, "timeouts": 2, "restarts": 2}
+    assert pool.score([({}, "fine")] * 9) == [FINE] * 9
+
+
+def test_one_that_dies_is_replaced_and_its_neighbours_are_graded(pool):
+    before = dict(pool.counts)
+    texts = ["exit", "fine", "segfault", "exit"] + 20 * ["fine"]
+    died = Grade(0.0, {}, "", "the worker died")
+    assert pool.score([({}, t) for t in texts]) == [FINE if t == "fine" else died for t in texts]
+    assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 3, "timeouts": 0, "restarts": 3}
+
+
+def test_what_a_verifier_raises_is_an_error_and_no_zero(pool, mischief):
+    before = dict(pool.counts)
+    texts = ["raise", "quit", "memory", "score nan", "score inf", "score 1.5", "score -1", "score x", "score 0", "score 0.5"]
+    grades = pool.score([({}, t) for t in texts])
+    errors = [g.error for g in grades]
+    assert errors[0] == r"ValueError: no \ud800 verdict" and errors[1] == "SystemExit: enough" and errors[2] == "MemoryError"
+    assert all(error.startswith("ValueError") for error in errors[3:8]) and errors[8:] == [None, None]
+    assert all(g[:3] == (0.0, {}, "") for g in grades[:8]) and [g.score for g in grades[8:]] == [0.0, 0.5]
+    assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 8, "timeouts": 0, "restarts": 0}
+    safe = [t for t in texts if t != "memory"]
+    assert grade_all(mischief, safe, kind="serial") == grade_all(mischief, safe, kind="thread") == \
+        [g for g, t in zip(grades, texts) if t != "memory"]
+
+
+def test_what_a_verifier_prints_or_forks_is_no_grade(mischief, capfd):
+    grades = grade_all(mischief, ["print", "fork", "fine"])
+    assert [g.signature for g in grades] == ["print", "fork", "fine"] and not any(g.error for g in grades)
+    out, err = capfd.readouterr()
+    assert out == "" and err.split("\n")[:3] == ["noise at import", "noise", "[0.5, {}, 1]"] and "noise of a program" in err
+
+
+def test_workers_do_not_import_torch(pool):
+    assert pool.score([({}, "fine")]) == [FINE]              # the task looks for it
+
+
+def test_a_worker_by_hand(mischief):
+    lines = json.dumps([[{}, "fine"], [{}, "raise"]]) + "\n" + json.dumps([[{}, "fine"]]) + "\n"
+    done = subprocess.run([sys.executable, "-m", "runtime.rewards", mischief], input=lines, capture_output=True, text=True, cwd=ROOT, timeout=20)
+    ready, *answers = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 0 and ready is None and [a[2] for a in answers] == ["fine", "", "fine"]
+
+
+def test_a_path_begins_where_the_pool_was_made(mischief, tmp_path, monkeypatch):
+    monkeypatch.chdir(os.path.dirname(mischief))
+    (tmp_path / "tasks").mkdir()                             # hides nothing of ours
+    with Pool("mischief.py", workers=1) as pool:
+        monkeypatch.chdir(tmp_path)
+        assert [g.error for g in pool.score([({}, "exit"), ({}, "fine")])] == ["the worker died", None]
+
+
+@pytest.mark.parametrize("body, sentence", [("import nothing_of_that_name", "nothing_of_that_name"), ("raise ValueError('Say a level.')", "Say a level."),
+                                            ("import os; os._exit(0)", "the worker died"), ("import sys; sys.exit()", "SystemExit")])
+def test_a_task_that_can_not_be_loaded_says_so_at_once(tmp_path, body, sentence):
+    (tmp_path / "broken.py").write_text(body)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=sentence):
+        Pool(str(tmp_path / "broken.py"), workers=2)
+    assert time.monotonic() - began < 5
+
+
+def test_bad_arguments_are_refused(mischief):
+    for kind, error in (("process", ValueError), ("serial", LookupError)):
+        with pytest.raises(error, match="There is no task nothing"):
+            Pool("nothing", workers=1, kind=kind)
+    with pytest.raises(ValueError, match="at least 1"):
+        Pool(mischief, workers=0)
+    with pytest.raises(ValueError, match="process, thread, serial"):
+        Pool(mischief, kind="fibre")
+
+
+def test_a_task_that_breaks_later_ends_the_wait(tmp_path, mischief):
+    path = tmp_path / "later.py"
+    path.write_text(MISCHIEF)
+    with Pool(str(path), workers=1) as pool:
+        path.write_text("raise ValueError('Changed meanwhile.')")
+        pool.submit({}, "exit")
+        pool.submit({}, "fine")
+        with pytest.raises(ValueError, match="Changed meanwhile"):
+            pool.collect(wait=True)
+        with pytest.raises(ValueError, match="Changed meanwhile"):
+            pool.submit({}, "fine")
+
+
+@pytest.mark.parametrize("kind", rewards.KINDS)
+def test_a_closed_pool_is_closed(mischief, kind):
+    pool = Pool(mischief, workers=2, kind=kind)
+    pids = [w.process.pid for w in pool.workers]
+    for text in ["fine", "fine"] + ["hang", "regex"] * (kind == "process"):
+        pool.submit({}, text)
+    grades = []
+    while len(grades) < 2:
+        grades += pool.collect()
+    began = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - began < 1 and not any(map(alive, pids)) and [g.signature for g in grades] == ["fine", "fine"]
+    for ask in (lambda: pool.submit({}, "fine"), lambda: pool.score([({}, "fine")])):
+        with pytest.raises(RuntimeError, match="closed"):
+            ask()
+    if kind == "process":
+        with pytest.raises(RuntimeError, match="closed"):
+            pool.collect(wait=True)
+
+
+def test_signals_are_the_stages_to_decide(mischief):
+    with Pool(mischief, workers=1) as pool:
+        pool.score([({}, "fine")])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pool.workers[0].process.pid, number)
+        assert [g.signature for g in pool.score([({}, "fine")] * 3)] == ["fine"] * 3 and pool.counts["restarts"] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere one that hangs when its parent is killed goes on")
+@pytest.mark.parametrize("ending", ["kill -9", "not closed"])
+def test_no_worker_outlives_its_parent(mischief, ending):
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from runtime.rewards import Pool
+pool = Pool({mischief!r}, workers=3, timeout=60)
+pool.score([({{}}, "fine")] * 50)
+while not all(w.process for w in pool.workers):
+    time.sleep(0.01)
+for text in ("hang", "regex"):                         # the third has nothing to do
+    pool.submit({{}}, text)
+time.sleep(0.2)
+print(*(w.process.pid for w in pool.workers), flush=True)
+if {ending == "kill -9"}:
+    time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pids = parent.stdout.readline().split()
+    assert len(pids) == 3
+    if ending == "kill -9":
+        assert all(map(alive, pids))
+        parent.kill()
+    assert parent.wait(timeout=10) == (-signal.SIGKILL if ending == "kill -9" else 0)
+    assert end_soon(pids)
+
+
+def test_there_are_as_many_workers_as_a_rank_has_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(24), raising=False)
+    for ranks, workers in ((1, 8), (4, 6), (8, 3), (48, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert rewards.default_workers() == workers
+
+
+def test_a_grade_costs_little(tmp_path):
+    (tmp_path / "quick.py").write_text("def reward(question, completion):\n    return 1.0\n")
+    with Pool(str(tmp_path / "quick.py"), workers=1) as pool:
+        pairs, best = [({"question": "How many?", "answer": "6"}, "2 * 3 = 6. <answer>6</answer>")] * 2000, 1.0
+        for _ in range(5):
+            began = time.monotonic()
+            pool.score(pairs)
+            best = min(best, (time.monotonic() - began) / len(pairs))
+    assert best < 300e-6                                     # about 30 on an idle machine
