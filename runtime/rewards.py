@@ -102,7 +102,7 @@ def main(spec, folder="."):
 
 
 def confine():
-    """What a worker may do to the machine: no more memory than MEMORY, nothing after its parent. Ctrl-C is the parent's matter."""
+    """A worker takes no more memory than MEMORY and ends with the thread that started it; when to stop is its parent's matter."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)   # a handler and not SIG_IGN, which programs that a verifier runs would inherit
     with contextlib.suppress(ImportError, OSError, ValueError):
@@ -111,7 +111,7 @@ def confine():
         resource.setrlimit(resource.RLIMIT_AS, (min([MEMORY, *limits]), resource.getrlimit(resource.RLIMIT_AS)[1]))
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)           # PR_SET_PDEATHSIG (Linux), for one that hangs: others see the end of input
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)           # Linux's PR_SET_PDEATHSIG: one that hangs does not see its input end
 
 
 # --- the pool ---
@@ -277,7 +277,7 @@ class Worker:
             with self.pool.changed:
                 if self.pool.ended:
                     raise self.pool.ended
-                # One thread each; sets whose order does not depend on the worker; a session of its own, so that Ctrl-C is not for it.
+                # One thread each; sets in an order that is not the worker's own; a session of its own, for Ctrl-C is not for it.
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "runtime.rewards", self.pool.spec, self.pool.folder], cwd=Path(__file__).parent.parent,
                     env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, start_new_session=True,
@@ -296,8 +296,8 @@ class Worker:
                 self.pool.loaded = True
                 self.pool.changed.notify_all()
             return
-        raise ValueError(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): look at what its file does when "
-                         "it is imported.")
+        raise ValueError(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): look at what its file does "
+                         "when it is imported.")
 
     def write(self, data):
         data = memoryview(data)

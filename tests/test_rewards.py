@@ -133,10 +133,12 @@ def test_what_a_verifier_started_ends_with_it(mischief, tmp_path):
 
 def test_processes_threads_and_the_caller_agree():
     task, rng = tasks.load("unit_conversion"), random.Random(0)
-    junk = ["<answer>", "</answer>", "7", "1 * 2 = 2.", "9**9**9", "\0", "\n", "\r", "漢", "\u2028", "\ud800", "\ud83d\ude00", "\"", "\\u0041", "nan"]
+    junk = ["<answer>", "</answer>", "7", "1 * 2 = 2.", "9**9**9", "nan", "\0", "\n", "\r", "漢", "\u2028", "\ud800", "\ud83d\ude00", '"',
+            "\\u0041"]
     pairs = []
     for q in task.questions("train", n=100):
-        pairs += [(q, f"1 * {q['answer']} = {q['answer']}. <answer>{q['answer']}</answer>"), (q, f"1 + 1 = 3. <answer>{q['answer']}</answer>1 + 1 = 3"),
+        answer = f"<answer>{q['answer']}</answer>"
+        pairs += [(q, f"1 * {q['answer']} = {q['answer']}. {answer}"), (q, f"1 + 1 = 3. {answer}1 + 1 = 3"),
                   (q, "".join(rng.choices(junk, k=rng.randrange(20))))]
     grades = {}
     for kind in rewards.KINDS:
@@ -150,7 +152,8 @@ def test_processes_threads_and_the_caller_agree():
 
 
 def test_texts_of_any_kind_and_length_arrive_as_they_are(mischief):
-    texts = ["", "\0", "a\nb\r\n", "\ud800", "\udc80 \ud83d\ude00 😀", "\u2028\u0085", "\"\\", "a" * 2**20, "漢\ud800" * 2**19] + ["\n" * 2**20] * 20
+    texts = ["", "\0", "a\nb\r\n", "\ud800", "\udc80 \ud83d\ude00 😀", "\u2028\u0085", "\"\\", "a" * 2**20, "漢\ud800" * 2**19]
+    texts += ["\n" * 2**20] * 20
     with Pool(mischief, workers=1) as pool:
         assert [g.signature for g in pool.score([({"text": t}, t) for t in texts])] == texts
         pool.score([({}, "quick")] * 200)                    # after which it is given several at once
@@ -212,7 +215,8 @@ def test_workers_do_not_import_torch(pool):
 
 def test_a_worker_by_hand(mischief):
     lines = json.dumps([[{}, "fine"], [{}, "raise"]]) + "\n" + json.dumps([[{}, "fine"]]) + "\n"
-    done = subprocess.run([sys.executable, "-m", "runtime.rewards", mischief], input=lines, capture_output=True, text=True, cwd=ROOT, timeout=20)
+    done = subprocess.run([sys.executable, "-m", "runtime.rewards", mischief], input=lines, capture_output=True, text=True, cwd=ROOT,
+                          timeout=20)
     ready, *answers = map(json.loads, done.stdout.splitlines())
     assert done.returncode == 0 and ready is None and [a[2] for a in answers] == ["fine", "", "fine"]
 
@@ -225,8 +229,9 @@ def test_a_path_begins_where_the_pool_was_made(mischief, tmp_path, monkeypatch):
         assert [g.error for g in pool.score([({}, "exit"), ({}, "fine")])] == ["the worker died", None]
 
 
-@pytest.mark.parametrize("body, sentence", [("import nothing_of_that_name", "nothing_of_that_name"), ("raise ValueError('Say a level.')", "Say a level."),
-                                            ("import os; os._exit(0)", "the worker died"), ("import sys; sys.exit()", "SystemExit")])
+@pytest.mark.parametrize("body, sentence", [
+    ("import nothing_of_that_name", "nothing_of_that_name"), ("raise ValueError('Say a level.')", "Say a level."),
+    ("import os; os._exit(0)", "the worker died"), ("import sys; sys.exit()", "SystemExit")])
 def test_a_task_that_can_not_be_loaded_says_so_at_once(tmp_path, body, sentence):
     (tmp_path / "broken.py").write_text(body)
     began = time.monotonic()
