@@ -1,16 +1,140 @@
-"""One file per problem. A task module imports only the standard library and its field's library; no torch here.
+"""Tasks: questions, worked examples, and a verifier each. One file per task; nothing here imports more than the standard library and
+the task's field library, so that reward workers start at once. Files that begin with an underscore are what tasks share.
 
-`documents(split, seed)` gives the texts to pretrain on for split "train" or "valid", the two without a common question.
-`questions(split, seed, n)` gives n different questions, {"question", "answer"}, and `reward(question, completion)` how good a
-completion is, a score in [0, 1], and its parts by name. Files that begin with an underscore are what tasks share.
+A task is a module with plain functions. Only `reward` must be there; those that need it take the spec's ARGUMENT as `argument`.
+
+    reward(question, completion)            a score from 0 to 1 (1: correct), or (score, {part name: bool})
+    questions(split, seed, n)               a list of n different {"question": str, "answer": str, ...}, None: all or a default number;
+                                            of split "train", "valid" or "test", no two of which share a question
+    solution(question)                      a worked and true completion for one of its questions
+    documents(split, seed)                  texts to pretrain on, for split "train" or "valid"
+    examples(n)                             n fixed (question's text, completion) of split train, to be shown before a question
+    signature(completion)                   a text that two completions share if they are the same solution
+    check(argument)                         ValueError, OSError if the task can't be had with this argument
+    PROMPT, INSTRUCTION, STOP               see Task
 """
 import importlib
+import importlib.util
+import inspect
 import pkgutil
+import re
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from tasks import _numbers
+
+PROMPT = "Question: {}\n"
+SPLITS = ("train", "valid", "test")
 
 
-def load(name):
-    """The module of the task `name`; LookupError if there is none."""
+def load(spec):
+    """The Task of NAME[:ARGUMENT] or path/to/file.py[:ARGUMENT]; LookupError, ValueError or OSError, one sentence, if none."""
     known = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
-    if name not in known:
-        raise LookupError(f"There is no task {name}; there is {', '.join(known)}.")
-    return importlib.import_module(f"tasks.{name}")
+    name, colon, argument = spec.partition(":")
+    if name in known:
+        return Task(spec, importlib.import_module(f"tasks.{name}"), argument if colon else None)
+    own = re.fullmatch(r"(?s)(.+?\.py)(?::(.*))?", spec)
+    if not own:
+        raise LookupError(f"There is no task {name}; there is {', '.join(known)}, or give the path of a .py file of yours.")
+    file, argument = own.groups()
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"There is no file {file}: a task is a name or the path of a .py file with a function reward.")
+    found = importlib.util.spec_from_file_location(str(Path(file).resolve()), file)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module                     # dataclasses look their module up there
+    try:
+        found.loader.exec_module(module)
+    except Exception as e:
+        raise ValueError(f"The task {file} can't be loaded ({type(e).__name__}: {e}): correct it.") from e
+    return Task(spec, module, argument)
+
+
+class Task:
+    """A task's module with its argument.
+
+    name: the spec. prompt: the form of a plain prompt. instruction: the system message of a chat when examples are shown. stop: the
+    text that ends a completion; callers cut after it.
+    """
+
+    def __init__(self, name, module, argument=None):
+        self.name, self.module, self.argument = name, module, argument
+        self.prompt, self.stop = getattr(module, "PROMPT", PROMPT), getattr(module, "STOP", "</answer>")
+        self.instruction = getattr(module, "INSTRUCTION", "")
+        if not callable(getattr(module, "reward", None)):
+            raise ValueError(f"The task {name} has no reward(question, completion): write one.")
+        if hasattr(module, "check"):
+            module.check(argument)
+        elif argument is not None and not any(self.takes(f, "argument") for f in vars(module).values() if inspect.isfunction(f)):
+            raise ValueError(f"The task {name} has nothing that takes an argument: leave :{argument} out.")
+        self.score = self.call("reward")
+
+    def takes(self, function, keyword):
+        parameters = inspect.signature(function).parameters.values()
+        return any(p.name == keyword or p.kind == p.VAR_KEYWORD for p in parameters)
+
+    def call(self, function, **options):
+        """The module's function, with the argument and those options that it takes."""
+        found = getattr(self.module, function, None)
+        if found is None:
+            raise ValueError(f"The task {self.name} has no {function}: write a function {function} in its file, or use another task.")
+        return partial(found, **{k: v for k, v in (options | {"argument": self.argument}).items() if self.takes(found, k)})
+
+    def documents(self, split, seed=0):
+        """Texts to pretrain on, of split "train" or "valid"."""
+        if split not in SPLITS[:2]:
+            raise ValueError(f"The text of the task {self.name} has no split {split}: choose train or valid.")
+        return list(self.call("documents", seed=seed)(split))
+
+    def questions(self, split, seed=0, n=None):
+        """n different questions of a split, a function of (split, seed); None: all, or the number that the task finds right."""
+        if split not in SPLITS:
+            raise ValueError(f"The task {self.name} has no split {split}: choose train, valid or test.")
+        found = list(self.call("questions", seed=seed, n=n)(split))
+        for q in found:
+            if not isinstance(q, dict) or not isinstance(q.get("question"), str) or "answer" not in q:
+                raise ValueError(f"The task {self.name} gave the question {str(q)[:80]}: a question is "
+                                 '{"question": text, "answer": text}.')
+        if n is not None and len(found) < n:
+            raise ValueError(f"{n} questions of {self.name} were asked for, and the split {split} has {len(found)}.")
+        return found[:n]
+
+    def solution(self, question):
+        return self.call("solution")(question)
+
+    def examples(self, n):
+        """n (question's text, completion) of split train, always the same; of a task that does not choose them, the first whose
+        solution its verifier pays in full."""
+        if n == 0:
+            return []
+        if hasattr(self.module, "examples"):
+            found = list(self.call("examples")(n))
+        else:
+            worked = ((q, self.solution(q)) for q in self.questions("train"))
+            found = list(islice(((q["question"], s) for q, s in worked if self.verified(*self.reward(q, s))), n))
+        if len(found) < n:
+            raise ValueError(f"{n} worked examples of {self.name} were asked for, and it has {len(found)}.")
+        return found[:n]
+
+    def signature(self, completion):
+        """Two solutions with the same signature are the same solution; of a task that does not say, the equations decide."""
+        return self.call("signature")(completion) if hasattr(self.module, "signature") else _numbers.signature(completion)
+
+    def reward(self, question, completion):
+        """(score, {part name: bool}); ValueError for a score that is none."""
+        result = self.score(question, completion)
+        whole = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+        score, parts = result if whole else (result, None)
+        try:
+            score = float(score)
+        except (TypeError, ValueError):
+            score = float("nan")
+        if not 0 <= score <= 1:
+            raise ValueError(f"The task {self.name} gave the score {str(result)[:80]}: a score is a number from 0 to 1.")
+        return score, {"correct": score == 1} if parts is None else {name: bool(value) for name, value in parts.items()}
+
+    @staticmethod
+    def verified(score, parts):
+        """Whether a completion may be trained on: correct, and every part of it."""
+        return score == 1 and all(parts.values())

@@ -1,0 +1,63 @@
+"""Questions and their splits, for tasks that draw them and for tasks that read them from files."""
+import hashlib
+import random
+
+from tasks import PROMPT
+
+N_DOCUMENTS = {"train": 20_000, "valid": 1_000}
+N_QUESTIONS = 1000                   # of a generated task, where no number is asked for
+PATIENCE = 2000                      # draws without a new question after which a task is taken to have no more
+
+
+def split_of(asked):
+    """The split of what is asked: a tenth is for validation, a tenth for the test, by a hash. No question can be in two splits."""
+    tenth = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big") % 10
+    return {0: "valid", 1: "test"}.get(tenth, "train")
+
+
+def distinct(draw, split, seed, n=None):
+    """n questions of a split (fewer if there are no more), each drawn by draw(rng), which gives (what is asked, the question)."""
+    rng, found, idle = random.Random(f"{seed} {split} questions"), {}, 0
+    wanted = N_QUESTIONS if n is None else n
+    while len(found) < wanted and idle < PATIENCE:
+        asked, question = draw(rng)
+        if split_of(asked) == split:
+            idle = idle + 1 if asked in found else 0
+            found.setdefault(asked, question)
+    return list(found.values())
+
+
+def drawn(draw, split, seed):
+    """N_DOCUMENTS[split] questions of a split, which may ask the same twice."""
+    rng = random.Random(f"{seed} {split}")
+    for _ in range(N_DOCUMENTS[split]):
+        asked, question = draw(rng)
+        while split_of(asked) != split:
+            asked, question = draw(rng)
+        yield question
+
+
+def document(question, completion):
+    """The text to pretrain on that a question and what follows it make."""
+    return f"{PROMPT.format(question['question'])}{completion}\n"
+
+
+def apart(train, valid=None, test=None):
+    """{split: questions} of lists, from files. A split without a file is a tenth of those that train. None stands twice: a question
+    of the test is in no other split, one for validation does not train."""
+    splits, seen = {"test": test, "valid": valid, "train": train}, set()
+    for split in ("test", "valid"):
+        if splits[split] is None:
+            splits[split] = [q for q in train if split_of(q["question"]) == split]
+    for split, questions in splits.items():
+        kept = {}
+        for q in questions:
+            kept.setdefault(" ".join(q["question"].casefold().split()), q)
+        splits[split] = [q for asked, q in kept.items() if asked not in seen]
+        seen |= kept.keys()
+    return splits
+
+
+def some(questions, seed, n=None):
+    """n of the questions in an order of the seed's; None: all, in theirs."""
+    return questions if n is None else random.Random(f"{seed} some").sample(questions, min(n, len(questions)))
