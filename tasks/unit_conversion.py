@@ -1,84 +1,335 @@
-"""Unit conversion: a question, the reasoning with one equation, the answer. Generated, so it needs no download."""
-import hashlib
+"""Unit conversion: a question, the reasoning with its equations, the answer. Generated, so it needs no download.
+
+The argument is a level, 1 to 3 (default 1): 1 whole numbers and metric units, in five phrasings; 2 decimals, more units, dozens of
+phrasings; 3 all of it, with speed, temperature (in two steps), imperial and US units, and ratios that never end.
+Or it is a path, of a .json file with [[question, answer], ...] or of a folder with train.json and perhaps valid.json and test.json,
+in it or in its folder data. Without test.json, valid.json is the test, and a tenth of what trains is for validation.
+
+Of the worked examples that documents() makes, three in ten carry a wrong step, as text from the web would. A model that was pretrained
+on them knows the form and is often wrong, which is what rejection sampling and reinforcement learning begin with."""
+import json
+import math
 import random
 from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
 
-from tasks import _numbers
+from tasks import _numbers, _questions
 
-UNITS = {     # quantity: {unit: size in the quantity's smallest unit here}; ratios are kept whole or short
-    "length": {"mm": 1, "cm": 10, "m": 1000, "km": 1_000_000},
-    "mass": {"mg": 1, "gram": 1000, "kg": 1_000_000, "tonne": 1_000_000_000},
-    "time": {"second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800},
-    "data": {"bit": 1, "byte": 8, "kB": 8000, "MB": 8_000_000},
-    "volume": {"ml": 1, "cl": 10, "dl": 100, "litre": 1000},
-}
-PHRASINGS = (
+INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = 6000. Then give the number "
+               "alone within <answer></answer>.")
+UNITS = (     # what each level adds: {quantity: {unit: size in the quantity's smallest unit of level 1; of speed, in metres per hour}}
+    {
+        "length": {"mm": 1, "cm": 10, "m": 1000, "km": 1_000_000},
+        "mass": {"mg": 1, "gram": 1000, "kg": 1_000_000, "tonne": 1_000_000_000},
+        "time": {"second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800},
+        "data": {"bit": 1, "byte": 8, "kB": 8000, "MB": 8_000_000},
+        "volume": {"ml": 1, "cl": 10, "dl": 100, "litre": 1000},
+    },
+    {
+        "length": {"dm": 100, "micrometre": Fraction(1, 1000)},
+        "mass": {"microgram": Fraction(1, 1000), "quintal": 100_000_000},
+        "time": {"ms": Fraction(1, 1000), "fortnight": 1_209_600, "month": 2_629_800, "year": 31_557_600, "decade": 315_576_000,
+                 "century": 3_155_760_000},                          # a year has 365.25 days, a month is a twelfth of it
+        "data": {"kbit": 1000, "Mbit": 1_000_000, "GB": 8_000_000_000, "TB": 8_000_000_000_000},
+        "volume": {"hl": 100_000, "m3": 1_000_000},
+    },
+    {
+        "length": {"inch": Fraction("25.4"), "foot": Fraction("304.8"), "yard": Fraction("914.4"), "mile": 1_609_344},
+        "mass": {"ounce": Fraction("28349.523125"), "pound": Fraction("453592.37"), "stone": Fraction("6350293.18")},
+        "data": {"KiB": 8192, "MiB": 8_388_608, "GiB": 8_589_934_592},
+        "volume": {"cup": Fraction("236.5882365"), "pint": Fraction("473.176473"), "quart": Fraction("946.352946"),
+                   "gallon": Fraction("3785.411784")},               # of the US
+        "speed": {"m/s": 3600, "km/h": 1000, "mph": Fraction("1609.344"), "knot": 1852, "ft/s": Fraction("1097.28")},
+        "temperature": {"celsius": 0, "fahrenheit": 0, "kelvin": 0},
+    },
+)
+TO_CELSIUS = {"celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]], "kelvin": [[("-", Fraction("273.15"))]]}
+FROM_CELSIUS = {"celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]], "kelvin": [[("+", Fraction("273.15"))]]}
+PHRASINGS = (        # level 1 has the first five
     "How many {to} are there per {n} {frm}?",
     "Express {n} {frm} as a quantity of {to}.",
     "Convert {n} {frm} to {to}.",
     "What is {n} {frm} in {to}?",
     "{n} {frm} is how many {to}?",
+    "How many {to} make {n} {frm}?",
+    "How many {to} are in {n} {frm}?",
+    "How does {n} {frm} measure up in terms of {to}?",
+    "What do you get when {n} {frm} is converted to {to}?",
+    "Change {n} {frm} into {to}.",
+    "Give {n} {frm} in {to}.",
+    "Write {n} {frm} in {to}.",
+    "Turn {n} {frm} into {to}.",
+    "Find the number of {to} in {n} {frm}.",
+    "What number of {to} equals {n} {frm}?",
+    "{n} {frm} equals what number of {to}?",
+    "{n} {frm} to {to}, please.",
+    "{n} {frm} = ? {to}",
+    "Could you tell me what {n} {frm} comes to in {to}?",
+    "In {to}, how much is {n} {frm}?",
+    "How much is {n} {frm} when it is counted in {to}?",
+    "Please restate {n} {frm} using {to} as the unit.",
+    "State the equivalent of {n} {frm} in {to}.",
+    "I have {n} {frm}. How many {to} is that?",
+    "The label says {n} {frm}. What would it say in {to}?",
+    "A form asks for {to}, but all I know is {n} {frm}. What do I write?",
+    "My notes give {n} {frm}, and the table is in {to}: which number goes into the table?",
+    "If something comes to {n} {frm}, how many {to} is it?",
+    "Suppose we measure {n} {frm}. What is the same amount in {to}?",
+    "One report says {n} {frm}, another uses {to}. What should the second one say?",
+    "Someone who only knows {to} hears of {n} {frm}. How many {to} should they picture?",
+    "A student has to hand in {n} {frm} as {to}. What is the right number?",
+)
+SPEEDS = (
+    "How fast is {n} {frm} in {to}?",
+    "A train moves at {n} {frm}. What is its speed in {to}?",
+    "The wind blows at {n} {frm}; how many {to} is that?",
+    "If a boat makes {n} {frm}, what does a log that counts {to} show?",
+)
+TEMPERATURES = (
+    "What is {n} degrees {frm} in {to}?",
+    "Convert {n} degrees {frm} to {to}.",
+    "Express a temperature of {n} {frm} in {to}.",
+    "It is {n} {frm} outside. What does a thermometer in {to} show?",
+    "The oven's dial says {n} {frm}, but the recipe wants {to}. What is that in {to}?",
+    "How hot is {n} {frm} on the {to} scale?",
 )
 LARGEST_FACTOR = 100_000
-N_DOCUMENTS = {"train": 20_000, "valid": 1_000}
+WRONG = 0.3                          # share of the documents that carry a wrong step
+
+
+def check(argument):
+    if argument not in (None, "1", "2", "3") and not Path(argument or "no path").exists():
+        raise ValueError("The argument of unit_conversion is a level, 1, 2 or 3, or the path of a .json file or a folder of them, and "
+                         f"{argument or 'nothing'} is none of these.")
+
+
+def level_of(argument):
+    """The level that a spec's argument means; files have none, and what is generated beside them is of the third."""
+    return int(argument or 1) if argument in (None, "1", "2", "3") else 3
+
+
+# --- conversions ---
+
+@lru_cache(maxsize=None)
+def problems(level):
+    """{quantity: [(from, to)]}: one unit is at most LARGEST_FACTOR times the other, and below level 3 the ratio is short."""
+    found = {}
+    for quantity in UNITS[level - 1] | UNITS[0]:
+        sizes = {unit: size for units in UNITS[:level] for unit, size in units.get(quantity, {}).items()}
+        found[quantity] = [(frm, to) for frm in sizes for to in sizes if frm != to and (quantity == "temperature" or (
+            1 / LARGEST_FACTOR <= Fraction(sizes[frm], sizes[to]) <= LARGEST_FACTOR and (level == 3 or steps_of(frm, to, level))))]
+    return found
+
+
+@lru_cache(maxsize=None)
+def size_of(unit):
+    """(quantity, size)"""
+    return next((quantity, Fraction(units[unit])) for added in UNITS for quantity, units in added.items() if unit in units)
+
+
+@lru_cache(maxsize=None)
+def ratio_of(frm, to):
+    return size_of(frm)[1] / size_of(to)[1]
+
+
+@lru_cache(maxsize=None)
+def steps_of(frm, to, level=3):
+    """What is done with a number of one unit to have that of another: a list of (fact, with {} for its ratio, or "", and the
+    operations of one equation, [(sign, number)]). Below level 3 empty if it takes a ratio that is not short."""
+    (quantity, size), (_, other) = size_of(frm), size_of(to)
+    if quantity == "temperature":
+        return [("", operations) for operations in TO_CELSIUS[frm] + FROM_CELSIUS[to]]
+    if quantity == "speed":
+        return [(f"1 {frm} = {{}} m per hour. ", [("*", size)]), (f"1 {to} = {{}} m per hour. ", [("/", other)])]
+    ratio = ratio_of(frm, to)
+    if short(ratio, level) or (level == 3 and not short(1 / ratio, level)):
+        return [(f"1 {frm} = {{}} {to}. ", [("*", Fraction(decimal(ratio)))])]
+    return [(f"1 {to} = {{}} {frm}. ", [("/", 1 / ratio)])] if level > 1 and short(1 / ratio, level) else []
+
+
+def short(ratio, level):
+    """Whether a ratio is easily written: at level 1 whole or a decimal fraction by a power of ten, else of seven digits at most."""
+    if level == 1:
+        return ratio.denominator == 1 or set(str(ratio.denominator)) <= {"1", "0"}
+    return Fraction(decimal(ratio)) == ratio and len(decimal(ratio).replace(".", "").strip("0")) <= 7
 
 
 def decimal(x):
-    """A fraction with a finite decimal expansion, written out."""
-    text = f"{float(x):.9f}".rstrip("0").rstrip(".")
-    return text
+    """A fraction written out: as it is if nine decimals hold it, else to seven digits."""
+    if 10**9 % x.denominator:
+        x = round(x, 6 - math.floor(math.log10(abs(x))))
+    if x.denominator == 1:
+        return str(x.numerator)
+    whole, rest = divmod(abs(x.numerator) * 10**12 // x.denominator, 10**12)
+    return "-" * (x < 0) + f"{whole}.{rest:012d}".rstrip("0").rstrip(".")
 
 
-def problems():
-    """All (from, to, factor) with one unit at most LARGEST_FACTOR times the other and a short decimal ratio."""
-    for units in UNITS.values():
-        for frm, size in units.items():
-            for to, other in units.items():
-                factor = Fraction(size, other)
-                short = factor.denominator == 1 or set(str(factor.denominator)) <= {"1", "0"}
-                if frm != to and short and 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR:
-                    yield frm, to, factor
+def apply(value, operations):
+    """The value after the operations of one equation, exactly."""
+    for sign, x in operations:
+        value = value + x if sign == "+" else value - x if sign == "-" else value * x if sign == "*" else value / x
+    return value
 
 
-def in_split(split, n, frm, to):
-    """A tenth of the questions, by a hash of what is asked and not of how, is for validation."""
-    held_out = hashlib.sha256(f"{n} {frm} {to}".encode()).digest()[0] % 10 == 0
-    return held_out == (split != "train")
+def exact(n, frm, to):
+    """The number of `to` that n `frm` are."""
+    if size_of(frm)[0] != "temperature":
+        return n * ratio_of(frm, to)
+    for _, operations in steps_of(frm, to):
+        n = apply(n, operations)
+    return n
 
 
-def draw(rng, split, choices):
-    """(number, unit, unit, factor, question) of the split."""
+def worked(n, steps, wrong=None):
+    """(reasoning, its result). wrong: (i, function): the i-th equation's result is what the function makes of it."""
+    text, value = "", n
+    for i, (fact, operations) in enumerate(steps):
+        result = apply(value, operations)
+        result = round(result, 3) if i + 1 == len(steps) and survives(result, 3) else Fraction(decimal(result))
+        if wrong and wrong[0] == i:
+            result = wrong[1](result)
+        text += f"{fact.format(decimal(operations[0][1]))}{decimal(value)} {' '.join(f'{s} {decimal(x)}' for s, x in operations)}"
+        text, value = f"{text} = {decimal(result)}. ", result
+    return text.rstrip(), value
+
+
+# --- questions ---
+
+def draw(rng, level, quantity=None):
+    """(what is asked, the question). What is asked is number and units, however it is phrased. Answers are such that rounding to three
+    decimals, as the verifier does, leaves them as they are."""
+    choices = problems(level)
     while True:
-        frm, to, factor = rng.choice(choices)
-        n = rng.randrange(1, 1000) if rng.random() < 0.5 else rng.randrange(1, 100)
-        if in_split(split, n, frm, to):
-            return n, frm, to, factor, rng.choice(PHRASINGS).format(n=n, frm=frm, to=to)
+        kind = quantity or rng.choice(list(choices))
+        frm, to = rng.choice(choices[kind])
+        n = temperature(rng, frm) if kind == "temperature" else amount(rng, level)
+        answer = exact(n, frm, to)
+        if survives(answer, level):
+            break
+    phrasings = {"temperature": TEMPERATURES, "speed": PHRASINGS + SPEEDS}.get(kind, PHRASINGS if level > 1 else PHRASINGS[:5])
+    n = decimal(n)
+    question = rng.choice(phrasings).format(n=n, frm=frm, to=to)
+    return f"{n} {frm} {to}", {"question": question, "answer": decimal(round(answer, 3)),
+                               "n": n, "from": frm, "to": to, "level": level}
 
 
-def document(rng, split, choices):
-    """A question of the split with its worked answer."""
-    n, frm, to, factor, question = draw(rng, split, choices)
-    answer = decimal(n * factor)
-    return (f"Question: {question}\nReasoning: 1 {frm} = {decimal(factor)} {to}. {n} * {decimal(factor)} = {answer}.\n"
-            f"Answer: <answer>{answer}</answer>\n")
+def survives(x, level):
+    """Whether rounding to three decimals leaves a number as it is; at level 3, up to 0.05%."""
+    return 1000 % x.denominator == 0 or (level == 3 and abs(round(x, 3) - x) * 2000 <= abs(x))
 
 
-def documents(split, seed=0):
-    """Worked examples of split "train" or "valid"."""
-    rng, choices = random.Random(f"{seed} {split}"), list(problems())
-    return [document(rng, split, choices) for _ in range(N_DOCUMENTS[split])]
+def amount(rng, level):
+    """A number of units: whole and below 1000 at level 1; with up to two decimals at level 2, three at level 3."""
+    if level == 1 or rng.random() < 0.5:
+        return Fraction(rng.randrange(1, 1000) if rng.random() < 0.5 else rng.randrange(1, 100))
+    decimals = rng.randint(1, level)
+    return Fraction(rng.randrange(1, 10 ** rng.randint(decimals, 4)), 10**decimals)
 
 
-def questions(split, seed=0, n=1000):
-    """n questions, no two of which ask the same; train and valid have none in common. ValueError if there are not so many."""
-    rng, choices, asked = random.Random(f"{seed} {split} questions"), list(problems()), {}
-    there_are = sum(in_split(split, number, frm, to) for frm, to, _ in choices for number in range(1, 1000))
-    if n > there_are:
-        raise ValueError(f"{n} questions of unit_conversion were asked for, and the split {split} has {there_are}.")
-    while len(asked) < n:
-        number, frm, to, factor, question = draw(rng, split, choices)
-        asked.setdefault((number, frm, to), {"question": question, "answer": decimal(number * factor)})
-    return list(asked.values())
+def temperature(rng, unit):
+    low, high = {"celsius": (-60, 300), "fahrenheit": (-60, 500), "kelvin": (200, 600)}[unit]
+    return Fraction(rng.randrange(10 * low, 10 * high), 10) if rng.random() < 0.3 else Fraction(rng.randrange(low, high))
+
+
+def solution(question):
+    if "n" not in question:
+        raise ValueError("A question of unit_conversion that was read from a file has no worked solution: use a level, 1 to 3.")
+    text, value = worked(Fraction(question["n"]), steps_of(question["from"], question["to"], question["level"]))
+    return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
+
+
+def wrong_solution(question, rng):
+    """A solution with one wrong step; what comes after it follows from it, and the answer is wrong by more than 0.1%."""
+    steps = steps_of(question["from"], question["to"], question["level"])
+    while True:
+        i, kind, wrong = rng.randrange(len(steps)), rng.choice(("ratio", "inverse", "digit", "point")), None
+        fact, operations = steps[i]
+        if kind == "ratio":                          # of 1 kg = 100 gram
+            spoil = rng.choice((other_digit, other_point))
+            operations = [(operations[0][0], spoil(Fraction(operations[0][1]), rng)), *operations[1:]]
+        elif kind == "inverse":
+            operations = [({"*": "/", "/": "*", "+": "-", "-": "+"}[sign], x) for sign, x in operations]
+        else:
+            spoil = other_digit if kind == "digit" else other_point
+            wrong = i, lambda result: spoil(result, rng)
+        text, value = worked(Fraction(question["n"]), [*steps[:i], (fact, operations), *steps[i + 1:]], wrong)
+        if value and not _numbers.close(float(value), float(question["answer"]), 1e-3):
+            return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
+
+
+def other_digit(x, rng):
+    """The number with another digit, the first that counts or, less often, the second."""
+    text = decimal(x)
+    places = [i for i, digit in enumerate(text) if digit in "123456789"][:2]
+    if not places:
+        return x
+    i = rng.choice(places[:1] * 3 + places[1:])
+    return Fraction(text[:i] + rng.choice([d for d in "123456789" if d != text[i]]) + text[i + 1:])
+
+
+def other_point(x, rng):
+    """The number with its decimal point shifted by one or two places."""
+    return x * Fraction(10) ** rng.choice((-2, -1, 1, 2))
+
+
+def questions(split, seed=0, n=None, argument=None):
+    if argument in (None, "1", "2", "3"):
+        return _questions.distinct(lambda rng: draw(rng, level_of(argument)), split, seed, n)
+    return _questions.some(from_files(Path(argument))[split], seed, n)
+
+
+def documents(split, seed=0, argument=None):
+    """Worked examples of split "train" or "valid", WRONG of them with a wrong step."""
+    rng, level = random.Random(f"{seed} {split} wrong"), level_of(argument)
+    return [_questions.document(q, wrong_solution(q, rng) if rng.random() < WRONG else solution(q))
+            for q in _questions.drawn(lambda rng: draw(rng, level), split, seed)]
+
+
+def examples(n, argument=None):
+    """n worked ones, each quantity in its turn."""
+    rng, level, found = random.Random("examples"), level_of(argument), {}
+    while len(found) < n:
+        quantities = list(problems(level))
+        asked, question = draw(rng, level, quantities[len(found) % len(quantities)])
+        if _questions.split_of(asked) == "train":
+            found[asked] = question["question"], solution(question)
+    return list(found.values())
+
+
+def from_files(path):
+    """{split: questions} of a .json file, or of the files in a folder."""
+    if path.is_file():
+        return _questions.apart(rows(path))
+    folder = path if (path / "train.json").is_file() or not (path / "data").is_dir() else path / "data"
+    if not (folder / "train.json").is_file():
+        raise ValueError(f"There is no {folder / 'train.json'}: unit_conversion:PATH is a .json file or a folder with train.json.")
+    found = {split: rows(folder / f"{split}.json") for split in ("train", "valid", "test") if (folder / f"{split}.json").is_file()}
+    if "test" not in found and "valid" in found:
+        found["test"] = found.pop("valid")
+    return _questions.apart(**found)
+
+
+def rows(path):
+    """The questions of a file [[question, answer], ...]."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f"{path} can't be read ({type(e).__name__}: {e}): make it a JSON list of [question, answer].") from None
+    if not isinstance(raw, list) or not raw:
+        raise ValueError(f"{path} has no questions: make it a JSON list of [question, answer].")
+    found = []
+    for i, row in enumerate(raw, 1):
+        try:
+            question, answer = row
+            value = None if isinstance(answer, bool) else _numbers.number(str(answer))
+            if not question.strip() or value is None:
+                raise ValueError
+        except (ValueError, TypeError, AttributeError):
+            raise ValueError(f"{path}, row {i}, is {json.dumps(row)[:80]}, and not [question, answer] with a number for an answer: "
+                             "correct it.") from None
+        found.append({"question": question.strip(), "answer": str(answer).strip().replace(",", "")})
+    return found
 
 
 def reward(question, completion):
