@@ -1,0 +1,82 @@
+"""GSM8K, grade-school problems in words (Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems). The argument is a .jsonl
+file, or a folder with train.jsonl and perhaps test.jsonl, rows {"question", "answer"}; without one the library `datasets` downloads it.
+
+Of what trains a tenth is split off for validation, and another for the test where there is no test file."""
+import json
+from pathlib import Path
+
+from tasks import _numbers, _questions
+
+INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give the number alone within "
+               "<answer></answer>.")
+
+
+def check(argument):
+    path = Path(argument or ".")
+    if argument is not None and not (path.is_file() or (path / "train.jsonl").is_file()):
+        raise FileNotFoundError(f"There is no file {path} and no {path / 'train.jsonl'}: gsm8k:PATH names a .jsonl file or a folder "
+                                "with train.jsonl, and perhaps test.jsonl.")
+
+
+def rows(path):
+    """The questions of a .jsonl file."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} can't be read ({e}): make it a readable .jsonl file.") from None
+    found = []
+    for i, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(row(json.loads(line)))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise ValueError(f'{path}, line {i}, is no {{"question": text, "answer": "worked text #### number"}}: '
+                                 "correct it.") from None
+    if not found:
+        raise ValueError(f"{path} is empty: give a .jsonl file with questions.")
+    return found
+
+
+def row(raw):
+    """A question; ValueError unless its answer ends in a number."""
+    worked, _, answer = raw["answer"].rpartition("####")
+    if not raw["question"].strip() or _numbers.number(answer) is None:
+        raise ValueError
+    return {"question": raw["question"].strip(), "answer": answer.strip().replace(",", ""), "worked": worked.strip()}
+
+
+def downloaded():
+    """{split: questions} through the library datasets."""
+    own = "or give a local file, gsm8k:PATH"
+    try:
+        import datasets
+        found = datasets.load_dataset("openai/gsm8k", "main")
+    except ImportError:
+        raise ValueError(f"To download gsm8k a library is missing: pip install datasets, {own}.") from None
+    except Exception as e:           # whatever network, cache or hub say
+        reason = str(e).split("\n")[0][:200]
+        raise OSError(f"gsm8k can't be downloaded ({type(e).__name__}: {reason}): connect to the network, {own}.") from None
+    return {split: [row(raw) for raw in found[split]] for split in ("train", "test")}
+
+
+def questions(split, seed=0, n=None, argument=None):
+    if argument is None:
+        found = downloaded()
+    else:
+        path = Path(argument)
+        found = {"train": rows(path if path.is_file() else path / "train.jsonl")}
+        if (path / "test.jsonl").is_file():
+            found["test"] = rows(path / "test.jsonl")
+    return _questions.some(_questions.apart(**found)[split], seed, n)
+
+
+def solution(question):
+    return f"{_numbers.NOTE.sub('', question['worked'])}\nAnswer: <answer>{question['answer']}</answer>"
+
+
+def documents(split, argument=None):
+    return [_questions.document(q, solution(q)) for q in questions(split, argument=argument)]
+
+
+def reward(question, completion):
+    return _numbers.grade(question, completion.replace("<answer>$", "<answer>"), tolerance=1e-3)
