@@ -49,13 +49,14 @@ def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
 
 
 def task_texts(name, only):
-    try:
-        documents = tasks.load(name).documents
-    except LookupError as e:
-        raise BadInput(str(e)) from None
+    """{split: sources} of the text that a task generates."""
     if only not in (None, *SPLITS):
         raise BadInput(f"The text of the task {name} has no split {only}: choose another --split=.")
-    found = {split: [texts.Documents(documents(split))] for split in SPLITS}
+    try:
+        task = tasks.load(name)
+        found = {split: [texts.Documents(task.documents(split))] for split in ([only] if only else SPLITS)}
+    except (LookupError, ValueError, OSError) as e:
+        raise BadInput(str(e)) from e
     return {"train": [], "valid": found[only]} if only else found
 
 
