@@ -1,18 +1,62 @@
+import gc
+import json
 import random
 import re
 import subprocess
 import sys
 import time
+import types
+from collections import Counter
 from fractions import Fraction
 
 import pytest
 
 import tasks
 from conftest import ROOT
-from tasks import _numbers
+from tasks import _numbers, _questions, countdown, unit_conversion
 
-EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) \* ([\d.]+) = ([\d.]+)\.\n"
+EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) ([*/]) ([\d.]+) = ([\d.]+)\.\n"
                      r"Answer: <answer>([\d.]+)</answer>\n")
+LEVELS = ["unit_conversion", "unit_conversion:2", "unit_conversion:3"]
+GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5"]
+
+
+def asked(q):
+    """What a question asks, whatever its wording."""
+    if "from" in q:
+        return q["n"], q["from"], q["to"]
+    if "signs" in q:
+        return q["signs"], *sorted(q["numbers"][:2]), *q["numbers"][2:]
+    return q["answer"], *sorted(q["numbers"])
+
+
+def problem(i):
+    """A row of GSM8K's form."""
+    return {"question": f"Ann has {i} bags of 3 apples and eats 1,000.  How many are left?",
+            "answer": f"She had {i} * 3 = <<{i}*3={3 * i}>>{3 * i} apples.\n"
+                      f"{3 * i} - 1,000 = <<{3 * i}-1000={3 * i - 1000}>>{3 * i - 1000}\n#### {3 * i - 1000:,}"}
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    """The spec of gsm8k with a folder that has both files; five of its test questions are among those that train."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    jsonl(folder / "train.jsonl", [problem(i) for i in range(1000, 3000)])
+    jsonl(folder / "test.jsonl", [problem(i) for i in range(2995, 3200)])
+    return f"gsm8k:{folder}"
+
+
+@pytest.fixture
+def no_collection():
+    """A pass over all that the tests hold is not a verifier's time."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
@@ -21,56 +65,119 @@ def parsed():
     return {split: [EXAMPLE.fullmatch(text) for text in task.documents(split)] for split in ("train", "valid")}
 
 
-def test_every_worked_example_is_true_and_asks_what_it_answers(parsed):
-    for match in parsed["train"] + parsed["valid"]:
-        question, frm, ratio, to, n, factor, product, answer = match.groups()
-        assert Fraction(n) * Fraction(factor) == Fraction(product) == Fraction(answer) and ratio == factor
-        assert n in question.split() and frm in re.findall(r"\w+", question) and to in re.findall(r"\w+", question)
+def test_seven_in_ten_worked_examples_are_true_and_the_others_have_one_wrong_step(parsed):
+    sizes = {unit: size for units in unit_conversion.UNITS[0].values() for unit, size in units.items()}
+    for matches in parsed.values():
+        wrong, beyond = 0, 0
+        for match in matches:
+            question, frm, ratio, to, n, sign, factor, product, answer = match.groups()
+            assert n in question.split() and frm in re.findall(r"\w+", question) and to in re.findall(r"\w+", question)
+            assert product == answer and factor == ratio
+            truth = Fraction(n) * sizes[frm] / sizes[to]
+            away = abs(Fraction(answer) - truth) / truth
+            steps = [sign == "*", Fraction(ratio) == Fraction(sizes[frm], sizes[to]),
+                     _numbers.all_true(f"{n} {sign} {factor} = {product}")]
+            assert (away == 0) == all(steps) and (all(steps) or (sum(steps) == 2 and away > 1e-3))
+            wrong, beyond = wrong + (away > 0), beyond + (away > 0.05)
+        assert 0.25 < wrong / len(matches) < 0.35 and beyond > 0.95 * wrong
+    assert [len(matches) for matches in parsed.values()] == [20_000, 1000]
 
 
 def test_no_validation_question_is_in_the_training_text_in_any_phrasing(parsed):
     asked = {split: {(m[5], m[2], m[4]) for m in matches} for split, matches in parsed.items()}
     assert not asked["train"] & asked["valid"] and len(asked["valid"]) > 500
+    held_out = {(q["n"], q["from"], q["to"]) for q in tasks.load("unit_conversion").questions("test", n=1000)}
+    assert not (asked["train"] | asked["valid"]) & held_out
 
 
-def test_documents_are_a_function_of_split_and_seed():
-    task = tasks.load("unit_conversion")
-    assert task.documents("valid", seed=1) == task.documents("valid", seed=1) != task.documents("valid", seed=2)
+@pytest.mark.parametrize("spec", GENERATED[1:])
+def test_documents_are_questions_with_their_worked_answers(spec, monkeypatch):
+    monkeypatch.setattr(_questions, "N_DOCUMENTS", {"train": 3000, "valid": 300})
+    task, right = tasks.load(spec), 0
+    train, valid = task.documents("train"), task.documents("valid")
+    for text in train + valid:
+        prompt, _, completion = text.partition("\n")
+        assert prompt.startswith("Question: ") and completion.startswith("Reasoning: ") and completion.endswith(task.stop + "\n")
+    heard = {text.partition("\n")[0][10:] for text in train}
+    assert (len(train), len(valid)) == (3000, 300) and not heard & {text.partition("\n")[0][10:] for text in valid}
+    assert not heard & {q["question"] for q in task.questions("test")}
+    for q in task.questions("train", n=200):
+        right += task.verified(*task.reward(q, task.solution(q)))
+    assert right == 200
 
 
-def test_an_unknown_task_names_the_known_ones():
-    with pytest.raises(LookupError, match="unit_conversion"):
-        tasks.load("nothing")
+@pytest.mark.parametrize("spec", GENERATED)
+def test_all_is_a_function_of_split_and_seed(spec, monkeypatch):
+    monkeypatch.setattr(_questions, "N_DOCUMENTS", {"train": 50, "valid": 50})
+    task, again = tasks.load(spec), tasks.load(spec)
+    for make in (lambda t, seed: t.documents("valid", seed), lambda t, seed: t.questions("test", seed, n=50)):
+        assert make(task, 1) == make(again, 1) != make(task, 2)
+    assert task.examples(4) == again.examples(4) and len(set(task.examples(4))) == 4 and task.examples(3) == task.examples(4)[:3]
+    assert json.loads(json.dumps(task.questions("train", n=20))) == task.questions("train", n=20)
 
 
-def test_tasks_do_not_import_torch():
-    program = "import sys, tasks; tasks.load('unit_conversion'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+@pytest.mark.parametrize("spec", GENERATED)
+def test_questions_differ_and_splits_share_none(spec):
+    task = tasks.load(spec)
+    seen = {split: [q for seed in range(3) for q in task.questions(split, seed, n=300)] for split in ("train", "valid", "test")}
+    for seed in range(3):
+        assert len({asked(q) for q in seen["train"][300 * seed:300 * seed + 300]}) == 300
+    keys = {split: {asked(q) for q in questions} for split, questions in seen.items()}
+    assert not keys["train"] & keys["valid"] and not keys["train"] & keys["test"] and not keys["valid"] & keys["test"]
+    assert len(task.questions("train")) == 1000
+    worked = {q for q, _ in task.examples(4)}
+    assert not worked & {q["question"] for split in ("valid", "test") for q in seen[split]}
 
 
-def test_questions_differ_and_splits_share_none():
-    task = tasks.load("unit_conversion")
-    train, valid = task.questions("train", n=3000), task.questions("valid", n=500)
-    assert len({q["question"] for q in train}) == 3000 and not {q["question"] for q in train} & {q["question"] for q in valid}
-    assert task.questions("valid", n=500) == valid != task.questions("valid", seed=1, n=500)
-    units = {u for quantity in task.UNITS.values() for u in quantity}
-
-    def asked(questions):                    # (number, its unit, the other unit), whatever the phrasing
-        found = [(re.search(r"(\d+) (\w+)", q["question"]).groups(), re.findall(r"\w+", q["question"])) for q in questions]
-        return {(n, frm, *(w for w in words if w in units and w != frm)) for (n, frm), words in found}
-    assert len(asked(train)) == 3000 and len(next(iter(asked(train)))) == 3
-    assert not asked(train) & asked(valid)
-    with pytest.raises(ValueError, match="100000 questions of unit_conversion were asked for"):
-        task.questions("valid", n=100_000)
+def test_more_questions_than_there_are_is_a_sentence(stories):
+    for spec, n in (("arithmetic:1", 10_000), (stories, 10_000)):
+        with pytest.raises(ValueError, match=r"10000 questions of .* were asked for, and the split valid has \d+\.$"):
+            tasks.load(spec).questions("valid", n=n)
+    with pytest.raises(ValueError, match="has no split dev: choose train, valid or test"):
+        tasks.load("arithmetic").questions("dev")
+    with pytest.raises(ValueError, match="has no split test: choose train or valid"):
+        tasks.load("arithmetic").documents("test")
 
 
-def test_worked_examples_are_paid_in_full():
-    task = tasks.load("unit_conversion")
-    for text in task.documents("train")[:2000]:
-        question, _, completion = text.partition("\n")
-        answer = completion[completion.index("<answer>") + 8:completion.index("</answer>")]
-        score, parts = task.reward({"question": question, "answer": answer}, completion)
-        assert score == 1.0 and all(parts.values()), text
+@pytest.mark.parametrize("spec", GENERATED + ["stories"])
+def test_gold_is_paid_in_full(spec, stories):
+    task = tasks.load(stories if spec == "stories" else spec)
+    questions = task.questions("train", n=1500 if spec == "stories" else 2000)
+    for q in questions:
+        solution = task.solution(q)
+        assert task.verified(*task.reward(q, solution)) and solution.endswith(task.stop), (q, solution)
+    assert all(task.signature(task.solution(q)) for q in questions)
+
+
+@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "stories"])
+def test_junk_is_paid_nothing_and_costs_nothing(spec, stories, no_collection):
+    task, rng, slowest = tasks.load(stories if spec == "stories" else spec), random.Random(0), 0.0
+    question = {"question": "", "answer": "7.25" if spec == "unit_conversion" else "725", "numbers": [7, 2, 5]}
+    alphabet = ["<answer>", "</answer>", "9**9**9", "6000 ", "=", "*", "1,", "e", "-", "\0", "\n", "漢", "nan", "inf", "9" * 50, "(", ")",
+                "<<", ">>", "1=", "1+1=2", " x ", "%", "/0", "__import__('os')", "\ud800", "²", "1e999", "<answer>nan</answer>",
+                "<answer>9**9**9</answer>", "<answer>1e400</answer>", f"<answer>{'9' * 199}</answer>", "<answer>(((7",
+                "<answer>7/(5-5)*2</answer>", "<answer>-</answer>", "1 + 1 = 1e999%"]
+    longest = ["<answer>" * 5000, "(" * 5000 + "1" + ")" * 5000, "<answer>" + "(" * 5000 + "7" + ")" * 5000 + "</answer>", "9" * 10**6,
+               "1+" * 10**5, "1=" * 10**5, "((1)=" * 10**5, "<<1=1>>" * 10**5, "\n1+1=2" * 10**5, "1 a " * 10**5, ",000" * 10**5,
+               "1" + ",000" * 10**5 + "0"]
+    for i in range(2000):
+        junk = "".join(rng.choices(alphabet, k=rng.randrange(12))) * (1 if i % 20 else 20_000) if i >= len(longest) else longest[i]
+        began = time.process_time()          # of this process: others may be busy
+        score, parts = task.reward(question, junk)
+        slowest = max(slowest, time.process_time() - began)
+        assert score == 0.0 and not parts["correct"], junk[:200]
+        began = time.process_time()
+        task.signature(junk)
+        slowest = max(slowest, time.process_time() - began)
+    assert slowest < 0.05
+
+
+@pytest.mark.parametrize("spec", GENERATED + ["stories"])
+def test_a_right_answer_with_a_false_equation_is_not_verified(spec, stories):
+    task = tasks.load(stories if spec == "stories" else spec)
+    for q in task.questions("valid", n=50):
+        score, parts = task.reward(q, "3 + 4 = 8. " + task.solution(q))
+        assert score == 1.0 and not parts["reasoned"] and not task.verified(score, parts)
 
 
 def test_grades_are_loose_and_exactness_is_not():
@@ -86,27 +193,299 @@ def test_grades_are_loose_and_exactness_is_not():
         assert (score, *parts.values()) == expected, completion
 
 
-def test_junk_is_paid_nothing_and_costs_nothing():
-    task, rng, slowest = tasks.load("unit_conversion"), random.Random(0), 0.0
-    alphabet = ["<answer>", "</answer>", "9**9**9", "6000 ", "=", "*", "1,", "e", "-", "\0", "\n", "漢", "nan", "inf", "9" * 50, "__import__('os')"]
-    for i in range(2000):
-        junk = "".join(rng.choices(alphabet, k=rng.randrange(12))) * (1 if i % 20 else 20_000)
-        began = time.process_time()          # of this process: others may be busy
-        score, parts = task.reward({"question": "", "answer": "7.25"}, junk)
-        slowest = max(slowest, time.process_time() - began)
-        assert score == 0.0 and not parts["correct"]
-    assert slowest < 0.05
+def test_arithmetic_has_one_right_answer(stories):
+    for spec, loose in (("arithmetic", 0.0), (stories, 1.0)):
+        task = tasks.load(spec)
+        for answer, score in (("5000", 1.0), ("5,000.0", 1.0), ("5001", loose), ("5010", 0.0), ("-5000", 0.0), ("$5000", loose),
+                              ("5000 $", 0.0)):
+            assert task.reward({"question": "", "answer": "5000"}, f"<answer>{answer}</answer>")[0] == score, (spec, answer)
 
+
+# --- unit conversion ---
+
+def test_conversions_are_those_of_the_world():
+    for n, frm, to, expected in (
+            (100, "celsius", "fahrenheit", 212), (-40, "fahrenheit", "celsius", -40), (300, "kelvin", "celsius", Fraction("26.85")),
+            (50, "fahrenheit", "kelvin", Fraction("283.15")), (36, "km/h", "m/s", 10), (10, "mph", "km/h", Fraction("16.09344")),
+            (1, "pound", "gram", Fraction("453.59237")), (14, "pound", "stone", 1), (16, "ounce", "pound", 1), (12, "inch", "foot", 1),
+            (3, "foot", "yard", 1), (1760, "yard", "mile", 1), (1, "mile", "km", Fraction("1.609344")), (8, "pint", "gallon", 1),
+            (1, "gallon", "litre", Fraction("3.785411784")), (2, "cup", "pint", 1), (4, "quart", "gallon", 1), (2, "GiB", "MiB", 2048),
+            (1, "KiB", "byte", 1024), (1, "century", "day", 36525), (1, "year", "month", 12), (1, "m3", "litre", 1000),
+            (3, "TB", "GB", 3000), (1, "tonne", "quintal", 10), (5, "dm", "cm", 50), (2, "fortnight", "week", 4),
+            (7, "m", "micrometre", 7_000_000)):
+        assert unit_conversion.exact(Fraction(n), frm, to) == expected, (frm, to)
+    q = {"question": "", "answer": "68", "n": "20", "from": "celsius", "to": "fahrenheit", "level": 3}
+    assert unit_conversion.solution(q) == "Reasoning: 20 * 9 / 5 = 36. 36 + 32 = 68.\nAnswer: <answer>68</answer>"
+    q = {"question": "", "answer": "10", "n": "36", "from": "km/h", "to": "m/s", "level": 3}
+    assert unit_conversion.solution(q).startswith("Reasoning: 1 km/h = 1000 m per hour. 36 * 1000 = 36000. "
+                                                  "1 m/s = 3600 m per hour. 36000 / 3600 = 10.")
+
+
+def test_every_wording_names_number_and_units():
+    phrasings = unit_conversion.PHRASINGS + unit_conversion.SPEEDS + unit_conversion.TEMPERATURES
+    assert len(set(phrasings)) >= 36 and all({"{n}", "{frm}", "{to}"} <= set(re.findall(r"\{\w+\}", p)) for p in phrasings)
+    for level, fewest, quantities in ((1, 5, 5), (2, 32, 5), (3, 42, 7)):
+        questions = tasks.load(f"unit_conversion:{level}").questions("train", n=1000)
+        shapes = {re.sub(rf"(?<![\w.-]){re.escape(q['n'])}(?!\w|\.\d)", "#", q["question"].replace(q["from"], "@").replace(q["to"], "@"))
+                  for q in questions}
+        assert all(q["n"] in q["question"] and q["from"] in q["question"] and q["to"] in q["question"] for q in questions)
+        assert fewest <= len(shapes) and len({unit_conversion.size_of(q["from"])[0] for q in questions}) == quantities
+        assert any("." in q["n"] for q in questions) == (level > 1)
+        assert all(float(q["answer"]) == round(float(q["answer"]), 3) for q in questions)
+
+
+def test_examples_are_of_different_quantities():
+    for spec, many in zip(LEVELS, (5, 5, 7)):
+        texts = [question for question, _ in tasks.load(spec).examples(many)]
+        units = {unit: quantity for added in unit_conversion.UNITS for quantity, names in added.items() for unit in names}
+        found = [{units[w] for w in re.findall(r"[\w/]+", text) if w in units} for text in texts]
+        assert len({frozenset(f) for f in found}) == many
+
+
+def test_questions_from_files(tmp_path):
+    def rows(numbers):
+        return [[f"How many gram are there per {i} kg?", i * 1000 if i % 2 else f" {i},000.0 "] for i in numbers]
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.json").write_text(json.dumps(rows(range(1, 501))))
+    (data / "valid.json").write_text(json.dumps(rows(range(491, 600)) + [["how  many GRAM are there per 7 kg?", 7000]]))
+    for spec in (f"unit_conversion:{data}", f"unit_conversion:{tmp_path}"):
+        task = tasks.load(spec)
+        splits = {split: {q["question"].casefold() for q in task.questions(split)} for split in ("train", "valid", "test")}
+        assert len(splits["test"]) == 110 and len(splits["train"] | splits["valid"]) == 489 and 20 < len(splits["valid"]) < 80
+        assert not splits["train"] & splits["valid"]
+        assert not any("per 7 kg" in q or "per 495 kg" in q for q in splits["train"] | splits["valid"])
+        assert task.reward(task.questions("test")[1], "492 * 1000 = 492000 <answer>492000</answer>") == (1.0, dict.fromkeys(
+            ("answered", "correct", "exact", "reasoned"), True))
+    assert task.questions("train", seed=3, n=40) == task.questions("train", seed=3, n=40) != task.questions("train", seed=4, n=40)
+    assert len(task.examples(3)) == 3
+    with pytest.raises(ValueError, match="no worked solution"):
+        task.solution(task.questions("train")[0])
+    (data / "test.json").write_text(json.dumps(rows(range(700, 720))))
+    assert len(task.questions("test")) == 20 and len(task.questions("valid")) == 110 and len(task.questions("train")) == 489
+    whole = tasks.load(f"unit_conversion:{data / 'train.json'}")
+    assert sum(len(whole.questions(split)) for split in ("train", "valid", "test")) == 500
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "can't be read"), ("[]", "has no questions"), ('{"a": 1}', "has no questions"), ('[["q", 1], ["q", "six"]]', "row 2"),
+    ('[["q", NaN]]', "row 1"), ('[["q", true]]', "row 1"), ('[["q"]]', "row 1"), ("[7]", "row 1"), ('[["", 7]]', "row 1"),
+    ('[[3, 7]]', "row 1"), ('[["q", 1], ["q", 1e999]]', "row 2"), ('["ab"]', "row 1"), ("[" * 10**5, "can't be read")])
+def test_bad_files_are_named_with_their_row(tmp_path, text, message):
+    file = tmp_path / "train.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        tasks.load(f"unit_conversion:{file}").questions("train")
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+# --- GSM8K ---
+
+def test_gsm8k_splits_share_no_question(stories):
+    task = tasks.load(stories)
+    splits = {split: [q["question"] for q in task.questions(split)] for split in ("train", "valid", "test")}
+    assert len(splits["test"]) == 205 and len(splits["train"]) + len(splits["valid"]) == 1995 and 150 < len(splits["valid"]) < 250
+    assert sum(map(len, splits.values())) == len(set(sum(splits.values(), [])))
+    alone = tasks.load(f"{stories}/train.jsonl")
+    sizes = [len(alone.questions(split)) for split in ("train", "valid", "test")]
+    assert sum(sizes) == 2000 and 1500 < sizes[0] < 1700
+    texts = task.documents("valid")
+    assert len(texts) == len(splits["valid"]) and all("<<" not in text and text.endswith("</answer>\n") for text in texts)
+    assert task.questions("test")[0]["answer"] == "7985" and len(task.examples(4)) == 4
+
+
+def test_gsm8k_says_what_is_wrong(tmp_path, monkeypatch):
+    for row, line in (('{"question": "q", "answer": "no number"}', 2), ('{"question": "q"}', 2), ("[]", 2), ("{", 2)):
+        file = tmp_path / "train.jsonl"
+        file.write_text(f'{json.dumps(problem(7))}\n{row}\n')
+        with pytest.raises(ValueError, match=rf"train.jsonl, line {line}, is no"):
+            tasks.load(f"gsm8k:{tmp_path}").questions("train")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        tasks.load(f"gsm8k:{file}").questions("train")
+    with pytest.raises(OSError, match="gsm8k:PATH names"):
+        tasks.load(f"gsm8k:{tmp_path / 'nowhere'}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets, or give a local file"):
+        tasks.load("gsm8k").questions("test")
+
+    def no_network(*_):
+        raise ConnectionError("no route\nto host")
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=no_network))
+    with pytest.raises(OSError, match=r"ConnectionError: no route\): connect"):
+        tasks.load("gsm8k").questions("test")
+    rows = {"train": [problem(i) for i in range(1000, 1100)], "test": [problem(i) for i in range(1100, 1110)]}
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_: rows))
+    assert len(tasks.load("gsm8k").questions("test")) == 10
+
+
+# --- countdown ---
+
+def test_countdown_computes_what_python_does():
+    """eval is the oracle here, of texts that this test makes."""
+    rng = random.Random(2)
+
+    def expression(depth):
+        if depth == 0 or rng.random() < 0.2:
+            return str(rng.randrange(30))
+        text = rng.choice(("", " ")).join([expression(depth - 1), rng.choice("+-*/"), expression(depth - 1)])
+        return f"({text})" if rng.random() < 0.5 else text
+    for _ in range(2000):
+        text = expression(rng.randrange(1, 5))
+        found = countdown.parse(f"so <answer>{text}</answer>")
+        try:
+            expected = eval(re.sub(r"(\d+)", r"Fraction(\1)", text))
+        except ZeroDivisionError:
+            expected = None
+        if len(text) > 200 or expected is None:
+            assert found is None
+        else:
+            assert found[0] == expected and found[1] == [int(n) for n in re.findall(r"\d+", text)], text
+            again = countdown.parse(f"<answer>{found[2]}</answer>")
+            assert again[0] == expected and Counter(again[1]) == Counter(found[1]), (text, found[2])
+
+
+def test_countdown_takes_each_number_once():
+    task = tasks.load("countdown")
+    q = {"question": "", "answer": "46", "numbers": [3, 7, 25]}
+    right, other_value, other_numbers = (True, True, True), (True, True, False), (True, False, False)
+    for text, expected in (("7 * 3 + 25", right), ("25+7×3", right), ("25 - 3 * 7", other_value), ("46", other_numbers),
+                           ("25 + 7 + 7 + 7", other_numbers), ("7 * 3 + 25 + 0", other_numbers)):
+        score, parts = task.reward(q, f"<answer>{text}</answer>")
+        assert (score, parts["answered"], parts["numbers"], parts["correct"]) == (float(expected == right), *expected), text
+    for text in ("25 + 3 7", "7 * 3 + 25 = 46", "(7 * 3 + 25", "7 * 3 + 25)", "", "7 ** 3 + 25", "-3 + 7 * 25", "3 / (7 - 7)", "7 * + 3", "()"):
+        score, parts = task.reward(q, f"<answer>{text}</answer>")
+        assert score == 0.0 and not parts["answered"] and not parts["correct"], text
+    same = {task.signature(f"Try.\n<answer>{text}</answer>") for text in ("7 * 3 + 25", "25+(3×7)", "((25) + 7*3)", "(07 * 3) + 25")}
+    assert len(same) == 1 and task.signature("<answer>25 * 3 + 7</answer>") not in same
+    assert task.signature("<answer>25 - (7 - 3)</answer>") != task.signature("<answer>25 - 7 - 3</answer>")
+
+
+# --- tasks of one's own ---
+
+def own(tmp_path, text, spec=""):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    return f"{file}{spec}"
+
+
+def test_a_file_of_ones_own_is_a_task(tmp_path):
+    text = """
+from dataclasses import dataclass
+PROMPT, STOP, INSTRUCTION = "{} ", "!", "Shout."
+@dataclass
+class Word:
+    text: str
+def reward(question, completion):
+    return float(completion == question["answer"])
+def questions(split, n=None, argument="a"):
+    return [{"question": f"{split} {argument} {i}", "answer": Word(str(i)).text} for i in range(n or 9)]
+def solution(question):
+    return question["answer"]
+"""
+    task = tasks.load(own(tmp_path, text, ":b"))
+    assert (task.prompt, task.stop, task.instruction) == ("{} ", "!", "Shout.")
+    assert task.questions("test", n=2) == [{"question": "test b 0", "answer": "0"}, {"question": "test b 1", "answer": "1"}]
+    q = task.questions("valid")[3]
+    assert task.reward(q, "3") == (1.0, {"correct": True}) and task.reward(q, "4") == (0.0, {"correct": False})
+    assert task.examples(2) == [("train b 0", "0"), ("train b 1", "1")] and task.examples(0) == []
+    assert task.signature("1 + 2 =  3") == task.signature("1+2=3.0") != task.signature("2+1=3") and task.signature(" a  b") == "a b"
+    with pytest.raises(ValueError, match="has no documents: write a function documents"):
+        task.documents("train")
+    with pytest.raises(ValueError, match="20 worked examples .* were asked for, and it has 9"):
+        task.examples(20)
+
+
+@pytest.mark.parametrize("result, parts", [
+    ("True", {"correct": True}), ("0.5", {"correct": False}), ("(1, {'a': 1, 'b': 0})", {"a": True, "b": False}),
+    ("float('nan')", None), ("1.01", None), ("-1", None), ("None", None), ("'x'", None), ("(1, 2, 3)", None), ("(1, [2])", None)])
+def test_a_score_is_a_number_from_0_to_1(tmp_path, result, parts):
+    task = tasks.load(own(tmp_path, f"def reward(question, completion): return {result}"))
+    if parts is None:
+        with pytest.raises(ValueError, match="a score is a number from 0 to 1"):
+            task.reward({}, "")
+    else:
+        assert task.reward({}, "")[1] == parts
+
+
+def test_what_is_no_task_is_a_sentence(tmp_path):
+    for spec, kind, message in (
+            ("nothing", LookupError, "There is no task nothing; there is arithmetic, countdown, gsm8k, unit_conversion"),
+            (str(tmp_path / "none.py"), OSError, "There is no file"), (own(tmp_path, "def reward("), ValueError, "SyntaxError"),
+            ("unit_conversion:4", ValueError, "a level, 1, 2 or 3"), ("unit_conversion:", ValueError, "nothing is none of these"),
+            ("arithmetic:x", ValueError, "number of digits"), ("countdown:9", ValueError, "2 to 6")):
+        with pytest.raises(kind, match=message):
+            tasks.load(spec)
+    for text, message in (("x = 1", "has no reward"), ("import nowhere", "nowhere")):
+        with pytest.raises(ValueError, match=message):
+            tasks.load(own(tmp_path, text))
+    with pytest.raises(ValueError, match="takes an argument: leave :7 out"):
+        tasks.load(own(tmp_path, "def reward(question, completion): return 0", ":7"))
+    with pytest.raises(ValueError, match="a question is"):
+        spec = own(tmp_path, "def reward(question, completion): return 0\ndef questions(split): return ['q']")
+        tasks.load(spec).questions("train")
+
+
+def test_tasks_do_not_import_torch():
+    program = "\n".join(("import sys, tasks", "for name in ('unit_conversion', 'arithmetic', 'countdown', 'gsm8k'): tasks.load(name)",
+                         "sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"))
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+# --- equations ---
 
 def test_equations_are_read_as_arithmetic():
     rng = random.Random(1)
     for _ in range(2000):
-        numbers = [rng.choice([str(rng.randrange(1, 1000)), f"{rng.random() * 10:.3f}", f"{rng.randrange(1000, 10**6):,}"]) for _ in range(4)]
+        numbers = [rng.choice([str(rng.randrange(1, 1000)), f"{rng.random() * 10:.3f}", f"{rng.randrange(1000, 10**6):,}"])
+                   for _ in range(4)]
         signs = rng.choices("+-*/", k=3)
         expression = "".join(f"{n} {s} " for n, s in zip(numbers, signs)) + numbers[3]
+        if rng.random() < 0.5:
+            expression = re.sub(r"^(\S+ . \S+) (.) (\S+ . \S+)$", r"(\1) \2 (\3)", expression)
         expected = eval(expression.replace(",", ""))
-        for sign, spelled in (("*", "×"), ("/", "÷"), (" ", "")):
+        for sign, spelled in (("*", "×"), ("/", "÷"), ("*", "x"), ("*", r"\times"), ("-", "−"), (" ", "")):
             written = expression.replace(sign, spelled) if rng.random() < 0.5 else expression
             [(left, right)] = _numbers.equations(f"so {written} = 12.5.")
             assert left == pytest.approx(expected, rel=1e-9, abs=1e-9) and right == 12.5
-    assert _numbers.all_true("3 + 4 * 2 = 11 and 10 / 4 = 2.5") and not _numbers.all_true("no equation") and not _numbers.all_true("1 / 0 = 0")
+    assert _numbers.all_true("3 + 4 * 2 = 11 and 10 / 4 = 2.5") and not _numbers.all_true("no equation")
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("48/2 = $<<48/2=24>>24 clips in May and 48+24 = 72", "48/2=24 48+24=72"), ("2 * $3 = $6", "2*3=6"), ("5% * 100 = 5", "5%*100=5"),
+    ("20% of 50 = 10", "20%*50=10"), ("1/2 of 10 = 5", "1/2*10=5"), ("50/200*100 = 25%", "50/200*100=25%"),
+    ("100% - 20% = 80%", "100%-20%=80%"), ("6 crates x 2 kg/crate = 12 kg", "6*2=12"), ("$5 a day * 3 days = $15.", "5*3=15"),
+    ("3(2 + 2) = 12", "3*(2+2)=12"), ("5 * (3 apples + 2 pears) = 25", "5*(3+2)=25"), ("He has 8 (5 + 3 = 8) apples", "5+3=8"),
+    ("total = 5 * 3 = 15", "5*3=15"), ("2 * 3 = 6 = 12 / 2", "2*3=6 6=12/2"), ("-40 * 9 / 5 = -72", "-40*9/5=-72"),
+    ("- 5 + 3 = 8\n- 1 + 1 = 2", "5+3=8 1+1=2"), (r"\(6 \times 1,000 = **6000**\)", "6*1000=6000"), ("3 - (-2) = 5", "3-(-2)=5"),
+    (".5 * 20 = 10.", "0.5*20=10"), ("7-day trips: 2-1=1", "2-1=1")])
+def test_equations_of_honest_people_are_true(text, expected):
+    assert _numbers.all_true(text) and _numbers.signature(text) == expected
+
+
+@pytest.mark.parametrize("text", [
+    "2x + 3 = 7", "x - 3 + 5 = 10", "3(x + 2) = 9", "2 * y = 5", "2^3 + 1 = 8", "9**9**9 = 1", "5 times 3 + 2 = 16", "3! + 1 = 8",
+    "4 weeks = 4 * 7 days", "1 km/h = 1000 m per hour", "5 + three = 9", "5 = 5", "(" * 30 + "1 + 1" + ")" * 30 + " = 3", "1 +/ 2 = 4",
+    "8:30 + 2 = 11", "5 + = 5", "() = 1 + 1", "2 + 5) * 3 = 20", "1 + " + "9" * 50 + " = 3", "f(3) + 1 = 8"])
+def test_what_can_not_be_read_is_no_equation(text):
+    assert _numbers.equations(text) == [] and not _numbers.all_true(text)
+
+
+@pytest.mark.parametrize("text", ["2 + 2 = 5", "48/2 = <<48/2=25>>24", "1 / (2 - 2) = 1", "1 / 0 = 0", "10% * 50 = 500", "100 / 3 = 33",
+                                  "2 * 3 = 6 = 5 + 2", "1e300 * 1e300 = 1", "1 + 1 = 1e999%"])
+def test_false_is_false(text):
+    assert _numbers.equations(text) and not _numbers.all_true("1 + 1 = 2. " + text)
+
+
+def test_signatures_are_of_what_is_computed():
+    one = _numbers.signature("First 2 × 3.50 = 7.0 km.\nThen 7+1,000 = 1007.")
+    assert one == _numbers.signature("2*3.5=<<2*3.5=7>>7, so 7 + 1000 = 1007.00") == "2*3.5=7 7+1000=1007"
+    assert one not in (_numbers.signature("7 + 1000 = 1007. 2 * 3.5 = 7"), _numbers.signature("3.5 * 2 = 7. 7 + 1000 = 1007"))
+
+
+def test_bad_arguments_are_bad_input_to_a_stage():
+    from runtime.config import BadInput
+    from runtime.data import task_texts
+    for name, message in (("nothing", "There is no task"), ("unit_conversion:7", "a level, 1, 2 or 3"), ("gsm8k:no", "names a .jsonl file")):
+        with pytest.raises(BadInput, match=message):
+            task_texts(name, None)
