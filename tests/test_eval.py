@@ -1,0 +1,284 @@
+"""Accuracy on a task: what the figures mean, and that eval.py finds them, alone, on two ranks and for several models."""
+import json
+import math
+import subprocess
+import sys
+import zlib
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+import eval as evaluation
+import hf
+import tasks
+from conftest import ROOT, command, environment, trained
+from engine import Engine, Sampling
+from eval import accuracy, difference, interval, pass_at, requests_of
+from model import GPT, GPTConfig
+from runtime.config import BadInput
+from runtime.prompts import prompt_ids
+from runtime.rewards import Grade, Pool
+from runtime.tokenizer import Tokenizer
+
+
+def graded(*rows):
+    """Grades of 1s and 0s; None: could not be scored."""
+    return [[Grade(0.0, {}, "", "ValueError: no") if x is None else Grade(float(x), {"correct": x == 1}, "", None) for x in row] for row in rows]
+
+
+# --- the figures ---
+
+def test_figures_by_hand():
+    good, wrong = Grade(1.0, {"answered": True, "reasoned": True}, "", None), Grade(0.5, {"answered": True, "reasoned": False}, "", None)
+    silent, lucky = Grade(0.0, {"answered": False, "reasoned": False}, "", None), Grade(1.0, {"answered": True, "reasoned": False}, "", None)
+    broken = Grade(0.0, {}, "", "timed out after 10 s")
+    found = accuracy([[good, lucky], [wrong, silent], [good, broken], [good, good]])
+    assert found["accuracy"] == (1 + 0 + 0.5 + 1) / 4 and found["accuracy_low"] < 0.625 < found["accuracy_high"]
+    assert found["answer_rate"] == 6 / 8 and found["parts"] == {"answered": 6 / 8, "reasoned": 4 / 8} and found["verified"] == 4 / 8
+    assert (found["questions"], found["samples"], found["errors"]) == (4, 8, 1)
+    assert found["pass_at_k"] == {"1": 0.625, "2": 0.75}
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_task_without_the_part_answered_has_no_answer_rate():
+    found = accuracy(graded([1], [0], [None]))
+    assert found["answer_rate"] is None and found["parts"] == {"correct": 1 / 3} and found["errors"] == 1
+    assert accuracy(graded([None]))["parts"] == {}
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (5, 2), (6, 4), (7, 7)])
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n, k):
+    for n_right in range(n + 1):
+        answers = [i < n_right for i in range(n)]
+        chosen = list(combinations(answers, k))
+        assert pass_at(k, n, n_right) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
+
+
+def test_pass_at_k_for_powers_of_two_and_for_all():
+    found = accuracy(graded([1, 0, 0, 0, 0, 0], [0] * 6))["pass_at_k"]
+    assert list(found) == ["1", "2", "4", "6"] and found["6"] == 0.5 and found["1"] == pytest.approx(1 / 12)
+    assert list(accuracy(graded([1] * 8))["pass_at_k"]) == ["1", "2", "4", "8"]
+    many = accuracy(graded([1] * 3 + [0] * 1500))["pass_at_k"]                     # where floats would overflow
+    assert many["1503"] == 1 and many["1"] == pytest.approx(3 / 1503) and sorted(many.values()) == list(many.values())
+
+
+# --- the intervals ---
+
+@pytest.mark.parametrize("n_right, n, low, high", [(8, 10, 0.4901625, 0.9433178), (0, 10, 0, 0.2775328), (10, 10, 0.7224672, 1),
+                                                   (1, 1, 0.2065493, 1), (250, 500, 0.4563413, 0.5436587)])
+def test_with_one_sample_each_the_interval_is_wilsons(n_right, n, low, high):
+    found = accuracy(graded(*[[i < n_right] for i in range(n)]))
+    assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((low, high), abs=1e-6)
+
+
+def test_samples_that_agree_count_as_one_and_others_as_more():
+    shares = [1.0] * 30 + [0.0] * 20
+    assert interval(shares, 16) == pytest.approx(interval(shares, 1), abs=1e-12)
+    width = [high - low for low, high in (interval([0.5] * 50, 1), interval([0.5] * 50, 4), interval([0.5] * 50, 16))]
+    assert width[0] > 1.9 * width[1] > 3 * width[2]
+    assert interval([0.0] * 100, 8) == pytest.approx(interval([0.0] * 100, 1)) and interval([0.0] * 100, 8)[1] > 0.03
+    assert interval([1 / 8] + [0.0] * 99, 8)[1] > 0.03                             # one more right answer proves no less
+
+
+def test_intervals_stay_within_bounds_and_hold_the_figure():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        n, k = rng.integers(1, 30), rng.integers(1, 9)
+        a, b = (rng.binomial(k, rng.beta(0.1, 0.1, n)) for _ in range(2))
+        shares = (a / k).tolist()
+        low, high = interval(shares, k)
+        assert 0 <= low <= np.mean(shares) + 1e-12 and np.mean(shares) - 1e-12 <= high <= 1 and high - low > 0.01
+        found = difference(*(graded(*[[i < c for i in range(k)] for c in counts]) for counts in (a, b)))
+        assert -1 <= found["difference_low"] < found["difference"] + 1e-12 and found["difference"] - 1e-12 < found["difference_high"] <= 1
+
+
+# questions, samples, how hard the questions are (Beta; None: all the same) and the mean: samples depend on each other more and more
+SIMULATED = [(100, 1, (1, 1), 0.5), (60, 1, (4, 1), 0.8), (100, 4, None, 0.5), (200, 8, None, 0.3), (60, 4, (1, 1), 0.5), (60, 8, (0.3, 0.3), 0.5),
+             (100, 16, (0.2, 0.8), 0.2), (50, 4, (0.05, 0.05), 0.5), (200, 8, (0.1, 1.9), 0.05)]
+
+
+@pytest.mark.parametrize("n, k, beta, truth", SIMULATED)
+def test_about_95_percent_of_intervals_hold_the_truth(n, k, beta, truth):
+    rng = np.random.default_rng(n + k)
+    held = 0
+    for _ in range(3000):
+        shares = rng.binomial(k, truth if beta is None else rng.beta(*beta, n), n) / k
+        low, high = interval(shares.tolist(), k)
+        held += low <= truth <= high
+    assert 0.93 < held / 3000 < 0.97
+
+
+@pytest.mark.parametrize("n, k", [(60, 1), (100, 4), (200, 8)])
+def test_about_95_percent_of_intervals_hold_the_difference(n, k, monkeypatch):
+    monkeypatch.setattr(evaluation, "right", lambda shares: shares)                # grades would take most of the time
+    rng = np.random.default_rng(n)
+    held = 0
+    for _ in range(3000):
+        p = rng.beta(0.5, 0.5, n)                                                  # hard ones are hard for both
+        better = np.where(rng.random(n) < 0.2, 1.0, p)                             # by 0.2 * 0.5
+        found = difference(*((rng.binomial(k, q) / k).tolist() for q in (p, better)))
+        held += found["difference_low"] <= 0.1 <= found["difference_high"]
+    assert 0.93 < held / 3000 < 0.97
+
+
+def test_the_difference_is_paired_by_question():
+    a = graded(*[[1]] * 40, *[[0]] * 40, [0], [0], [0], [0])
+    b = graded(*[[1]] * 40, *[[0]] * 40, [1], [1], [1], [1])
+    found, turned = difference(a, b), difference(b, a)
+    assert found["difference"] == pytest.approx(4 / 84) == -turned["difference"]
+    assert found["difference_low"] == pytest.approx(-turned["difference_high"])
+    alone = accuracy(b)["accuracy_high"] - accuracy(b)["accuracy_low"]
+    assert found["difference_high"] - found["difference_low"] < 0.6 * alone
+    nothing = difference(a, a)
+    assert nothing["difference"] == 0 and nothing["difference_low"] == -nothing["difference_high"] < -0.01
+    with pytest.raises(ValueError):
+        difference(a, b[1:])
+
+
+# --- a task's questions, asked ---
+
+TASK = '''
+import zlib
+PROMPT, STOP, INSTRUCTION = "Q: {}\\n", "  ", "Be brief."
+def questions(split, seed=0, n=None):
+    everything = [{"question": f"{split} {i}?", "answer": str(i)} for i in range(24 * (split != "valid"))]
+    if n is not None and n > len(everything):
+        raise ValueError(f"The split {split} has {len(everything)} questions, and {n} were asked for: lower --num_questions.")
+    return everything[:n]
+def examples(n):
+    return [(f"train {i}?", f"{i}") for i in range(n)]
+def reward(question, completion):
+    if question["answer"] == "13":
+        raise RuntimeError("unlucky")
+    luck = zlib.crc32((question["question"] + completion).encode())
+    return float(luck % 3 == 0), {"answered": luck % 2 == 0, "long": len(completion) > 9}
+def signature(completion):
+    return completion
+'''
+
+
+def worth(question, completion):
+    """TASK's reward, again: whether it is right."""
+    return question["answer"] != "13" and zlib.crc32((question["question"] + completion).encode()) % 3 == 0
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    path = tmp_path_factory.mktemp("task") / "luck.py"
+    path.write_text(TASK)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("runs") / "little"
+    trained(folder, text, block_size=128, max_steps=4, n_layer=1, eval_interval=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "little"
+    hf.export(hf.load(model), folder)
+    return folder
+
+
+def evaluate(capsys, *arguments):
+    """(what eval.py printed for people, its figures)"""
+    assert evaluation.main([str(a) for a in (*arguments, "--dtype=fp32", "--max_new_tokens=20", "--num_questions=24", "--json")]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    return lines, json.loads(last)
+
+
+SAMPLED = ("--num_samples=3", "--temperature=1", "--seed=5")
+
+
+def test_worked_examples_stand_before_a_question_but_never_itself(task):
+    tokenizer, luck = Tokenizer("bytes"), tasks.load(str(task))
+    asked = requests_of(tokenizer, luck, luck.questions("train", n=3), 2, 7, few_shot=2)
+    assert [tokenizer.decode(r.ids) for r in asked] == [
+        "Q: train 1?\n1\n\nQ: train 0?\n", "Q: train 0?\n0\n\nQ: train 1?\n", "Q: train 0?\n0\n\nQ: train 1?\n1\n\nQ: train 2?\n"]
+    assert [(r.key, r.num_samples, r.max_new_tokens) for r in asked] == [(0, 2, 7), (1, 2, 7), (2, 2, 7)]
+    assert requests_of(tokenizer, luck, luck.questions("test", n=1))[0].ids == prompt_ids(tokenizer, "test 0?", luck.prompt)
+
+
+def test_the_figures_are_those_of_what_the_engine_samples(model, task, capsys):
+    lines, found = evaluate(capsys, model, f"--task={task}", *SAMPLED)
+    tokenizer, luck = hf.find(model).tokenizer(), tasks.load(str(task))
+    questions = luck.questions("test")
+    engine = Engine(hf.load(model), sampling=Sampling(1.0, stop=tokenizer.stop, stop_strings=("  ",)), seed=5, decode=tokenizer.decode)
+    rights, tokens = np.zeros((24, 3)), 0
+    for sample in engine.generate(requests_of(tokenizer, luck, questions, 3, 20)):
+        text, stop, _ = evaluation.text_of(tokenizer, sample.ids).partition("  ")
+        rights[sample.request.key, sample.index] = worth(questions[sample.request.key], text + stop)
+        tokens += len(sample.ids)
+    assert found["accuracy"] == pytest.approx(rights.mean()) and 0.1 < found["accuracy"] < 0.6
+    assert found["pass_at_k"]["3"] == pytest.approx(rights.any(1).mean()) and found["tokens"] == tokens < 24 * 3 * 20
+    assert (found["questions"], found["samples"], found["errors"], found["few_shot"], found["split"]) == (24, 72, 3, 0, "test")
+    assert found["answer_rate"] == found["parts"]["answered"] > 0.2 and found["dtype"] == "fp32" and found["tokens_per_s"] > 0
+    assert "unlucky" in lines[-1] and f"{100 * rights.mean():.1f} [" in lines[-2] and "pass@3" in lines[-3]
+
+
+@pytest.mark.parametrize("knobs", [(), SAMPLED])
+def test_two_ranks_find_what_one_does(model, task, capsys, knobs):
+    line = [str(model), f"--task={task}", "--dtype=fp32", "--max_new_tokens=20", "--num_questions=21", "--json", *knobs]
+    assert evaluation.main(line) == 0
+    alone = capsys.readouterr().out.splitlines()
+    done = subprocess.run(command("", 2, "eval.py", defaults={})[:-1] + line, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shared = done.stdout.splitlines()
+    assert len(shared) == len(alone)
+    alone, shared = (json.loads(lines[-1]) | {"seconds": 0, "tokens_per_s": 0} for lines in (alone, shared))
+    assert shared == alone and shared["samples"] == (63 if knobs else 21)
+
+
+def test_models_are_compared_on_the_same_questions(model, exported, task, capsys):
+    lines, found = evaluate(capsys, "--compare", model, exported, exported, f"--task={task}", *SAMPLED, "--tokenizer=bytes")
+    first, shown, again = found["models"]
+    assert [m["few_shot"] for m in found["models"]] == [0, 4, 4] and "difference" not in first
+    assert shown["difference"] == again["difference"] == pytest.approx(shown["accuracy"] - first["accuracy"])
+    assert shown["difference_low"] < shown["difference"] < shown["difference_high"]
+    assert len(lines) == 8 and "above the first" in lines[1] and lines[2].startswith(str(model))
+    _, found = evaluate(capsys, model, exported, f"--task={task}", *SAMPLED, "--tokenizer=bytes", "--few_shot=0")
+    assert found["models"][1]["difference"] == 0 and found["models"][0]["accuracy"] == found["models"][1]["accuracy"]
+    _, found = evaluate(capsys, "--compare", model, f"--task={task}")
+    assert len(found["models"]) == 1 and found["models"][0]["temperature"] == 0
+
+
+def test_deterministic_figures_do_not_depend_on_the_number_of_samples_in_company(model, task, capsys):
+    _, found = evaluate(capsys, model, f"--task={task}", "--deterministic")
+    _, greedy = evaluate(capsys, model, f"--task={task}")
+    assert found["accuracy"] == greedy["accuracy"]
+
+
+def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
+    tokenizer, luck = Tokenizer("bytes"), tasks.load(str(task))
+    asked, questions = requests_of(tokenizer, luck, luck.questions("test", n=2)), luck.questions("test", n=2)
+    with Pool(str(task), kind="serial") as pool:
+        small = Engine(GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=1, n_head=1, n_embd=16)), 2)
+        with pytest.raises(ValueError, match="encode it with the model's tokenizer"):
+            evaluation.ask(small, tokenizer, questions, asked, pool)
+        broken = GPT(GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=1, n_embd=16))
+        torch.nn.init.constant_(broken.token_embedding.weight, math.nan)
+        with pytest.raises(ValueError, match="not finite"):
+            evaluation.ask(Engine(broken, 2), tokenizer, questions, asked, pool)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["RUN"], "Name a model and a text or a task"), (["--task=TASK"], "Name a model"), (["RUN", "--task=TASK", "--dataset=x"], "leave out"),
+    (["RUN", "RUN", "--dataset=x"], "compared on a task"), (["RUN", "--task=TASK", "--num_samples=2"], "At temperature 0"),
+    (["RUN", "--task=nothing"], "no task nothing"), (["RUN", "--task=TASK", "--split=valid", "--num_questions=none"], "no valid questions"),
+    (["RUN", "--task=TASK", "--num_questions=25"], "lower --num_questions"), (["RUN", "--task=TASK", "--few_shot=20", "--num_questions=9"], "lower --few_shot"),
+    (["RUN", "--task=TASK", "--top_p=0"], "can't be sampled from"), (["RUN", "--task=TASK", "--num_questions=0"], "at least 1"),
+    (["RUN", "/nowhere", "--task=TASK", "--num_questions=9"], "no folder /nowhere"), (["RUN", "--task=TASK", "--split=tests"], "did you mean")])
+def test_what_can_not_be_evaluated_is_one_sentence(model, task, arguments, words, capsys):
+    with pytest.raises(BadInput, match=words) as e:
+        evaluation.main([a.replace("RUN", str(model)).replace("TASK", str(task)) for a in arguments])
+    assert "\n" not in str(e.value) and capsys.readouterr().out == ""
+
+
+def test_bad_input_ends_with_2_and_help_shows_every_knob(model):
+    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(model), "--task=nothing"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: There is no task nothing") and done.stderr.count("\n") == 1
