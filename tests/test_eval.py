@@ -247,7 +247,7 @@ def test_models_are_compared_on_the_same_questions(model, exported, task, capsys
     assert len(found["models"]) == 1 and found["models"][0]["temperature"] == 0
 
 
-def test_deterministic_figures_do_not_depend_on_the_number_of_samples_in_company(model, task, capsys):
+def test_fixed_shapes_find_the_same_as_free_ones(model, task, capsys):
     _, found = evaluate(capsys, model, f"--task={task}", "--deterministic")
     _, greedy = evaluate(capsys, model, f"--task={task}")
     assert found["accuracy"] == greedy["accuracy"]
@@ -279,6 +279,6 @@ def test_what_can_not_be_evaluated_is_one_sentence(model, task, arguments, words
     assert "\n" not in str(e.value) and capsys.readouterr().out == ""
 
 
-def test_bad_input_ends_with_2_and_help_shows_every_knob(model):
+def test_bad_input_ends_with_2(model):
     done = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(model), "--task=nothing"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: There is no task nothing") and done.stderr.count("\n") == 1
