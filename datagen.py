@@ -25,12 +25,11 @@ from tqdm import tqdm
 
 import hf
 import tasks
-from engine import Engine, Request, Sampling
-from eval import accuracy
+from engine import Engine, Sampling
+from eval import accuracy, few_shot_of, refused, requests_of
 from runtime import config, distributed, examples, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
-from runtime.prompts import prompt_ids
 from runtime.rewards import Grade, Pool
 
 
@@ -66,11 +65,6 @@ class Config:
 
 
 OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")       # may differ when a run goes on
-
-
-def few_shot_of(cfg, found):
-    """Worked examples before a question: none for a model trained here, which has seen the form, some for any other."""
-    return (0 if found.step is not None else 4) if cfg.few_shot is None else cfg.few_shot
 
 
 # --- questions ---
@@ -163,7 +157,7 @@ def verdict(grade):
 
 # --- sampling ---
 
-def requests(cfg, ask, by_question, keys):
+def missing(cfg, requests, by_question, keys):
     """What to sample next: all that is missing of a question; with stop_early in rounds over the questions still open, as many at a
     time as have to be kept. Drawn from when a slot is free, so what has come out meanwhile counts."""
     at_once = cfg.keep_per_question if cfg.stop_early else cfg.oversample
@@ -171,14 +165,14 @@ def requests(cfg, ask, by_question, keys):
         for key in keys:
             if cfg.stop_early and closes_at(by_question[key], cfg.keep_per_question)[0] is not None:
                 continue
-            missing = [s for s in range(first, min(first + at_once, cfg.oversample)) if s not in by_question[key]]
-            while missing:
-                run = next((n for n in range(1, len(missing)) if missing[n] != missing[0] + n), len(missing))
-                yield Request(ask[key], run, key, cfg.max_new_tokens, missing[0])
-                missing = missing[run:]
+            left = [s for s in range(first, min(first + at_once, cfg.oversample)) if s not in by_question[key]]
+            while left:
+                n = next((n for n in range(1, len(left)) if left[n] != left[0] + n), len(left))      # without a gap
+                yield dataclasses.replace(requests[key], num_samples=n, first_sample=left[0])
+                left = left[n:]
 
 
-def sample(cfg, engine, tokenizer, task, questions, ask, attempts, stop):
+def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
     """Draw this rank's missing samples, have them verified meanwhile, and log them; the records. `stop` ends it early."""
     rank, world = distributed.rank(), distributed.world_size()
     keys = range(rank, len(questions), world)
@@ -209,18 +203,17 @@ def sample(cfg, engine, tokenizer, task, questions, ask, attempts, stop):
                 bar.update()
             file.flush()
 
-        for s in engine.generate(requests(cfg, ask, by_question, keys), speak):
-            question, ids = questions[s.request.key], s.ids[:-1] if s.ids[-1] in tokenizer.stop else s.ids
-            text = tokenizer.decode(ids)
-            end = text.find(task.stop) + len(task.stop) if task.stop and task.stop in text else len(text)
+        for s in engine.generate(missing(cfg, requests, by_question, keys), speak):
+            question, ids, text = questions[s.request.key], s.ids[:-1] if s.ids[-1] in tokenizer.stop else s.ids, tokenizer.text_of(s.ids)
+            text = "".join(text.partition(task.stop)[:2]) if task.stop else text
             record = {"number": s.request.key, "sample": s.index, "question": question["question"], "answer": question["answer"],
-                      "completion": text[:end], "ids": ids, "seed": cfg.seed, "logprob": sum(s.logprobs), "verdict": None}
+                      "completion": text, "ids": ids, "seed": cfg.seed, "logprob": sum(s.logprobs), "verdict": None}
             if s.reason == "length":
                 log(record | {"verdict": "unfinished"}, Grade(0.0, {}, "", None))
                 bar.update()
             else:
                 waiting.append(record)
-                pool.submit(question, record["completion"])
+                pool.submit(question, text)
                 collect()
             if stop.received is not None:
                 break
@@ -320,21 +313,19 @@ def main(argv):
     cfg.few_shot = few_shot_of(cfg, found)
     if cfg.deterministic and cfg.slots is None:
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
-    try:
+    with refused():
         task = tasks.load(cfg.task)
         questions, dropped = open_questions(cfg, task)
-        shown = task.examples(cfg.few_shot) if cfg.few_shot else ()
-        ask = [prompt_ids(tokenizer, q["question"], task.prompt, shown, task.instruction if shown else None) for q in questions]
+        requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
+        longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
-        engine = Engine(model, cfg.slots, max(map(len, ask)) + cfg.max_new_tokens, sampling, cfg.seed,
+        engine = Engine(model, cfg.slots, len(longest.ids) + cfg.max_new_tokens, sampling, cfg.seed,
                         hw.torch_dtype if hw.dtype == "bf16" else None, cfg.deterministic, tokenizer.decode)
-        engine.check(Request(max(ask, key=len)))
-    except (LookupError, ValueError, OSError) as e:
-        raise BadInput(str(e)) from None
+        engine.check(longest)
 
     known = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OF_THIS_CALL and (k != "slots" or cfg.deterministic)}
     header = {"config": known | {"dtype": hw.dtype}, "tokenizer": tokenizer.describe(), "model": fingerprint(model),
-              "questions": hashlib.sha256(json.dumps([questions, ask]).encode()).hexdigest()}
+              "questions": hashlib.sha256(json.dumps([questions, [r.ids for r in requests]]).encode()).hexdigest()}
 
     def open_log():
         try:
@@ -347,10 +338,8 @@ def main(argv):
         before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
         print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked examples before each; "
               f"{hw.dtype} on {hw.name}, {engine.slots} samples in flight{before}.", flush=True)
-    try:
-        new, cost = sample(cfg, engine, tokenizer, task, questions, ask, attempts, stop)
-    except (ValueError, FloatingPointError) as e:
-        raise BadInput(str(e)) from None
+    with refused():
+        new, cost = sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop)
     if stop.received is not None:
         print(f"Stopped as asked after {len(new):,} more attempts, which are logged: the same command goes on after them.", flush=True)
         return stop.exit_code()

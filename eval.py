@@ -30,7 +30,6 @@ from runtime import config, data, distributed, examples, guard, hardware
 from runtime.config import BadInput
 from runtime.prompts import prompt_ids
 from runtime.rewards import Pool
-from sample import text_of
 
 Z = 1.959963984540054                        # of a normal distribution, 95% lies within so many standard deviations
 
@@ -120,6 +119,11 @@ def evaluation_line(result):
 
 # --- on a task ---
 
+def few_shot_of(cfg, found):
+    """Worked examples before a question: none for a model that was trained here, which has seen the form, four for any other."""
+    return (0 if found.step is not None else 4) if cfg.few_shot is None else cfg.few_shot
+
+
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):
     """The engine's Request of each question, in their order, with so many worked examples before it (without the question itself).
     ValueError, LookupError or OSError if the task does not have them."""
@@ -142,7 +146,7 @@ def ask(engine, tokenizer, questions, requests, pool, progress=None):
             engine.check(request)
         for sample in engine.generate(requests[distributed.rank()::distributed.world_size()], progress):
             asked.append((sample.request.key, sample.index))
-            pool.submit(questions[sample.request.key], text_of(tokenizer, sample.ids))
+            pool.submit(questions[sample.request.key], tokenizer.text_of(sample.ids))
             mine += pool.collect()
         mine += pool.collect(wait=True)
     except (ValueError, FloatingPointError) as e:
@@ -270,7 +274,7 @@ def refused():
     """What a task, its workers or the engine say of their input, as BadInput. A KeyError is a mistake in a task's own code."""
     try:
         yield
-    except (LookupError, ValueError, OSError) as e:
+    except (LookupError, ValueError, OSError, FloatingPointError) as e:
         if isinstance(e, KeyError | IndexError):
             raise
         raise BadInput(str(e)) from None
@@ -286,9 +290,7 @@ def questions_of(task, split, n):
 def prepare(cfg, name, task, questions):
     """(name, hf.Found, tokenizer, worked examples before a question, requests) of a model that can be asked."""
     found = distributed.on_main(lambda: hf.find(name))
-    tokenizer, few_shot = found.tokenizer(cfg.tokenizer), cfg.few_shot
-    if few_shot is None:
-        few_shot = 4 if found.step is None else 0                      # what was trained here has seen the form
+    tokenizer, few_shot = found.tokenizer(cfg.tokenizer), few_shot_of(cfg, found)
     with refused():
         asked = requests_of(tokenizer, task, questions, cfg.num_samples, cfg.max_new_tokens, few_shot)
     longest, positions = max(len(request.ids) for request in asked), found.config.block_size

@@ -42,11 +42,6 @@ def make_engine(cfg, model, tokenizer, hw, context, slots):
                   cfg.deterministic, tokenizer.decode)
 
 
-def text_of(tokenizer, ids):
-    """Without the token that ended it."""
-    return tokenizer.decode(ids[:-1] if ids and ids[-1] in tokenizer.stop else ids)
-
-
 def talk(cfg, model, tokenizer, hw):
     """Answer prompts from standard input, printing what is sure of the text as its tokens come."""
     tty, engine = sys.stdin.isatty(), None
@@ -62,7 +57,7 @@ def talk(cfg, model, tokenizer, hw):
 
             def show(ids):
                 nonlocal shown
-                text = text_of(tokenizer, ids)
+                text = tokenizer.text_of(ids)
                 whole = text.rstrip("\N{REPLACEMENT CHARACTER}")       # the last character may still lack bytes
                 print(whole[shown:], end="", flush=True)
                 shown = max(shown, len(whole))
@@ -101,7 +96,7 @@ def main(argv):
         samples = list(engine.generate([Request(prompt, last - first, 0, cfg.max_new_tokens, first)] if last > first else []))
     except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
-    texts = distributed.gather([(sample.index, text_of(tokenizer, sample.ids)) for sample in samples])
+    texts = distributed.gather([(sample.index, tokenizer.text_of(sample.ids)) for sample in samples])
     if rank == 0:
         for _, text in sorted(sum(texts, [])):
             print(cfg.prompt + text.rstrip("\n"), end="\n---\n")

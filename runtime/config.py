@@ -27,7 +27,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
     neither is the value of the knob named by `positional`, if there is one; of several, if its type is tuple.
 
     With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL those that
-    saved_of(MODEL) gives; a knob in `frozen` that is given another value then is an error.
+    saved_of(MODEL), if there is one, gives; a knob in `frozen` that is given another value then is an error.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
@@ -55,7 +55,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
 
     values = {name: f.default for name, f in fields.items()}
     init_from = given.get("init_from", values.get("init_from", "scratch"))
-    if init_from != "scratch":
+    if init_from != "scratch" and (init_from == "resume" or saved_of):
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
         saved = read_saved(run) if init_from == "resume" else saved_of(run)
         for key in frozen:

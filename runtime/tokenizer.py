@@ -87,6 +87,10 @@ class Tokenizer:
         """Ids past the tokenizer's, which a model's padded vocabulary may have, are no text."""
         return self.encoding.decode([int(i) for i in np.asarray(ids).ravel() if i < self.n_vocab])
 
+    def text_of(self, ids):
+        """What was sampled, as text, without the token that ended it."""
+        return self.decode(ids[:-1] if ids and ids[-1] in self.stop else ids)
+
     def prompt_ids(self, text, system=None, examples=()):
         """List of the ids after which the answer begins. system: a message instead of the template's own; "" for none. examples:
         (user's text, assistant's text) turns that stand before."""
