@@ -5,8 +5,9 @@ phrasings; 3 all of it, with speed, temperature (in two steps), imperial and US 
 Or it is a path, of a .json file with [[question, answer], ...] or of a folder with train.json and perhaps valid.json and test.json,
 in it or in its folder data. Without test.json, valid.json is the test, and a tenth of what trains is for validation.
 
-Of the worked examples that documents() makes, three in ten carry a wrong step, as text from the web would. A model that was pretrained
-on them knows the form and is often wrong, which is what rejection sampling and reinforcement learning begin with."""
+Of the worked examples that documents() makes, three in ten carry a wrong step, as text from the web would: a slip of any kind, or, where
+a conversion is commonly mistaken, always the same mistake, which then outnumbers the truth. A model that was pretrained on them knows
+the form and is often wrong, which is what rejection sampling and reinforcement learning begin with."""
 import json
 import math
 import random
@@ -95,7 +96,7 @@ TEMPERATURES = (
     "How hot is {n} {frm} on the {to} scale?",
 )
 LARGEST_FACTOR = 100_000
-WRONG = 0.3                          # share of the documents that carry a wrong step
+WRONG, MOSTLY_WRONG = 0.2, 0.7       # share of the documents that carry a wrong step: of most conversions, of one in five
 
 
 def check(argument):
@@ -181,16 +182,28 @@ def exact(n, frm, to):
     return n
 
 
-def worked(n, steps, wrong=None):
-    """(reasoning, its result). wrong: (i, function): the i-th equation's result is what the function makes of it."""
+def in_parts(value, operations):
+    """What stands before 7200 + 960 + 96 = 8256 where 344 is taken times 24, 300 * 24 = 7200. 40 * 24 = 960. 4 * 24 = 96., and the sum's
+    left side: steps that a small model can learn. None where there is nothing to take apart."""
+    digits = [int(d) * 10**i for i, d in enumerate(reversed(decimal(value))) if d != "0"][::-1] if value.denominator == 1 else []
+    (sign, x), *more = operations
+    if len(digits) < 2 or sign != "*" or more or x.denominator != 1 or set(str(x.numerator)) <= {"1", "0"}:
+        return None
+    return "".join(f"{d} * {decimal(x)} = {decimal(d * x)}. " for d in digits), " + ".join(decimal(d * x) for d in digits)
+
+
+def worked(n, steps, wrong=None, parts=False):
+    """(reasoning, its result). wrong: (i, function): the i-th equation's result is what the function makes of it. parts: products
+    are computed digit by digit."""
     text, value = "", n
     for i, (fact, operations) in enumerate(steps):
         result = apply(value, operations)
         result = round(result, 3) if i + 1 == len(steps) and survives(result, 3) else Fraction(decimal(result))
         if wrong and wrong[0] == i:
             result = wrong[1](result)
-        text += f"{fact.format(decimal(operations[0][1]))}{decimal(value)} {' '.join(f'{s} {decimal(x)}' for s, x in operations)}"
-        text, value = f"{text} = {decimal(result)}. ", result
+        left = "", f"{decimal(value)} {' '.join(f'{s} {decimal(x)}' for s, x in operations)}"
+        left = parts and in_parts(value, operations) or left
+        text, value = f"{text}{fact.format(decimal(operations[0][1]))}{''.join(left)} = {decimal(result)}. ", result
     return text.rstrip(), value
 
 
@@ -235,15 +248,32 @@ def temperature(rng, unit):
 def solution(question):
     if "n" not in question:
         raise ValueError("A question of unit_conversion that was read from a file has no worked solution: use a level, 1 to 3.")
-    text, value = worked(Fraction(question["n"]), steps_of(question["from"], question["to"], question["level"]))
+    level = question["level"]
+    text, value = worked(Fraction(question["n"]), steps_of(question["from"], question["to"], level), parts=level == 1)
     return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
 
 
-def wrong_solution(question, rng):
+def mistaken(frm, to, level):
+    """Whether a conversion is commonly mistaken: every fifth of a quantity's."""
+    return problems(level)[size_of(frm)[0]].index((frm, to)) % 5 == 2
+
+
+def document(question, rng):
+    """A worked example, which may have a wrong step."""
+    frm, to, level = (question[key] for key in ("from", "to", "level"))
+    common = mistaken(frm, to, level)
+    if rng.random() >= (MOSTLY_WRONG if common else WRONG):
+        return _questions.document(question, solution(question))
+    if common:                               # the mistake that everyone makes there
+        return _questions.document(question, wrong_solution(question, random.Random(f"{frm} {to}"), ("ratio", "inverse")))
+    return _questions.document(question, wrong_solution(question, rng))
+
+
+def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
     """A solution with one wrong step; what comes after it follows from it, and the answer is wrong by more than 0.1%."""
     steps = steps_of(question["from"], question["to"], question["level"])
     while True:
-        i, kind, wrong = rng.randrange(len(steps)), rng.choice(("ratio", "inverse", "digit", "point")), None
+        i, kind, wrong = rng.randrange(len(steps)), rng.choice(kinds), None
         fact, operations = steps[i]
         if kind == "ratio":                          # of 1 kg = 100 gram
             spoil = rng.choice((other_digit, other_point))
@@ -253,7 +283,7 @@ def wrong_solution(question, rng):
         else:
             spoil = other_digit if kind == "digit" else other_point
             wrong = i, lambda result: spoil(result, rng)
-        text, value = worked(Fraction(question["n"]), [*steps[:i], (fact, operations), *steps[i + 1:]], wrong)
+        text, value = worked(Fraction(question["n"]), [*steps[:i], (fact, operations), *steps[i + 1:]], wrong, question["level"] == 1)
         if value and not _numbers.close(float(value), float(question["answer"]), 1e-3):
             return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
 
@@ -280,10 +310,9 @@ def questions(split, seed=0, n=None, argument=None):
 
 
 def documents(split, seed=0, argument=None):
-    """Worked examples of split "train" or "valid", WRONG of them with a wrong step."""
+    """Worked examples of split "train" or "valid", three in ten with a wrong step."""
     rng, level = random.Random(f"{seed} {split} wrong"), level_of(argument)
-    return [_questions.document(q, wrong_solution(q, rng) if rng.random() < WRONG else solution(q))
-            for q in _questions.drawn(lambda rng: draw(rng, level), split, seed)]
+    return [document(q, rng) for q in _questions.drawn(lambda rng: draw(rng, level), split, seed)]
 
 
 def examples(n, argument=None):

@@ -150,7 +150,7 @@ def test_slots_follow_the_free_memory(monkeypatch):
     model = make()
     each = cache_bytes(model.config, 0, 192, torch.float32)
     assert each == 2 * 2 * 2 * 192 * 16 * 4
-    assert Engine(model).slots == 64
+    assert Engine(model).slots == 256
     monkeypatch.setattr(memory, "available", lambda device: 20 * each)
     assert 1 <= Engine(model).slots < 20
     monkeypatch.setattr(memory, "available", lambda device: 0)
