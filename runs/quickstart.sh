@@ -1,13 +1,34 @@
 #!/usr/bin/env bash
-# Sets up what is missing, trains a small GPT on generated text, and shows what it writes. No data to download, no GPU.
-# Arguments go to train.py.
+# Sets up what is missing, then climbs the ladder: a small GPT from scratch, on worked examples of which three in ten are wrong; many
+# solutions a question, of which the verified ones are kept; fine-tuning on these; and what it all bought, on 500 questions that none of
+# it has seen. No data to download, no GPU. Takes --out_dir=, --data_dir= and --seed=.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/quickstart
-for argument in "$@"; do case $argument in --out_dir=*) out=${argument#*=} ;; esac; done
-source runs/setup.sh
+out=out/quickstart data=data seed=0
+for argument in "$@"; do
+    case $argument in
+        --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seed=*) seed=${argument#*=} ;;
+        *) echo "error: quickstart.sh takes --out_dir=, --data_dir= and --seed=, not $argument; train.py --help lists the knobs of training." >&2; exit 2 ;;
+    esac
+done
+also="matplotlib"; source runs/setup.sh
+task=unit_conversion ask="--task=unit_conversion --max_new_tokens=144"
+mkdir -p "$out"; : > "$out/seconds"
 
-"$python" train.py --out_dir="$out" --overwrite "$@"
+timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes
+    echo; echo "== $1"; local name=$1 began; shift; began=$(date +%s.%N)
+    "$@"
+    echo "$name $(date +%s.%N) $began" >> "$out/seconds"
+}
+timed base "$python" train.py --dataset=task:$task --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50
+timed datagen "$python" datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
+    --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
+timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --overwrite
+timed evaluation "$python" eval.py --compare "$out/base" "$out/rft" $ask --json > >(tee "$out/greedy.txt" | grep -v '^{')
+timed evaluation "$python" eval.py --compare "$out/base" "$out/rft" $ask --num_samples=8 --temperature=1 --json > >(tee "$out/sampled.txt" | grep -v '^{')
+wait
+"$python" runs/summary.py "$out"
 
-echo; echo "Four samples:"
-"$python" sample.py "$out" --num_samples=4 --prompt="Question: "
+echo; echo "What the tuned model writes:"
+"$python" sample.py "$out/rft" --prompt="Question: How many gram are there per 6 kg?
+" --temperature=0

@@ -1,0 +1,70 @@
+"""What the quickstart's ladder bought, from what its stages left in a folder: a table, summary.json, summary.png.
+
+    python runs/summary.py out/quickstart
+"""
+import json
+import platform
+import sys
+from pathlib import Path
+
+FIGURES = {"greedy": "greedy", "sampled": "one sample, T = 1", "pass_at_8": "best of 8 samples"}
+
+
+def last_line(path):
+    """The JSON object that eval.py --json ended with."""
+    return json.loads(path.read_text().strip().splitlines()[-1])
+
+
+def summarise(folder):
+    seconds = {}
+    for line in (folder / "seconds").read_text().splitlines():
+        name, end, begin = line.split()
+        seconds[name] = seconds.get(name, 0.0) + float(end) - float(begin)
+    took = {"base": seconds["base"], "rft": seconds["datagen"] + seconds["rft"]}
+    stages, intervals = [], []
+    for greedy, sampled in zip(last_line(folder / "greedy.txt")["models"], last_line(folder / "sampled.txt")["models"]):
+        name = Path(greedy["model"]).name
+        stages.append({"name": name, "greedy": greedy["accuracy"], "sampled": sampled["accuracy"],
+                       "pass_at_8": sampled["pass_at_k"]["8"], "seconds": round(took[name], 1)})
+        intervals.append([(row["accuracy_low"], row["accuracy_high"]) for row in (greedy, sampled)])
+    device = platform.processor() or platform.machine()
+    return {"stages": stages, "total_seconds": round(sum(seconds.values()), 1), "device": device, "seconds": seconds}, intervals
+
+
+def draw(summary, intervals, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axis = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    for i, (stage, bounds) in enumerate(zip(summary["stages"], intervals)):
+        heights = [100 * stage[key] for key in FIGURES]
+        places = [k + 0.38 * i for k in range(len(FIGURES))]
+        bars = axis.bar(places, heights, 0.34, color=("#b8b8b8", "#2f6fb0")[i % 2], label=stage["name"])
+        axis.bar_label(bars, fmt="%.0f", padding=6, fontsize=9)
+        axis.errorbar(places[:2], heights[:2], [[h - 100 * low for h, (low, _) in zip(heights, bounds)],
+                                                [100 * high - h for h, (_, high) in zip(heights, bounds)]],
+                      fmt="none", ecolor="black", linewidth=1, capsize=3)
+    axis.set_xticks([k + 0.19 for k in range(len(FIGURES))], FIGURES.values())
+    axis.set_ylim(0, 105)
+    axis.set_title("Right answers of 500 unseen questions, %, with 95% intervals", loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="upper left", ncols=2)
+    figure.savefig(path, dpi=140)
+
+
+def main(folder):
+    summary, intervals = summarise(folder)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    print(f"\n{'':6}{'greedy':>9}{'sampled':>9}{'pass@8':>9}{'seconds':>10}")
+    for stage in summary["stages"]:
+        print(f"{stage['name']:6}" + "".join(f"{100 * stage[key]:8.1f}%" for key in FIGURES) + f"{stage['seconds']:10.0f}")
+    print(f"{summary['total_seconds']:.0f} s in all. {folder / 'summary.json'}", end="")
+    try:
+        draw(summary, intervals, folder / "summary.png")
+        print(f", {folder / 'summary.png'}")
+    except ImportError:
+        print("; no picture without matplotlib.")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
