@@ -27,7 +27,7 @@ timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$o
 timed evaluation "$python" eval.py --compare "$out/base" "$out/rft" $ask --json > >(tee "$out/greedy.txt" | grep -v '^{')
 timed evaluation "$python" eval.py --compare "$out/base" "$out/rft" $ask --num_samples=8 --temperature=1 --json > >(tee "$out/sampled.txt" | grep -v '^{')
 wait
-"$python" runs/summary.py "$out"
+"$python" -m runs.summary "$out"
 
 echo; echo "What the tuned model writes:"
 "$python" sample.py "$out/rft" --prompt="Question: How many gram are there per 6 kg?

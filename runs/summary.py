@@ -1,11 +1,12 @@
 """What the quickstart's ladder bought, from what its stages left in a folder: a table, summary.json, summary.png.
 
-    python runs/summary.py out/quickstart
+    python -m runs.summary out/quickstart
 """
 import json
-import platform
 import sys
 from pathlib import Path
+
+from runtime import hardware
 
 FIGURES = {"greedy": "greedy", "sampled": "one sample, T = 1", "pass_at_8": "best of 8 samples"}
 
@@ -27,8 +28,7 @@ def summarise(folder):
         stages.append({"name": name, "greedy": greedy["accuracy"], "sampled": sampled["accuracy"],
                        "pass_at_8": sampled["pass_at_k"]["8"], "seconds": round(took[name], 1)})
         intervals.append([(row["accuracy_low"], row["accuracy_high"]) for row in (greedy, sampled)])
-    device = platform.processor() or platform.machine()
-    return {"stages": stages, "total_seconds": round(sum(seconds.values()), 1), "device": device, "seconds": seconds}, intervals
+    return {"stages": stages, "total_seconds": round(sum(seconds.values()), 1), "device": hardware.setup().name, "seconds": seconds}, intervals
 
 
 def draw(summary, intervals, path):
@@ -40,7 +40,7 @@ def draw(summary, intervals, path):
         heights = [100 * stage[key] for key in FIGURES]
         places = [k + 0.38 * i for k in range(len(FIGURES))]
         bars = axis.bar(places, heights, 0.34, color=("#b8b8b8", "#2f6fb0")[i % 2], label=stage["name"])
-        axis.bar_label(bars, fmt="%.0f", padding=6, fontsize=9)
+        axis.bar_label(bars, fmt="%.0f", label_type="center", fontsize=10, color="black" if i % 2 == 0 else "white")
         axis.errorbar(places[:2], heights[:2], [[h - 100 * low for h, (low, _) in zip(heights, bounds)],
                                                 [100 * high - h for h, (_, high) in zip(heights, bounds)]],
                       fmt="none", ecolor="black", linewidth=1, capsize=3)

@@ -247,3 +247,49 @@ def test_a_stop_text_ends_a_sample(tuned):
     stop = text[6:9]
     ended = script("sample.py", *line, f"--stop={stop}").removeprefix("the").removesuffix("\n---\n")
     assert stop in ended and len(ended) < len(text) and text.startswith(ended)
+
+
+LADDER = '''
+STOP, INSTRUCTION = "e", "Write."
+def questions(split, seed=0, n=None):
+    return [{"question": f"{split} {i}", "answer": "7"} for i in range(20)][:n]
+def solution(question):
+    return "the cat e"
+def reward(question, completion):
+    return float(completion.endswith("e"))
+def signature(completion):
+    return completion
+'''
+
+
+def test_a_chat_model_climbs_the_ladder(source, tmp_path):
+    """Asked with worked examples and an instruction, trained without them, with the recipe for SmolLM2."""
+    task, out = tmp_path / "letters.py", tmp_path / "rft.json"
+    task.write_text(LADDER)
+    about = json.loads(script("datagen.py", f"--init_from={source}", f"--task={task}", f"--output={out}", "--num_questions=12", "--oversample=4",
+                              "--temperature=1", "--max_new_tokens=60", "--dtype=fp32", "--json").splitlines()[-1])
+    rows, tokenizer = json.loads(out.read_text()), Tokenizer(source)
+    assert about["kept"] == len(rows) > 12 and all(question.startswith("train ") for question, _, _ in rows)
+    header = json.loads((tmp_path / "rft.attempts.jsonl").read_text().splitlines()[0])
+    assert header["config"]["few_shot"] == 4 and header["tokenizer"] == tokenizer.describe()
+    trained(tmp_path / "tuned", out, defaults={}, config=ROOT / "config/rft_smollm2_360m.py", init_from=source, block_size=128, num_epochs=1,
+            dtype="fp32")
+    kept = json.loads((tmp_path / "tuned/config.json").read_text())
+    assert (kept["batch_size"], kept["gradient_accumulation_steps"], kept["lora_rank"], kept["learning_rate"]) == (16, 4, 16, 2e-4)
+    figures = json.loads(script("eval.py", tmp_path / "tuned", source, f"--task={task}", "--num_questions=10", "--max_new_tokens=60", "--json",
+                                "--few_shot=0").splitlines()[-1])
+    assert [m["questions"] for m in figures["models"]] == [10, 10] and "difference" in figures["models"][1]
+
+
+def test_the_quickstarts_summary(tmp_path):
+    rows = [{"model": f"out/{name}", "accuracy": a, "accuracy_low": a - 0.1, "accuracy_high": a + 0.1, "pass_at_k": {"1": a, "8": 0.9}}
+            for name, a in (("base", 0.5), ("rft", 0.7))]
+    for name in ("greedy", "sampled"):
+        (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
+    (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\nevaluation 140 130\nevaluation 155 140\n")
+    done = subprocess.run([sys.executable, "-m", "runs.summary", tmp_path], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "50.0%" in done.stdout, done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["stages"] == [{"name": "base", "greedy": 0.5, "sampled": 0.5, "pass_at_8": 0.9, "seconds": 60.0},
+                                 {"name": "rft", "greedy": 0.7, "sampled": 0.7, "pass_at_8": 0.9, "seconds": 70.0}]
+    assert summary["total_seconds"] == 155.0 and summary["device"] and (tmp_path / "summary.png").stat().st_size > 5000
