@@ -11,6 +11,7 @@ Knobs, as --key=value:
 import gc
 import importlib.util
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -142,12 +143,12 @@ class GenerateBatch(Generate):
 PEERS = {kind.name: kind for kind in (Generate, GenerateBatch)}
 
 
-def split(engine, prompts, samples, new, total, hw, B, C):
+def split(engine, prompts, samples, new, total, hw, B, groups):
     """(seconds of a run by part: its prompts, the draws, and its other decoding, each measured alone; the rest is the host's;
     seconds of a step in the middle of a run)"""
     def a_step():
         engine.tick.zero_()
-        engine.launch(B, C)
+        engine.launch(B, groups)
     with torch.inference_mode():
         prefill = clock(lambda: engine.prefill([(i % engine.slots, p[:-1]) for i, p in enumerate(prompts)]), hw)[0]
         a_step()
@@ -180,9 +181,12 @@ def products(engine, B, C, hw):
 
 # --- rejection sampling and fine-tuning: the real scripts, against what one would write with transformers ---
 
-def script(name, *arguments):
-    """Run a script of ours; what it printed."""
-    done = subprocess.run([sys.executable, str(ROOT / name), *map(str, arguments)], capture_output=True, text=True)
+def script(name, *arguments, ranks=1):
+    """Run a script of ours, on several ranks with one thread each; what it printed."""
+    start, env = [sys.executable], os.environ
+    if ranks > 1:
+        start, env = start + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"], env | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*start, str(ROOT / name), *map(str, arguments)], capture_output=True, text=True, env=env)
     if done.returncode and not done.stdout:
         raise guard.Failure(f"{name} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout
@@ -216,11 +220,13 @@ def bench_datagen(cfg, hw, folder):
     print(f"{len(prompts)} questions x {cfg.oversample}, prompts of {min(map(len, prompts))}-{max(map(len, prompts))} tokens, at most "
           f"{cfg.max_new_tokens} new ones, {hw.dtype} on {hw.name}")
     per_call = max(1, 32 // cfg.oversample)
+    small = sum(p.numel() for p in peer.model.parameters()) < 2e7
+    ranks = torch.get_num_threads() if hw.device.type == "cpu" and small else 1        # as README says it is fastest there
 
     def ours():
         said = script("datagen.py", f"--init_from={cfg.run or folder}", *([] if cfg.run else ["--tokenizer=bytes"]), "--overwrite", "--json",
                       f"--output={folder}/rft.json", f"--num_questions={cfg.num_questions}", f"--oversample={cfg.oversample}", "--temperature=1",
-                      f"--max_new_tokens={cfg.max_new_tokens}", f"--dtype={hw.dtype}", f"--device={cfg.device}", f"--few_shot={few_shot}")
+                      f"--max_new_tokens={cfg.max_new_tokens}", f"--dtype={hw.dtype}", f"--device={cfg.device}", f"--few_shot={few_shot}", ranks=ranks)
         figures = json.loads(said.splitlines()[-1])
         return (figures["verdicts"].get("verified", 0) if cfg.run else figures["attempts"]) / figures["seconds"]
 
@@ -366,8 +372,9 @@ def main(argv):
         floor = (weights + in_flight * context * per_token) / bandwidth
         limit = 2 * (model.n_params() - c.padded_vocab_size * c.n_embd) * P * cfg.prompt_tokens / flops + \
             floor * new / in_flight
-        B, C = engine.shape(in_flight, int(context))      # of a step in the middle of a run
-        parts, step = split(engine, prompts, N, cfg.max_new_tokens, ours, hw, B, C)
+        B, groups = engine.shape([int(context)] * in_flight)           # of a step in the middle of a run
+        C = groups[0][2]
+        parts, step = split(engine, prompts, N, cfg.max_new_tokens, ours, hw, B, groups)
         alone = products(engine, B, C, hw) if hw.device.type == "cpu" else None
         row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
                "overhead_ms": alone and 1e3 * (step - alone),

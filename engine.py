@@ -23,7 +23,8 @@ from model import GPT, attend, merged, rotations
 from runtime import memory
 
 TOP_P_AMONG = 1024               # likeliest ids that top_p alone chooses from, where sorting a whole vocabulary would be slow
-MOST_SLOTS = {"cpu": 256, "cuda": 512}                # where memory would allow for more
+MOST_SLOTS = {"cpu": 512, "cuda": 512}                # where memory would allow for more
+GROUP, SORT_EVERY = 128, 32       # on a CPU: rows whose attention is computed together, looks after which rows are sorted by position
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +269,7 @@ class Engine:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         self.state = numbers(3, slots)                                 # newest token, its position, the sample's noise
         self.place = torch.arange(slots * c.n_kv_head, device=self.device).view(slots, -1) * T     # where a key head's row begins
+        self.looks = 0                                                 # at results, so far
         self.tick = numbers(1)                                         # steps since the last look, whose results these are:
         self.new_ids, self.new_logprobs = numbers(self.poll, slots), numbers(self.poll, 2, slots, dtype=torch.float32)
         # The host's notes of each slot: tokens of the prompt, new ones so far, new ones at most; what they are.
@@ -301,16 +303,13 @@ class Engine:
         for cache in (self.k, self.v):
             cache[:, slots, :, :n] = cache[:, source, None, :, :n]
 
-    def step(self, B, C):
-        """One more token of rows 0 ... B-1, which read C places of the cache. Nothing here waits for the device."""
+    def step(self, B, groups):
+        """One more token of rows 0 ... B-1. groups: (first row, last row + 1, places of the cache that these rows read). Nothing here
+        waits for the device."""
         token, position, noise = self.state[:, :B]
-        bias = torch.zeros(B, 1, 1, C, dtype=self.dtype, device=self.device)
-        bias.masked_fill_(torch.arange(C, device=self.device) > position[:, None, None, None], -math.inf)
-        bias = bias.expand(B, self.c.n_kv_head, self.c.n_head // self.c.n_kv_head, C)
-        if self.device.type == "cpu":
-            bias = bias.flatten(0, 1)
+        biases = [self.bias(position[first:last], C) for first, last, C in groups]
         where = (self.place[:B] + position[:, None]).flatten()
-        caches = [self.remembered(k, v, B, C, where, bias) for k, v in zip(self.k, self.v)]
+        caches = [self.remembered(k, v, groups, where, biases) for k, v in zip(self.k, self.v)]
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):         # of the fused kernels the one that takes a mask
             h = self.model.hidden(token[:, None], position[:, None], caches)[:, 0]
         logits = self.model.logits(h, self.head)
@@ -324,38 +323,49 @@ class Engine:
         position.add_(1).clamp_(max=self.context - 1)                  # a row that is over runs on until the next look
         self.tick += 1
 
-    def remembered(self, keys, values, B, C, where, bias):
+    def bias(self, position, C):
+        """-inf for the places past each row's position, else 0: [B, K, G, C], or as `remembered` multiplies on a CPU [B K, C, G]."""
+        B, K, G = len(position), self.c.n_kv_head, self.c.n_head // self.c.n_kv_head
+        bias = torch.zeros(B, 1, C, 1, dtype=self.dtype, device=self.device)
+        bias.masked_fill_(torch.arange(C, device=self.device)[:, None] > position[:, None, None, None], -math.inf)
+        bias = bias.expand(B, K, C, G)
+        return bias.flatten(0, 1) if self.device.type == "cpu" else bias.transpose(2, 3)
+
+    def remembered(self, keys, values, groups, where, biases):
         """Attention of a layer in a step. The G queries of a key head are the rows of one product: its cache is read once and
-        not repeated. On a CPU the products are written out: 1.6 times the speed of PyTorch's fused kernel in bf16."""
+        not repeated. On a CPU the products are written out, with the keys on the left, where a part of the cache need not be copied
+        first: in bf16 several times the speed of PyTorch's fused kernel (NOTES.md)."""
         K, D = keys.shape[1], keys.shape[3]
+
+        def of_group(q, first, last, C, bias):
+            q, k, v = q[first:last].reshape(last - first, K, -1, D), keys[first:last, :, :C], values[first:last, :, :C]
+            if self.device.type != "cpu":
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).reshape(last - first, 1, -1, D)
+            scores = torch.baddbmm(bias, k.flatten(0, 1), q.flatten(0, 1).transpose(1, 2), alpha=D**-0.5)
+            return scores.transpose(1, 2).softmax(-1).bmm(v.flatten(0, 1)).view(last - first, 1, -1, D)
 
         def attention(q, k, v):
             for cache, new in ((keys, k), (values, v)):
                 cache.view(-1, D).index_copy_(0, where, new.reshape(-1, D))
-            q, k, v = q.reshape(B, K, -1, D), keys[:B, :, :C], values[:B, :, :C]
-            if self.device.type == "cpu":
-                scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=D**-0.5)
-                y = scores.softmax(-1).bmm(v.flatten(0, 1))
-            else:
-                y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-            return y.reshape(B, 1, -1, D)
+            parts = [of_group(q, *group, bias) for group, bias in zip(groups, biases)]
+            return torch.cat(parts) if parts[1:] else parts[0]
         return attention
 
-    def launch(self, B, C):
+    def launch(self, B, groups):
         """A step; on a GPU as a CUDA graph, recorded when its shape comes for the first time."""
         if not self.cuda_graphs:
-            return self.step(B, C)
-        key = B, C, self.sampling
+            return self.step(B, groups)
+        key = B, groups, self.sampling
         with torch.cuda.device(self.device):
             if key not in self.graphs:
                 before, graph = (self.state.clone(), self.tick.clone()), torch.cuda.CUDAGraph()
                 self.side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self.side):                     # a first run, in which libraries set themselves up
-                    self.step(B, C)
+                    self.step(B, groups)
                 torch.cuda.current_stream().wait_stream(self.side)
                 pool = next(iter(self.graphs.values())).pool() if self.graphs else None
                 with torch.cuda.graph(graph, pool=pool, stream=self.side, capture_error_mode="thread_local"):
-                    self.step(B, C)
+                    self.step(B, groups)
                 self.state.copy_(before[0])
                 self.tick.copy_(before[1])
                 self.graphs[key] = graph
@@ -463,21 +473,40 @@ class Engine:
                 for notes in (self.state.T, self.prompt, self.count, self.limit, self.ids, self.logprobs):
                     notes[i] = notes[last_slot]
 
-    def shape(self, rows, furthest):
-        """(B, C) of a step for so many rows, the furthest of which needs so many places."""
-        C = self.k.shape[3]
+    def shape(self, needed):
+        """(B, groups) of a step of rows that need so many places of the cache each (a list). On a CPU, where attention takes most of a
+        small model's step, they are in groups that read no more than their furthest row needs."""
+        T, B = self.k.shape[3], len(needed)
         if self.deterministic:
-            return self.slots, C
-        needed = bucket(furthest, 64 if self.cuda_graphs else 32)
-        if self.dtype == torch.float32 or C > 1.5 * needed:            # else all: a CPU copies a part in bf16 before it multiplies it
-            C = min(C, needed)
-        return min(self.slots, 1 << (rows - 1).bit_length()) if self.cuda_graphs else rows, C
+            return self.slots, ((0, self.slots, T),)
+        if self.cuda_graphs:
+            B = min(self.slots, 1 << (B - 1).bit_length())
+            return B, ((0, B, min(T, bucket(max(needed), 64))),)
+        together, groups = GROUP if self.device.type == "cpu" else B, []
+        for first in range(0, B, together):
+            C = bucket(int(max(needed[first:first + together])), 16)
+            whole = T <= C or self.dtype != torch.float32 and T <= 1.5 * C       # in bf16 a part is slower than a little more
+            groups.append((first, min(first + together, B), T if whole else C))
+        return B, tuple(groups)
+
+    def sort(self, rows):
+        """Rows in the order of their positions, so that those of a group need about as many places."""
+        order = np.argsort(-(self.prompt + self.count)[:len(rows)], kind="stable")
+        index = torch.from_numpy(order)
+        for cache in (*self.k, *self.v):
+            cache[:len(rows)] = cache.index_select(0, index)
+        for notes in (self.state.T, self.prompt, self.count, self.limit, self.ids, self.logprobs):
+            notes[:len(rows)] = notes[index if isinstance(notes, torch.Tensor) else order]
+        rows[:] = [rows[i] for i in order]
 
     def advance(self, rows):
         """Steps until the next look: the new ids [B, steps] and log-probabilities [B, 2, steps]."""
         B = len(rows)
         steps = min(self.poll, int((self.limit - self.count)[:B].max()))
-        shape = self.shape(B, int((self.prompt + self.count)[:B].max()) - 1 + steps)
+        self.looks += 1
+        if self.device.type == "cpu" and B > GROUP and not self.deterministic and self.looks % SORT_EVERY == 0:
+            self.sort(rows)
+        shape = self.shape((self.prompt + self.count)[:B] - 1 + steps)
         self.tick.zero_()
         for _ in range(steps):
             self.launch(*shape)

@@ -12,20 +12,27 @@ for argument in "$@"; do
     esac
 done
 also="matplotlib"; source runs/setup.sh
-task=unit_conversion ask="--task=unit_conversion --max_new_tokens=144"
+ask="--task=unit_conversion --max_new_tokens=144"
 mkdir -p "$out"; : > "$out/seconds"
+
+# So small a model is sampled fastest by a process for each core; a GPU takes one.
+each_core="$python"
+if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    cores=$("$python" -c "import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()))")
+    each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
+fi
 
 timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes
     echo; echo "== $1"; local name=$1 began; shift; began=$(date +%s.%N)
     "$@"
     echo "$name $(date +%s.%N) $began" >> "$out/seconds"
 }
-timed base "$python" train.py --dataset=task:$task --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50
-timed datagen "$python" datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
+timed base "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50
+timed datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
     --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
 timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --overwrite
-timed evaluation "$python" eval.py --compare "$out/base" "$out/rft" $ask --json > >(tee "$out/greedy.txt" | grep -v '^{')
-timed evaluation "$python" eval.py --compare "$out/base" "$out/rft" $ask --num_samples=8 --temperature=1 --json > >(tee "$out/sampled.txt" | grep -v '^{')
+timed evaluation $each_core eval.py --compare "$out/base" "$out/rft" $ask --json > >(tee "$out/greedy.txt" | grep -v '^{')
+timed evaluation $each_core eval.py --compare "$out/base" "$out/rft" $ask --num_samples=8 --temperature=1 --json > >(tee "$out/sampled.txt" | grep -v '^{')
 wait
 "$python" -m runs.summary "$out"
 

@@ -88,7 +88,7 @@ def test_deterministic_is_bitwise_alone_and_among_others(dtype):
     others = [Request(p, num_samples=3, key=i, max_new_tokens=1 + i) for i, p in enumerate(texts)]
     others[5] = request
     among = {s.index: (s.ids, s.logprobs) for s in engine.generate(others) if s.request is request}
-    assert len(alone) == 3 and among == alone and shapes == {(64, engine.k.shape[3])}
+    assert len(alone) == 3 and among == alone and shapes == {(64, ((0, 64, engine.k.shape[3]),))}
     parts = engine.generate([Request(texts[5], num_samples=2, first_sample=1, key=5, max_new_tokens=30)])
     assert {s.index: (s.ids, s.logprobs) for s in parts} == {k: v for k, v in alone.items() if k}
 
@@ -150,7 +150,7 @@ def test_slots_follow_the_free_memory(monkeypatch):
     model = make()
     each = cache_bytes(model.config, 0, 192, torch.float32)
     assert each == 2 * 2 * 2 * 192 * 16 * 4
-    assert Engine(model).slots == 256
+    assert Engine(model).slots == 512
     monkeypatch.setattr(memory, "available", lambda device: 20 * each)
     assert 1 <= Engine(model).slots < 20
     monkeypatch.setattr(memory, "available", lambda device: 0)
