@@ -215,8 +215,7 @@ def bench_datagen(cfg, hw, folder):
     hf.export(found.load(), f"{folder}/peer")
     peer = Generate(f"{folder}/peer", cfg, hw)
     questions = task.questions("train", n=cfg.num_questions)
-    few_shot = 0 if cfg.run else 2
-    prompts = [r.ids for r in requests_of(tokenizer, task, questions, few_shot=few_shot)]
+    prompts = [r.ids for r in requests_of(tokenizer, task, questions)]
     print(f"{len(prompts)} questions x {cfg.oversample}, prompts of {min(map(len, prompts))}-{max(map(len, prompts))} tokens, at most "
           f"{cfg.max_new_tokens} new ones, {hw.dtype} on {hw.name}")
     per_call = max(1, 32 // cfg.oversample)
@@ -226,7 +225,7 @@ def bench_datagen(cfg, hw, folder):
     def ours():
         said = script("datagen.py", f"--init_from={cfg.run or folder}", *([] if cfg.run else ["--tokenizer=bytes"]), "--overwrite", "--json",
                       f"--output={folder}/rft.json", f"--num_questions={cfg.num_questions}", f"--oversample={cfg.oversample}", "--temperature=1",
-                      f"--max_new_tokens={cfg.max_new_tokens}", f"--dtype={hw.dtype}", f"--device={cfg.device}", f"--few_shot={few_shot}", ranks=ranks)
+                      f"--max_new_tokens={cfg.max_new_tokens}", f"--dtype={hw.dtype}", f"--device={cfg.device}", "--few_shot=0", ranks=ranks)
         figures = json.loads(said.splitlines()[-1])
         return (figures["verdicts"].get("verified", 0) if cfg.run else figures["attempts"]) / figures["seconds"]
 

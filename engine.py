@@ -326,10 +326,11 @@ class Engine:
     def bias(self, position, C):
         """-inf for the places past each row's position, else 0: [B, K, G, C], or as `remembered` multiplies on a CPU [B K, C, G]."""
         B, K, G = len(position), self.c.n_kv_head, self.c.n_head // self.c.n_kv_head
-        bias = torch.zeros(B, 1, C, 1, dtype=self.dtype, device=self.device)
-        bias.masked_fill_(torch.arange(C, device=self.device)[:, None] > position[:, None, None, None], -math.inf)
-        bias = bias.expand(B, K, C, G)
-        return bias.flatten(0, 1) if self.device.type == "cpu" else bias.transpose(2, 3)
+        bias = torch.zeros(B, 1, C, dtype=self.dtype, device=self.device)
+        bias.masked_fill_(torch.arange(C, device=self.device) > position[:, None, None], -math.inf)
+        if self.device.type == "cpu":
+            return bias[..., None].expand(B, K, C, G).flatten(0, 1)
+        return bias[:, None].expand(B, K, G, C)
 
     def remembered(self, keys, values, groups, where, biases):
         """Attention of a layer in a step. The G queries of a key head are the rows of one product: its cache is read once and
@@ -481,7 +482,7 @@ class Engine:
             return self.slots, ((0, self.slots, T),)
         if self.cuda_graphs:
             B = min(self.slots, 1 << (B - 1).bit_length())
-            return B, ((0, B, min(T, bucket(max(needed), 64))),)
+            return B, ((0, B, min(T, bucket(int(max(needed)), 64))),)
         together, groups = GROUP if self.device.type == "cpu" else B, []
         for first in range(0, B, together):
             C = bucket(int(max(needed[first:first + together])), 16)
@@ -546,7 +547,7 @@ class Engine:
         text of every row after every step would take half of the time of a small model."""
         for i in np.unique(ids[self.last_characters[ids] < 0]):
             text = self.decode([i])
-            self.last_characters[i] = any(stop[-1] in text or not stop[-1].isascii() for stop in self.sampling.stop_strings)
+            self.last_characters[i] = any(stop[-1] in text or not stop[-1].isascii() or stop[-1].isspace() for stop in self.sampling.stop_strings)
         return self.last_characters[ids] > 0
 
     def completes(self, ids, new):

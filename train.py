@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf
 from eval import evaluation_line, examples_loss, text_loss
 from model import GPT, GPTConfig, adapters, add_lora, blank
-from runtime import checkpoint, config, data, distributed, examples, guard, hardware, memory, optim, prompts
+from runtime import checkpoint, config, data, distributed, examples, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
 from runtime.state import State
@@ -43,7 +43,7 @@ class Config:
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or org/name:config;
                                              # examples: .json or .jsonl of questions with chosen answers (runtime/examples.py)
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
-    prompt: str = prompts.PROMPT             # examples of .json: how a question is put to a model without a chat template
+    prompt: str | None = None                # examples of .json: the form of a question, with {} in it; None: as datagen.py asked
     valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the model's own, or bytes
     data_dir: str = "data"                   # where tokenised texts are kept
@@ -89,7 +89,7 @@ class Config:
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
     tf32: bool = True                        # fp32 products on tensor cores
-    compile: bool | None = None              # torch.compile; None: on a GPU (on a CPU it pays from about two minutes on)
+    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from about two minutes on)
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
@@ -128,6 +128,10 @@ def check(cfg):
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 2**63 - 1, "seed")
+    if cfg.prompt is not None and "{}" not in cfg.prompt:
+        raise BadInput(f"--prompt={cfg.prompt} has no place for the question: put {{}} into it.")
+    if cfg.num_epochs == 0:
+        raise BadInput("--num_epochs=0 would train nothing: it must be above 0.")
     if cfg.lora_rank and cfg.init_from == "scratch":
         raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave --lora_rank out.")
     if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
@@ -310,6 +314,10 @@ def main(argv):
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
     batches, validate, about = open_data(cfg, tokenizer)
+    if cfg.patience and not validate:
+        raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave it out.")
+    if cfg.compile is None and isinstance(batches, examples.Batches):
+        hw.compile = False                                # lengths differ from step to step, and each would be compiled anew
     steps = number_of_steps(cfg, batches)
     warmup = min(50, steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
     torch.manual_seed(cfg.seed)
@@ -318,8 +326,12 @@ def main(argv):
                              cfg.fused_adamw, cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, cfg.sequences // world))
     now = state.progress
+    now.data = getattr(batches, "digest", "")
     if resuming:
         state.restore(found.step)
+        if now.data != getattr(batches, "digest", now.data):
+            raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it can't go on exactly: put the file "
+                           f"and its log back, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
         now.micro_batch = memory.after_retreat(cfg, now.micro_batch)
     if cfg.eval_only:
         if not validate:

@@ -16,3 +16,4 @@ learning_rate = 2e-3                     # of a model of a million parameters; 2
 lr_schedule = "cosine"
 warmup_steps = None                      # a tenth of the steps, at most 50
 log_interval = 10
+keep_last = 3                            # one for each epoch

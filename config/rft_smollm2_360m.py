@@ -24,5 +24,5 @@ lr_schedule = "cosine"
 warmup_steps = None                      # a tenth of the steps, at most 50
 gradient_checkpointing = False           # true if memory is short: a second forward pass for one tensor a block
 save_only_model = False                  # true: adapters alone, without what resuming needs
-keep_last = 1
+keep_last = 3                            # one for each epoch
 log_interval = 10

@@ -10,5 +10,5 @@ if ! "$python" -c "from torch.optim import Muon" 2>/dev/null; then
     wanted="-r requirements.txt ${also:-}"
     echo "Using $python (source .venv/bin/activate to do so yourself)."
 fi
-"$python" -c "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))" torch $needed ||
+"$python" -c "import sys; from importlib.util import find_spec; sys.exit(not all(find_spec(name.removeprefix('pytest-')) for name in sys.argv[1:]))" torch $needed ||
     "$python" -m pip install --quiet --disable-pip-version-check $wanted

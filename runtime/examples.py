@@ -31,7 +31,7 @@ def are(dataset, text_key="text"):
     """Whether a dataset's name is that of a file of examples (.json, or .jsonl with prompts or messages) and not of a text."""
     path = Path(dataset)
     if path.suffix != ".jsonl" or not path.is_file():
-        return path.suffix == ".json"
+        return path.suffix == ".json" and not dataset.startswith("task:")
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             row = json.loads(next((line for line in f if line.strip()), "{}"))
@@ -40,8 +40,8 @@ def are(dataset, text_key="text"):
     return isinstance(row, dict) and text_key not in row and ("messages" in row or {"prompt", "completion"} <= row.keys())
 
 
-def read(dataset, tokenizer, form=prompts.PROMPT):
-    """[Example] of a file:
+def read(dataset, tokenizer, form=None):
+    """[Example] of a file; form: of a question for a model without a chat template, None: as datagen.py asked, or prompts.PROMPT.
 
     .json    [[question, answer, reasoning], ...], what datagen.py writes: the reasoning is trained on, as the very ids that were
              sampled where the log beside the file has them; or [[question, answer], ...]: the answer alone, within <answer> tags;
@@ -56,7 +56,8 @@ def read(dataset, tokenizer, form=prompts.PROMPT):
         raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
     if not isinstance(rows, list) or not rows:
         raise BadInput(f"{path} holds no example: give a --dataset= with some (datagen.py writes none if no question is solved).")
-    sampled = sampled_ids(path, tokenizer) if path.suffix == ".json" else {}
+    asked, sampled = logged(path, tokenizer) if path.suffix == ".json" else (None, {})
+    form = form or asked or prompts.PROMPT
     for number, row in enumerate(rows, 1):
         try:
             examples.append(of_list(row, tokenizer, form, sampled) if path.suffix == ".json" else of_object(row, tokenizer))
@@ -67,7 +68,7 @@ def read(dataset, tokenizer, form=prompts.PROMPT):
 
 def of_list(row, tokenizer, form, sampled):
     if not isinstance(row, list) or len(row) not in (2, 3) or not all(isinstance(x, str) for x in (row[0], *row[2:])) or \
-            not isinstance(row[1], str | int | float):
+            not isinstance(row[1], str | int | float) or isinstance(row[1], bool) or row[1] != row[1] or not str(row[-1]).strip():
         raise ValueError("it should be [question, answer, reasoning] or [question, answer]")
     completion = row[2] if len(row) == 3 else f"<answer>{row[1]}</answer>"
     ids = sampled.get((row[0], completion)) or tokenizer.encode(completion).tolist()
@@ -98,18 +99,17 @@ def attempts_path(output):
     return Path(output).with_suffix(".attempts.jsonl")
 
 
-def sampled_ids(path, tokenizer):
-    """{(question, completion): its ids} of the attempts that datagen.py logged beside its output, if they are of this tokenizer;
-    encoding the text again could give others. Without the ids of a token that ended them."""
+def logged(path, tokenizer):
+    """What datagen.py logged beside its output: (the form in which it asked, {(question, completion): ids} of what it sampled with
+    this tokenizer, without those of a token that ended it); encoding a completion again could give other ids. (None, {}) without a log."""
     try:
         with open(attempts_path(path), encoding="utf-8") as f:
-            if json.loads(next(f))["tokenizer"] != tokenizer.describe():
-                return {}
-            rows = [json.loads(line) for line in f]
-    except (OSError, ValueError, KeyError, StopIteration):
-        return {}
-    return {(row["question"], row["completion"]): row["ids"] for row in rows if row["verdict"] == "verified" and
-            tokenizer.decode(row["ids"]) == row["completion"]}
+            header, rows = json.loads(next(f)), [json.loads(line) for line in f]
+        ids = {(row["question"], row["completion"]): row["ids"] for row in rows if row["verdict"] == "verified"}
+        same = header["tokenizer"] == tokenizer.describe()
+        return header["prompt"], {key: i for key, i in ids.items() if same and tokenizer.decode(i) == key[1]}
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None, {}
 
 
 def hold_out(examples, share, seed):
@@ -137,6 +137,10 @@ class Batches(torch.utils.data.Dataset):
         self.longest = max(e.length for e in examples)
         self.rows = self.micro_batch = rows
         self.order = (None, None)
+        digest = hashlib.sha256()
+        for e in examples:
+            digest.update(e.ids.tobytes() + e.trained.tobytes())
+        self.digest = digest.hexdigest()                      # what a run that is resumed must find again
 
     def of_step(self, step):
         """The examples of all ranks, longest first."""

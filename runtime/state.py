@@ -17,6 +17,7 @@ class Progress:
     micro_batch: int                         # sequences a micro-step, as many as fit
     step: int = 0                            # optimizer steps done
     tokens: int = 0                          # positions seen in them
+    data: str = ""                           # digest of the examples that are trained on
     seconds: float = 0.0                     # in optimizer steps
     lr_factor: float = 1.0                   # halved by a roll-back
     skipped: int = 0                         # steps whose gradients were not finite

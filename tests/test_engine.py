@@ -28,17 +28,40 @@ def prompts(n):
     return [torch.randint(100, (int(torch.randint(1, 90, (1,), generator=g)),), generator=g).tolist() for _ in range(n)]
 
 
+@pytest.mark.parametrize("groups", [False, True], ids=["together", "in groups that are sorted"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape):
+def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape, groups, monkeypatch):
+    if groups:
+        monkeypatch.setattr("engine.GROUP", 2)
+        monkeypatch.setattr("engine.SORT_EVERY", 3)
     model = make(**SHAPES[shape])
     lengths = [(7 * i) % 40 + 1 for i in range(20)]
     engine = Engine(model, slots=6, sampling=Sampling(temperature=0))
+    sorts, sort = [], engine.sort
+    engine.sort = lambda rows: (sorts.append([id(row) for row in rows]), sort(rows), sorts.append([id(row) for row in rows]))
     done = list(engine.generate(Request(p, key=i, max_new_tokens=n) for i, (p, n) in enumerate(zip(prompts(20), lengths))))
     assert sorted(s.request.key for s in done) == list(range(20))
     for s in done:
         x = torch.tensor([s.request.ids])
         assert s.ids == model.generate(x, len(s.ids), temperature=0)[0, x.shape[1]:].tolist()
         assert len(s.ids) == s.request.max_new_tokens and s.reason == "length"
+    assert any(a != b for a, b in zip(sorts[::2], sorts[1::2])) == groups
+    widths = [C for _, _, C in engine.shape([5, 20, 90, 7, 8, 9])[1]]
+    assert widths == ([32, 96, 16] if groups else [96])
+
+
+def test_a_prompt_that_waits_for_slots_and_a_sorted_batch_keep_their_own_keys(monkeypatch):
+    """More samples than slots, of prompts of very different lengths, while rows change places."""
+    model, together = make(), {}
+    requests = [Request(p, num_samples=9, key=i, max_new_tokens=5 + 7 * i) for i, p in enumerate(prompts(6))]
+    for group, every in ((10**6, 10**6), (2, 2)):
+        monkeypatch.setattr("engine.GROUP", group)
+        monkeypatch.setattr("engine.SORT_EVERY", every)
+        found = {(s.request.key, s.index): s for s in Engine(model, slots=5, poll=1 + (group == 2)).generate(requests)}
+        for key, s in found.items():
+            together.setdefault(key, s)
+            assert s.ids == together[key].ids and torch.allclose(torch.tensor(s.logprobs), torch.tensor(together[key].logprobs), atol=1e-5)
+    assert len(together) == 54
 
 
 def test_log_probabilities_are_those_of_a_full_forward_pass_and_stops_end_a_sample():

@@ -110,7 +110,7 @@ def test_micro_batches_and_ranks_make_no_difference(rft, base, tmp_path):
     """One normaliser: the targets of the whole step, whatever their share in a micro-batch."""
     whole = tune(tmp_path / "whole", rft, base, batch_size=16, gradient_accumulation_steps=1)
     assert "61 examples" in whole.stdout and "steps 0 to 8 see 2.00 epochs" in whole.stdout
-    for name, knobs in (("pieces", dict(batch_size=2, gradient_accumulation_steps=8)), ("ranks", dict(ranks=2))):
+    for name, knobs in (("pieces", dict(batch_size=2, gradient_accumulation_steps=8)), ("ranks", dict(ranks=2, batch_size=1, gradient_accumulation_steps=16))):
         tune(tmp_path / name, rft, base, **knobs)
         for key in ("loss", "grad_norm", "tokens"):
             a, b = metrics(tmp_path / name, key), metrics(tmp_path / "whole", key)
@@ -142,6 +142,13 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(rft, base, tmp_path, knobs):
     assert "steps 3 to 8" in done.stdout
     assert largest_difference(weights(tmp_path / "a", 8), weights(tmp_path / "b", 8)) == 0
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b") and metrics(tmp_path / "a", "tokens") == metrics(tmp_path / "b", "tokens")
+    content = rft.read_text()
+    try:
+        rft.write_text(content.replace("What is 7 ", "What was 7 "))
+        done = run(tmp_path / "b", rft, defaults={}, init_from="resume", num_epochs=3)
+        assert done.returncode == 2 and "has changed since" in done.stderr and done.stderr.count("\n") == 1
+    finally:
+        rft.write_text(content)
     if knobs:
         assert all(w.abs().max() > 0 for name, w in weights(tmp_path / "a", 8).items() if name.endswith("lora_b"))
 
@@ -156,8 +163,9 @@ def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
 
     def log(tokenizer_then, **record):
         record = {"question": "q", "completion": text, "ids": ids, "verdict": "verified"} | record
-        examples.attempts_path(path).write_text(json.dumps({"tokenizer": tokenizer_then}) + "\n" + json.dumps(record) + "\n")
+        examples.attempts_path(path).write_text(json.dumps({"tokenizer": tokenizer_then, "prompt": "Q: {}"}) + "\n" + json.dumps(record) + "\n")
         (e,) = examples.read(path, tokenizer)
+        assert tokenizer.decode(e.ids).startswith("Q: q")             # in the form in which it was asked
         return e.ids[e.trained].tolist()
     assert log(tokenizer.describe()) == ids + [tokenizer.end]
     again = tokenizer.encode(text).tolist() + [tokenizer.end]
@@ -227,7 +235,7 @@ def test_memory_that_is_short_halves_the_cells_of_a_micro_batch(rft):
 
 @pytest.mark.parametrize("content, words", [
     ("[]", "holds no example"), ("{", "can't be read"), ('{"a": 1}', "holds no example"), ('[["q", 1, "r"], ["q", 1]]', None),
-    ('[["q", 1, "r"], ["q"]]', "Row 2 of"), ('[["q", 1, 2]]', "Row 1 of"), ('[[1, 2, "r"]]', "Row 1 of"), ("[7]", "Row 1 of"),
+    ('[["q", true]]', "Row 1 of"), ('[["q", NaN]]', "Row 1 of"), ('[["q", 1, " "]]', "Row 1 of"), ('[["q", 1, "r"], ["q"]]', "Row 2 of"), ('[["q", 1, 2]]', "Row 1 of"), ('[[1, 2, "r"]]', "Row 1 of"), ("[7]", "Row 1 of"),
     ('[["\\ud800", 1, "r"]]', "Row 1 of .*surrogates"), ("\xff\xfe", "holds no|can't be read")])
 def test_bad_examples_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "rft.json"
@@ -252,6 +260,7 @@ def test_bad_rows_are_named(tmp_path, row, words):
 def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
     for knobs, words in ((dict(dataset=tmp_path / "none.json"), "can't be read"), (dict(block_size=8), "No example is left"),
                          (dict(valid_share=1.0), "must be below 1"), (dict(num_epochs=-1), "too small"),
+                         (dict(patience=3), "needs a validation loss"), (dict(prompt="Q:"), "no place for the question"), (dict(num_epochs=0), "above 0"),
                          (dict(eval_only=True), "No example is held out")):
         done = run(tmp_path / "a", knobs.pop("dataset", rft), defaults=TUNE, init_from=base, **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
