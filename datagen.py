@@ -7,7 +7,9 @@
 Writes data/rft.json, [[question, answer, reasoning], ...], and beside it data/rft.attempts.jsonl, every attempt with its ids and its
 verdict. Run again after it was stopped, it goes on after the attempts it finds there. Knobs, as --key=value:
 """
+import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import math
@@ -70,8 +72,8 @@ OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")      
 # --- questions ---
 
 def plain(text):
-    """A question as it is compared: without case, punctuation and spaces."""
-    return re.sub(r"[\W_]+", " ", text).strip().casefold()
+    """A question as it is compared: without case, spaces, and what punctuation is no part of a number or a formula."""
+    return " ".join(re.sub(r"""[?!;:"'_]|[.,](?!\d)""", " ", text).casefold().split())
 
 
 def open_questions(cfg, task):
@@ -81,13 +83,42 @@ def open_questions(cfg, task):
         raise ValueError(f"The split {cfg.split} of {cfg.task} has no question: choose another.")
     try:
         test = {plain(q["question"]) for q in task.questions("test")}
-    except (LookupError, ValueError):        # a task without one
+    except (LookupError, ValueError) as e:
+        if isinstance(e, KeyError | IndexError):
+            raise
+        print(f"The task has no test split that could be read, so no question was compared with it ({e})", flush=True)
         test = set()
     kept = [q for q in questions if plain(q["question"]) not in test]
+    if not kept:
+        raise ValueError(f"All {len(questions)} questions of {cfg.task} stand in its test split too: let questions() tell splits apart.")
     return kept, len(questions) - len(kept)
 
 
+def asked(cfg, task):
+    """The same on all ranks, whatever order a task's questions come in."""
+    with refused():
+        return open_questions(cfg, task)
+
+
+def code_of(task):
+    """SHA-256 of what verifies: the task's file, and what tasks share."""
+    files = [Path(task.module.__file__), *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 # --- the log of attempts ---
+
+def lock(path):
+    """A file that stays locked while it is open: a second run that wrote here would take this one's away. None without such locks."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+        file = open(path, "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BadInput(f"Another run holds {path}: wait for its end, or choose another --output=.") from None
+        return file
+
 
 class Attempts:
     """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what ranks have added to it since
@@ -95,33 +126,42 @@ class Attempts:
 
     def __init__(self, output, header, overwrite):
         self.path, self.header, self.records = examples.attempts_path(output), header, {}
-        parts = sorted(self.path.parent.glob(f"{self.path.name}.part*"))
-        for path in [self.path, *parts]:
+        for path in [self.path, *self.parts()]:
             if path.exists() and not overwrite:
                 self.read(path)
         self.write()
-        for path in parts:
+        if overwrite:
+            Path(output).unlink(missing_ok=True)
+        for path in self.parts():
             path.unlink()
 
+    def parts(self):
+        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part*"))
+
     def read(self, path):
-        with open(path, encoding="utf-8") as f:
-            for number, line in enumerate(f):
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    break
-                if number:
-                    self.records[row["number"], row["sample"]] = row
-                elif different := [k for k in self.header if row.get(k) != self.header[k]]:
-                    raise BadInput(f"{path} was made with another {self.difference(row, different[0])}: leave the knobs as they were to go "
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines):
+            try:
+                row = json.loads(line)
+                which = (row["number"], row["sample"]) if number else None
+            except (ValueError, TypeError, KeyError):
+                if number < len(lines) - 1 or number == 0 and len(lines) > 1:
+                    raise BadInput(f"Line {number + 1} of {path} can't be read: mend or delete it, give --overwrite to begin anew, or "
+                                   "another --output=.") from None
+                break                        # the last, cut short, or nothing after the last end of line
+            if number:
+                if not (row["error"] or "").startswith(("timed out", "the worker died")):          # those may fare better
+                    self.records[which] = row
+            elif different := [k for k in self.header if not isinstance(row, dict) or row.get(k) != self.header[k]]:
+                raise BadInput(f"{path} was made with another {self.difference(row, different[0])}: leave the knobs as they were to go "
                                    "on, give --overwrite to begin anew, or another --output=.")
 
     def difference(self, row, key):
         """What to call it, for people."""
-        if key != "config":
-            return {"model": "model, or another checkpoint of it", "questions": "list of questions"}.get(key, key)
+        if key != "config" or not isinstance(row, dict):
+            return {"model": "model, or another checkpoint of it", "questions": "list of questions", "code": "version of the verifier"}.get(key, key)
         old, new = (header.get("config") or {} for header in (row, self.header))
-        return next(f"{k} ({old.get(k)}, now {new.get(k)})" for k in new if old.get(k) != new[k])
+        return next((f"{k} ({old.get(k)}, now {new.get(k)})" for k in new if old.get(k) != new[k]), "set of knobs")
 
     def write(self):
         rows = [self.header, *(self.records[key] for key in sorted(self.records))]
@@ -219,12 +259,12 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
                 log(record | {"verdict": "unfinished"}, Grade(0.0, {}, "", None))
             else:
                 fresh.append(record)
-            if len(fresh) >= 64 or time.perf_counter() - handed > 1:
+            if len(fresh) >= min(64, engine.slots) or time.perf_counter() - handed > 1:
                 hand_over()
                 handed = time.perf_counter()
             if stop.received is not None:
                 break
-        hand_over(wait=True)
+        hand_over(wait=stop.received is None)              # what is not verified yet is sampled again
         tokens = engine.now.tokens if engine.now else 0
         return new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pool.counts}
 
@@ -251,11 +291,11 @@ def choose(cfg, questions, records):
 
 def number(answer):
     """An answer as a number, where it is one."""
-    try:
-        value = float(answer)
-    except ValueError:
-        return answer
-    return int(value) if value.is_integer() else value if math.isfinite(value) else answer
+    for kind in (int, float):
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            value = kind(answer)
+            return value if math.isfinite(value) else answer
+    return answer
 
 
 def figures(cfg, questions, records, rows, counted, solutions, cost):
@@ -307,7 +347,9 @@ def fingerprint(model):
 def main(argv):
     cfg = config.load(Config, argv)
     config.at_least(cfg, 1, "num_questions oversample keep_per_question max_new_tokens top_k slots reward_workers")
-    config.at_least(cfg, 0, "temperature seed few_shot timeout")
+    config.at_least(cfg, 0, "temperature seed few_shot")
+    config.at_least(cfg, 0.01, "timeout")
+    config.at_most(cfg, 1e6, "timeout")
     config.at_most(cfg, 2**63 - 1, "seed")
     if not cfg.output.endswith(".json"):
         raise BadInput(f"--output={cfg.output} should end in .json.")
@@ -322,7 +364,7 @@ def main(argv):
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
     with refused():
         task = tasks.load(cfg.task)
-        questions, dropped = open_questions(cfg, task)
+        questions, dropped = distributed.on_main(lambda: asked(cfg, task))
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
@@ -332,11 +374,17 @@ def main(argv):
 
     known = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OF_THIS_CALL and (k != "slots" or cfg.deterministic)}
     header = {"config": known | {"dtype": hw.dtype}, "tokenizer": tokenizer.describe(), "model": fingerprint(model),
+              "prompt": task.prompt, "code": code_of(task),
               "questions": hashlib.sha256(json.dumps([questions, [r.ids for r in requests]]).encode()).hexdigest()}
+
+    locks = []
 
     def open_log():
         try:
             Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
+            if Path(cfg.output).is_dir():
+                raise BadInput(f"{cfg.output} is a folder: choose another --output=.")
+            locks.append(lock(f"{examples.attempts_path(cfg.output)}.lock"))
             return Attempts(cfg.output, header, cfg.overwrite)
         except OSError as e:
             raise BadInput(f"{cfg.output} can't be written to ({e.strerror}): choose another --output=.") from None
@@ -345,27 +393,34 @@ def main(argv):
         before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
         print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked examples before each; "
               f"{hw.dtype} on {hw.name}, {engine.slots} samples in flight{before}.", flush=True)
-    with refused():
+    new, cost, failure = [], {}, None
+    try:
         new, cost = sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop)
+    except (ValueError, FloatingPointError, OSError) as e:
+        failure = str(e)
     if stop.received is not None:
-        print(f"Stopped as asked after {len(new):,} more attempts, which are logged: the same command goes on after them.", flush=True)
+        print(f"Stopped as asked after {len(new):,} more attempts, which are logged: the same command"
+              f"{' without --overwrite' if cfg.overwrite else ''} goes on after them.", flush=True)
         return stop.exit_code()
-    shares = distributed.gather((new, cost))
+    shares = distributed.gather((new, cost, failure))
+    if failure := next((failure for *_, failure in shares if failure), None):
+        raise BadInput(failure)                           # of whichever rank it was
     code = distributed.on_main(lambda: finish(cfg, questions, attempts, shares, dropped))
     return code
 
 
 def finish(cfg, questions, attempts, shares, dropped):
     """Put the ranks' attempts together, write the output, say what came out; the exit code."""
-    for new, _ in shares:
+    for new, *_ in shares:
         attempts.records |= {(r["number"], r["sample"]): r for r in new}
-    cost = {k: sum(c[k] for _, c in shares) for k in ("tokens", "errors", "timeouts", "restarts")}
-    cost |= {"seconds": max(c["seconds"] for _, c in shares), "verified": sum(r["verdict"] == "verified" for new, _ in shares for r in new)}
+    cost = {k: sum(c[k] for _, c, _ in shares) for k in ("tokens", "errors", "timeouts", "restarts")}
+    cost |= {"seconds": max(c["seconds"] for _, c, _ in shares), "verified": sum(r["verdict"] == "verified" for new, *_ in shares for r in new)}
     rows, counted, solutions = choose(cfg, questions, attempts.records.values())
     attempts.write()
     write_atomically(Path(cfg.output), ("[" + ",\n ".join(map(json.dumps, rows)) + "]\n").encode())
-    for path in attempts.path.parent.glob(f"{attempts.path.name}.part*"):
+    for path in attempts.parts():
         path.unlink()
+    Path(f"{attempts.path}.lock").unlink(missing_ok=True)
     f = figures(cfg, questions, attempts.records.values(), rows, counted, solutions, cost)
     print(summary(f, cfg, dropped))
     if not rows:

@@ -13,7 +13,7 @@ for argument in "$@"; do
 done
 also="matplotlib"; source runs/setup.sh
 ask="--task=unit_conversion --max_new_tokens=144"
-mkdir -p "$out"; : > "$out/seconds"
+mkdir -p "$out"; : > "$out/seconds"; rm -f "$out"/summary.*
 
 # So small a model is sampled fastest by a process for each core; a GPU takes one.
 each_core="$python"
@@ -23,17 +23,21 @@ if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; 
 fi
 
 timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes
-    echo; echo "== $1"; local name=$1 began; shift; began=$(date +%s.%N)
+    echo; echo "== $1"; local name=$1 began; shift; began=$(now)
     "$@"
-    echo "$name $(date +%s.%N) $began" >> "$out/seconds"
+    echo "$name $(now) $began" >> "$out/seconds"
+}
+now() { "$python" -c "import time; print(time.time())"; }
+compare() {                              # compare FILE FLAGS...: both models on the test questions
+    local file=$1; shift
+    $each_core eval.py --compare "$out/base" "$out/rft" $ask --json "$@" > "$file" && grep -v '^{' "$file"
 }
 timed base "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50
 timed datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
     --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
 timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --overwrite
-timed evaluation $each_core eval.py --compare "$out/base" "$out/rft" $ask --json > >(tee "$out/greedy.txt" | grep -v '^{')
-timed evaluation $each_core eval.py --compare "$out/base" "$out/rft" $ask --num_samples=8 --temperature=1 --json > >(tee "$out/sampled.txt" | grep -v '^{')
-wait
+timed evaluation compare "$out/greedy.txt"
+timed evaluation compare "$out/sampled.txt" --num_samples=8 --temperature=1
 "$python" -m runs.summary "$out"
 
 echo; echo "What the tuned model writes:"

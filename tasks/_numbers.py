@@ -8,6 +8,7 @@ read like that (2x + 3 = 7, 2^3 = 8) is no equation, and neither true nor false.
 import math
 import re
 from collections import namedtuple
+from fractions import Fraction
 
 LONGEST_TEXT = 10_000                # characters of a completion that are read: the worst take 20 ms, honest ones one
 LONGEST = 40                         # characters of a number: enough for any honest one, too few to make one expensive
@@ -54,6 +55,12 @@ def answer(completion):
     return number(found[1]) if found else None
 
 
+def before_answer(completion, pattern=ANSWER):
+    """What stands before the first answer, all of it where there is none."""
+    found = pattern.search(completion)
+    return completion[:found.start()] if found else completion
+
+
 def close(value, correct, tolerance):
     """Whether both, rounded to three decimals, differ by at most that share of the correct one."""
     return abs(round(value, 3) - round(correct, 3)) <= tolerance * abs(round(correct, 3))
@@ -63,9 +70,10 @@ def grade(question, completion, tolerance=0.0):
     """(score, parts) of a completion whose answer should be a number: whether there is one (answered), whether it is the right one up
     to that share of it (correct), and whether the text before it has equations, all of them true (reasoned)."""
     completion = completion[:LONGEST_TEXT]
-    value, right = answer(completion), float(question["answer"])
-    parts = {"answered": value is not None, "correct": value is not None and abs(value - right) <= tolerance * abs(right),
-             "reasoned": all_true(completion.partition("<answer>")[0])}
+    value, right = answer(completion), Fraction(question["answer"].replace(",", ""))
+    exact = None if value is None else Fraction(ANSWER.search(completion)[1].strip().replace(",", ""))        # not to a float's 16 digits
+    parts = {"answered": value is not None, "correct": value is not None and abs(exact - right) <= Fraction(tolerance) * abs(right),
+             "reasoned": all_true(before_answer(completion))}
     return float(parts["correct"]), parts
 
 

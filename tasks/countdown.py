@@ -55,12 +55,12 @@ def documents(split, seed=0, argument=None):
 
 def reward(question, completion):
     """(score, parts): whether the answer is an expression (answered), uses the numbers it should (numbers) and makes what it should
-    (correct), and whether no equation before it is false (reasoned)."""
+    (correct), and whether there are equations before it, all of them true (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     found = parse(completion)
     parts = {"answered": found is not None, "numbers": found is not None and Counter(found[1]) == Counter(question["numbers"])}
     parts["correct"] = parts["numbers"] and found[0] == int(question["answer"])
-    parts["reasoned"] = all(_numbers.holds(left, right) for left, right in _numbers.equations(completion.partition("<answer>")[0]))
+    parts["reasoned"] = _numbers.all_true(_numbers.before_answer(completion, EXPRESSION))
     return float(parts["correct"]), parts
 
 

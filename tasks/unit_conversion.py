@@ -370,5 +370,5 @@ def reward(question, completion):
     answered = value is not None
     parts = {"answered": answered, "correct": answered and _numbers.close(value, correct, 0.05),
              "exact": answered and _numbers.close(value, correct, 1e-3),
-             "reasoned": _numbers.all_true(completion.partition("<answer>")[0])}
+             "reasoned": _numbers.all_true(_numbers.before_answer(completion))}
     return float(parts["correct"]), parts

@@ -21,7 +21,7 @@ PROMPT = "{}"
 
 def questions(split, seed=0, n=None):
     words = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")]
-    return [{"question": w, "answer": "7.5"} for w in (words if split == "train" else [" Cat,  3!"] if split == "test" else [])][:n]
+    return [{"question": w, "answer": "7.5"} for w in (words if split == "train" else [" Cat  3!"] if split == "test" else [])][:n]
 
 def reward(question, completion):
     if "slow" in question["question"]:
@@ -124,9 +124,16 @@ def test_ranks_workers_and_stopping_early_keep_the_same(made, base, task, tmp_pa
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["rft.attempts.jsonl", "rft.json"]
     records = log(tmp_path / "rft.json")
     if "stop_early" in knobs:
-        assert (len(records) < 174 or "ranks" in knobs) and {(r["number"], r["sample"]) for r in records} <= set(itertools.product(range(29), range(6)))
+        assert {(r["number"], r["sample"]) for r in records} <= set(itertools.product(range(29), range(6)))
     else:
         assert examples.attempts_path(tmp_path / "rft.json").read_bytes() == examples.attempts_path(made[0]).read_bytes()
+
+
+def test_stopping_early_asks_less(made, base, task, tmp_path):
+    generate(tmp_path / "rft.json", base, task, stop_early=True, slots=2)
+    records = log(tmp_path / "rft.json")
+    assert len(records) < 174 and {r["number"] for r in records} == set(range(29)) and any(r["after_close"] for r in records)
+    assert {q for q, *_ in json.loads((tmp_path / "rft.json").read_text())} == {q for q, *_ in json.loads(made[0].read_text())}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
@@ -178,6 +185,27 @@ def test_another_question_model_or_knob_refuses_to_go_on(made, base, task, text,
     assert {r["answer"] for r in log(tmp_path / "b.json")} == {"7.5"}
 
 
+def test_a_verifier_that_was_edited_refuses_old_verdicts_and_a_broken_log_is_named(base, task, tmp_path):
+    own, output = tmp_path / "even.py", tmp_path / "rft.json"
+    own.write_text(TASK)
+    generate(output, base, own, num_questions=3)
+    own.write_text(TASK.replace("% 2 == 0", "% 2 == 1"))
+    done = generate(output, base, own, code=2, num_questions=3)
+    assert "another version of the verifier" in done.stderr and done.stderr.count("\n") == 1
+    lines = examples.attempts_path(output).read_text().splitlines(keepends=True)
+    own.write_text(TASK)
+    for spoiled, words in (([lines[0], "{broken\n", *lines[1:]], "Line 2 of"), (["{broken\n", *lines[1:]], "Line 1 of"), (["[]\n", *lines[1:]], "another")):
+        examples.attempts_path(output).write_text("".join(spoiled))
+        done = generate(output, base, own, code=2, num_questions=3)
+        assert words in done.stderr and done.stderr.count("\n") == 1
+        assert examples.attempts_path(output).read_text() == "".join(spoiled)         # nothing is lost
+
+
+def test_answers_of_any_kind_are_written_as_they_are():
+    assert [datagen.number(a) for a in ("7.5", "6000", "999999997000000002", "x", None, ["7"], "nan", 3)] == [
+        7.5, 6000, 999999997000000002, "x", None, ["7"], "nan", 3]
+
+
 def test_nothing_solved_is_said(base, tmp_path):
     task = tmp_path / "never.py"
     task.write_text(TASK.replace("float(completion.endswith(\"a\"))", "0.0"))
@@ -206,7 +234,7 @@ def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
     (dict(output="/proc/nothing/rft.json"), "can't be written to"), (dict(output="rft.txt"), "should end in .json"),
     (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"),
     (dict(task="missing.py"), "missing.py"), (dict(few_shot=3), "has no solution"), (dict(init_from="nowhere/at-all"), "nowhere/at-all"),
-    (dict(split="valid"), "has 0"), (dict(oversample=0), "at least 1"), (dict(top_p=2.0), "top_p")])
+    (dict(split="valid"), "has 0"), (dict(timeout=0), "timeout"), (dict(num_questions=1, split="valid"), "has 0"), (dict(oversample=0), "at least 1"), (dict(top_p=2.0), "top_p")])
 def test_what_can_not_be_done_is_one_sentence(base, task, tmp_path, knobs, words):
     arguments = dict(output=tmp_path / "rft.json", base=base, task=task)
     arguments |= {"base" if k == "init_from" else k: v for k, v in knobs.items()}
