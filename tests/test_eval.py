@@ -211,7 +211,7 @@ def test_the_figures_are_those_of_what_the_engine_samples(model, task, capsys):
     engine = Engine(hf.load(model), sampling=Sampling(1.0, stop=tokenizer.stop, stop_strings=("  ",)), seed=5, decode=tokenizer.decode)
     rights, tokens = np.zeros((24, 3)), 0
     for sample in engine.generate(requests_of(tokenizer, luck, questions, 3, 20)):
-        text, stop, _ = evaluation.text_of(tokenizer, sample.ids).partition("  ")
+        text, stop, _ = tokenizer.text_of(sample.ids).partition("  ")
         rights[sample.request.key, sample.index] = worth(questions[sample.request.key], text + stop)
         tokens += len(sample.ids)
     assert found["accuracy"] == pytest.approx(rights.mean()) and 0.1 < found["accuracy"] < 0.6
