@@ -241,8 +241,7 @@ def bench_datagen(cfg, hw, folder):
                 out = peer.model.generate(x, attention_mask=mask, num_return_sequences=cfg.oversample, max_new_tokens=cfg.max_new_tokens,
                                           eos_token_id=tokenizer.stop, **peer.options | {"pad_token_id": tokenizer.pad})
             for i, ids in enumerate(out[:, T:].tolist()):
-                text = tokenizer.decode(ids).partition(task.stop)
-                score, parts = task.reward(questions[first + i // cfg.oversample], text[0] + text[1])
+                score, parts = task.reward(questions[first + i // cfg.oversample], task.cut(tokenizer.decode(ids)))
                 verified += task.verified(score, parts)
         return (verified if cfg.run else len(prompts) * cfg.oversample) / (time.perf_counter() - began)
     return in_turn({"nanoRFT": ours, "loop over generate": loop}, cfg.repeats, "verified samples/s" if cfg.run else "samples/s")

@@ -28,7 +28,7 @@ from tqdm import tqdm
 import hf
 import tasks
 from engine import Engine, Sampling
-from eval import accuracy, few_shot_of, refused, requests_of
+from eval import accuracy, few_shot_of, questions_of, refused, requests_of
 from runtime import config, distributed, examples, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
@@ -76,11 +76,10 @@ def plain(text):
     return " ".join(re.sub(r"""[?!;:"'_]|[.,](?!\d)""", " ", text).casefold().split())
 
 
+@refused()
 def open_questions(cfg, task):
     """(questions to ask, how many were dropped because they, or ones that read the same, stand in the test split)."""
-    questions = task.questions(cfg.split, cfg.seed, cfg.num_questions)
-    if not questions:
-        raise ValueError(f"The split {cfg.split} of {cfg.task} has no question: choose another.")
+    questions = questions_of(task, cfg.split, cfg.num_questions, cfg.seed)
     try:
         test = {plain(q["question"]) for q in task.questions("test")}
     except (LookupError, ValueError) as e:
@@ -92,12 +91,6 @@ def open_questions(cfg, task):
     if not kept:
         raise ValueError(f"All {len(questions)} questions of {cfg.task} stand in its test split too: let questions() tell splits apart.")
     return kept, len(questions) - len(kept)
-
-
-def asked(cfg, task):
-    """The same on all ranks, whatever order a task's questions come in."""
-    with refused():
-        return open_questions(cfg, task)
 
 
 def code_of(task):
@@ -239,7 +232,7 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
     with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool, attempts.part(rank) as file, bar:
         def hand_over(wait=False):
             """New samples to the verifiers, verified ones to the log. Many at a time: on a CPU every process that wakes stops the
-            threads that sample, which one at a time would cost a fifth of the speed of a small model."""
+            threads that sample, which one at a time costs a small model up to a tenth of its speed (NOTES.md)."""
             for record in fresh:
                 waiting.append(record)
                 pool.submit(questions[record["number"]], record["completion"])
@@ -251,10 +244,9 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
 
         handed = began
         for s in engine.generate(missing(cfg, requests, by_question, keys), speak):
-            question, ids, text = questions[s.request.key], s.ids[:-1] if s.ids[-1] in tokenizer.stop else s.ids, tokenizer.text_of(s.ids)
-            text = "".join(text.partition(task.stop)[:2]) if task.stop else text
+            question, ids = questions[s.request.key], s.ids[:-1] if s.ids[-1] in tokenizer.stop else s.ids
             record = {"number": s.request.key, "sample": s.index, "question": question["question"], "answer": question["answer"],
-                      "completion": text, "ids": ids, "seed": cfg.seed, "logprob": sum(s.logprobs), "verdict": None}
+                      "completion": task.cut(tokenizer.text_of(s.ids)), "ids": ids, "seed": cfg.seed, "logprob": sum(s.logprobs), "verdict": None}
             if s.reason == "length":
                 log(record | {"verdict": "unfinished"}, Grade(0.0, {}, "", None))
             else:
@@ -364,7 +356,7 @@ def main(argv):
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
     with refused():
         task = tasks.load(cfg.task)
-        questions, dropped = distributed.on_main(lambda: asked(cfg, task))
+        questions, dropped = distributed.on_main(lambda: open_questions(cfg, task))
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
@@ -405,8 +397,7 @@ def main(argv):
     shares = distributed.gather((new, cost, failure))
     if failure := next((failure for *_, failure in shares if failure), None):
         raise BadInput(failure)                           # of whichever rank it was
-    code = distributed.on_main(lambda: finish(cfg, questions, attempts, shares, dropped))
-    return code
+    return distributed.on_main(lambda: finish(cfg, questions, attempts, shares, dropped))
 
 
 def finish(cfg, questions, attempts, shares, dropped):

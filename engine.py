@@ -335,7 +335,7 @@ class Engine:
     def remembered(self, keys, values, groups, where, biases):
         """Attention of a layer in a step. The G queries of a key head are the rows of one product: its cache is read once and
         not repeated. On a CPU the products are written out, with the keys on the left, where a part of the cache need not be copied
-        first: in bf16 several times the speed of PyTorch's fused kernel (NOTES.md)."""
+        first: in bf16 at least twice the speed of PyTorch's fused kernel (NOTES.md)."""
         K, D = keys.shape[1], keys.shape[3]
 
         def of_group(q, first, last, C, bias):
@@ -544,7 +544,7 @@ class Engine:
 
     def may_complete(self, ids):
         """For ids [B, steps], whether a stop string may end in one: its last character stands in that id's own text. To look at the
-        text of every row after every step would take half of the time of a small model."""
+        text of every row after every step took 2-9% of the time of a small model (NOTES.md)."""
         for i in np.unique(ids[self.last_characters[ids] < 0]):
             text = self.decode([i])
             self.last_characters[i] = any(stop[-1] in text or not stop[-1].isascii() or stop[-1].isspace() for stop in self.sampling.stop_strings)

@@ -280,11 +280,12 @@ def refused():
         raise BadInput(str(e)) from None
 
 
-def questions_of(task, split, n):
-    with refused():
-        if questions := task.questions(split, n=n):
-            return questions
-        raise ValueError(f"The task {task.name} has no {split} questions: choose another --split=.")
+@refused()
+def questions_of(task, split, n, seed=0):
+    """n questions of a task's split, at least one; BadInput if there are not so many."""
+    if questions := task.questions(split, seed, n):
+        return questions
+    raise ValueError(f"The task {task.name} has no {split} questions: choose another --split=.")
 
 
 def prepare(cfg, name, task, questions):

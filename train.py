@@ -326,10 +326,10 @@ def main(argv):
                              cfg.fused_adamw, cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, cfg.sequences // world))
     now = state.progress
-    now.data = getattr(batches, "digest", "")
+    now.data = batches.digest
     if resuming:
         state.restore(found.step)
-        if now.data != getattr(batches, "digest", now.data):
+        if now.data != batches.digest:
             raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it can't go on exactly: put the file "
                            f"and its log back, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
         now.micro_batch = memory.after_retreat(cfg, now.micro_batch)

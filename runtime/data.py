@@ -264,6 +264,8 @@ class Windows(torch.utils.data.Dataset):
     depend on how many there are.
     """
 
+    digest = ""                                           # a text's stands in the name of its folder
+
     def __init__(self, tokens, block_size, sequences_per_step, seed, rank=0, world_size=1):
         if len(tokens) <= block_size:
             raise BadInput(f"The training text has {len(tokens)} tokens, too few for one block of {block_size} and its "

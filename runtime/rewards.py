@@ -44,8 +44,7 @@ class Grade(NamedTuple):
 def grade(task, question, completion):
     """The Grade of a completion, cut after the task's stop. What the task raises, and a score outside [0, 1], is its error."""
     try:
-        if task.stop:
-            completion = "".join(completion.partition(task.stop)[:2])
+        completion = task.cut(completion)
         score, parts = task.reward(question, completion)
         score, parts = float(score), {str(name): bool(value) for name, value in parts.items()}
         if not 0.0 <= score <= 1.0:

@@ -55,7 +55,7 @@ class Task:
     """A task's module with its argument.
 
     name: the spec. prompt: the form of a plain prompt. instruction: the system message of a chat when examples are shown. stop: the
-    text that ends a completion; callers cut after it.
+    text that ends a completion, which `cut` cuts after it.
     """
 
     def __init__(self, name, module, argument=None):
@@ -116,6 +116,10 @@ class Task:
         if len(found) < n:
             raise ValueError(f"{n} worked examples of {self.name} were asked for, and it has {len(found)}.")
         return found[:n]
+
+    def cut(self, completion):
+        """What of a completion counts: all up to its first stop, that included."""
+        return "".join(completion.partition(self.stop)[:2]) if self.stop else completion
 
     def signature(self, completion):
         """Two solutions with the same signature are the same solution; of a task that does not say, the equations decide."""
