@@ -13,7 +13,6 @@ import glob
 import hashlib
 import json
 import math
-import re
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from tqdm import tqdm
 import hf
 import tasks
 from engine import Engine, Sampling
-from eval import accuracy, few_shot_of, questions_of, refused, requests_of
+from eval import accuracy, few_shot_of, refused, requests_of, unseen_questions
 from runtime import config, distributed, examples, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
@@ -67,30 +66,6 @@ class Config:
 
 
 OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")       # may differ when a run goes on
-
-
-# --- questions ---
-
-def plain(text):
-    """A question as it is compared: without case, spaces, and what punctuation is no part of a number or a formula."""
-    return " ".join(re.sub(r"""[?!;:"'_]|[.,](?!\d)""", " ", text).casefold().split())
-
-
-@refused()
-def open_questions(cfg, task):
-    """(questions to ask, how many were dropped because they, or ones that read the same, stand in the test split)."""
-    questions = questions_of(task, cfg.split, cfg.num_questions, cfg.seed)
-    try:
-        test = {plain(q["question"]) for q in task.questions("test")}
-    except (LookupError, ValueError) as e:
-        if isinstance(e, KeyError | IndexError):
-            raise
-        print(f"The task has no test split that could be read, so no question was compared with it ({e})", flush=True)
-        test = set()
-    kept = [q for q in questions if plain(q["question"]) not in test]
-    if not kept:
-        raise ValueError(f"All {len(questions)} questions of {cfg.task} stand in its test split too: let questions() tell splits apart.")
-    return kept, len(questions) - len(kept)
 
 
 def code_of(task):
@@ -356,7 +331,7 @@ def main(argv):
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
     with refused():
         task = tasks.load(cfg.task)
-        questions, dropped = distributed.on_main(lambda: open_questions(cfg, task))
+        questions, dropped = distributed.on_main(lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())

@@ -73,6 +73,7 @@ class Progress:
     slots: int
     busy: int = 0                            # of them
     tokens: int = 0                          # sampled so far
+    steps: int = 0                           # of the model, all rows at once
     samples: int = 0                         # finished
     requests: int = 0                        # all of whose samples are finished
     in_flight: object = None                 # function -> [(Sample, its ids so far)]
@@ -184,6 +185,15 @@ def cache_bytes(config, slots, context, dtype):
     return 2 * config.n_layer * (slots + 1) * config.n_kv_head * bucket(context, 64) * config.head_dim * dtype.itemsize
 
 
+def slots_that_fit(config, context, dtype, device, reserved=0):
+    """As many as nine tenths of the free memory hold, but for `reserved` bytes, with what a step and a prefill need beside the cache."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()                                       # what PyTorch holds back counts as free
+    beside = 4 * (config.n_head * config.head_dim + 2 * config.mlp_hidden + 4 * config.n_embd) * at_a_time(device.type)
+    a_slot = cache_bytes(config, 0, context, dtype) + 16 * config.padded_vocab_size
+    return max(1, min(MOST_SLOTS.get(device.type, 64), int((0.9 * (memory.available(device) - reserved) - beside) / a_slot) - 1))
+
+
 class Engine:
     """generate() is all there is to it; load() gives it new weights.
 
@@ -224,13 +234,15 @@ class Engine:
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
         self.model.cos, self.model.sin = (None if t is None else t.to(self.device, self.dtype) for t in rotations(self.c))
         self.load(model)
-        self.allocate(self.slots_that_fit() if slots is None else slots)
+        self.allocate(slots_that_fit(self.c, self.context, self.dtype, self.device) if slots is None else slots)
 
     @torch.no_grad()
     def load(self, model):
         """Take over the weights of a model of the same shape, adapters merged in fp32. Graphs stay valid; a generate() that has
         not come to its end can't go on, since its keys and values are the old weights'."""
         weights, self.now = merged(getattr(model, "_orig_mod", model)), None
+        in_blocks = sum(weight.numel() for name, weight in weights.items() if name.startswith("blocks."))
+        self.weight_bytes = self.dtype.itemsize * (in_blocks + model.head_weight.numel())            # that a step reads
         for name, mine in self.model.named_parameters():
             mine.copy_(weights[name])
         for name, module in self.model.named_modules():
@@ -240,15 +252,6 @@ class Engine:
             self.head.pack(model.head_weight.detach().to(self.dtype))
 
     # --- memory ---
-
-    def slots_that_fit(self):
-        """As many as nine tenths of the free memory hold, with what a step and a prefill need beside the cache."""
-        c, kind = self.c, self.device.type
-        if kind == "cuda":
-            torch.cuda.empty_cache()                                   # what PyTorch holds back counts as free
-        free = 0.9 * memory.available(self.device) - 4 * (c.n_head * c.head_dim + 2 * c.mlp_hidden + 4 * c.n_embd) * at_a_time(kind)
-        a_slot = cache_bytes(c, 0, self.context, self.dtype) + 16 * c.padded_vocab_size
-        return max(1, min(MOST_SLOTS.get(kind, 64), int(free / a_slot) - 1))
 
     def allocate(self, slots):
         """Cache [L, slots + 1, K, T, D] and the state of each slot; of half the slots if they don't fit."""
@@ -269,7 +272,6 @@ class Engine:
             return torch.zeros(shape, dtype=dtype, device=self.device)
         self.state = numbers(3, slots)                                 # newest token, its position, the sample's noise
         self.place = torch.arange(slots * c.n_kv_head, device=self.device).view(slots, -1) * T     # where a key head's row begins
-        self.looks = 0                                                 # at results, so far
         self.tick = numbers(1)                                         # steps since the last look, whose results these are:
         self.new_ids, self.new_logprobs = numbers(self.poll, slots), numbers(self.poll, 2, slots, dtype=torch.float32)
         # The host's notes of each slot: tokens of the prompt, new ones so far, new ones at most; what they are.
@@ -277,6 +279,11 @@ class Engine:
         self.ids = np.zeros((slots, self.context + self.poll), dtype=np.int64)
         self.logprobs = np.zeros((slots, 2, self.context + self.poll), dtype=np.float32)
         self.last_characters = np.full(c.vocab_size, -1, dtype=np.int8)          # what may_complete has found out; -1: nothing yet
+
+    def bytes_read(self, lengths):
+        """What the last generate() had to read at least: the weights in each step, and for each token the keys and values of those before
+        it. lengths: of its samples, (prompt, new tokens)."""
+        return self.now.steps * self.weight_bytes + cache_bytes(self.c, 0, 64, self.dtype) / 64 * sum(n * p + n * (n + 1) / 2 for p, n in lengths)
 
     # --- on the device ---
 
@@ -380,6 +387,7 @@ class Engine:
         called with a Progress after each look. Out of memory, it goes on with half the slots and begins the samples in flight
         again; their noise makes them the same."""
         requests, todo, rows, left = iter(requests), deque(), [], {}           # rows[i] is the Sample in slot i
+        self.looks = 0                                                 # at results
         self.now = now = Progress(self.slots, in_flight=lambda: [
             (row, self.ids[i, :self.count[i]].tolist()) for i, row in enumerate(rows) if row])
         while True:
@@ -509,6 +517,7 @@ class Engine:
             self.sort(rows)
         shape = self.shape((self.prompt + self.count)[:B] - 1 + steps)
         self.tick.zero_()
+        self.now.steps += steps
         for _ in range(steps):
             self.launch(*shape)
         return self.new_ids[:steps, :B].T.cpu().numpy(), self.new_logprobs[:steps, :, :B].permute(2, 1, 0).cpu().numpy()

@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -133,27 +134,30 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
     return [Request(ids, num_samples, key, max_new_tokens) for key, ids in enumerate(prompts)]
 
 
-def ask(engine, tokenizer, questions, requests, pool, progress=None):
+def ask(engine, tokenizer, questions, requests, pool, progress=None, texts=None):
     """Grades [n_questions][num_samples] of a model's answers, all of them on every rank.
 
     requests: of all questions, on every rank, which asks its share of them and scores what is there while the rest is generated.
     engine: with the task's stop among its stop strings. pool: a rewards.Pool that has nothing left to collect. progress: called
-    with the engine's Progress after each look. ValueError, on every rank, if one of them has what can't be sampled.
+    with the engine's Progress after each look. texts: a dictionary that is given {(question's key, sample): text}. ValueError, on
+    every rank, if one of them has what can't be sampled.
     """
-    asked, mine, error = [], [], None
+    said, mine, error = {}, [], None
     try:
         for request in requests:
             engine.check(request)
         for sample in engine.generate(requests[distributed.rank()::distributed.world_size()], progress):
-            asked.append((sample.request.key, sample.index))
-            pool.submit(questions[sample.request.key], tokenizer.text_of(sample.ids))
+            text = said[sample.request.key, sample.index] = tokenizer.text_of(sample.ids)
+            pool.submit(questions[sample.request.key], text)
             mine += pool.collect()
         mine += pool.collect(wait=True)
     except (ValueError, FloatingPointError) as e:
         error = str(e)
-    errors, shares = zip(*distributed.gather((error, dict(zip(asked, mine)))))
+    errors, shares, answers = zip(*distributed.gather((error, dict(zip(said, mine)), said if texts is not None else {})))
     if any(errors):
         raise ValueError(next(filter(None, errors)))
+    for answer in answers if texts is not None else ():
+        texts |= answer
     grades = {which: grade for share in shares for which, grade in share.items()}
     return [[grades[i, sample] for sample in range(request.num_samples)] for i, request in enumerate(requests)]
 
@@ -286,6 +290,28 @@ def questions_of(task, split, n, seed=0):
     if questions := task.questions(split, seed, n):
         return questions
     raise ValueError(f"The task {task.name} has no {split} questions: choose another --split=.")
+
+
+def plain(text):
+    """A question as it is compared: without case, spaces, and what punctuation is no part of a number or a formula."""
+    return " ".join(re.sub(r"""[?!;:"'_]|[.,](?!\d)""", " ", text).casefold().split())
+
+
+@refused()
+def unseen_questions(task, split, n, seed=0):
+    """(questions of a split to train on, how many were dropped because they, or ones that read the same, stand in the test split)."""
+    questions = questions_of(task, split, n, seed)
+    try:
+        test = {plain(q["question"]) for q in task.questions("test")}
+    except (LookupError, ValueError) as e:
+        if isinstance(e, KeyError | IndexError):
+            raise
+        print(f"The task has no test split that could be read, so no question was compared with it ({e})", flush=True)
+        test = set()
+    kept = [q for q in questions if plain(q["question"]) not in test]
+    if not kept:
+        raise ValueError(f"All {len(questions)} questions of {task.name} stand in its test split too: let questions() tell splits apart.")
+    return kept, len(questions) - len(kept)
 
 
 def prepare(cfg, name, task, questions):

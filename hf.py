@@ -193,6 +193,17 @@ def find(path_or_name, step=None):
         raise BadInput(f"{folder / 'config.json'} describes no model ({type(e).__name__}: {e}): get it again.") from None
 
 
+def to_resume(out_dir, weights_suffice=False):
+    """Found: the newest intact checkpoint of a run that is to go on. BadInput if there is none, or one of weights alone."""
+    step = checkpoint.newest_intact(out_dir)
+    if step is None:
+        raise BadInput(f"{out_dir} has no intact checkpoint to resume from: start again with --overwrite.")
+    if not checkpoint.has_state(out_dir, step) and not weights_suffice:
+        raise BadInput(f"The checkpoint of step {step} in {out_dir} holds the weights alone (save_only_model), which is "
+                       f"not enough to resume: start a new run with --init_from={out_dir} and another --out_dir=.")
+    return find(out_dir, step)
+
+
 def load(path_or_name, *args, device="cpu"):
     """GPT(config, *args) in fp32 of a run folder, a folder of Hugging Face's or a name on the hub. See `find` and `fill`."""
     return find(path_or_name).load(*args, device=device)

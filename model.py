@@ -258,16 +258,37 @@ class GPT(nn.Module):
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def forward(self, x, y=None):
+    def forward(self, x, y=None, temperature=None):
         """x [B, T] token ids. With targets y [B, T] (IGNORE where not trained on): the *sum* of the cross entropies in
-        nats, fp32 [], to be divided by the number of targets in the whole optimizer step. Without: logits [B, T, V]."""
+        nats, fp32 [], to be divided by the number of targets in the whole optimizer step. With a temperature too: what
+        `logprobs` gives. Without targets: logits [B, T, V]."""
         h = self.hidden(x)
         if y is None:
             return self.logits(h)
+        if temperature is not None:
+            return self.logprobs(h, y, temperature)
         h, y = h.flatten(0, 1), y.flatten()
         chunks = self.loss_chunks or -(-len(h) // self.rows_at_a_time(h.device.type))
         weight = self.head_weight if torch.is_grad_enabled() else self.head_weight.detach()     # no gradient in evaluation
         return HeadAndLoss.apply(h, weight, y, self.config.vocab_size, self.config.logit_softcap, -(-len(h) // chunks))
+
+    def logprobs(self, h, y, temperature=1.0):
+        """Log-probabilities of the targets y [B, T] after h [B, T, C] at this temperature, and the entropies of the
+        distributions they are drawn from, without a gradient: nats, fp32 [B, T] each, 0 where y is IGNORE. The head is computed for
+        targets alone, a chunk of them at a time; if there are several chunks, again in the backward pass, so that B*T*V fp32
+        never exists."""
+        targets = (y.flatten() != IGNORE).nonzero()[:, 0]
+        h, y_, rows = h.flatten(0, 1)[targets], y.flatten()[targets], self.rows_at_a_time(h.device.type)
+
+        def chunk(h, y):
+            logprobs = F.log_softmax(self.logits(h) / temperature, dim=-1)
+            with torch.no_grad():
+                entropy = -(logprobs.exp() * logprobs).sum(-1)
+            return logprobs.gather(1, y[:, None])[:, 0], entropy
+        again = len(h) > rows and torch.is_grad_enabled()
+        parts = [checkpoint(chunk, *part, use_reentrant=False) if again else chunk(*part) for part in zip(h.split(rows), y_.split(rows))]
+        empty = torch.zeros(y.numel(), dtype=torch.float32, device=h.device)
+        return tuple(empty.index_put((targets,), torch.cat(kind)).view_as(y) for kind in zip(*parts))
 
     def rows_at_a_time(self, device):
         """Positions whose logits fit LOGITS_AT_A_TIME; at most 2**14, so that fp16 can sum a chunk's gradient."""

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf
 from eval import evaluation_line, examples_loss, text_loss
-from model import GPT, GPTConfig, adapters, add_lora, blank
+from model import GPT, GPTConfig, add_lora, blank
 from runtime import checkpoint, config, data, distributed, examples, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
-from runtime.state import State
+from runtime.state import State, lora
 from runtime.tokenizer import Tokenizer
 
 
@@ -175,7 +175,7 @@ def build_model(cfg, hw, tokenizer, found, resuming):
     model = blank(shape, *knobs, device=hw.device) if found else GPT(shape, *knobs).to(hw.device)
     if found and not resuming:
         found.fill(model)
-    if lora(cfg):
+    if cfg.lora_rank:
         if resuming:
             model.load_state_dict(checkpoint.load_base(cfg.out_dir, hw.device))
         try:
@@ -185,36 +185,11 @@ def build_model(cfg, hw, tokenizer, found, resuming):
     return model
 
 
-def lora(cfg):
-    """What model.add_lora is given; None without."""
-    return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")} if cfg.lora_rank else None
-
-
-def open_run(cfg, model, tokenizer, resuming):
-    """The run folder, with all that is needed to use the model."""
-    checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), {
-        "architecture": dataclasses.asdict(model.config), "tokenizer": tokenizer.describe(), "lora": lora(cfg)},
-        cfg.overwrite, resume=resuming)
-    if not resuming:
-        tokenizer.save(cfg.out_dir)
-        if lora(cfg):
-            trained = adapters(model)
-            checkpoint.save_base(cfg.out_dir, {name: w for name, w in model.state_dict().items() if name not in trained})
-
-
 def starting_point(cfg):
     """hf.Found to begin from, or None. config.load has taken over that model's architecture and tokenizer."""
     if cfg.init_from == "scratch":
         return None
-    if cfg.init_from == "resume":
-        step = checkpoint.newest_intact(cfg.out_dir)
-        if step is None:
-            raise BadInput(f"{cfg.out_dir} has no intact checkpoint to resume from: start again with --overwrite.")
-        if not checkpoint.has_state(cfg.out_dir, step) and not cfg.eval_only:
-            raise BadInput(f"The checkpoint of step {step} in {cfg.out_dir} holds the weights alone (save_only_model), which is "
-                           f"not enough to resume: start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
-        return hf.find(cfg.out_dir, step)
-    return hf.find(cfg.init_from)
+    return hf.to_resume(cfg.out_dir, cfg.eval_only) if cfg.init_from == "resume" else hf.find(cfg.init_from)
 
 
 def open_data(cfg, tokenizer):
@@ -275,29 +250,15 @@ def compile_and_fit(cfg, hw, model, optimizers, batches, micro_batch, say):
     """(model as the loop calls it, micro-batch that fits), found by rehearsing a step on every rank. Without torch.compile
     where that fails; with half the micro-batch, and again, while memory runs out on one of them."""
     share = cfg.sequences // distributed.world_size()
-    while True:
-        failure = None
-        if hw.compile:
-            torch.compiler.reset()                        # with `failure`, all that an earlier attempt holds in memory
+
+    def attempt(micro_batch):
         passes, mode = min(2, -(-share // micro_batch)), cfg.compile_mode
         if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
             mode = None
         fast = torch.compile(model, mode=mode, dynamic=isinstance(batches, examples.Batches)) if hw.compile else model
-        failure = memory.rehearse(fast, hw, micro_batch, batches.longest, passes, optim.state_to_come(optimizers))
-        if distributed.any(failure is not None and memory.is_out_of_memory(failure)):
-            if micro_batch == 1:
-                raise BadInput(memory.advice(model, hw, batches.longest, optim.state_to_come(optimizers)))
-            less = memory.smaller(micro_batch, share)
-            say(f"A micro-batch of {micro_batch} does not fit the memory ({failure or 'on another rank'}): {less} instead.")
-            micro_batch = less
-        elif distributed.any(failure is not None):
-            if not hw.compile:
-                raise failure or guard.Failure("Another rank failed at its first step.")
-            reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0] if failure else "on another rank"
-            say(f"torch.compile failed, training goes on without it ({reason}).")
-            hw.compile = False
-        else:
-            return fast, micro_batch
+        return fast, memory.rehearse(fast, hw, micro_batch, batches.longest, passes, optim.state_to_come(optimizers))
+    return memory.fit(hw, micro_batch, attempt, lambda n: memory.smaller(n, share) if n > 1 else None,
+                      lambda: memory.advice(model, hw, batches.longest, optim.state_to_come(optimizers)), say)
 
 
 def main(argv):
@@ -340,7 +301,7 @@ def main(argv):
         if rank == 0:
             print(evaluation_line(result))
         return 0
-    distributed.on_main(lambda: open_run(cfg, model, tokenizer, resuming))
+    distributed.on_main(lambda: state.open_run(tokenizer, resuming))
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
     fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
     log.say(start_up(cfg, hw, model, batches, about, now, steps))

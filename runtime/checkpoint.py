@@ -205,7 +205,7 @@ def open_run(out_dir, config, model, overwrite=False, resume=False):
                                "--overwrite, or choose another --out_dir=.")
             for name in ("checkpoints", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("config.json", "model.json", "metrics.jsonl", "training.log", "retreat.json", "wandb_id", "tokenizer.json",
+            for name in ("config.json", "model.json", "metrics.jsonl", "training.log", "retreat.json", "wandb_id", "tokenizer.json", "samples.txt",
                          "base.safetensors", "base.sha256"):
                 (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)

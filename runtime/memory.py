@@ -69,11 +69,12 @@ def after_retreat(cfg, micro_batch):
     return min(micro_batch, left["micro_batch"]) if left["batch_size"] == cfg.batch_size else micro_batch
 
 
-def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes):
+def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, temperature=None):
     """None if a training step of the longest sequences and an evaluation run and fit, else the exception.
 
     The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state. On a CPU,
-    where the kernel kills what takes too much instead of refusing it, arithmetic comes first. Every rank must call.
+    where the kernel kills what takes too much instead of refusing it, arithmetic comes first. temperature: of log-probabilities,
+    which grpo.py's loss is made of. Every rank must call.
     """
     failure, plain = None, getattr(model, "_orig_mod", model)
     if hardware.device.type == "cpu":
@@ -86,7 +87,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes):
         reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=hardware.device)
         for _ in range(passes):
             with hardware.autocast():
-                loss = model(x, y)
+                loss = model(x, y) if temperature is None else model(x, y, temperature)[0].sum()
             loss.backward()
         with hardware.autocast(), torch.no_grad():
             model.eval()(x, y)
@@ -98,6 +99,31 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return failure
+
+
+def fit(hardware, size, attempt, smaller, advice, say):
+    """(model, size) that fit on every rank. attempt: size of a micro-batch -> (model as the loop calls it, exception of its rehearsal, or
+    None). Without torch.compile where that fails; with a smaller(size), and again, while memory runs out on one rank, and
+    BadInput with advice() once there is none."""
+    while True:
+        failure = None
+        if hardware.compile:
+            torch.compiler.reset()            # with `failure`, all that an earlier attempt holds in memory
+        model, failure = attempt(size)
+        if distributed.any(failure is not None and is_out_of_memory(failure)):
+            less = smaller(size)
+            if less is None:
+                raise BadInput(advice())
+            say(f"A micro-batch of {size} does not fit the memory ({failure or 'on another rank'}): {less} instead.")
+            size = less
+        elif distributed.any(failure is not None):
+            if not hardware.compile:
+                raise failure or Failure("Another rank failed at its first step.")
+            reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0] if failure else "on another rank"
+            say(f"torch.compile failed, training goes on without it ({reason}).")
+            hardware.compile = False
+        else:
+            return model, size
 
 
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):

@@ -17,11 +17,17 @@ class Progress:
     micro_batch: int                         # sequences a micro-step, as many as fit
     step: int = 0                            # optimizer steps done
     tokens: int = 0                          # positions seen in them
-    data: str = ""                           # digest of the examples that are trained on
+    asked: int = 0                           # questions, by grpo.py
+    data: str = ""                           # digest of the examples, or questions, that are trained on
     seconds: float = 0.0                     # in optimizer steps
     lr_factor: float = 1.0                   # halved by a roll-back
     skipped: int = 0                         # steps whose gradients were not finite
     stale: int = 0                           # evaluations since the best
+
+
+def lora(cfg):
+    """What model.add_lora is given; None without."""
+    return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")} if cfg.lora_rank else None
 
 
 class State:
@@ -31,6 +37,18 @@ class State:
         self.cfg, self.hardware, self.model, self.optimizers = cfg, hardware, model, optimizers
         self.progress = Progress(cfg.batch_size, micro_batch)
         self.scaler, self.nonfinite = hardware.scaler(), NonFinite()
+
+    def open_run(self, tokenizer, resuming, keep_base=False):
+        """The run folder, with all that is needed to use the model; keep_base: also the weights as they are now, beside which an
+        adapter stands, and which a reference goes on to have."""
+        checkpoint.open_run(self.cfg.out_dir, dataclasses.asdict(self.cfg), {
+            "architecture": dataclasses.asdict(self.model.config), "tokenizer": tokenizer.describe(), "lora": lora(self.cfg)},
+            self.cfg.overwrite, resume=resuming)
+        if not resuming:
+            tokenizer.save(self.cfg.out_dir)
+            trained = adapters(self.model)
+            if trained or keep_base:
+                checkpoint.save_base(self.cfg.out_dir, {n: w for n, w in self.model.state_dict().items() if n not in trained})
 
     def save(self, val_loss=None):
         """A checkpoint of the step that has been reached; every rank must call."""

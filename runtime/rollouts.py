@@ -1,0 +1,144 @@
+"""Answers that a model was sampled for, as grpo.py learns from them: the questions' order, padded batches, a step's figures."""
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from model import IGNORE
+from runtime import distributed
+from runtime.config import BadInput
+from runtime.rewards import Grade
+
+
+# --- questions ---
+
+def read_questions(path, n_valid):
+    """(questions to train on, questions for validation) of a .jsonl file; the latter a tenth by a hash, n_valid at most."""
+    try:
+        rows = [json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
+    found = {}
+    for number, row in enumerate(rows, 1):
+        text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
+        if not isinstance(text, str) or "answer" not in row:
+            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}.')
+        found.setdefault(text, row | {"question": text})
+    held = [q for text, q in found.items() if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0][:n_valid]
+    train = [q for text, q in found.items() if not any(q is other for other in held)]
+    if not train:
+        raise BadInput(f"{path} holds no question to train on: give a --dataset= with more.")
+    return train, held
+
+
+def question_at(place, n, seed):
+    """The number of the question that stands at a place of the endless stream: each of the n once an epoch, in an order of its own."""
+    epoch, k = divmod(place, n)
+    return int(np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)[k])
+
+
+# --- rollouts ---
+
+@dataclass
+class Rollout:
+    prompt: list                             # ids
+    ids: list                                # sampled after it; the token that ended it is the last
+    logprobs: list                           # of them, nats, when they were sampled
+    finished: bool                           # not cut off at max_new_tokens
+    trained: bool = True                     # whether the loss looks at it
+    grade: Grade | None = None
+    reward: float = 0.0
+    advantage: float = 0.0
+    reference: list | None = None            # log-probabilities under the reference
+    recomputed: list | None = None           # under the trained model before the step, by the trainer
+
+    def __len__(self):                       # positions of a forward pass
+        return len(self.prompt) + len(self.ids) - 1
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor                          # [B, T] ids
+    y: torch.Tensor                          # [B, T] the next; IGNORE in prompts and past the end
+    sampled: torch.Tensor                    # [B, T] log-probabilities of y: the engine's,
+    recomputed: torch.Tensor                 # the trainer's before the step (0 if not needed),
+    reference: torch.Tensor                  # and the reference's (0 without one)
+    advantage: torch.Tensor                  # [B]
+
+
+def padded(rollouts):
+    """The Batch of some Rollouts. Masks come from lengths: a completion's last token, be it the end of text, is trained on."""
+    B, T = len(rollouts), max(map(len, rollouts))
+    x, y, floats = np.zeros((B, T), np.int64), np.full((B, T), IGNORE), np.zeros((3, B, T), np.float32)
+    for i, r in enumerate(rollouts):
+        first, last = len(r.prompt) - 1, len(r)
+        x[i, :last] = (r.prompt + r.ids)[:-1]
+        if r.trained:
+            y[i, first:last] = r.ids
+        for row, values in zip(floats[:, i], (r.logprobs, r.recomputed, r.reference)):
+            row[first:last] = 0.0 if values is None else values
+    return Batch(*map(torch.from_numpy, (x, y, *floats)), torch.tensor([r.advantage for r in rollouts]))
+
+
+def micro_batches(rollouts, tokens):
+    """Lists of Rollouts of about equal lengths, of at most so many cells with their padding; of a single one if that alone has more."""
+    left, parts = sorted(rollouts, key=lambda r: -len(r)), []
+    while left:
+        n = max(1, tokens // len(left[0]))
+        parts.append(left[:n])
+        left = left[n:]
+    return parts
+
+
+@torch.no_grad()
+def note_logprobs(model, hw, rollouts, tokens, temperature, name):
+    """Give each Rollout the log-probabilities of its ids under the model, in the field of that name."""
+    for part in micro_batches(rollouts, tokens):
+        batch = padded(part)
+        with hw.autocast():
+            logp, _ = model(batch.x.to(hw.device), batch.y.to(hw.device), temperature)
+        for r, row in zip(part, logp.cpu().numpy()):
+            setattr(r, name, row[len(r.prompt) - 1:len(r)])
+
+
+# --- what is said of a step ---
+
+def flops(model, rollouts):
+    """Of forward and backward passes, without padding. The head is computed for what is sampled alone."""
+    head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
+    plain, by_length = model.flops_per_token(0) - head, model.flops_per_token(1) - model.flops_per_token(0)
+    return sum(len(r) * (plain + by_length * len(r)) + head * len(r.ids) for r in rollouts)
+
+
+def figures_of(cfg, hw, groups, sums, read, spent):
+    """(a step's metrics, positions it sampled and read) from all ranks' sampled groups of Rollouts, the sums of each optimizer step, the
+    bytes that sampling read, and this rank's seconds."""
+    rollouts, world, seconds = [r for g in groups for r in g], distributed.world_size(), sum(spent.values())
+    mine = {"samples": len(rollouts), "groups": len(groups), "reward": sum(r.reward for r in rollouts),
+            "squares": sum(r.reward**2 for r in rollouts), "right": sum(r.grade.score == 1 for r in rollouts),
+            "solved": sum(any(r.grade.score == 1 for r in g) for g in groups), "alike": sum(len({r.reward for r in g}) == 1 for g in groups),
+            "sampled": sum(len(r.ids) for r in rollouts), "read": sum(len(r.prompt) for r in rollouts), "bytes": read,
+            "cut": sum(not r.finished for r in rollouts), "errors": sum(r.grade.error is not None for r in rollouts)}
+    for key in ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops"):
+        mine[key] = sum(s[key] for s in sums)
+    before = sums[0] if sums else {"gap": 0.0, "tokens": 0.0, "gap_max": 0.0}        # any weight has moved
+    mine |= {"gap": before["gap"], "compared": before["tokens"]}
+    for name in {name for r in rollouts for name in r.grade.parts}:
+        mine[f"parts/{name}"] = sum(bool(r.grade.parts.get(name)) for r in rollouts)
+    ranks = distributed.gather((mine, before["gap_max"], max(len(r.ids) for r in rollouts)))
+    of = {key: sum(numbers.get(key, 0.0) for numbers, *_ in ranks) for key in sorted({key for numbers, *_ in ranks for key in numbers})}
+    n, learnt, tokens = of["samples"], max(1.0, of["tokens"]), of["sampled"] + of["read"]
+    mfu = hw.mfu(of["flops"] / world / max(1e-9, spent["update"]), 1)
+    mbu = hw.bandwidth and of["bytes"] / world / spent["rollout"] / (hw.bandwidth * 1e12)
+    return {
+        "loss": of["loss"] / max(1, len(sums)), "reward": of["reward"] / n, "reward_std": max(0.0, of["squares"] / n - (of["reward"] / n)**2) ** 0.5,
+        "pass_at_1": of["right"] / n, f"pass_at_{cfg.k_samples}": of["solved"] / of["groups"], "zero_variance": of["alike"] / of["groups"],
+        "groups": of["groups"], **{key: of[key] / n for key in of if key.startswith("parts/")}, "errors": of["errors"],
+        "entropy": of["entropy"] / learnt, "kl": of["kl"] / learnt, "kl_old": of["kl_old"] / learnt, "clip_fraction": of["clipped"] / learnt,
+        "logprob_gap": of["gap"] / max(1.0, of["compared"]), "logprob_gap_max": max(gap for _, gap, _ in ranks),
+        "completion_tokens": of["sampled"] / n, "completion_tokens_max": max(longest for *_, longest in ranks), "truncated": of["cut"] / n,
+        "completions_per_s": n / seconds, "tokens_per_s": tokens / seconds, "sampled_tokens_per_s": of["sampled"] / spent["rollout"],
+        "mfu": mfu, "mbu_rollout": mbu, "perf/throughput": tokens / seconds / world, "perf/mfu/actor": mfu}, tokens
