@@ -55,6 +55,7 @@ class Config:
     k_samples: int = 8                       # of each prompt: its group
     temperature: float = 1.0
     max_new_tokens: int = 128
+    skip_solved: int = 0                     # epochs for which a question rests after all its samples were right; they teach nothing
     dynamic_sampling: bool = False           # other questions in place of those whose samples all fare alike (DAPO, Yu et al. 2025)
     max_rounds: int = 4                      # in which it looks for them
     slots: int | None = None                 # samples in flight a rank; None: all of a step's, if they fit
@@ -127,7 +128,7 @@ def check(cfg):
     config.at_least(cfg, 1, "prompts_per_step k_samples max_new_tokens max_rounds slots inner_epochs mini_batches overlong_tokens max_steps "
                             "tokens_per_micro_batch eval_questions log_interval save_interval keep_last num_questions reward_workers")
     config.at_least(cfg, 0, "seed few_shot clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip lora_rank loss_chunks eval_interval shown_questions")
+                            "beta2 muon_momentum grad_clip lora_rank loss_chunks eval_interval shown_questions skip_solved")
     config.at_least(cfg, 0.01, "timeout temperature")
     config.below(cfg, 1, "clip_low beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
@@ -227,7 +228,7 @@ def asked(cfg, tokenizer, task, questions, num_samples, positions):
 # --- rollout ---
 
 def roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile):
-    """Groups of Rollouts, graded, one for each place of the stream. Verifiers work while the engine goes on, and while meanwhile(rollouts)
+    """{place: its group of Rollouts, graded} for places of the stream. Verifiers work while the engine goes on, and while meanwhile(rollouts)
     does: they are handed an eighth of the samples at a time, for each that wakes one takes a core from it. Seconds go to `spent`."""
     chosen, began = {place: train[question_at(place, len(train), cfg.seed)] for place in places}, time.perf_counter()
     groups = {place: [None] * cfg.k_samples for place in places}
@@ -251,7 +252,7 @@ def roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile):
     for rollout, grade in zip(submitted, pool.collect(wait=True), strict=True):
         rollout.grade, rollout.reward = grade, grade.score - penalty(cfg, len(rollout.ids))
     spent["reward"] += time.perf_counter() - began
-    return list(groups.values())
+    return groups
 
 
 def penalty(cfg, length):
@@ -259,16 +260,31 @@ def penalty(cfg, length):
     return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens) if cfg.overlong == "penalty" else 0.0
 
 
-def gather_groups(cfg, now, sample):
-    """(groups to train on, all that were sampled) of this rank. sample: places of the stream -> groups. With dynamic sampling in rounds,
-    until each rank has its share of groups that don't fare alike, or max_rounds are over."""
+def next_places(cfg, now, n):
+    """Where the next questions of a step stand in the endless stream, of all ranks together; those that rest are passed over."""
+    places, resting = [], set()
+    while len(places) < cfg.prompts_per_step:
+        number, epoch = question_at(now.asked, n, cfg.seed), now.asked // n
+        if epoch - now.solved.get(number, -cfg.skip_solved - 1) > cfg.skip_solved or len(resting) == n:
+            places.append(now.asked)
+        else:
+            resting.add(number)              # if all do, they are asked all the same
+        now.asked += 1
+    return places
+
+
+def gather_groups(cfg, now, n, sample):
+    """(groups to train on, all that were sampled) of this rank. n: questions; sample: places of the stream -> {place: group}. With
+    dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over."""
     share, kept, everything = cfg.prompts_per_step // distributed.world_size(), [], []
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
-        first = now.asked + distributed.rank() * share
-        groups = sample(range(first, first + share - len(kept)))
-        now.asked += cfg.prompts_per_step    # on every rank, whatever it kept
-        everything += groups
-        kept += [g for g in groups if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
+        mine = next_places(cfg, now, n)[distributed.rank()::distributed.world_size()]
+        groups = sample(mine[:share - len(kept)])
+        everything += groups.values()
+        kept += [g for g in groups.values() if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
+        if cfg.skip_solved:
+            solved = [place for place, g in groups.items() if all(r.grade.score == 1 for r in g)]
+            now.solved |= {question_at(place, n, cfg.seed): place // n for places in distributed.gather(solved) for place in places}
         if not distributed.any(len(kept) < share):
             break
     return kept or everything[:1], everything
@@ -456,7 +472,7 @@ def main(argv):
                 note_logprobs(model, hw, rollouts, now.micro_batch, cfg.temperature, "recomputed")
             spent["reference"] += time.perf_counter() - began
         groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
-        read.append(engine.bytes_read((len(r.prompt), len(r.ids)) for g in groups for r in g))
+        read.append(engine.bytes_read((len(r.prompt), len(r.ids)) for g in groups.values() for r in g))
         return groups
 
     def examine():
@@ -476,7 +492,7 @@ def main(argv):
             spent, read, sums, grad_norm, verdict = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0), [], [], 0.0, "ok"
             lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule, cfg.cooldown)
             t0 = clock()
-            groups, everything = gather_groups(cfg, now, sample)
+            groups, everything = gather_groups(cfg, now, len(train), sample)
             above = advantages(torch.tensor([[r.reward for r in group] for group in groups]), cfg.advantage_scale)
             for group, row in zip(groups, above.tolist()):
                 for rollout, rollout.advantage in zip(group, row):

@@ -1,4 +1,5 @@
 """Answers that a model was sampled for, as grpo.py learns from them: the questions' order, padded batches, a step's figures."""
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -38,7 +39,12 @@ def read_questions(path, n_valid):
 def question_at(place, n, seed):
     """The number of the question that stands at a place of the endless stream: each of the n once an epoch, in an order of its own."""
     epoch, k = divmod(place, n)
-    return int(np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)[k])
+    return int(order(n, seed, epoch)[k])
+
+
+@functools.lru_cache(maxsize=2)
+def order(n, seed, epoch):
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
 
 
 # --- rollouts ---
