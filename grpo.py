@@ -54,6 +54,7 @@ class Config:
     prompts_per_step: int = 32               # all ranks together
     k_samples: int = 8                       # of each prompt: its group
     temperature: float = 1.0
+    max_prompt_tokens: int | None = None     # questions with longer prompts are left out; None: with those that fill the model's context
     max_new_tokens: int = 128
     skip_solved: int = 0                     # epochs for which a question rests after all its samples were right; they teach nothing
     dynamic_sampling: bool = False           # other questions in place of those whose samples all fare alike (DAPO, Yu et al. 2025)
@@ -125,7 +126,7 @@ FROZEN = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "prompts_per_step k_samples max_new_tokens max_rounds slots inner_epochs mini_batches overlong_tokens max_steps "
+    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs mini_batches overlong_tokens max_steps "
                             "tokens_per_micro_batch eval_questions log_interval save_interval keep_last num_questions reward_workers")
     config.at_least(cfg, 0, "seed few_shot clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay beta1 "
                             "beta2 muon_momentum grad_clip lora_rank loss_chunks eval_interval shown_questions skip_solved")
@@ -219,9 +220,10 @@ def open_questions(cfg, task):
 
 
 def asked(cfg, tokenizer, task, questions, num_samples, positions):
-    """[(question, Request)] of those whose prompts leave room for an answer."""
+    """[(question, Request)] of those whose prompts leave room for an answer, and are not longer than asked for."""
+    longest = min(positions - 1, cfg.max_prompt_tokens or positions)
     requests = requests_of(tokenizer, task, questions, num_samples, cfg.max_new_tokens, cfg.few_shot)
-    pairs = [(question, request) for question, request in zip(questions, requests) if len(request.ids) < positions]
+    pairs = [(question, request) for question, request in zip(questions, requests) if len(request.ids) <= longest]
     return [(question, dataclasses.replace(request, key=key)) for key, (question, request) in enumerate(pairs)]
 
 
@@ -410,7 +412,8 @@ def main(argv):
         train = asked(cfg, tokenizer, task, questions, cfg.k_samples, found.config.block_size)
         valid = asked(cfg, tokenizer, task, held_out, 1, found.config.block_size)
     if not train:
-        raise BadInput(f"Every prompt fills the {found.config.block_size} positions of the model: lower --few_shot, or choose another model.")
+        raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {found.config.block_size} positions of the model: lower "
+                       "--few_shot, or choose another model.")
     context = min(found.config.block_size, max(len(request.ids) for _, request in train + valid) + cfg.max_new_tokens)
 
     torch.manual_seed(cfg.seed)
@@ -455,7 +458,7 @@ def main(argv):
         engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
     log.say(f"{model.n_params():,} parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad):,} of them trained, from "
             f"{cfg.init_from}; {len(train):,} questions of {cfg.dataset or cfg.task}{about}, {len(valid)} held out"
-            f"{f'; {len(questions) - len(train)} too long for the model left out' if len(train) < len(questions) else ''}.\n"
+            f"{f'; {len(questions) - len(train)} too long left out' if len(train) < len(questions) else ''}.\n"
             f"{world} x {hw.name}, {hw.dtype}, engine {dtype}, attention {hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, "
             f"{engine.slots} samples in flight, micro-batches of {now.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).\n"
             f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x {cfg.mini_batches} optimizer steps on them; "
