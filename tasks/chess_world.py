@@ -2,16 +2,16 @@
 
 A: the environment. A document is one line, the question all that is before the new position:
     A: FEN+MOVE+HISTORY+NEWFEN+REWARD+TERMINATED+TRUNCATED
-HISTORY is the last HISTORY moves, separated by spaces, MOVE the last of them. REWARD is 0.001 for a legal move after which the game
-goes on, 1.0 for checkmate, 0.5 for a draw (stalemate, too little material, fifty moves; repetition is not in a FEN, and does not count),
-and -1.0 for an illegal move, which leaves the FEN as it was. TERMINATED is 1 after the last three; TRUNCATED is 1 if the game goes on
-but has come to LONGEST_GAME plies, by the FEN's own count. One move in twenty is illegal.
+HISTORY is the last ten moves, separated by spaces, MOVE the last of them. REWARD is 0.001 for a legal move after which the game goes
+on, 1.0 for checkmate, 0.5 for a draw (stalemate, too little material, fifty moves; repetition is not in a FEN, and does not count), and
+-1.0 for an illegal move, which leaves the FEN as it was. TERMINATED is 1 after the last three; TRUNCATED is 1 if the game goes on but
+has come to a hundred plies, by the FEN's own count. One move in twenty is illegal.
 
 P: the policy. One line, the question all that is before " M:":
     P: FEN M: FIVE MOVES  E: THEIR EVALUATIONS  B: THE BEST OF THEM
-The best five moves (all, where there are fewer) in alphabetical order, so that the best has to be found; evaluations in pawns for who moves,
-from -9.99 to 9.99, and 10.00 or -10.00 for mate. They are Stockfish's, of all moves at depth STOCKFISH_DEPTH, if a program of that name is
-on the PATH, else those of a small search here, two plies deep. So the questions of P differ between machines with and without it.
+The best five moves (all, where there are fewer) in alphabetical order, so that the best has to be found; evaluations in pawns for the
+side to move, from -9.99 to 9.99, and 10.00 or -10.00 for mate. They are Stockfish's, of all moves at depth 6, if a program of that name
+is on the PATH, else those of a small search here, two plies deep: what P asks for differs between machines with and without it.
 
 Positions are from games of random moves and from games in which three moves of four are greedy. Moves are in UCI. A FEN names an en
 passant square only where the capture is legal. Needs the packages chess and rapidfuzz.
@@ -32,16 +32,16 @@ except ImportError:                  # check() says so
     chess = None
 
 PROMPT, STOP = "{}", "\n"
-INSTRUCTION = ("A line that begins with A: holds a chess position, a move and the last moves; answer with the new position, the reward and "
-               "two flags, separated by +. A line that begins with P: holds a position; answer with M: five moves, E: their evaluations "
-               "and B: the best of them. Answer with that one line alone.")
+INSTRUCTION = ("A line that begins with A: holds a chess position, a move and the last moves; answer with the new position, the reward "
+               "and two flags, separated by +. A line that begins with P: holds a position; answer with M: five moves, E: their "
+               "evaluations and B: the best of them. Answer with that one line alone.")
 HISTORY = 10                         # moves, the one to be made included
 LONGEST_GAME = 100                   # plies
 ILLEGAL = 0.05                       # share of the questions of A
 GREEDY = 0.75                        # share of greedy moves in half of the games
-KEPT = {"train": 1 / 8, "valid": 1.0, "test": 1.0}          # share of a game's positions: about ten a game in each split
+KEPT = {"train": 1 / 8, "valid": 1.0, "test": 1.0}          # share of a split's positions that are used: about ten a game of each
 GAMES = 32                           # games whose positions are mixed, so that neighbours in a text tell nothing of each other
-SLOW = 4                             # with P there are so many times fewer documents: a position takes 10 ms and more
+SLOW = 4                             # with P there are so many times fewer documents: a position takes 8 ms, with Stockfish 60
 STOCKFISH_DEPTH = 6
 CANDIDATES = 5
 MATE, MOST = 10.0, 9.99              # pawns
@@ -84,7 +84,7 @@ def step(fen, move):
 
 # --- evaluations ---
 
-VALUES = 0, 1.0, 3.2, 3.3, 5.0, 9.5, 0               # of a pawn, knight, bishop, rook, queen, king, which have the numbers 1 to 6 in chess
+VALUES = 0, 1.0, 3.2, 3.3, 5.0, 9.5, 0               # of pawn, knight, bishop, rook, queen, king: the package's numbers 1 to 6
 CENTRAL = 0, 0, 0.06, 0.03, 0.01, 0.01, -0.06        # pawns for each step from the edge, by file and by rank
 
 
@@ -113,7 +113,7 @@ def change(board, move):
     gained = mine[move.promotion or piece][move.to_square] - mine[piece][move.from_square]
     if taken:
         return gained + theirs[taken][move.to_square]
-    return gained + VALUES[1] if piece == 1 and (move.to_square - move.from_square) % 8 else gained          # en passant
+    return gained + (piece == 1 and (move.to_square - move.from_square) % 8 > 0)         # a pawn, en passant
 
 
 def gain(board, move):
@@ -125,7 +125,8 @@ def gain(board, move):
 
 
 def search(board):
-    """{move: pawns for who moves} of all legal moves: what a move changes, less the best that the answer to it gains."""
+    """{move: pawns for who moves} of all legal moves: what a move changes, less the most that an answer to it gains. An answer
+    that mates is not seen."""
     found, now = {}, balance(board)
     for move in list(board.legal_moves):
         pawns = now + change(board, move)
@@ -185,8 +186,8 @@ def position_of(fen):
 
 
 def positions(split, rng):
-    """(FEN, moves before, move) of different positions of a split, without end. A game's last move is always among them: mates and
-    draws are rare enough."""
+    """(FEN, moves before, move) of different positions of a split, without end. A game's last is used whenever it is of the split: of
+    train, which leaves most others out, it makes 7% instead of 1%, and mates and draws are rare enough."""
     seen = set()
     while True:
         found = []
@@ -204,8 +205,9 @@ def illegal(fen, rng):
     """A move that can't be made, in three cases of four one of a piece of who moves."""
     board, mine = chess.Board(fen), rng.random() < 0.75
     while True:
-        move = chess.Move(rng.choice(list(chess.SquareSet(board.occupied_co[board.turn]))) if mine else rng.randrange(64), rng.randrange(64))
-        if move.from_square != move.to_square and not board.is_legal(move):
+        frm = rng.choice(list(chess.SquareSet(board.occupied_co[board.turn]))) if mine else rng.randrange(64)
+        move = chess.Move(frm, rng.randrange(64))
+        if frm != move.to_square and not board.is_legal(move):
             return move.uci()
 
 
@@ -220,7 +222,8 @@ def drawn(split, seed, n, argument):
                 continue
             if rng.random() < ILLEGAL:
                 move = illegal(fen, rng)
-            yield {"question": f"A: {fen}+{move}+{' '.join([*before, move])}+", "answer": step(fen, move), "kind": "A", "fen": fen, "move": move}
+            yield {"question": f"A: {fen}+{move}+{' '.join([*before, move])}+", "answer": step(fen, move), "kind": "A", "fen": fen,
+                   "move": move}
 
 
 def policy(evaluations):
@@ -253,16 +256,16 @@ def reward(question, completion):
 
     A: 0.05 for the form, up to 0.35 for a FEN nearer to the right one than the old FEN is (by edits), 0.4 for the right one, 0.2 for
     reward and flags, a third each, in an answer whose position is possible at all. Parts: formatted, legal_fen, fen, flags.
-    P: 0.05 for the form, up to 0.15 for legal moves, 0.3 for evaluations near the truth, 0.5 for a choice that is as good as the
-    best. Parts: formatted, legal (all, no two the same, and the choice among them), evaluations (off by NEAR at most, on average), best.
+    P: 0.05 for the form, up to 0.15 for legal moves, 0.3 for their evaluations, 0.5 for a choice among them, as good as the best.
+    Parts: formatted, legal (all, no two the same, the choice among them), evaluations (off by NEAR at most, on average), best.
     """
     text = completion[:LONGEST_TEXT].partition(STOP)[0].strip()
     return (grade_step if question["kind"] == "A" else grade_policy)(question, text)
 
 
 def grade_step(question, text):
-    parts, found, (right, *truth) = dict.fromkeys(("formatted", "legal_fen", "fen", "flags"), False), STEP.fullmatch(text), \
-        question["answer"].split("+")
+    parts, found = dict.fromkeys(("formatted", "legal_fen", "fen", "flags"), False), STEP.fullmatch(text)
+    right, *truth = question["answer"].split("+")
     if not found:
         return 0.0, parts
     fen, *flags = found.groups()
@@ -272,7 +275,7 @@ def grade_step(question, text):
     copied = Levenshtein.normalized_similarity(question["fen"], right)             # 1.0 after an illegal move: nothing is nearer
     nearer = (Levenshtein.normalized_similarity(fen, right) - copied) / (1 - copied) if copied < 1 else parts["fen"]
     same = fmean(a == b for a, b in zip(flags, truth)) if parts["legal_fen"] else 0
-    return 0.05 + 0.35 * max(0.0, nearer) + 0.4 * parts["fen"] + 0.2 * same, parts
+    return min(0.99, 0.05 + 0.35 * max(0.0, nearer) + 0.4 * parts["fen"] + 0.2 * same), parts
 
 
 def possible(fen):
@@ -284,20 +287,21 @@ def possible(fen):
 
 
 def grade_policy(question, text):
-    parts, found, truth = dict.fromkeys(("formatted", "legal", "evaluations", "best"), False), POLICY.fullmatch(text), question["evaluations"]
+    parts, found = dict.fromkeys(("formatted", "legal", "evaluations", "best"), False), POLICY.fullmatch(text)
     if not found:
         return 0.0, parts
     moves, evaluations, choice = found[1].split(), [float(x) for x in found[2].split()], found[3]
+    truth = question["evaluations"]
     wanted = min(CANDIDATES, len(truth))
     if not len(moves) == len(evaluations) == wanted:
         return 0.0, parts
     off = {move: abs(pawns - truth[move]) for move, pawns in zip(moves, evaluations) if move in truth}
     error = fmean([*off.values(), *[LOST + NEAR] * (wanted - len(off))])
-    regret = max(truth.values()) - truth.get(choice, -MATE - LOST)
+    regret = max(truth.values()) - (truth[choice] if choice in off else -MATE - LOST)
     parts = {"formatted": True, "legal": len(off) == wanted and choice in off, "evaluations": error <= NEAR, "best": regret <= BEST}
     if all(parts.values()):
         return 1.0, parts
-    return 0.05 + 0.15 * len(off) / wanted + 0.3 * graded(error - NEAR) + 0.5 * graded(regret - BEST), parts
+    return min(0.99, 0.05 + 0.15 * len(off) / wanted + 0.3 * graded(error - NEAR) + 0.5 * graded(regret - BEST)), parts
 
 
 def graded(pawns):
