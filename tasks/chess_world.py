@@ -2,7 +2,7 @@
 
 A: the environment. A document is one line, the question all that is before the new position:
     A: FEN+MOVE+HISTORY+NEWFEN+REWARD+TERMINATED+TRUNCATED
-HISTORY is the last ten moves, separated by spaces, MOVE the last of them. REWARD is 0.001 for a legal move after which the game goes
+HISTORY is the last four moves, separated by spaces, MOVE the last of them. REWARD is 0.001 for a legal move after which the game goes
 on, 1.0 for checkmate, 0.5 for a draw (stalemate, too little material, fifty moves; repetition is not in a FEN, and does not count), and
 -1.0 for an illegal move, which leaves the FEN as it was. TERMINATED is 1 after the last three; TRUNCATED is 1 if the game goes on but
 has come to a hundred plies, by the FEN's own count. One move in twenty is illegal.
@@ -35,7 +35,7 @@ PROMPT, STOP = "{}", "\n"
 INSTRUCTION = ("A line that begins with A: holds a chess position, a move and the last moves; answer with the new position, the reward "
                "and two flags, separated by +. A line that begins with P: holds a position; answer with M: five moves, E: their "
                "evaluations and B: the best of them. Answer with that one line alone.")
-HISTORY = 10                         # moves, the one to be made included
+HISTORY = 4                          # moves, the one to be made included
 LONGEST_GAME = 100                   # plies
 ILLEGAL = 0.05                       # share of the questions of A
 GREEDY = 0.75                        # share of greedy moves in half of the games
