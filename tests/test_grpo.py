@@ -1,0 +1,361 @@
+"""grpo.py: the objective against numbers by hand, what is trained on, and runs that can be stopped, repeated and shared by ranks."""
+import contextlib
+import io
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+from conftest import ROOT, environment, flags, largest_difference, metrics, trained, weights
+from engine import Engine, Request, Sample
+from model import IGNORE
+from runtime import checkpoint, guard
+from runtime.rewards import Grade
+from runtime.rollouts import Rollout, micro_batches, padded, question_at, read_questions
+from runtime.tokenizer import Tokenizer
+from test_model import GPT2, LLAMA, QWEN, ids, tiny
+
+NAN, INF = float("nan"), float("inf")
+
+# A completion is worth its share of the letter t; it ends at the first a, which about half of them reach in time.
+TASK = '''
+STOP = "a"
+PROMPT = "{}"
+
+def questions(split, seed=0, n=None):
+    words = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")]
+    return [{"question": w, "answer": "t"} for w in (words if split == "train" else [f"mat {i}" for i in range(6)])][:n]
+
+def reward(question, completion):
+    share = completion.count("t") / max(1, len(completion))
+    return share, {"many": share > 0.2, "ended": completion.endswith("a")}
+'''
+GRPO = dict(prompts_per_step=4, k_samples=4, max_new_tokens=12, max_steps=4, learning_rate=3e-3, warmup_steps=0, dtype="fp32",
+            reward_pool="serial", eval_interval=0, keep_memory=False)
+
+
+# --- runs ---
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    trained(folder, text, max_steps=20, learning_rate=0.02, dtype="fp32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("task"), TASK)
+
+
+def write(folder, text, name="letters.py"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.fixture
+def learn(base, letters, tmp_path):
+    """A run in this process, which saves the seconds that importing torch takes. Returns its folder; what it said is in `learn.said`."""
+    def learn(name="run", code=0, **knobs):
+        out, err = io.StringIO(), io.StringIO()
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        argv = flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / name) | knobs)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+                guard.run(lambda: grpo.main(argv))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        learn.said, learn.error = out.getvalue(), err.getvalue()
+        assert ended.value.code == code, learn.said[-3000:] + learn.error
+        return tmp_path / name
+    return learn
+
+
+def command(out_dir, base, task, **knobs):
+    return [sys.executable, str(ROOT / "grpo.py"), *flags(**GRPO | dict(init_from=base, task=task, out_dir=out_dir) | knobs)]
+
+
+def lines(out_dir):
+    """The lines of metrics.jsonl that belong to steps of training."""
+    return [line for line in map(json.loads, (Path(out_dir) / "metrics.jsonl").read_text().splitlines()) if "reward" in line]
+
+
+def same(a, b):
+    return largest_difference(a, b) == 0
+
+
+def gradient(out_dir, step=1):
+    """Of a run's one step without clipping, as AdamW's first moment holds it."""
+    state = checkpoint.load_state(out_dir, step)["optimizers"][0]["state"]
+    return torch.cat([state[i]["exp_avg"].flatten() for i in sorted(state)]) / (1 - grpo.Config.beta1)
+
+
+def apart(a, b):
+    """How far two vectors are from each other, as a share of the longer."""
+    return ((a - b).norm() / max(a.norm(), b.norm())).item()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What the runs of a test hand from one part to another: samples of the engine, groups of each optimizer step, padded batches."""
+    seen = SimpleNamespace(samples=[], groups=[], batches=[])
+    generate, step, pad = Engine.generate, grpo.optimizer_step, grpo.padded
+
+    def spied(self, requests, *rest):
+        for sample in generate(self, requests, *rest):
+            seen.samples.append(sample)
+            yield sample
+
+    def stepped(cfg, hw, ddp, state, groups, *rest):
+        seen.groups.append(groups)
+        return step(cfg, hw, ddp, state, groups, *rest)
+
+    def padding(rollouts):
+        seen.batches.append(pad(rollouts))
+        return seen.batches[-1]
+    monkeypatch.setattr(Engine, "generate", spied)
+    monkeypatch.setattr(grpo, "optimizer_step", stepped)
+    monkeypatch.setattr(grpo, "padded", padding)
+    return seen
+
+
+# --- the objective ---
+
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+OLD = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -1.0, -1.0]])
+RATIO = torch.tensor([[1.0, 1.5, 0.5], [0.7, 1.3, 9.0]])
+ADVANTAGE, MASK = torch.tensor([1.0, -2.0]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+def by_hand(loss_type, **options):
+    logp = (OLD + RATIO.log()).requires_grad_()
+    divisor = grpo.normaliser(loss_type, 5, 2, 4)
+    options = dict(ref_logp=None) | {k: logp.detach() + v if k == "ref_logp" else OLD - v if k == "sampled_logp" else v for k, v in options.items()}
+    loss, figures = grpo.grpo_loss(logp, OLD, options.pop("ref_logp"), ADVANTAGE, MASK, divisor, loss_type=loss_type, **options)
+    loss.backward()
+    return loss.item(), logp.grad, {k: v.item() for k, v in figures.items()}
+
+
+@pytest.mark.parametrize("loss_type, loss, divisors", [
+    ("dapo", (-1 - 1.28 - 0.5 + 1.6 + 2.6) / 5, (5, 5)), ("grpo", ((-1 - 1.28 - 0.5) / 3 + (1.6 + 2.6) / 2) / 2, (6, 4)),
+    ("dr_grpo", (-1 - 1.28 - 0.5 + 1.6 + 2.6) / 8, (8, 8))])
+def test_the_loss_is_what_one_computes_by_hand(loss_type, loss, divisors):
+    """Ratios count up to 1.28 where the advantage is positive, down to 0.8 where it is negative, and without a limit on the other side."""
+    found, slope, figures = by_hand(loss_type)
+    assert found == pytest.approx(loss, rel=1e-6) and figures["clipped"] == 2 and figures["kl"] == 0
+    expected = torch.tensor([[-1.0, 0, -0.5], [0, 2.6, 0]]) / torch.tensor(divisors)[:, None]
+    torch.testing.assert_close(slope, expected, rtol=1e-6, atol=1e-7)
+    assert figures["kl_old"] == pytest.approx(sum(r - 1 - math.log(r) for r in (1.0, 1.5, 0.5, 0.7, 1.3)), rel=1e-5)
+    swapped, _, figures = by_hand(loss_type, clip_low=0.6, clip_high=0.2)
+    assert figures["clipped"] == 1 and swapped == pytest.approx({
+        "dapo": (-1 - 1.2 - 0.5 + 1.4 + 2.6) / 5, "grpo": (-2.7 / 3 + 4.0 / 2) / 2, "dr_grpo": 1.3 / 8}[loss_type], rel=1e-5)
+
+
+def test_the_divergence_and_importance_weights_are_what_one_computes_by_hand():
+    """k3 of a ratio of 2 between reference and policy, at a token that has become 1.5 times as likely."""
+    plain, toward = by_hand("dapo")[0], torch.zeros(2, 3)
+    toward[0, 1], k3 = math.log(2), 2 - 1 - math.log(2)
+    loss, slope, figures = by_hand("dapo", ref_logp=toward, beta=0.1)
+    assert loss == pytest.approx(plain + 0.1 * 1.5 * k3 / 5, rel=1e-6) and figures["kl"] == pytest.approx(k3, rel=1e-5)
+    assert slope[0, 1].item() == pytest.approx(0.1 * 1.5 * (k3 + 1 - 2) / 5, rel=1e-5)        # d(ratio k3) = ratio (k3 + dk3)
+    assert by_hand("dapo", ref_logp=toward)[0] == plain
+    over = torch.tensor([[math.log(3), 0, math.log(0.5)], [0, math.log(1.5), 0]])
+    assert by_hand("dapo", sampled_logp=over, tis_cap=2.0)[0] == pytest.approx((-2 - 1.28 - 0.25 + 1.6 + 1.5 * 2.6) / 5, rel=1e-6)
+    assert by_hand("dapo", sampled_logp=over)[0] == plain
+    both = by_hand("dapo", sampled_logp=over, tis_cap=2.0, ref_logp=toward, beta=0.1)[0]
+    assert both == pytest.approx((-2 - 1.28 - 0.25 + 1.6 + 1.5 * 2.6 + 0.15 * k3) / 5, rel=1e-6)
+
+
+def plainly(logp, old, ref, advantage, lengths, loss_type, low, high, beta, sampled, cap, max_new_tokens):
+    """The objective in float64, a token at a time."""
+    rows = []
+    for b, n in enumerate(lengths):
+        row = []
+        for t in range(n):
+            ratio, a = torch.exp(logp[b, t] - old[b, t]), advantage[b]
+            capped = torch.clamp(ratio, max=1 + high) if a > 0 else torch.clamp(ratio, min=1 - low)
+            token = -capped * a
+            if cap:
+                token = token * min(cap, math.exp(old[b, t] - sampled[b, t]))
+            if beta:
+                back = torch.exp(ref[b, t] - logp[b, t])
+                token = token + beta * ratio * (back - 1 - torch.log(back))
+            row.append(token)
+        rows.append(row)
+    if loss_type == "grpo":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    return sum(map(sum, rows)) / (sum(lengths) if loss_type == "dapo" else len(rows) * max_new_tokens)
+
+
+@pytest.mark.parametrize("loss_type, beta, cap, seed", [(*kind, seed) for seed, kind in enumerate(itertools.product(LOSS_TYPES, (0.0, 0.3), (0.0, 1.1)))])
+def test_loss_and_gradient_equal_those_of_the_formula_in_float64(loss_type, beta, cap, seed):
+    g, (B, T), lengths = torch.Generator().manual_seed(seed), (5, 9), [9, 1, 4, 7, 2]
+    old, sampled, ref, logp = (-1 - 2 * torch.rand(B, T, generator=g, dtype=torch.float64) for _ in range(4))
+    sampled, ref, logp = (old + 0.6 * (x - x.mean()) for x in (sampled, ref, logp))
+    advantage = torch.randn(B, generator=g, dtype=torch.float64)
+    mask = torch.arange(T) < torch.tensor(lengths)[:, None]
+    expected = plainly(a := logp.clone().requires_grad_(), old, ref, advantage, lengths, loss_type, 0.15, 0.25, beta, sampled, cap, 11)
+    expected.backward()
+    b = logp.float().requires_grad_()
+    parts, clipped = [], 0                   # in two micro-batches, divided by the number of the whole
+    for rows in (slice(0, 2), slice(2, B)):
+        loss, figures = grpo.grpo_loss(b[rows], old.float()[rows], ref.float()[rows] if beta else None, advantage[rows], mask[rows],
+                                 grpo.normaliser(loss_type, sum(lengths), B, 11), 0.15, 0.25, beta, loss_type, sampled.float()[rows], cap)
+        loss.backward()
+        parts.append(loss.item())
+        clipped += figures["clipped"]
+    assert sum(parts) == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(b.grad.double(), a.grad, rtol=1e-4, atol=1e-6)
+    assert 0 < clipped < sum(lengths)
+
+
+def test_the_expected_gradient_of_the_divergence_is_that_of_the_true_one():
+    """Over all tokens of a small vocabulary, weighted with the policy that samples them."""
+    g = torch.Generator().manual_seed(0)
+    logits, ref = torch.randn(7, generator=g).requires_grad_(), torch.randn(7, generator=g).log_softmax(0)
+
+    def slope(of):
+        return torch.autograd.grad(of(logits.log_softmax(0)), logits)[0]
+
+    def of_loss(logp):
+        one = torch.ones(1, 1)
+        return sum(p * grpo.grpo_loss(logp[i].view(1, 1), logp[i].detach().view(1, 1), ref[i].view(1, 1), torch.zeros(1), one, beta=1.0)[0]
+                   for i, p in enumerate(logp.exp().tolist()))
+    true = slope(lambda logp: (logp.exp() * (logp - ref)).sum())
+    without_ratio = slope(lambda logp: (logp.exp().detach() * ((ref - logp).exp() - (ref - logp) - 1)).sum())
+    k1 = slope(lambda logp: (logp.exp().detach() * (logp - ref)).sum())
+    assert apart(slope(of_loss), true) < 1e-6
+    assert apart(without_ratio, true) > 0.1 and k1.norm() < 1e-6
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_stands_at_masked_positions_has_no_effect(loss_type, bad):
+    g = torch.Generator().manual_seed(0)
+    values, mask = -torch.rand(4, 3, 6, generator=g), torch.rand(3, 6, generator=g) < 0.6
+    mask[1] = False                          # a whole sequence, too
+    results = []
+    for filling in (0.0, bad):
+        logp, old, ref, sampled = torch.where(mask, values, filling)
+        logp.requires_grad_()
+        advantage = torch.tensor([1.0, -1.0, 0.5])
+        loss, figures = grpo.grpo_loss(logp, old, ref, advantage, mask, 7.0, beta=0.2, loss_type=loss_type, sampled_logp=sampled, tis_cap=2.0)
+        loss.backward()
+        results.append((loss, logp.grad, *figures.values()))
+    for clean, spoiled in zip(*results):
+        assert spoiled.isfinite().all() and torch.equal(clean, spoiled)
+    assert (results[0][1][~mask] == 0).all() and results[0][1].any()
+
+
+@pytest.mark.parametrize("filling", [-1.0, NAN, INF])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_micro_batch_without_a_target_gives_nothing(loss_type, filling):
+    logp = torch.full((2, 3), filling, requires_grad=True)
+    nothing = torch.zeros(2, 3)
+    loss, figures = grpo.grpo_loss(logp, nothing, nothing, torch.ones(2), nothing, 5.0, beta=0.1, loss_type=loss_type, sampled_logp=nothing, tis_cap=2.0)
+    loss.backward()
+    assert loss == 0 and not logp.grad.any() and not any(figures.values())
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("far", list(itertools.product((-100.0, 0.0, 100.0), repeat=3)), ids=str)
+def test_huge_ratios_stay_finite(far, advantage):
+    logp = torch.full((1, 2), -200.0, requires_grad=True)
+    old, ref, sampled = (logp.detach() + by for by in far)
+    loss, figures = grpo.grpo_loss(logp, old, ref, torch.tensor([advantage]), torch.ones(1, 2), beta=0.1, sampled_logp=sampled, tis_cap=2.0)
+    loss.backward()
+    assert all(x.isfinite().all() for x in (loss, logp.grad, *figures.values()))
+
+
+# --- advantages ---
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_advantages_have_mean_zero_and_stay_in_their_group(scale):
+    rewards = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards[2], rewards[3] = 0.1 + 0.2, 1 / 3
+    found = grpo.advantages(rewards, scale)
+    assert found.dtype == torch.float64 and found.sum(1).abs().max() < 1e-12
+    assert not found[2:4].any()              # exactly, though the mean of five 0.3s is not 0.3
+    other = rewards.clone()
+    other[0] = torch.tensor([0.0, 1, 0, 1, 1])
+    assert torch.equal(grpo.advantages(other, scale)[1:], found[1:])
+    alone = torch.cat([grpo.advantages(row[None], scale) for row in rewards])
+    torch.testing.assert_close(alone, found, rtol=1e-12, atol=1e-12)
+    spread = found.std(1, correction=0)[[0, 1, 4, 5]]
+    expected = torch.ones(4, dtype=torch.float64) if scale == "group" else rewards.std(1, correction=0)[[0, 1, 4, 5]]
+    torch.testing.assert_close(spread, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("value", [0.1 + 0.2, 0.1, 1 / 3, 1e-30, 0.7 * 3, -0.1, 0.0])
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 16])
+def test_a_group_that_fares_alike_and_a_group_of_one_have_none(scale, value, k):
+    assert grpo.advantages(torch.full((2, k), value), scale).tolist() == [[0.0] * k] * 2
+
+
+# --- log-probabilities ---
+
+KINDS = {"default": {}, "gpt2": GPT2, "llama": LLAMA, "qwen with a softcap": QWEN}
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_logprobs_are_those_of_the_targets_at_the_temperature(kind, temperature):
+    model, x, y = tiny(trained=True, **kind), ids(), ids(seed=2)
+    model.head_weight.data[100:] = 1e3       # padding ids, which no probability may leak to
+    y[0, :9], y[2, 5:] = IGNORE, IGNORE
+    logp, entropy = model(x, y, temperature)
+    logits = model(x).detach()
+    whole = (logits / temperature).log_softmax(-1)
+    expected = torch.where(y == IGNORE, 0.0, whole.gather(-1, y.clamp(min=0)[..., None])[..., 0])
+    assert logp.dtype == torch.float32 and logits.shape[-1] == 100
+    torch.testing.assert_close(logp.detach(), expected, rtol=0, atol=2e-6)
+    assert (logp[y == IGNORE] == 0).all() and (entropy[y == IGNORE] == 0).all()
+    truth = torch.distributions.Categorical(logits=logits / temperature).entropy()
+    torch.testing.assert_close(entropy, torch.where(y == IGNORE, 0.0, truth), rtol=0, atol=2e-6)
+    assert logp.requires_grad and not entropy.requires_grad
+
+
+@pytest.mark.parametrize("rows", [1, 7, 31])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
+    x, y, results = ids(), ids(seed=2), []
+    y[1, 3:11] = IGNORE
+    weight = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
+    for at_a_time in (10**6, rows):
+        model = tiny(trained=True, **kind)
+        model.rows_at_a_time = lambda device: at_a_time
+        logp, entropy = model(x, y, 0.8)
+        (logp * weight).sum().backward()
+        results.append([logp.detach(), entropy, *(p.grad for p in model.parameters())])
+    for one, many in zip(*results):
+        torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6 * max(1.0, one.abs().max().item()))
+
+
+def test_logprobs_of_no_target_are_zeros_that_can_be_differentiated():
+    """What a rank does that has nothing to learn, while others wait for its gradients."""
+    model = tiny(trained=True)
+    logp, entropy = model(ids(), torch.full((3, 16), IGNORE), 1.0)
+    logp.sum().backward()
+    assert not logp.any() and not entropy.any()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
