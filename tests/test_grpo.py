@@ -42,7 +42,7 @@ def reward(question, completion):
     return share, {"many": share > 0.2, "ended": completion.endswith("a")}
 '''
 GRPO = dict(prompts_per_step=4, k_samples=4, max_new_tokens=12, max_steps=4, learning_rate=3e-3, warmup_steps=0, dtype="fp32",
-            reward_pool="serial", eval_interval=0, keep_memory=False)
+            reward_pool="serial", eval_interval=0, keep_memory=False, tokens_per_micro_batch=1024)
 
 
 # --- runs ---
@@ -359,3 +359,209 @@ def test_logprobs_of_no_target_are_zeros_that_can_be_differentiated():
     logp.sum().backward()
     assert not logp.any() and not entropy.any()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+# --- questions, rollouts and batches ---
+
+def test_the_stream_asks_every_question_once_an_epoch_in_an_order_of_its_own():
+    orders = [[question_at(place, 11, seed) for place in range(33)] for seed in (0, 1)]
+    epochs = [tuple(order[i:i + 11]) for order in orders for i in (0, 11, 22)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs) and len(set(epochs)) == 6
+    assert orders[0] == [question_at(place, 11, 0) for place in range(33)] and question_at(10**9, 1, 5) == 0
+
+
+def some_rollouts(seed=0, n=40):
+    rng = random.Random(seed)
+    return [Rollout(prompt=[rng.randrange(257) for _ in range(rng.randrange(1, 9))], ids=(ids := [rng.choice([0, 5, 256]) for _ in range(rng.randrange(1, 14))]),
+                    logprobs=[-rng.random() for _ in ids], finished=rng.random() < 0.5, trained=rng.random() < 0.8, advantage=rng.random(),
+                    reference=[-rng.random() for _ in ids], recomputed=[-rng.random() for _ in ids]) for _ in range(n)]
+
+
+def test_what_is_trained_on_follows_from_lengths_alone():
+    """Padding id 0 and the end of text, 256, are ids like any other where they were sampled."""
+    rollouts = some_rollouts()
+    batch = padded(rollouts)
+    for i, r in enumerate(rollouts):
+        whole, p, n = r.prompt + r.ids, len(r.prompt), len(r.prompt) + len(r.ids)
+        assert len(r) == n - 1 and batch.x[i, :n - 1].tolist() == whole[:-1]
+        where = torch.zeros(batch.x.shape[1], dtype=torch.bool)
+        where[p - 1:n - 1] = True
+        assert batch.y[i][~where].unique().tolist() in ([IGNORE], []) and batch.y[i][where].tolist() == (r.ids if r.trained else [IGNORE] * len(r.ids))
+        for name, values in (("sampled", r.logprobs), ("recomputed", r.recomputed), ("reference", r.reference)):
+            found = getattr(batch, name)[i]
+            assert found.dtype == torch.float32 and found[where].tolist() == pytest.approx(values) and not found[~where].any()
+        assert batch.advantage[i].item() == pytest.approx(r.advantage)
+    assert batch.x.shape == batch.y.shape == (40, max(map(len, rollouts))) and (batch.y == IGNORE).any(1).sum() >= 30
+    assert padded([Rollout([3], [0], [-1.0], True), Rollout([4], [0, 256], [-1.0, -2.0], False)]).y.tolist() == [[0, IGNORE], [0, 256]]
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 64, 100, 10**6])
+def test_micro_batches_keep_to_their_tokens_and_lose_nothing(tokens):
+    rollouts = some_rollouts(1)
+    parts = micro_batches(rollouts, tokens)
+    assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, rollouts))
+    for part in parts:
+        assert padded(part).x.numel() <= tokens or len(part) == 1
+    assert len(parts) == {1: 40, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
+    if tokens == 100:                        # sorted, so that little is padding
+        assert sum(padded(part).x.numel() for part in parts) < 1.25 * sum(map(len, rollouts))
+
+
+class Scripted:
+    """Stands for the engine: for each request, completions that end in every way there is."""
+    completions = [([5, 0, 256], "stop"), ([0, 7, 0], "length"), ([256], "stop"), ([5, 256, 9, 0], "length")]
+
+    def generate(self, requests):
+        for request in reversed(requests):
+            for index in (2, 0, 3, 1):
+                ids, reason = self.completions[index]
+                yield Sample(request, index, ids, [-0.5] * len(ids), [], reason)
+
+
+class Judge:
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, question, completion):
+        self.asked.append((question["question"], completion))
+
+    def collect(self, wait):
+        return [Grade(0.25 * len(text), {}, "", None) for _, text in self.asked]
+
+
+@pytest.mark.parametrize("overlong", ["keep", "mask", "penalty"])
+def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess(overlong):
+    """The end of text that ended a completion is its last token; to one that was cut off none is added."""
+    cfg = grpo.Config(k_samples=4, overlong=overlong, max_new_tokens=4, overlong_tokens=2)
+    train, judge = [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)], Judge()
+    spent, met = dict(rollout=0.0, reward=0.0), []
+    groups = grpo.roll_out(cfg, Scripted(), Tokenizer("bytes"), judge, train, range(7, 10), spent, met.extend)
+    assert len(met) == 12 and len(judge.asked) == 12
+    for place, group in zip(range(7, 10), groups, strict=True):
+        number = question_at(place, 5, 0)
+        for rollout, (ids, reason), punished in zip(group, Scripted.completions, (0.5, 0.5, 0, 1), strict=True):
+            text = Tokenizer("bytes").text_of(ids)
+            assert rollout.prompt == [number, 0, 256] and rollout.ids == ids and rollout.finished == (reason == "stop")
+            assert rollout.trained == (reason == "stop" or overlong != "mask")
+            assert rollout.reward == 0.25 * len(text) - (punished if overlong == "penalty" else 0) and (f"question {number}", text) in judge.asked
+            y = padded([rollout]).y[0].tolist()
+            assert y == ([IGNORE] * 2 + ids if rollout.trained else [IGNORE] * len(rollout))
+
+
+def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
+    cfg = grpo.Config(overlong="penalty", max_new_tokens=100, overlong_tokens=20)
+    assert [grpo.penalty(cfg, n) for n in (1, 80, 81, 90, 99, 100)] == pytest.approx([0, 0, 0.05, 0.5, 0.95, 1])
+    assert grpo.penalty(grpo.Config(max_new_tokens=100), 100) == 0
+
+
+def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path):
+    rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i} for i in range(200)]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "q.jsonl")
+    train, held = read_questions(path, 100)
+    assert 10 <= len(held) <= 32 and not {q["question"] for q in train} & {q["question"] for q in held}
+    assert sorted(q["level"] for q in train + held) == list(range(200)) and all(q["question"] == q["prompt"] for q in train)
+    fewer, three = read_questions(path, 3)
+    assert three == held[:3] and len(fewer) == 197 and read_questions(path, 0) == ([row | {"question": row["prompt"]} for row in rows], [])
+    random.Random(0).shuffle(rows)           # in another order, with one twice and under the other name
+    other = write(tmp_path, "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows + rows[:1]), "r.jsonl")
+    again, same_held = read_questions(other, 100)
+    assert {q["question"] for q in same_held} == {q["question"] for q in held} and len(again) == len(train)
+
+
+# --- what a run trains on ---
+
+def test_a_run_trains_on_the_very_ids_that_were_sampled_after_the_prompt(learn, watched, letters):
+    learn(max_steps=3, tokens_per_micro_batch=64)
+    sampled = {}
+    for s in watched.samples:
+        whole = tuple(s.request.ids + s.ids)
+        assert bytes(s.request.ids).decode() in {f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")}
+        assert (s.reason == "stop") == (s.ids[-1] in (ord("a"), 256)) and len(s.ids) <= 12 and (s.reason == "stop" or len(s.ids) == 12)
+        sampled.setdefault(whole, []).append((len(s.request.ids), s.logprobs))
+    met = 0
+    for batch in watched.batches:
+        assert batch.x.numel() <= 64
+        for x, y, logprobs in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled):
+            trained_on = [t for t, target in enumerate(y) if target != IGNORE]
+            whole = tuple(x[:trained_on[-1] + 1] + [y[trained_on[-1]]])
+            n, expected = sampled[whole][0]
+            assert trained_on == list(range(n - 1, len(whole) - 1)) and [y[t] for t in trained_on] == list(whole[n:])
+            assert any(logprobs[trained_on].tolist() == other for _, other in sampled[whole])
+            met += 1
+    assert len(watched.samples) == 48 and met == sum(r.advantage != 0 for groups in watched.groups for g in groups for r in g) > 30
+    for groups in watched.groups:
+        for group in groups:
+            mean = sum(r.reward for r in group) / 4
+            assert [r.advantage for r in group] == pytest.approx([r.reward - mean for r in group], abs=1e-6) and len({tuple(r.prompt) for r in group}) == 1
+
+
+def test_samples_that_were_cut_off_are_left_out_by_mask_and_pay_by_penalty(learn, watched):
+    learn("mask", max_steps=2, overlong="mask")
+    rollouts = [r for groups in watched.groups for group in groups for r in group]
+    assert {r.finished for r in rollouts} == {True, False} and all(r.trained == r.finished for r in rollouts)
+    assert sum((batch.y != IGNORE).any(1).sum() for batch in watched.batches) == sum(r.trained and r.advantage != 0 for r in rollouts)
+    first, watched.groups[:] = watched.groups[0], []
+    learn("penalty", max_steps=1, overlong="penalty", overlong_tokens=4)
+    for plain, punished in zip(itertools.chain(*first), itertools.chain(*watched.groups[0]), strict=True):
+        assert punished.trained and punished.ids == plain.ids
+        assert punished.reward == pytest.approx(plain.reward - max(0, len(plain.ids) - 8) / 4)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_the_trainer_finds_the_log_probabilities_of_the_engine(learn, temperature):
+    """Temperature included: without it they would be apart by tenths."""
+    out = learn(temperature=temperature, tokens_per_micro_batch=100)
+    assert len(lines(out)) == 4
+    for line in lines(out):
+        assert 0 < line["logprob_gap"] <= line["logprob_gap_max"] < 1e-5 and abs(line["kl_old"]) < 1e-6 and line["clip_fraction"] == 0
+
+
+# --- one normaliser ---
+
+PIECES = {loss_type: dict(loss_type=loss_type, max_steps=1, grad_clip=0, prompts_per_step=6) for loss_type in LOSS_TYPES} | {
+    "masked": dict(loss_type="dapo", overlong="mask", max_steps=1, grad_clip=0, prompts_per_step=6, beta=0.1),
+    "three steps": dict(max_steps=3, grad_clip=0.5, advantage_scale="group"),
+    "inner": dict(max_steps=3, inner_epochs=2, mini_batches=2, beta=0.1, prompts_per_step=8)}
+
+
+@pytest.fixture(scope="module")
+def ranked(base, letters, tmp_path_factory):
+    """Folders of the runs of PIECES by two ranks, one after another in one start of torchrun."""
+    folder = tmp_path_factory.mktemp("ranked")
+    argvs = {name: flags(**GRPO | dict(init_from=base, task=letters, out_dir=folder / name) | knobs) for name, knobs in PIECES.items()}
+    return folder, in_ranks(folder, argvs)
+
+
+def in_ranks(folder, argvs):
+    """What two ranks said that ran these."""
+    script = write(folder, f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport grpo\nfrom runtime import distributed, guard\n"
+                   f"for argv in {list(argvs.values())!r}:\n    assert grpo.main(argv) == 0\ndistributed.close()\n", "several.py")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
+                          env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", [kind for kind, knobs in PIECES.items() if knobs["max_steps"] == 1])
+def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(learn, ranked, kind):
+    whole, *others = [learn(f"{tokens}", **PIECES[kind], tokens_per_micro_batch=tokens) for tokens in (2048, 256, 64)]
+    assert gradient(whole).norm() > 1e-3
+    for other in [*others, ranked[0] / kind]:
+        assert apart(gradient(other), gradient(whole)) < 1e-5
+        (one,), (many,) = lines(whole), lines(other)
+        for key in ("loss", "reward", "grad_norm", "entropy", "kl", "pass_at_1", "completion_tokens", "truncated", "zero_variance", "parts/many", "tokens"):
+            assert many[key] == pytest.approx(one[key], rel=1e-5, abs=1e-7), key
+
+
+@pytest.mark.parametrize("kind", ["three steps", "inner"])
+def test_two_ranks_go_in_lockstep_with_one(learn, ranked, kind):
+    alone = learn(**PIECES[kind])
+    assert largest_difference(weights(alone, 3), weights(ranked[0] / kind, 3)) < 1e-5
+    for one, two in zip(lines(alone), lines(ranked[0] / kind), strict=True):
+        assert all(two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6) for key in ("loss", "reward", "grad_norm", "entropy", "kl", "clip_fraction"))
+    assert not same(weights(alone, 3), checkpoint_of_base(alone))
+
+
+def checkpoint_of_base(out_dir):
+    """The weights that a run began with."""
+    return checkpoint.load_weights(folder := json.loads((out_dir / "config.json").read_text())["init_from"], checkpoint.choose(folder))
