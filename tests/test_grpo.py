@@ -565,3 +565,178 @@ def test_two_ranks_go_in_lockstep_with_one(learn, ranked, kind):
 def checkpoint_of_base(out_dir):
     """The weights that a run began with."""
     return checkpoint.load_weights(folder := json.loads((out_dir / "config.json").read_text())["init_from"], checkpoint.choose(folder))
+
+
+# --- stopped and resumed ---
+
+RESUMED = {
+    "dapo": {}, "beta": dict(beta=0.2, loss_type="grpo", advantage_scale="group"), "lora": dict(beta=0.2, lora_rank=2, learning_rate=0.02),
+    "dynamic": dict(dynamic_sampling=True, k_samples=2, max_new_tokens=4), "inner": dict(inner_epochs=2, mini_batches=2, tis_cap=2.0),
+    "bf16": dict(dtype="bf16", overlong="mask"), "muon": dict(optimizer="muon", overlong="penalty", overlong_tokens=4, lr_schedule="cosine")}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_stopped_and_resumed_equals_a_run_that_was_not_bit_for_bit(learn, kind):
+    out = learn(max_steps=6, save_interval=3, keep_last=9, eval_interval=3, **RESUMED[kind])
+    whole, said = weights(out, 6), lines(out)
+    (out / "checkpoints" / "step_00000006").rename(out / "gone")       # as if killed before it
+    learn(max_steps=6, save_interval=3, keep_last=9, eval_interval=3, init_from="resume", **RESUMED[kind])
+    assert same(weights(out, 6), whole) and not same(weights(out, 3), whole)
+    timed = ("seconds", "_s", "memory_gb", "perf/throughput")
+    for one, two in zip(said, lines(out), strict=True):
+        assert one.keys() == two.keys()
+        assert {k: v for k, v in one.items() if not k.endswith(timed)} == {k: v for k, v in two.items() if not k.endswith(timed)}
+    assert set(metrics(out, "val_accuracy")) == {0, 3, 6}
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_weights(learn, base, letters, tmp_path):
+    knobs = dict(max_steps=60, save_interval=1, prompts_per_step=2, k_samples=2, max_new_tokens=6, log_interval=7, reward_pool="process", reward_workers=1)
+    calm, out, rng, kills, seen = learn("calm", **knobs), tmp_path / "stormy", random.Random(0), 0, []
+    while kills < 8:
+        how = {"init_from": "resume"} if checkpoint.newest_intact(out, seen.append) else {"overwrite": True}
+        process = subprocess.Popen(command(out, base, letters, **knobs | how), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = checkpoint.steps(out)
+        wait_for(lambda: checkpoint.steps(out) != before or process.poll() is not None)
+        time.sleep(rng.uniform(0, 0.1))
+        if process.poll() is not None:
+            break                            # through before the eighth kill
+        process.kill()
+        process.wait()
+        kills += 1
+    if checkpoint.newest_intact(out) < 60:
+        learn("stormy", **knobs, init_from="resume")
+    assert kills >= 4 and not seen           # and no kill left a damaged checkpoint
+    assert same(weights(out, 60), weights(calm, 60)) and metrics(out) == metrics(calm) and metrics(out, "reward") == metrics(calm, "reward")
+
+
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, letters, tmp_path):
+    out = tmp_path / "a"
+    process = subprocess.Popen(command(out, base, letters, max_steps=100_000, reward_pool="process"), env=environment(), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) > 2)
+    os.killpg(process.pid, signal.SIGTERM)   # as batch systems do, to all it started
+    said, error = process.communicate(timeout=60)
+    step = checkpoint.newest_intact(out)
+    assert process.returncode == 143 and not error and step == lines(out)[-1]["step"]
+    assert said.endswith(f"Stopped as asked after step {step}, and saved. Go on with --init_from=resume --out_dir={out}\n")
+    learn("b", max_steps=step, reward_pool="process")
+    assert same(weights(tmp_path / "b", step), weights(out, step))
+
+
+def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(base, letters, tmp_path):
+    out = tmp_path / "a"
+    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                                *command(out, base, letters, max_steps=100_000)[1:]], env=environment(), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and lines(out))
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    step = checkpoint.newest_intact(out)
+    assert step == lines(out)[-1]["step"] and f"Stopped as asked after step {step}" in said
+
+
+# --- nothing to learn, and what goes wrong ---
+
+def task_file(folder, reward, more="", name="own.py"):
+    """A task of which the reward's body is given."""
+    head = TASK.partition("def reward")[0]
+    return write(folder, f"import time\ncalls = 0\n{head}\n{more}\ndef reward(question, completion, argument=None):\n    {reward}\n", name)
+
+
+def test_where_all_fare_alike_no_weight_moves(learn, tmp_path):
+    """After steps that did, with decay and moments that would move it."""
+    task = task_file(tmp_path, "global calls; calls += 1; return completion.count('t') / 12 if calls <= 48 else 0.3")
+    out = learn(task=task, max_steps=7, weight_decay=0.5, save_interval=1, keep_last=9, beta1=0.95)
+    for step in (4, 5, 6, 7):
+        assert same(weights(out, step), weights(out, 3))
+    assert not same(weights(out, 3), weights(out, 2))
+    assert learn.said.count("nothing to learn") == 4 and [line["updates"] for line in lines(out)] == [1, 1, 1, 0, 0, 0, 0]
+    assert all((line["zero_variance"], line["loss"], line["grad_norm"]) == (1, 0, 0) and line["reward"] == pytest.approx(0.3) for line in lines(out)[3:])
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('no')", "return float('nan')", "return 'good'", "return 2", "return None", "return 0.5, {'a': 1}, 3",
+                                   "raise SystemExit"])
+def test_a_verifier_that_fails_is_counted_and_pays_nothing(learn, tmp_path, watched, fault):
+    task = task_file(tmp_path, f"if len(completion) % 2: {fault}\n    return completion.count('t') / 12")
+    out = learn(task=task, max_steps=2)
+    rollouts = [[r for g in groups for r in g] for groups in watched.groups]
+    for step, line in zip(rollouts, lines(out), strict=True):
+        failed = [r for r in step if r.grade.error]
+        assert line["errors"] == len(failed) > 0 and len(failed) < 16 and not any(r.reward for r in failed) and line["timeouts"] == 0
+        assert line["reward"] == pytest.approx(sum(r.reward for r in step) / 16)
+
+
+def test_a_verifier_that_hangs_is_killed_and_counted_and_the_run_goes_on(learn, tmp_path):
+    asked = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")][question_at(1, 36, 0)]
+    task = task_file(tmp_path, f"if question['question'] == {asked!r} and len(completion) % 2: time.sleep(99)\n    return completion.count('t') / 12")
+    began = time.monotonic()
+    out = learn(task=task, max_steps=3, reward_pool="process", reward_workers=2, timeout=0.5)
+    first, *others = lines(out)
+    assert 1 <= first["timeouts"] == first["errors"] <= 4 and first["reward"] > 0 and time.monotonic() - began < 60
+    assert all(line["errors"] == line["timeouts"] == 0 for line in others)       # the question comes but once in these steps
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_every_kind_of_reward_pool_gives_the_same(learn, kind):
+    assert same(weights(learn("a", reward_pool=kind, reward_workers=2), 4), weights(learn("b"), 4))
+
+
+def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_pieces(learn, monkeypatch):
+    whole, loss, calls = learn("whole", max_steps=2, tokens_per_micro_batch=200), grpo.grpo_loss, itertools.count()
+
+    def short(*args, **knobs):
+        if next(calls) == 1:                 # the first piece has gone backward already
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss(*args, **knobs)
+    monkeypatch.setattr(grpo, "grpo_loss", short)
+    out = learn("short", max_steps=2, tokens_per_micro_batch=200)
+    assert "it is repeated with micro-batches of 100 tokens" in learn.said
+    assert largest_difference(weights(out, 2), weights(whole, 2)) < 1e-5
+    assert checkpoint.load_state(out, 2)["progress"]["micro_batch"] == 100
+
+
+def spoil(monkeypatch, steps):
+    """Let the loss be NaN at these calls of it: one a step."""
+    loss, calls = grpo.grpo_loss, itertools.count(1)
+
+    def spoiled(*args, **knobs):
+        value, figures = loss(*args, **knobs)
+        return (value * NAN if next(calls) in steps else value), figures
+    monkeypatch.setattr(grpo, "grpo_loss", spoiled)
+
+
+def test_a_step_without_finite_gradients_is_skipped(learn, monkeypatch):
+    spoil(monkeypatch, [3])
+    out = learn(max_steps=4, save_interval=1, keep_last=9)
+    assert same(weights(out, 3), weights(out, 2)) and not same(weights(out, 4), weights(out, 3))
+    assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1, 1] and "step 3: the gradients are not finite" in learn.said
+
+
+def test_after_several_it_rolls_back_once(learn, monkeypatch):
+    spoil(monkeypatch, range(5, 10))
+    out = learn(max_steps=6, save_interval=2, keep_last=9)
+    assert learn.said.count("Back to the checkpoint of step") == 1 and [line["step"] for line in lines(out)] == [1, 2, 3, 4, 5, 6]
+    assert [line["lr"] for line in lines(out)][-1] == pytest.approx(1.5e-3) and all(torch.isfinite(w).all() for w in weights(out, 6).values())
+
+
+def test_and_then_stops_with_the_last_rollouts_on_disk(learn, monkeypatch):
+    spoil(monkeypatch, range(4, 99))
+    out = learn(code=1, max_steps=99, save_interval=3, beta=0.1)
+    assert learn.said.count("Back to the checkpoint of step 6") == 1 and "Training diverged" in learn.said
+    (file,) = out.glob("bad_batch*.pt")
+    rollouts = torch.load(file, weights_only=True)["rollouts"]
+    assert len(rollouts) == 16 and all(len(r["ids"]) == len(r["logprobs"]) == len(r["reference"]) for r in rollouts)
+
+
+@pytest.mark.parametrize("saving", [1, 10**6])
+def test_a_rate_that_breaks_the_weights_rolls_back_once_and_stops(learn, saving):
+    out = learn(code=1, max_steps=60, learning_rate=1e30, grad_clip=0, save_interval=saving)
+    assert learn.said.count("Back to the checkpoint of step") == (saving == 1) and "diverged" in learn.said and not learn.error
+    assert list(out.glob("bad_batch*.pt"))
