@@ -107,7 +107,7 @@ def note_logprobs(model, hw, rollouts, tokens, temperature, name):
         with hw.autocast():
             logp, _ = model(batch.x.to(hw.device), batch.y.to(hw.device), temperature)
         for r, row in zip(part, logp.cpu().numpy()):
-            setattr(r, name, row[len(r.prompt) - 1:len(r)])
+            setattr(r, name, row[len(r.prompt) - 1:len(r)].tolist())
 
 
 # --- what is said of a step ---
