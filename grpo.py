@@ -536,7 +536,7 @@ def main(argv):
             if step % cfg.log_interval == 0 or step == 1 or last:
                 used, peak = hw.memory_gb()
                 log.metrics(step=step, lr=lr, grad_norm=grad_norm, updates=len(sums), tokens=now.tokens, seconds=now.seconds, memory_gb=used,
-                            peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked, timeouts=pool.counts["timeouts"],
+                            peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked,
                             **{"training/global_step": step}, **f, **{f"{key}_s": value for key, value in spent.items()})
                 log.say(f"step {step}/{cfg.max_steps} | reward {f['reward']:.3f} | pass@1 {f['pass_at_1']:.1%} | pass@{cfg.k_samples} "
                         f"{f[f'pass_at_{cfg.k_samples}']:.1%} | alike {f['zero_variance']:.0%} | entropy {f['entropy']:.3f} | "
