@@ -435,9 +435,10 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     cfg = grpo.Config(k_samples=4, overlong=overlong, max_new_tokens=4, overlong_tokens=2)
     train, judge = [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)], Judge()
     spent, met = dict(rollout=0.0, reward=0.0), []
-    groups = grpo.roll_out(cfg, Scripted(), Tokenizer("bytes"), judge, train, range(7, 10), spent, met.extend)
+    groups = grpo.roll_out(cfg, Scripted(), Tokenizer("bytes"), judge, train, [7, 8, 9], spent, met.extend)
     assert len(met) == 12 and len(judge.asked) == 12
-    for place, group in zip(range(7, 10), groups, strict=True):
+    assert list(groups) == [7, 8, 9]
+    for place, group in groups.items():
         number = question_at(place, 5, 0)
         for rollout, (ids, reason), punished in zip(group, Scripted.completions, (0.5, 0.5, 0, 1), strict=True):
             text = Tokenizer("bytes").text_of(ids)
