@@ -280,7 +280,7 @@ def gather_groups(cfg, now, n, sample):
     dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over."""
     share, kept, everything = cfg.prompts_per_step // distributed.world_size(), [], []
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
-        mine = next_places(cfg, now, n)[distributed.rank()::distributed.world_size()]
+        mine = next_places(cfg, now, n)[distributed.rank() * share:]    # in one piece, so that mini-batches don't depend on the ranks
         groups = sample(mine[:share - len(kept)])
         everything += groups.values()
         kept += [g for g in groups.values() if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
