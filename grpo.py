@@ -289,23 +289,23 @@ def gather_groups(cfg, now, n, sample):
             now.solved |= {question_at(place, n, cfg.seed): place // n for places in distributed.gather(solved) for place in places}
         if not distributed.any(len(kept) < share):
             break
-    return kept or everything[:1], everything
+    return kept, everything
 
 
 # --- update ---
 
-def optimizer_step(cfg, hw, ddp, state, groups, lr, say):
+def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
     """Forward, backward and one step of the optimizers on groups of Rollouts, with the one normaliser. Returns (this rank's sums, norm
     of the gradient, whether it is finite), or None if there was nothing to learn on any rank: then no weight moves, nor any
-    state of the optimizers."""
+    state of the optimizers. spare: any Rollout."""
     world, now = distributed.world_size(), state.progress
     trained = [r for group in groups for r in group if r.trained]
     tokens, sequences, signals = distributed.sum([sum(len(r.ids) for r in trained), len(trained), sum(r.advantage != 0 for r in trained)])
     divisor = normaliser(cfg.loss_type, tokens, sequences, cfg.max_new_tokens)
     if not sequences or not (signals or cfg.beta):
         return None
-    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one of them.
-    learnt = [r for r in trained if r.advantage or cfg.beta] or groups[0][:1]
+    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one that is not trained on.
+    learnt = [r for r in trained if r.advantage or cfg.beta] or [dataclasses.replace(spare, trained=False)]
     while True:
         parts, sums, out_of_memory = micro_batches(learnt, now.micro_batch), {"gap_max": 0.0, "flops": flops(state.model, learnt)}, None
         try:
@@ -496,13 +496,13 @@ def main(argv):
             lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule, cfg.cooldown)
             t0 = clock()
             groups, everything = gather_groups(cfg, now, len(train), sample)
-            above = advantages(torch.tensor([[r.reward for r in group] for group in groups]), cfg.advantage_scale)
+            above = advantages(torch.tensor([[r.reward for r in group] for group in groups]).view(-1, cfg.k_samples), cfg.advantage_scale)
             for group, row in zip(groups, above.tolist()):
                 for rollout, rollout.advantage in zip(group, row):
                     pass
             t1 = clock()
             for i in range(cfg.inner_epochs * cfg.mini_batches):
-                done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], lr, log.say)
+                done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], everything[0][0], lr, log.say)
                 if done is None:
                     continue
                 figures, grad_norm, finite = done
