@@ -277,11 +277,14 @@ def next_places(cfg, now, n):
 
 def gather_groups(cfg, now, n, sample):
     """(groups to train on, all that were sampled) of this rank. n: questions; sample: places of the stream -> {place: group}. With
-    dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over."""
+    dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over.
+    FloatingPointError, on every rank, if sample returns None on one."""
     share, kept, everything = cfg.prompts_per_step // distributed.world_size(), [], []
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
         mine = next_places(cfg, now, n)[distributed.rank() * share:]    # in one piece, so that mini-batches don't depend on the ranks
         groups = sample(mine[:share - len(kept)])
+        if distributed.any(groups is None):
+            raise FloatingPointError
         everything += groups.values()
         kept += [g for g in groups.values() if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
         if cfg.skip_solved:
@@ -474,7 +477,11 @@ def main(argv):
             if cfg.tis_cap:
                 note_logprobs(model, hw, rollouts, now.micro_batch, cfg.temperature, "recomputed")
             spent["reference"] += time.perf_counter() - began
-        groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
+        try:
+            groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
+        except FloatingPointError:           # the last steps broke the weights
+            pool.collect(wait=True)          # no one asks for these grades any more
+            return None
         read.append(engine.bytes_read((len(r.prompt), len(r.ids)) for g in groups.values() for r in g))
         return groups
 
@@ -486,7 +493,7 @@ def main(argv):
                 f"[{result['accuracy_low']:.1%}, {result['accuracy_high']:.1%}]")
         return 1 - result["accuracy"]
 
-    stop, clock = guard.StopSignal(), time.perf_counter
+    stop, clock, groups = guard.StopSignal(), time.perf_counter, []
     with refused(), pool:
         if valid and now.step == 0:
             examine()
@@ -495,13 +502,17 @@ def main(argv):
             spent, read, sums, grad_norm, verdict = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0), [], [], 0.0, "ok"
             lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule, cfg.cooldown)
             t0 = clock()
-            groups, everything = gather_groups(cfg, now, len(train), sample)
+            try:
+                groups, everything = gather_groups(cfg, now, len(train), sample)
+            except FloatingPointError:
+                log.say(f"step {now.step + 1}: the logits are not finite, so nothing can be sampled.")
+                verdict = "stop" if state.nonfinite.rolled_back else "rollback"
             above = advantages(torch.tensor([[r.reward for r in group] for group in groups]).view(-1, cfg.k_samples), cfg.advantage_scale)
             for group, row in zip(groups, above.tolist()):
                 for rollout, rollout.advantage in zip(group, row):
                     pass
             t1 = clock()
-            for i in range(cfg.inner_epochs * cfg.mini_batches):
+            for i in range(cfg.inner_epochs * cfg.mini_batches if verdict == "ok" else 0):
                 done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], everything[0][0], lr, log.say)
                 if done is None:
                     continue
@@ -520,8 +531,8 @@ def main(argv):
                 continue
             if verdict in ("rollback", "stop"):
                 path = guard.keep_batch(cfg.out_dir, now.step + 1, rollouts=[vars(r) | {"grade": r.grade.score} for g in groups for r in g])
-                log.say(f"Training diverged: {state.nonfinite.patience} optimizer steps in a row without finite gradients, again after going "
-                        f"back or with no checkpoint to go back to. The last rollouts are in {path}; lower --learning_rate.")
+                log.say(f"Training diverged: no finite logits, or {state.nonfinite.patience} optimizer steps in a row without finite gradients, "
+                        f"again after going back or with no checkpoint to go back to. The last rollouts are in {path}; lower --learning_rate.")
                 return 1
             engine.load(model)
             stopping = stop.requested()                   # one small exchange between the ranks
