@@ -741,3 +741,203 @@ def test_a_rate_that_breaks_the_weights_rolls_back_once_and_stops(learn, saving)
     out = learn(code=1, max_steps=60, learning_rate=1e30, grad_clip=0, save_interval=saving)
     assert learn.said.count("Back to the checkpoint of step") == (saving == 1) and "diverged" in learn.said and not learn.error
     assert list(out.glob("bad_batch*.pt"))
+
+
+# --- reference, dynamic sampling, importance weights ---
+
+@pytest.mark.parametrize("knobs", [{}, dict(lora_rank=2, learning_rate=0.02)], ids=["whole", "lora"])
+def test_the_divergence_begins_at_nothing_grows_and_holds_the_model_back(learn, knobs):
+    out, free = learn("held", beta=0.3, max_steps=12, **knobs), learn("free", beta=1e-6, max_steps=12, **knobs)
+    held, grown = ([line["kl"] for line in lines(run)] for run in (out, free))
+    assert abs(held[0]) < 1e-9 and held[1] > 1e-4 and grown[-1] > 10 * grown[1] and grown[-1] > 5 * held[-1]
+    start = checkpoint_of_base(out)
+    assert same(checkpoint.load_base(out), start)
+    if knobs:
+        assert all(".lora_" in n for n in weights(out, 12)) and all(w.any() for w in weights(out, 12).values())
+    assert not any(line["kl"] for line in lines(learn("without", max_steps=2, **knobs)))
+
+
+def test_a_reference_that_waits_elsewhere_changes_nothing(learn):
+    assert same(weights(learn("a", beta=0.5, offload_reference=True), 4), weights(learn("b", beta=0.5), 4))
+
+
+RARE = "return completion.count('t') / 12 if question['question'][0] == 't' else 0.5"        # a third of the questions can teach
+
+
+def test_groups_that_fare_alike_are_replaced_by_other_questions(learn, tmp_path, watched):
+    out = learn(task=task_file(tmp_path, RARE), dynamic_sampling=True, max_rounds=99, max_steps=4, k_samples=6)
+    before = 0
+    for line, groups in zip(lines(out), watched.groups, strict=True):
+        assert len(groups) == 4 and all(len({r.reward for r in g}) > 1 for g in groups) and line["updates"] == 1
+        assert (line["questions"] - before) % 4 == 0 and line["questions"] - before > 4 and line["groups"] > 4 and line["zero_variance"] > 0
+        before = line["questions"]
+    places = [s.request.key for s in watched.samples]
+    assert len(set(places)) * 6 == len(places) == 6 * sum(line["groups"] for line in lines(out))        # no question's noise comes twice
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds(learn, tmp_path, watched):
+    out = learn(task=task_file(tmp_path, "return 0.5"), dynamic_sampling=True, max_rounds=3, max_steps=3, beta=0.1)
+    assert [line["questions"] for line in lines(out)] == [12, 24, 36] and all((line["updates"], line["groups"]) == (0, 12) for line in lines(out))
+    assert same(weights(out, 3), checkpoint_of_base(out)) and watched.groups == [[]] * 3
+    out = learn("some", task=task_file(tmp_path, RARE), dynamic_sampling=True, max_rounds=2, max_steps=3)
+    assert {len(g) for g in watched.groups[3:]} <= {0, 1, 2, 3, 4} and any(0 < len(g) < 4 for g in watched.groups[3:])     # what there is is learnt from
+    assert not same(weights(out, 3), checkpoint_of_base(out))
+
+
+def test_ranks_that_keep_unequal_numbers_of_groups_go_on_together(base, tmp_path):
+    """A rank may have nothing for a mini-batch that another learns from."""
+    knobs = dict(prompts_per_step=8, k_samples=3, max_new_tokens=6, max_steps=8, dynamic_sampling=True, max_rounds=1, mini_batches=2)
+    argv = flags(**GRPO | dict(init_from=base, task=task_file(tmp_path, RARE), out_dir=tmp_path / "run") | knobs)
+    in_ranks(tmp_path, {"run": argv})
+    assert {line["updates"] for line in lines(tmp_path / "run")} >= {1, 2}
+
+
+def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
+    """All that begin with t are right at once, and so come back every third epoch only."""
+    task = task_file(tmp_path, "return 1 if question['question'][0] == 't' else completion.count('t') / 24")
+    knobs = dict(task=task, skip_solved=2, num_questions=12, max_steps=11, k_samples=2, save_interval=6, keep_last=9)
+    out = learn(**knobs)
+    epochs = {}
+    for place in dict.fromkeys(s.request.key for s in watched.samples):
+        epochs.setdefault(question_at(place, 12, 0), []).append(place // 12)
+    easy = [number for number in epochs if number % 3 == 0]
+    assert len(epochs) == 12 and all(epochs[number] == [e for e in (0, 3) if e <= max(map(max, epochs.values()))] for number in easy)
+    assert all(found == list(range(len(found))) for number, found in epochs.items() if number not in easy)
+    (out / "checkpoints" / "step_00000011").rename(out / "gone")
+    said = [line["questions"] for line in lines(out)]
+    learn(**knobs, init_from="resume")       # who rests is remembered
+    assert [line["questions"] for line in lines(out)] == said
+
+
+def test_importance_weights_change_nothing_where_both_compute_the_same(learn):
+    plain, weighted = learn("plain"), learn("weighted", tis_cap=2.0)
+    assert largest_difference(weights(plain, 4), weights(weighted, 4)) < 1e-5
+
+
+# --- what a run says and leaves behind ---
+
+def test_the_metrics_have_their_keys_and_are_true(learn, watched):
+    out = learn(beta=0.1, max_steps=2, eval_interval=1, eval_questions=5, shown_questions=2)
+    keys = ("step loss lr grad_norm tokens reward pass_at_1 pass_at_4 zero_variance kl clip_fraction entropy completion_tokens truncated logprob_gap "
+            "logprob_gap_max perf/throughput perf/mfu/actor training/global_step rollout_s reward_s reference_s update_s sync_s parts/many "
+            "parts/ended seconds memory_gb peak_memory_gb skipped_steps questions errors timeouts tokens_per_s mfu").split()
+    tokens = 0
+    for line, (groups,) in zip(lines(out), zip(watched.groups), strict=True):
+        assert all(key in line for key in keys)
+        rollouts = [r for g in groups for r in g]
+        tokens += sum(len(r.prompt) + len(r.ids) for r in rollouts)
+        expected = dict(
+            reward=sum(r.reward for r in rollouts) / 16, completion_tokens=sum(len(r.ids) for r in rollouts) / 16, tokens=tokens,
+            truncated=sum(not r.finished for r in rollouts) / 16, zero_variance=sum(len({r.reward for r in g}) == 1 for g in groups) / 4,
+            pass_at_1=sum(r.grade.score == 1 for r in rollouts) / 16, pass_at_4=sum(any(r.grade.score == 1 for r in g) for g in groups) / 4,
+            questions=4 * line["step"], errors=0, skipped_steps=0, updates=1, lr=3e-3, **{"training/global_step": line["step"]},
+            **{f"parts/{part}": sum(r.grade.parts[part] for r in rollouts) / 16 for part in ("many", "ended")})
+        assert {key: line[key] for key in expected} == pytest.approx(expected)
+        assert line["entropy"] > 0 and line["grad_norm"] > 0 and line["rollout_s"] > 0 and line["perf/throughput"] > 0
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["config"]["k_samples"] == 4 and set(metrics(out, "val_accuracy")) == {0, 1, 2}
+    samples = (out / "samples.txt").read_text()
+    assert samples.count("--> reward") == 6 and samples.count("of 5 right") == 3 and "step 1/2" in (out / "training.log").read_text()
+
+
+REWARD_ALONE = """
+def reward(question, completion):
+    assert question["unit"] == "m" and question["answer"] == 7
+    return min(1, 3 * completion.count("t") / max(1, len(completion)))
+"""
+
+
+def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
+    rows = [{"prompt": f"the {i}", "answer": 7, "unit": "m"} for i in range(40)]
+    dataset, task = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl"), write(tmp_path, REWARD_ALONE, "my_reward.py")
+    knobs = dict(task=task, dataset=dataset, reward_pool="process", reward_workers=1)
+    out = learn(**knobs, max_steps=11, max_new_tokens=6, eval_interval=11)
+    train, held = read_questions(dataset, 200)
+    accuracy = metrics(out, "val_accuracy")
+    assert held and set(accuracy) == {0, 11} and all(0 <= a <= 1 for a in accuracy.values()) and not any(line["errors"] for line in lines(out))
+    assert f"{len(train)} questions of {dataset}, {len(held)} held out" in learn.said
+    prompts = {tuple(r.prompt) for groups in watched.groups for g in groups for r in g}
+    assert {bytes(p).decode() for p in prompts} == {f"Question: {q['prompt']}\n" for q in train}        # all of them, and no other
+    samples = (out / "samples.txt").read_text()
+    assert all(f"\n{q['question']}\n" in samples for q in held[:4]) and not any(f"\n{q['question']}\n" in samples for q in train)
+    dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))
+    learn(**knobs, code=2, max_new_tokens=6, eval_interval=11, max_steps=12, init_from="resume")
+    assert "questions have changed" in learn.error
+
+
+@pytest.mark.parametrize("knobs", [{}, dict(optimizer="muon"), dict(loss_type="dr_grpo", lora_rank=4, learning_rate=0.03)], ids=["default", "muon", "lora"])
+def test_it_learns(learn, knobs):
+    out = learn(max_steps=30, k_samples=8, **knobs)
+    rewards = [line["reward"] for line in lines(out)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_two_shares_of_a_group_s_noise_differ_and_come_again_with_the_seed(learn, watched):
+    learn("a", max_steps=1), learn("b", max_steps=1), learn("c", max_steps=1, seed=1)
+    a, b, c = (watched.samples[i:i + 16] for i in (0, 16, 32))
+    drawn = [{(s.request.key, s.index): s.ids for s in run} for run in (a, b, c)]
+    assert drawn[0] == drawn[1] != drawn[2] and all(len({tuple(ids) for (k, _), ids in drawn[0].items() if k == key}) > 1 for key in range(4))
+
+
+# --- bad input ---
+
+def refusal(learn, words, **knobs):
+    learn(code=2, **knobs)
+    assert words in learn.error and learn.error.count("\n") == 1 and learn.error.startswith("error: "), learn.error
+
+
+@pytest.mark.parametrize("knobs, words", [
+    (dict(k_samples=1), "at least 2"), (dict(prompts_per_step=3, mini_batches=2), "--prompts_per_step"), (dict(beta=0.1, kl="none"), "--kl=none"),
+    (dict(dataset="missing.jsonl"), "missing.jsonl"), (dict(init_from="scratch"), "--init_from="), (dict(reward_workers=0), "reward_workers"),
+    (dict(init_from="nowhere/at-all"), "nowhere/at-all"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"), (dict(few_shot=3), "solution"),
+    (dict(overlong="penalty", overlong_tokens=13), "--overlong_tokens"), (dict(lora_rank=2, lora_alpha=0), "--lora_alpha"), (dict(clip_low=1), "clip_low"),
+    (dict(temperature=0), "temperature"), (dict(max_prompt_tokens=2), "max_prompt_tokens"), (dict(lora_rank=2, lora_linears="heads"), "linears"),
+    (dict(init_from="resume"), "config.json"), (dict(k_sample=4), "k_samples"), (dict(tokenizer="gpt2"), "tokenizer")])
+def test_what_can_not_be_done_is_one_sentence(learn, tmp_path, knobs, words):
+    refusal(learn, words, **knobs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_can_not_share_the_prompts_say_so(learn, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refusal(learn, "shared evenly by 3 ranks")
+
+
+@pytest.mark.parametrize("row, words", [('{"prompt": "the 1"}', "Row 2"), ('{"answer": 3}', "Row 2"), ('["the", 3]', "Row 2"), ("{", "can't be read"),
+                                        ('{"prompt": 3, "answer": 3}', "Row 2")])
+def test_a_file_with_what_is_no_question_is_refused(learn, tmp_path, row, words):
+    refusal(learn, words, dataset=write(tmp_path, f'{{"prompt": "the 0", "answer": 3}}\n\n{row}\n', "q.jsonl"))
+    refusal(learn, "no question", dataset=write(tmp_path, "\n", "empty.jsonl"))
+
+
+def test_tasks_that_have_nothing_to_ask_are_refused(learn, tmp_path):
+    refusal(learn, "no train questions", task=write(tmp_path, TASK.replace("return [{", 'return [] if split == "train" else [{'), "a.py"))
+    refusal(learn, "no questions", task=write(tmp_path, "def reward(question, completion):\n    return 1\n", "b.py"))
+    refusal(learn, "fills the 32 positions", task=write(tmp_path, TASK.replace('PROMPT = "{}"', f'PROMPT = "{"x" * 40}{{}}"'), "c.py"))
+
+
+def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_path, watched):
+    rows = [{"prompt": "the " + "x" * n, "answer": 3} for n in range(20, 34)]
+    dataset = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl")
+    out = learn(dataset=dataset, prompts_per_step=8)
+    assert "8 questions of" in learn.said and "6 too long left out" in learn.said and len(lines(out)) == 4
+    assert {len(s.request.ids) for s in watched.samples} == set(range(24, 32)) and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)
+    learn("short", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26, max_steps=1)
+    assert "3 questions of" in learn.said and "11 too long left out" in learn.said
+
+
+def test_a_model_is_not_overwritten_by_what_is_learnt_from_it(learn, base, tmp_path):
+    before = checkpoint_files(base)
+    refusal(learn, "holds the model to start from", out_dir=base, overwrite=True)
+    out = learn(max_steps=1)
+    refusal(learn, "already holds a run", max_steps=1)
+    refusal(learn, "lora_rank=2", init_from="resume", lora_rank=2)
+    refusal(learn, "optimizer=muon", init_from="resume", optimizer="muon", max_steps=2)
+    refusal(learn, "base.safetensors", init_from="resume", beta=0.1, max_steps=2)
+    assert checkpoint_files(base) == before and checkpoint.steps(out) == [1]
+    learn("again", init_from=out, max_steps=1)
+    assert same(checkpoint.load_weights(out, 1), checkpoint_of_base(tmp_path / "again"))
+
+
+def checkpoint_files(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
