@@ -277,11 +277,14 @@ def next_places(cfg, now, n):
 
 def gather_groups(cfg, now, n, sample):
     """(groups to train on, all that were sampled) of this rank. n: questions; sample: places of the stream -> {place: group}. With
-    dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over."""
+    dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over.
+    FloatingPointError, on every rank, if sample returns None on one."""
     share, kept, everything = cfg.prompts_per_step // distributed.world_size(), [], []
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
-        mine = next_places(cfg, now, n)[distributed.rank()::distributed.world_size()]
+        mine = next_places(cfg, now, n)[distributed.rank() * share:]    # in one piece, so that mini-batches don't depend on the ranks
         groups = sample(mine[:share - len(kept)])
+        if distributed.any(groups is None):
+            raise FloatingPointError
         everything += groups.values()
         kept += [g for g in groups.values() if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
         if cfg.skip_solved:
@@ -289,23 +292,23 @@ def gather_groups(cfg, now, n, sample):
             now.solved |= {question_at(place, n, cfg.seed): place // n for places in distributed.gather(solved) for place in places}
         if not distributed.any(len(kept) < share):
             break
-    return kept or everything[:1], everything
+    return kept, everything
 
 
 # --- update ---
 
-def optimizer_step(cfg, hw, ddp, state, groups, lr, say):
+def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
     """Forward, backward and one step of the optimizers on groups of Rollouts, with the one normaliser. Returns (this rank's sums, norm
     of the gradient, whether it is finite), or None if there was nothing to learn on any rank: then no weight moves, nor any
-    state of the optimizers."""
+    state of the optimizers. spare: any Rollout."""
     world, now = distributed.world_size(), state.progress
     trained = [r for group in groups for r in group if r.trained]
     tokens, sequences, signals = distributed.sum([sum(len(r.ids) for r in trained), len(trained), sum(r.advantage != 0 for r in trained)])
     divisor = normaliser(cfg.loss_type, tokens, sequences, cfg.max_new_tokens)
     if not sequences or not (signals or cfg.beta):
         return None
-    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one of them.
-    learnt = [r for r in trained if r.advantage or cfg.beta] or groups[0][:1]
+    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one that is not trained on.
+    learnt = [r for r in trained if r.advantage or cfg.beta] or [dataclasses.replace(spare, trained=False)]
     while True:
         parts, sums, out_of_memory = micro_batches(learnt, now.micro_batch), {"gap_max": 0.0, "flops": flops(state.model, learnt)}, None
         try:
@@ -474,7 +477,11 @@ def main(argv):
             if cfg.tis_cap:
                 note_logprobs(model, hw, rollouts, now.micro_batch, cfg.temperature, "recomputed")
             spent["reference"] += time.perf_counter() - began
-        groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
+        try:
+            groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
+        except FloatingPointError:           # the last steps broke the weights
+            pool.collect(wait=True)          # no one asks for these grades any more
+            return None
         read.append(engine.bytes_read((len(r.prompt), len(r.ids)) for g in groups.values() for r in g))
         return groups
 
@@ -486,7 +493,7 @@ def main(argv):
                 f"[{result['accuracy_low']:.1%}, {result['accuracy_high']:.1%}]")
         return 1 - result["accuracy"]
 
-    stop, clock = guard.StopSignal(), time.perf_counter
+    stop, clock, groups = guard.StopSignal(), time.perf_counter, []
     with refused(), pool:
         if valid and now.step == 0:
             examine()
@@ -495,14 +502,18 @@ def main(argv):
             spent, read, sums, grad_norm, verdict = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0), [], [], 0.0, "ok"
             lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule, cfg.cooldown)
             t0 = clock()
-            groups, everything = gather_groups(cfg, now, len(train), sample)
-            above = advantages(torch.tensor([[r.reward for r in group] for group in groups]), cfg.advantage_scale)
+            try:
+                groups, everything = gather_groups(cfg, now, len(train), sample)
+            except FloatingPointError:
+                log.say(f"step {now.step + 1}: the logits are not finite, so nothing can be sampled.")
+                verdict = "stop" if state.nonfinite.rolled_back else "rollback"
+            above = advantages(torch.tensor([[r.reward for r in group] for group in groups]).view(-1, cfg.k_samples), cfg.advantage_scale)
             for group, row in zip(groups, above.tolist()):
                 for rollout, rollout.advantage in zip(group, row):
                     pass
             t1 = clock()
-            for i in range(cfg.inner_epochs * cfg.mini_batches):
-                done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], lr, log.say)
+            for i in range(cfg.inner_epochs * cfg.mini_batches if verdict == "ok" else 0):
+                done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], everything[0][0], lr, log.say)
                 if done is None:
                     continue
                 figures, grad_norm, finite = done
@@ -520,8 +531,8 @@ def main(argv):
                 continue
             if verdict in ("rollback", "stop"):
                 path = guard.keep_batch(cfg.out_dir, now.step + 1, rollouts=[vars(r) | {"grade": r.grade.score} for g in groups for r in g])
-                log.say(f"Training diverged: {state.nonfinite.patience} optimizer steps in a row without finite gradients, again after going "
-                        f"back or with no checkpoint to go back to. The last rollouts are in {path}; lower --learning_rate.")
+                log.say(f"Training diverged: no finite logits, or {state.nonfinite.patience} optimizer steps in a row without finite gradients, "
+                        f"again after going back or with no checkpoint to go back to. The last rollouts are in {path}; lower --learning_rate.")
                 return 1
             engine.load(model)
             stopping = stop.requested()                   # one small exchange between the ranks
@@ -536,7 +547,7 @@ def main(argv):
             if step % cfg.log_interval == 0 or step == 1 or last:
                 used, peak = hw.memory_gb()
                 log.metrics(step=step, lr=lr, grad_norm=grad_norm, updates=len(sums), tokens=now.tokens, seconds=now.seconds, memory_gb=used,
-                            peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked, timeouts=pool.counts["timeouts"],
+                            peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked,
                             **{"training/global_step": step}, **f, **{f"{key}_s": value for key, value in spent.items()})
                 log.say(f"step {step}/{cfg.max_steps} | reward {f['reward']:.3f} | pass@1 {f['pass_at_1']:.1%} | pass@{cfg.k_samples} "
                         f"{f[f'pass_at_{cfg.k_samples}']:.1%} | alike {f['zero_variance']:.0%} | entropy {f['entropy']:.3f} | "

@@ -107,7 +107,7 @@ def note_logprobs(model, hw, rollouts, tokens, temperature, name):
         with hw.autocast():
             logp, _ = model(batch.x.to(hw.device), batch.y.to(hw.device), temperature)
         for r, row in zip(part, logp.cpu().numpy()):
-            setattr(r, name, row[len(r.prompt) - 1:len(r)])
+            setattr(r, name, row[len(r.prompt) - 1:len(r)].tolist())
 
 
 # --- what is said of a step ---
@@ -127,7 +127,8 @@ def figures_of(cfg, hw, groups, sums, read, spent):
             "squares": sum(r.reward**2 for r in rollouts), "right": sum(r.grade.score == 1 for r in rollouts),
             "solved": sum(any(r.grade.score == 1 for r in g) for g in groups), "alike": sum(len({r.reward for r in g}) == 1 for g in groups),
             "sampled": sum(len(r.ids) for r in rollouts), "read": sum(len(r.prompt) for r in rollouts), "bytes": read,
-            "cut": sum(not r.finished for r in rollouts), "errors": sum(r.grade.error is not None for r in rollouts)}
+            "cut": sum(not r.finished for r in rollouts), "errors": sum(r.grade.error is not None for r in rollouts),
+            "timeouts": sum((r.grade.error or "").startswith("timed out") for r in rollouts)}
     for key in ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops"):
         mine[key] = sum(s[key] for s in sums)
     before = sums[0] if sums else {"gap": 0.0, "tokens": 0.0, "gap_max": 0.0}        # any weight has moved
@@ -142,7 +143,7 @@ def figures_of(cfg, hw, groups, sums, read, spent):
     return {
         "loss": of["loss"] / max(1, len(sums)), "reward": of["reward"] / n, "reward_std": max(0.0, of["squares"] / n - (of["reward"] / n)**2) ** 0.5,
         "pass_at_1": of["right"] / n, f"pass_at_{cfg.k_samples}": of["solved"] / of["groups"], "zero_variance": of["alike"] / of["groups"],
-        "groups": of["groups"], **{key: of[key] / n for key in of if key.startswith("parts/")}, "errors": of["errors"],
+        "groups": of["groups"], **{key: of[key] / n for key in of if key.startswith("parts/")}, "errors": of["errors"], "timeouts": of["timeouts"],
         "entropy": of["entropy"] / learnt, "kl": of["kl"] / learnt, "kl_old": of["kl_old"] / learnt, "clip_fraction": of["clipped"] / learnt,
         "logprob_gap": of["gap"] / max(1.0, of["compared"]), "logprob_gap_max": max(gap for _, gap, _ in ranks),
         "completion_tokens": of["sampled"] / n, "completion_tokens_max": max(longest for *_, longest in ranks), "truncated": of["cut"] / n,
