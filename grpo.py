@@ -30,7 +30,8 @@ from runtime import checkpoint, config, distributed, guard, hardware, memory, op
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
 from runtime.rewards import Pool
-from runtime.rollouts import Batch, Rollout, figures_of, flops, micro_batches, note_logprobs, padded, question_at, read_questions
+from runtime.rollouts import (Batch, Rollout, figures_of, flops, micro_batches, next_places, note_logprobs, padded, question_at,
+                              read_questions)
 from runtime.state import State, lora
 
 
@@ -102,7 +103,6 @@ class Config:
     cuda_graphs: bool = True                 # in sampling
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
-    loss_chunks: int = 0                     # pieces in which head and log-probabilities are computed; 0: by size
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process
     # evaluation, log, checkpoints
@@ -126,10 +126,11 @@ FROZEN = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs mini_batches overlong_tokens max_steps "
-                            "tokens_per_micro_batch eval_questions log_interval save_interval keep_last num_questions reward_workers")
-    config.at_least(cfg, 0, "seed few_shot clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip lora_rank loss_chunks eval_interval shown_questions skip_solved")
+    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs mini_batches "
+                            "overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval save_interval keep_last "
+                            "num_questions reward_workers")
+    config.at_least(cfg, 0, "seed few_shot clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay "
+                            "beta1 beta2 muon_momentum grad_clip lora_rank eval_interval shown_questions skip_solved")
     config.at_least(cfg, 0.01, "timeout temperature")
     config.below(cfg, 1, "clip_low beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
@@ -139,8 +140,8 @@ def check(cfg):
     if cfg.k_samples == 1:
         raise BadInput("--k_samples=1 leaves nothing to compare a sample with: give at least 2.")
     if cfg.prompts_per_step % (world * cfg.mini_batches):
-        raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with {cfg.mini_batches} mini-batches: "
-                       "change --prompts_per_step.")
+        raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with {cfg.mini_batches} "
+                       "mini-batches: change --prompts_per_step.")
     if cfg.beta and cfg.kl == "none":
         raise BadInput("--beta is the weight of a divergence that --kl=none leaves out: give one of them alone.")
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
@@ -230,8 +231,9 @@ def asked(cfg, tokenizer, task, questions, num_samples, positions):
 # --- rollout ---
 
 def roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile):
-    """{place: its group of Rollouts, graded} for places of the stream. Verifiers work while the engine goes on, and while meanwhile(rollouts)
-    does: they are handed an eighth of the samples at a time, for each that wakes one takes a core from it. Seconds go to `spent`."""
+    """{place: its group of Rollouts, graded} for places of the stream. Verifiers work while the engine goes on, and while
+    meanwhile(rollouts) does: they are handed an eighth of the samples at a time, for waking them takes a core from the engine.
+    Seconds go to `spent`."""
     chosen, began = {place: train[question_at(place, len(train), cfg.seed)] for place in places}, time.perf_counter()
     groups = {place: [None] * cfg.k_samples for place in places}
     fresh, submitted, at_once = [], [], max(1, len(places) * cfg.k_samples // 8)
@@ -259,20 +261,9 @@ def roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile):
 
 def penalty(cfg, length):
     """DAPO's soft punishment of a completion of so many tokens: from 0 to 1 over the last overlong_tokens."""
-    return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens) if cfg.overlong == "penalty" else 0.0
-
-
-def next_places(cfg, now, n):
-    """Where the next questions of a step stand in the endless stream, of all ranks together; those that rest are passed over."""
-    places, resting = [], set()
-    while len(places) < cfg.prompts_per_step:
-        number, epoch = question_at(now.asked, n, cfg.seed), now.asked // n
-        if epoch - now.solved.get(number, -cfg.skip_solved - 1) > cfg.skip_solved or len(resting) == n:
-            places.append(now.asked)
-        else:
-            resting.add(number)              # if all do, they are asked all the same
-        now.asked += 1
-    return places
+    if cfg.overlong != "penalty":
+        return 0.0
+    return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens)
 
 
 def gather_groups(cfg, now, n, sample):
@@ -303,14 +294,16 @@ def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
     state of the optimizers. spare: any Rollout."""
     world, now = distributed.world_size(), state.progress
     trained = [r for group in groups for r in group if r.trained]
-    tokens, sequences, signals = distributed.sum([sum(len(r.ids) for r in trained), len(trained), sum(r.advantage != 0 for r in trained)])
+    tokens, sequences, signals = distributed.sum([
+        sum(len(r.ids) for r in trained), len(trained), sum(r.advantage != 0 for r in trained)])
     divisor = normaliser(cfg.loss_type, tokens, sequences, cfg.max_new_tokens)
     if not sequences or not (signals or cfg.beta):
         return None
-    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one that is not trained on.
+    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one not trained on.
     learnt = [r for r in trained if r.advantage or cfg.beta] or [dataclasses.replace(spare, trained=False)]
     while True:
-        parts, sums, out_of_memory = micro_batches(learnt, now.micro_batch), {"gap_max": 0.0, "flops": flops(state.model, learnt)}, None
+        parts, out_of_memory = micro_batches(learnt, now.micro_batch), None
+        sums = {"gap_max": 0.0, "flops": flops(state.model, learnt)}
         try:
             for i, part in enumerate(parts):
                 batch = Batch(*(t.to(hw.device, non_blocking=True) for t in padded(part)))
@@ -318,13 +311,14 @@ def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
                 ddp.require_backward_grad_sync = i == len(parts) - 1   # DDP: one exchange of gradients a step
                 with hw.autocast():
                     logp, entropy = ddp(batch.x, batch.y, cfg.temperature)
-                loss, figures = grpo_loss(logp, batch.recomputed if cfg.tis_cap else batch.sampled, batch.reference, batch.advantage, mask,
-                                          divisor, cfg.clip_low, cfg.clip_high, cfg.beta, cfg.loss_type, batch.sampled, cfg.tis_cap)
+                loss, figures = grpo_loss(
+                    logp, batch.recomputed if cfg.tis_cap else batch.sampled, batch.reference, batch.advantage, mask, divisor,
+                    cfg.clip_low, cfg.clip_high, cfg.beta, cfg.loss_type, batch.sampled, cfg.tis_cap)
                 state.scaler.scale(loss * world).backward()            # DDP averages over ranks, hence world
                 apart = torch.where(mask, logp.detach() - batch.sampled, 0.0).abs()
-                sums["gap_max"] = max(sums["gap_max"], apart.max().item())
-                for name, value in {"loss": loss.detach(), "entropy": entropy.sum(), "gap": apart.sum(), "tokens": mask.sum(), **figures}.items():
-                    sums[name] = sums.get(name, 0.0) + value
+                sums["gap_max"] = apart.max().clamp(min=sums["gap_max"])
+                figures |= {"loss": loss.detach(), "entropy": entropy.sum(), "gap": apart.sum(), "tokens": mask.sum()}
+                sums |= {name: sums.get(name, 0.0) + value for name, value in figures.items()}
         except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -339,11 +333,11 @@ def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
 
 
 def retreat(cfg, now, parts, reason, say):
-    """Half the tokens a micro-batch after a step that ran out of memory; Failure where that can't help, or others wait for this rank."""
+    """Half the tokens a micro-batch after running out of memory; Failure where that can't help, or others wait for this rank."""
     less = now.micro_batch // 2
     if distributed.world_size() > 1:
-        raise guard.Failure(f"Rank {distributed.rank()} ran out of memory at step {now.step + 1} ({reason}): go on from the last checkpoint "
-                            f"with --init_from=resume --out_dir={cfg.out_dir} --tokens_per_micro_batch={less}.")
+        raise guard.Failure(f"Rank {distributed.rank()} ran out of memory at step {now.step + 1} ({reason}): go on from the last "
+                            f"checkpoint with --init_from=resume --out_dir={cfg.out_dir} --tokens_per_micro_batch={less}.")
     if max(map(len, parts)) == 1:
         raise guard.Failure(f"Step {now.step + 1} ran out of memory with a micro-batch of one sequence ({reason}): go on from the last "
                             "checkpoint with --gradient_checkpointing, or lower --max_new_tokens.")
@@ -415,12 +409,13 @@ def main(argv):
         train = asked(cfg, tokenizer, task, questions, cfg.k_samples, found.config.block_size)
         valid = asked(cfg, tokenizer, task, held_out, 1, found.config.block_size)
     if not train:
-        raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {found.config.block_size} positions of the model: lower "
-                       "--few_shot, or choose another model.")
+        raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {found.config.block_size} positions of the "
+                       "model: lower --few_shot, or choose another model.")
     context = min(found.config.block_size, max(len(request.ids) for _, request in train + valid) + cfg.max_new_tokens)
 
     torch.manual_seed(cfg.seed)
-    model = blank(dataclasses.replace(found.config, dropout=0.0), hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks, device=hw.device)
+    shape = dataclasses.replace(found.config, dropout=0.0)             # the ratio is about the model that sampled
+    model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=hw.device)
     if not resuming:
         found.fill(model)
     if cfg.lora_rank:
@@ -428,15 +423,16 @@ def main(argv):
             model.load_state_dict(checkpoint.load_base(cfg.out_dir, hw.device))
         with refused():
             add_lora(model, **lora(cfg))
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.fused_adamw, cfg.muon_momentum)
+    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.fused_adamw,
+                             cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, cfg.tokens_per_micro_batch)
     now = state.progress
     now.data = digest = hashlib.sha256(json.dumps([(q, r.ids) for q, r in train]).encode()).hexdigest()
     if resuming:
         state.restore(found.step)
         if now.data != digest:
-            raise BadInput(f"The questions have changed since the run in {cfg.out_dir} was stopped, so it can't go on exactly: put them back, or "
-                           f"start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
+            raise BadInput(f"The questions have changed since the run in {cfg.out_dir} was stopped, so it can't go on exactly: put them "
+                           f"back, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
     with refused():                          # before a run folder is touched
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     distributed.on_main(lambda: state.open_run(tokenizer, resuming, keep_base=cfg.beta > 0))
@@ -444,7 +440,8 @@ def main(argv):
 
     # What does not fit the memory is cut smaller: first the update, then the samples in flight beside it.
     def attempt(tokens):
-        fast = torch.compile(model, mode=None if cfg.compile_mode == "default" else cfg.compile_mode, dynamic=True) if hw.compile else model
+        mode = None if cfg.compile_mode == "default" else cfg.compile_mode
+        fast = torch.compile(model, mode=mode, dynamic=True) if hw.compile else model
         to_come = optim.state_to_come(optimizers)
         return fast, memory.rehearse(fast, hw, max(1, tokens // context), context, 2, to_come, cfg.temperature)
     fast, now.micro_batch = memory.fit(
@@ -455,10 +452,12 @@ def main(argv):
     note_reference = open_reference(cfg, hw, model)
     dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
     needed = sum(memory.parts(model, hw, max(1, now.micro_batch // context), context, optim.state_to_come(optimizers)).values())
-    slots = cfg.slots or min(cfg.prompts_per_step // world * cfg.k_samples, slots_that_fit(model.config, context, dtype, hw.device, needed))
+    most = slots_that_fit(model.config, context, dtype, hw.device, needed)
+    slots = cfg.slots or min(cfg.prompts_per_step // world * cfg.k_samples, most)
     with refused():
         sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
-        engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
+        engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
+                        cuda_graphs=cfg.cuda_graphs)
     log.say(f"{model.n_params():,} parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad):,} of them trained, from "
             f"{cfg.init_from}; {len(train):,} questions of {cfg.dataset or cfg.task}{about}, {len(valid)} held out"
             f"{f'; {len(questions) - len(train)} too long left out' if len(train) < len(questions) else ''}.\n"
@@ -499,8 +498,10 @@ def main(argv):
             examine()
         while now.step < cfg.max_steps:
             # One step: ask, grade, compare with the group, learn from the difference, hand the weights to the engine.
-            spent, read, sums, grad_norm, verdict = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0), [], [], 0.0, "ok"
-            lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule, cfg.cooldown)
+            spent = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0)
+            read, sums, grad_norm, verdict = [], [], 0.0, "ok"
+            lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
+                                             cfg.lr_schedule, cfg.cooldown)
             t0 = clock()
             try:
                 groups, everything = gather_groups(cfg, now, len(train), sample)
@@ -509,8 +510,8 @@ def main(argv):
                 verdict = "stop" if state.nonfinite.rolled_back else "rollback"
             above = advantages(torch.tensor([[r.reward for r in group] for group in groups]).view(-1, cfg.k_samples), cfg.advantage_scale)
             for group, row in zip(groups, above.tolist()):
-                for rollout, rollout.advantage in zip(group, row):
-                    pass
+                for rollout, advantage in zip(group, row):
+                    rollout.advantage = advantage
             t1 = clock()
             for i in range(cfg.inner_epochs * cfg.mini_batches if verdict == "ok" else 0):
                 done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], everything[0][0], lr, log.say)

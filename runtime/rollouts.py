@@ -47,6 +47,19 @@ def order(n, seed, epoch):
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
 
 
+def next_places(cfg, now, n):
+    """Where the next questions of a step stand in the endless stream, of all ranks together; those that rest are passed over."""
+    places, resting = [], set()
+    while len(places) < cfg.prompts_per_step:
+        number, epoch = question_at(now.asked, n, cfg.seed), now.asked // n
+        if epoch - now.solved.get(number, -cfg.skip_solved - 1) > cfg.skip_solved or len(resting) == n:
+            places.append(now.asked)
+        else:
+            resting.add(number)              # if all do, they are asked all the same
+        now.asked += 1
+    return places
+
+
 # --- rollouts ---
 
 @dataclass
