@@ -689,6 +689,18 @@ def test_every_kind_of_reward_pool_gives_the_same(learn, kind):
     assert same(weights(learn("a", reward_pool=kind, reward_workers=2), 4), weights(learn("b"), 4))
 
 
+@pytest.mark.parametrize("knobs", [dict(eval_interval=1), dict(gradient_checkpointing=True), dict(save_interval=1), dict(log_interval=3),
+                                   dict(attention="sdpa")], ids=str)
+def test_these_change_no_bit(learn, knobs):
+    assert same(weights(learn("a", **knobs), 4), weights(learn("b"), 4))
+
+
+def test_fp16_trains_with_a_loss_scale(learn):
+    out = learn(dtype="fp16", max_steps=6)
+    assert checkpoint.load_state(out, 6)["scaler"]["scale"] >= 1 and lines(out)[-1]["updates"] == 1
+    assert all(line["logprob_gap_max"] < 0.1 for line in lines(out)) and not same(weights(out, 6), checkpoint_of_base(out))
+
+
 def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_pieces(learn, monkeypatch):
     whole, loss, calls = learn("whole", max_steps=2, tokens_per_micro_batch=200), grpo.grpo_loss, itertools.count()
 
