@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import grpo
+import hf
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, weights
 from engine import Engine, Request, Sample
 from model import IGNORE
-from runtime import checkpoint, guard
+from runtime import checkpoint, guard, optim
 from runtime.rewards import Grade
 from runtime.rollouts import Rollout, micro_batches, padded, question_at, read_questions
 from runtime.tokenizer import Tokenizer
@@ -552,6 +553,29 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(learn, ranked, k
         (one,), (many,) = lines(whole), lines(other)
         for key in ("loss", "reward", "grad_norm", "entropy", "kl", "pass_at_1", "completion_tokens", "truncated", "zero_variance", "parts/many", "tokens"):
             assert many[key] == pytest.approx(one[key], rel=1e-5, abs=1e-7), key
+
+
+@pytest.mark.parametrize("loss_type, knobs", [("dapo", dict(temperature=0.7)), ("grpo", dict(advantage_scale="group")), ("dr_grpo", dict(overlong="mask")),
+                                              ("dapo", dict(beta=0.1, tis_cap=2.0))], ids=str)
+def test_the_gradient_of_a_run_is_that_of_the_formula(learn, watched, base, loss_type, knobs):
+    """Of its samples, a sequence and a token at a time."""
+    out, cfg = learn(loss_type=loss_type, max_steps=1, grad_clip=0, **knobs), dict(temperature=1.0) | knobs
+    model, logp, advantage, ((*groups,),) = hf.find(str(base)).load(), [], [], watched.groups
+    for group in groups:
+        rewards = torch.tensor([r.reward for r in group], dtype=torch.float64)
+        above = rewards - rewards.mean()
+        above = above / (rewards.std(correction=0) + 1e-4) if "advantage_scale" in knobs else above
+        for r, a in zip(group, above):
+            if r.finished or "overlong" not in knobs:
+                logits = model(torch.tensor([r.prompt + r.ids]))[0].double() / cfg["temperature"]
+                logp.append(torch.stack([logits[len(r.prompt) + t - 1].log_softmax(0)[i] for t, i in enumerate(r.ids)]))
+                advantage.append(a)
+    old = [row.detach() for row in logp]     # as the policy has not moved, ratios are 1 and the divergence is 0
+    logp, old = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (logp, old))
+    lengths = [len(r.ids) for group in groups for r in group if r.finished or "overlong" not in knobs]
+    plainly(logp, old, old, advantage, lengths, loss_type, 0.2, 0.28, knobs.get("beta"), old, 0.0, 12).backward()
+    expected = [p.grad.flatten() for o in optim.build(model) for g in o.param_groups for p in g["params"]]
+    assert apart(gradient(out), torch.cat(expected)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["three steps", "inner"])
