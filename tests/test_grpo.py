@@ -1,11 +1,13 @@
 """grpo.py: the objective against numbers by hand, what is trained on, and runs that can be stopped, repeated and shared by ranks."""
 import contextlib
+import inspect
 import io
 import itertools
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -516,6 +518,36 @@ def test_the_trainer_finds_the_log_probabilities_of_the_engine(learn, temperatur
     assert len(lines(out)) == 4
     for line in lines(out):
         assert 0 < line["logprob_gap"] <= line["logprob_gap_max"] < 1e-5 and abs(line["kl_old"]) < 1e-6 and line["clip_fraction"] == 0
+
+
+def test_dropout_of_the_model_to_start_from_stays_off(learn, base, tmp_path):
+    shutil.copytree(base, tmp_path / "base")
+    about = json.loads((base / "model.json").read_text())
+    about["architecture"]["dropout"] = 0.5
+    (tmp_path / "base" / "model.json").write_text(json.dumps(about))
+    assert all(line["logprob_gap_max"] < 1e-5 for line in lines(learn(init_from=tmp_path / "base")))
+
+
+def test_the_loss_is_given_what_the_knobs_say(learn, monkeypatch, watched):
+    """Each group belongs to one mini-batch of a pass; the ratio is to the trainer's log-probabilities where importance weights bridge to the engine's."""
+    loss, calls = grpo.grpo_loss, []
+
+    def spied(*args, **knobs):
+        calls.append(inspect.signature(loss).bind(*args, **knobs).arguments)
+        return loss(*args, **knobs)
+    monkeypatch.setattr(grpo, "grpo_loss", spied)
+    chosen = dict(clip_low=0.11, clip_high=0.33, beta=0.05, tis_cap=1.7)
+    out = learn(**chosen, loss_type="dr_grpo", max_steps=1, inner_epochs=2, mini_batches=2, dtype="bf16")
+    first, second, *again = watched.groups
+    assert [len(first), len(second)] == [2, 2] and not {id(g) for g in first} & {id(g) for g in second}
+    assert [[id(g) for g in groups] for groups in again] == [[id(g) for g in groups] for groups in (first, second)] and lines(out)[0]["updates"] == 4
+    for call, batch in zip(calls, watched.batches, strict=True):
+        assert {key: call[key] for key in chosen} == chosen and call["loss_type"] == "dr_grpo" and call["divisor"] == 8 * 12
+        assert torch.equal(call["old_logp"], batch.recomputed) and torch.equal(call["sampled_logp"], batch.sampled)
+        assert not torch.equal(batch.recomputed, batch.sampled) and torch.equal(call["advantage"], batch.advantage)
+    assert (calls[0]["logp"] - calls[0]["old_logp"]).abs().max() < 1e-5 < (calls[2]["logp"] - calls[2]["old_logp"]).abs().max()
+    learn("plain", max_steps=1, dtype="bf16")
+    assert torch.equal(calls[-1]["old_logp"], watched.batches[-1].sampled) and not calls[-1]["tis_cap"]
 
 
 # --- one normaliser ---
