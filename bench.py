@@ -4,14 +4,19 @@
     python bench.py --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
     python bench.py --stage=datagen --run=out/quickstart/base   rejection sampling against a loop over transformers' generate
     python bench.py --stage=sft --model=llama-1m                fine-tuning against transformers' Trainer, and TRL's if it is there
+    python bench.py --stage=grpo --model=llama-50m              whole steps of reinforcement learning against TRL's GRPOTrainer
+    python bench.py --stage=rewards                             slow verifiers in worker processes against the caller itself
 
-The same weights, data and precision on every side, taken in turn. Of datagen.py and train.py the real scripts run, as processes.
+The same weights, data and precision (grpo: TRL in both) on every side, taken in turn. Of datagen.py, train.py and grpo.py the real
+scripts run, as processes.
 Knobs, as --key=value:
 """
 import gc
+import hashlib
 import importlib.util
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -19,7 +24,9 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Literal
 
 import torch
@@ -29,9 +36,10 @@ import tasks
 from engine import Engine, Packed, Request, Sampling, cache_bytes, draw, uniform
 from eval import requests_of
 from model import GPTConfig, blank
-from runtime import config, examples, guard, hardware
+from runtime import config, distributed, examples, guard, hardware
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
+from runtime.rewards import Pool
+from runtime.tokenizer import END_OF_TEXT, Tokenizer
 
 ROOT = Path(__file__).parent
 SHAPES = {
@@ -41,21 +49,30 @@ SHAPES = {
                  tied_head=True),
     "1m": dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128),
     "llama-1m": dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128, mlp="swiglu", qk_norm=False),
+    "llama-50m": dict(vocab_size=32768, block_size=256, n_layer=8, n_head=9, n_embd=576, mlp="swiglu", mlp_hidden=1536, qk_norm=False,
+                      tied_head=True),
 }
 
 
 @dataclass
 class Config:
-    stage: Literal["generate", "datagen", "sft"] = "generate"
-    model: Literal["smollm2-360m", "gpt2", "1m", "llama-1m"] = "smollm2-360m"      # a shape; its weights are random
+    stage: Literal["generate", "datagen", "sft", "grpo", "rewards", "trl"] = "generate"        # trl: TRL's side of grpo, which grpo starts
+    model: Literal["smollm2-360m", "gpt2", "1m", "llama-1m", "llama-50m"] | None = None        # a shape with random weights; None:
+                                             # smollm2-360m, grpo llama-1m
     run: str = ""                            # datagen: a model that can answer, instead
     num_questions: int = 100                 # datagen
     oversample: int = 10                     # datagen: samples a question
     examples: int = 640                      # sft: of unit conversion, once each, 32 x 2 a step
     lora_rank: int = 0                       # sft; 0: all weights
-    work: str = "2x10,8x8,32x1"              # prompts x samples of each, one case after the other
-    prompt_tokens: int = 120
-    max_new_tokens: int = 60
+    steps: int = 6                           # grpo: that count, after WARM_UP which don't
+    ranks: int | None = None                 # grpo: processes of ours; None: one a thread for a small model on a CPU, else one
+    peer_ranks: int = 1                      # grpo: processes of TRL's
+    completions: int = 256                   # rewards
+    verifier_ms: float = 5.0                 # rewards: of a core's time, for each
+    reward_workers: int = 2                  # rewards: processes
+    work: str | None = None                  # prompts x samples of each, one case after the other; None: 2x10,8x8,32x1, or GRPO's
+    prompt_tokens: int | None = None         # None: 120, or GRPO's
+    max_new_tokens: int | None = None        # None: 60, or GRPO's
     slots: int | None = None                 # None: all samples at once, at most 512
     peers: str = ""                          # generate: transformers' generate, generate_batch, or both with a comma
     repeats: int = 3                         # runs of each side, in turn; the median counts
@@ -63,6 +80,11 @@ class Config:
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     seed: int = 0
     json: bool = False                       # all figures as the last line
+
+
+GRPO = {"llama-50m": ("4x8", 50, 32)}        # work, prompt_tokens, max_new_tokens: what takes TRL some seconds a step on two cores;
+GRPO_ELSE = ("8x8", 50, 64)                  # of other shapes
+WARM_UP = 2                                  # steps in which memory is taken and shapes are seen for the first time
 
 
 def random_model(c, hw):
@@ -192,13 +214,13 @@ def script(name, *arguments, ranks=1):
     return done.stdout
 
 
-def in_turn(sides, repeats, what):
-    """Run {name: function -> rate} in turn, `repeats` times after a first that does not count; print medians and ratios; the rates."""
+def in_turn(sides, repeats, what, warm_up=1):
+    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; print medians and ratios; the rates."""
     rates = {name: [] for name in sides}
-    for repeat in range(repeats + 1):
+    for repeat in range(warm_up + repeats):
         for name, side in sides.items():
             rate = side()
-            rates[name] += [rate] if repeat else []
+            rates[name] += [rate] if repeat >= warm_up else []
     ours = rates["nanoRFT"]
     print(f"nanoRFT: {statistics.median(ours):,.1f} {what} ({min(ours):,.1f}-{max(ours):,.1f})")
     for name in rates.keys() - {"nanoRFT"}:
@@ -311,34 +333,189 @@ def bench_sft(cfg, hw, folder):
     return in_turn(sides, cfg.repeats, "tokens/s")
 
 
+# --- reinforcement learning: whole steps, rollout, reward and update ---
+
+SCORE = '''"""Any score does for a benchmark, if the samples of a group differ in it."""
+import zlib
+
+PROMPT, STOP = "{}", ""
+
+
+def reward(question, completion):
+    return zlib.crc32(completion.encode("utf-8", "replace")) / 2**32
+'''
+
+
+def write_tokenizer(folder, n_vocab):
+    """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion decoded), the end of text."""
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}           # GPT-2's letters for bytes: the others come after 255
+    others = iter(range(256, 512))
+    letters = [chr(b if b in printed else next(others)) for b in range(256)]
+    words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    special = {"id": n_vocab - 1, "content": END_OF_TEXT, "special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    (Path(folder) / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate([*letters, *words, END_OF_TEXT])}, "merges": []}}))
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))
+
+
+def never_ends(model, eos):
+    """Weights with which the end of text is never sampled, so that both sides do the same work without being told to: a channel that all
+    embeddings share and that outweighs the others after each norm, and a head whose row for that id is against it."""
+    with torch.no_grad():
+        model.token_embedding.weight[:, 0] = 1
+        model.head_weight[eos, 0] = -1000
+
+
+def bench_grpo(cfg, hw, folder):
+    """Completions a second of whole steps (rollout, reward, update), from the seconds that grpo.py logs, against TRL's GRPOTrainer from
+    the start of its steps to their end: neither with the start of the process, TRL's without fetching questions and logging. Same
+    weights, prompts of one length, reward, group size, learning rate and loss (dapo's, clipped alike, no KL, advantages not scaled),
+    one AdamW step a rollout; samples don't end before max_new_tokens, which is checked on both sides. grpo.py leaves samples without any
+    advantage out of its update: here there are none, for the reward is a hash."""
+    prompts, samples = map(int, cfg.work.split("x"))
+    total, rng = WARM_UP + cfg.steps, random.Random(cfg.seed)
+    texts = ["".join(rng.choices(ascii_lowercase + " 0123456789", k=cfg.prompt_tokens)) for _ in range(prompts * total)]
+    (Path(folder) / "questions.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts))
+    (Path(folder) / "score.py").write_text(SCORE)
+    small = SHAPES[cfg.model]["n_layer"] * SHAPES[cfg.model]["n_embd"]**2 < 2e6        # as README says it is fastest there
+    ranks = cfg.ranks or (torch.get_num_threads() if hw.device.type == "cpu" and small and prompts % torch.get_num_threads() == 0 else 1)
+    print(f"{prompts} prompts of {cfg.prompt_tokens} tokens x {samples} samples of {cfg.max_new_tokens}, {cfg.steps} steps a run after {WARM_UP}, "
+          f"{hw.dtype} on {hw.name}; {ranks} processes here, {cfg.peer_ranks} of TRL's")
+
+    def ours():
+        script("grpo.py", f"--init_from={folder}", f"--task={folder}/score.py", f"--dataset={folder}/questions.jsonl", f"--out_dir={folder}/run",
+               "--overwrite", f"--prompts_per_step={prompts}", f"--k_samples={samples}", f"--max_new_tokens={cfg.max_new_tokens}",
+               f"--max_steps={total}", "--learning_rate=1e-4", "--warmup_steps=0", "--eval_interval=0", "--save_only_model",
+               f"--dtype={hw.dtype}", f"--device={cfg.device}", f"--seed={cfg.seed}", ranks=ranks)
+        steps = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+        steps = [step for step in steps if "reward" in step]
+        same = {(s["completion_tokens"], s["completion_tokens_max"], s["zero_variance"]) for s in steps}
+        assert len(steps) == total and same == {(cfg.max_new_tokens, cfg.max_new_tokens, 0)}, f"not the work that was asked for: {same}"
+        return prompts * samples * cfg.steps / (steps[-1]["seconds"] - steps[WARM_UP - 1]["seconds"])
+
+    def theirs(dtype):
+        said = script("bench.py", "--stage=trl", f"--run={folder}", f"--work={cfg.work}", f"--max_new_tokens={cfg.max_new_tokens}",
+                      f"--steps={cfg.steps}", f"--dtype={dtype}", f"--device={cfg.device}", f"--seed={cfg.seed}", ranks=cfg.peer_ranks)
+        return prompts * samples * cfg.steps / sum(json.loads(said.splitlines()[-1])["seconds"][WARM_UP:])
+    sides = {"nanoRFT": ours}
+    if importlib.util.find_spec("trl"):
+        sides |= {f"TRL's GRPOTrainer, {dtype}": lambda dtype=dtype: theirs(dtype) for dtype in ("fp32", "bf16")}
+    else:
+        print("TRL is not installed: pip install trl, to compare with it.")
+    return in_turn(sides, cfg.repeats, "completions/s", warm_up=0)
+
+
+def run_trl(cfg, hw):
+    """TRL's side, in a process or several; the seconds of its steps as the last line."""
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    prompts, samples = map(int, cfg.work.split("x"))
+    task, questions, times, lengths = tasks.load(f"{cfg.run}/score.py"), Path(cfg.run) / "questions.jsonl", [], set()
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            if hw.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+        on_step_end = on_step_begin
+
+    def score(completions, completion_ids, **_):
+        lengths.update(map(len, completion_ids))
+        return [task.score(None, completion) for completion in completions]
+    args = GRPOConfig(
+        output_dir=f"{cfg.run}/trl", per_device_train_batch_size=prompts * samples // distributed.world_size(), num_generations=samples,
+        max_completion_length=cfg.max_new_tokens, max_steps=WARM_UP + cfg.steps, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo",
+        scale_rewards="none", temperature=1.0, learning_rate=1e-4, lr_scheduler_type="constant", optim="adamw_torch_fused", adam_beta2=0.95,
+        weight_decay=0.0, max_grad_norm=1.0, bf16=hw.dtype == "bf16", fp16=hw.dtype == "fp16", gradient_checkpointing=False, report_to=[],
+        save_strategy="no", logging_steps=10**9, disable_tqdm=True, use_cpu=hw.device.type == "cpu", seed=cfg.seed)
+    trainer = GRPOTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(cfg.run, dtype=torch.float32), score, args, callbacks=[Clock()],
+        train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in questions.read_text().splitlines()]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(cfg.run))
+    trainer.train()
+    assert lengths == {cfg.max_new_tokens}, f"not the work that was asked for: completions of {lengths} tokens"
+    if distributed.is_main():
+        print(json.dumps({"seconds": [end - begin for begin, end in zip(times[::2], times[1::2])]}))
+    return 0
+
+
+def bench_rewards(cfg, folder):
+    """Completions a second that worker processes grade, and the caller itself, with a verifier that takes about verifier_ms of an idle
+    core, always the same work. Without the start of the workers, which grpo.py has once a run."""
+    def rounds(n):
+        began = time.thread_time()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", n)
+        return time.thread_time() - began
+    n, path = max(1, int(10_000 * cfg.verifier_ms / 1000 / min(rounds(10_000) for _ in range(5)))), Path(folder) / "slow.py"
+    path.write_text(f'import hashlib\n\n\ndef reward(question, completion):\n    hashlib.pbkdf2_hmac("sha256", b"", b"", {n})\n'
+                    "    return len(completion) % 2\n")
+    pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
+    print(f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {cfg.reward_workers} processes")
+    with Pool(str(path), cfg.reward_workers) as several, Pool(str(path), 1, kind="serial") as serial:
+        def rate(pool):
+            began = time.perf_counter()
+            grades = pool.score(pairs)
+            seconds = time.perf_counter() - began
+            assert [grade.score for grade in grades] == [i % 2 for i in range(len(pairs))], "wrong grades"
+            return len(pairs) / seconds
+        return in_turn({"nanoRFT": lambda: rate(several), "one after the other": lambda: rate(serial)}, cfg.repeats, "completions/s")
+
+
 def main(argv):
     cfg = config.load(Config, argv)
-    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats num_questions oversample examples")
-    config.at_least(cfg, 0, "lora_rank")
-    if cfg.stage == "sft" and cfg.run:
-        raise BadInput("--stage=sft trains random weights of --model=: leave --run out.")
+    cfg.model = cfg.model or ("llama-1m" if cfg.stage == "grpo" else "smollm2-360m")
+    defaults = GRPO.get(cfg.model, GRPO_ELSE) if cfg.stage == "grpo" else ("2x10,8x8,32x1", 120, 60)
+    for knob, default in zip(("work", "prompt_tokens", "max_new_tokens"), defaults):
+        setattr(cfg, knob, default if getattr(cfg, knob) is None else getattr(cfg, knob))
+    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats num_questions oversample examples steps ranks peer_ranks completions "
+                            "reward_workers")
+    config.at_least(cfg, 0, "lora_rank verifier_ms")
+    if cfg.stage in ("sft", "grpo") and cfg.run:
+        raise BadInput(f"--stage={cfg.stage} trains random weights of --model=: leave --run out.")
+    if cfg.stage == "trl" and not cfg.run:
+        raise BadInput("--stage=trl is a part of --stage=grpo: choose that.")
+    one_case = cfg.stage in ("grpo", "trl")
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + ("" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"), cfg.work):
+        raise BadInput(f"--work={cfg.work} is not prompts x samples: write for example --work={'8x8' if one_case else '2x10,32x1'}.")
+    if one_case and cfg.work.endswith("x1"):
+        raise BadInput(f"--work={cfg.work} leaves nothing to compare a sample with: give at least 2 of each prompt.")
+    if cfg.stage == "trl":
+        return run_trl(cfg, hardware.setup(cfg.device, cfg.dtype, compile=False))
+    if cfg.stage == "rewards":
+        with tempfile.TemporaryDirectory() as folder:
+            rates = bench_rewards(cfg, folder)
+        if cfg.json:
+            print(json.dumps({"stage": cfg.stage, "rates": rates}))
+        return 0
+    c = GPTConfig(**SHAPES[cfg.model])
+    if cfg.stage in ("generate", "grpo") and cfg.prompt_tokens + cfg.max_new_tokens > c.block_size:
+        raise BadInput(f"{cfg.model} has {c.block_size} positions: lower --prompt_tokens or --max_new_tokens.")
     if cfg.stage != "generate":
         hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
         torch.manual_seed(cfg.seed)
         with tempfile.TemporaryDirectory() as folder:
             if not cfg.run:
-                model = random_model(GPTConfig(**SHAPES[cfg.model]), hw)
+                model = random_model(c, hw)
                 print(f"{cfg.model}, {model.n_params():,} parameters")
+                if cfg.stage == "grpo":
+                    never_ends(model, c.vocab_size - 1)
+                    write_tokenizer(folder, c.vocab_size)
                 hf.export(model, folder)
                 del model
-            rates = (bench_datagen if cfg.stage == "datagen" else bench_sft)(cfg, hw, folder)
+            rates = {"datagen": bench_datagen, "sft": bench_sft, "grpo": bench_grpo}[cfg.stage](cfg, hw, folder)
         if cfg.json:
             print(json.dumps({"stage": cfg.stage, "model": cfg.run or cfg.model, "device": hw.name, "dtype": hw.dtype, "rates": rates}))
         return 0
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", cfg.work):
-        raise BadInput(f"--work={cfg.work} is not prompts x samples: write for example --work=2x10,32x1.")
     work = [tuple(map(int, case.split("x"))) for case in cfg.work.split(",")]
     if cfg.peers and not set(cfg.peers.split(",")) <= PEERS.keys():
         raise BadInput(f"--peers={cfg.peers} is not known: choose from {', '.join(PEERS)}.")
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    c = GPTConfig(**SHAPES[cfg.model])
-    if cfg.prompt_tokens + cfg.max_new_tokens > c.block_size:
-        raise BadInput(f"{cfg.model} has {c.block_size} positions: lower --prompt_tokens or --max_new_tokens.")
     torch.manual_seed(cfg.seed)
     model, (bandwidth, flops) = random_model(c, hw), ceilings(hw)
     weights, per_token = model.n_params() * hw.torch_dtype.itemsize, cache_bytes(c, 0, 64, hw.torch_dtype) / 64

@@ -1,11 +1,13 @@
 """grpo.py: the objective against numbers by hand, what is trained on, and runs that can be stopped, repeated and shared by ranks."""
 import contextlib
+import inspect
 import io
 import itertools
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +19,11 @@ import pytest
 import torch
 
 import grpo
+import hf
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, weights
 from engine import Engine, Request, Sample
 from model import IGNORE
-from runtime import checkpoint, guard
+from runtime import checkpoint, guard, optim
 from runtime.rewards import Grade
 from runtime.rollouts import Rollout, micro_batches, padded, question_at, read_questions
 from runtime.tokenizer import Tokenizer
@@ -517,6 +520,36 @@ def test_the_trainer_finds_the_log_probabilities_of_the_engine(learn, temperatur
         assert 0 < line["logprob_gap"] <= line["logprob_gap_max"] < 1e-5 and abs(line["kl_old"]) < 1e-6 and line["clip_fraction"] == 0
 
 
+def test_dropout_of_the_model_to_start_from_stays_off(learn, base, tmp_path):
+    shutil.copytree(base, tmp_path / "base")
+    about = json.loads((base / "model.json").read_text())
+    about["architecture"]["dropout"] = 0.5
+    (tmp_path / "base" / "model.json").write_text(json.dumps(about))
+    assert all(line["logprob_gap_max"] < 1e-5 for line in lines(learn(init_from=tmp_path / "base")))
+
+
+def test_the_loss_is_given_what_the_knobs_say(learn, monkeypatch, watched):
+    """Each group belongs to one mini-batch of a pass; the ratio is to the trainer's log-probabilities where importance weights bridge to the engine's."""
+    loss, calls = grpo.grpo_loss, []
+
+    def spied(*args, **knobs):
+        calls.append(inspect.signature(loss).bind(*args, **knobs).arguments)
+        return loss(*args, **knobs)
+    monkeypatch.setattr(grpo, "grpo_loss", spied)
+    chosen = dict(clip_low=0.11, clip_high=0.33, beta=0.05, tis_cap=1.7)
+    out = learn(**chosen, loss_type="dr_grpo", max_steps=1, inner_epochs=2, mini_batches=2, dtype="bf16")
+    first, second, *again = watched.groups
+    assert [len(first), len(second)] == [2, 2] and not {id(g) for g in first} & {id(g) for g in second}
+    assert [[id(g) for g in groups] for groups in again] == [[id(g) for g in groups] for groups in (first, second)] and lines(out)[0]["updates"] == 4
+    for call, batch in zip(calls, watched.batches, strict=True):
+        assert {key: call[key] for key in chosen} == chosen and call["loss_type"] == "dr_grpo" and call["divisor"] == 8 * 12
+        assert torch.equal(call["old_logp"], batch.recomputed) and torch.equal(call["sampled_logp"], batch.sampled)
+        assert not torch.equal(batch.recomputed, batch.sampled) and torch.equal(call["advantage"], batch.advantage)
+    assert (calls[0]["logp"] - calls[0]["old_logp"]).abs().max() < 1e-5 < (calls[2]["logp"] - calls[2]["old_logp"]).abs().max()
+    learn("plain", max_steps=1, dtype="bf16")
+    assert torch.equal(calls[-1]["old_logp"], watched.batches[-1].sampled) and not calls[-1]["tis_cap"]
+
+
 # --- one normaliser ---
 
 PIECES = {loss_type: dict(loss_type=loss_type, max_steps=1, grad_clip=0, prompts_per_step=6) for loss_type in LOSS_TYPES} | {
@@ -552,6 +585,29 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(learn, ranked, k
         (one,), (many,) = lines(whole), lines(other)
         for key in ("loss", "reward", "grad_norm", "entropy", "kl", "pass_at_1", "completion_tokens", "truncated", "zero_variance", "parts/many", "tokens"):
             assert many[key] == pytest.approx(one[key], rel=1e-5, abs=1e-7), key
+
+
+@pytest.mark.parametrize("loss_type, knobs", [("dapo", dict(temperature=0.7)), ("grpo", dict(advantage_scale="group")), ("dr_grpo", dict(overlong="mask")),
+                                              ("dapo", dict(beta=0.1, tis_cap=2.0))], ids=str)
+def test_the_gradient_of_a_run_is_that_of_the_formula(learn, watched, base, loss_type, knobs):
+    """Of its samples, a sequence and a token at a time."""
+    out, cfg = learn(loss_type=loss_type, max_steps=1, grad_clip=0, **knobs), dict(temperature=1.0) | knobs
+    model, logp, advantage, ((*groups,),) = hf.find(str(base)).load(), [], [], watched.groups
+    for group in groups:
+        rewards = torch.tensor([r.reward for r in group], dtype=torch.float64)
+        above = rewards - rewards.mean()
+        above = above / (rewards.std(correction=0) + 1e-4) if "advantage_scale" in knobs else above
+        for r, a in zip(group, above):
+            if r.finished or "overlong" not in knobs:
+                logits = model(torch.tensor([r.prompt + r.ids]))[0].double() / cfg["temperature"]
+                logp.append(torch.stack([logits[len(r.prompt) + t - 1].log_softmax(0)[i] for t, i in enumerate(r.ids)]))
+                advantage.append(a)
+    old = [row.detach() for row in logp]     # as the policy has not moved, ratios are 1 and the divergence is 0
+    logp, old = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (logp, old))
+    lengths = [len(r.ids) for group in groups for r in group if r.finished or "overlong" not in knobs]
+    plainly(logp, old, old, advantage, lengths, loss_type, 0.2, 0.28, knobs.get("beta"), old, 0.0, 12).backward()
+    expected = [p.grad.flatten() for o in optim.build(model) for g in o.param_groups for p in g["params"]]
+    assert apart(gradient(out), torch.cat(expected)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["three steps", "inner"])
@@ -687,6 +743,18 @@ def test_a_verifier_that_hangs_is_killed_and_counted_and_the_run_goes_on(learn, 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_every_kind_of_reward_pool_gives_the_same(learn, kind):
     assert same(weights(learn("a", reward_pool=kind, reward_workers=2), 4), weights(learn("b"), 4))
+
+
+@pytest.mark.parametrize("knobs", [dict(eval_interval=1), dict(gradient_checkpointing=True), dict(save_interval=1), dict(log_interval=3),
+                                   dict(attention="sdpa")], ids=str)
+def test_these_change_no_bit(learn, knobs):
+    assert same(weights(learn("a", **knobs), 4), weights(learn("b"), 4))
+
+
+def test_fp16_trains_with_a_loss_scale(learn):
+    out = learn(dtype="fp16", max_steps=6)
+    assert checkpoint.load_state(out, 6)["scaler"]["scale"] >= 1 and lines(out)[-1]["updates"] == 1
+    assert all(line["logprob_gap_max"] < 0.1 for line in lines(out)) and not same(weights(out, 6), checkpoint_of_base(out))
 
 
 def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_pieces(learn, monkeypatch):
