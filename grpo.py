@@ -214,7 +214,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
 def open_questions(cfg, task):
     """(questions to train on, questions for validation, what is said of those that were dropped)."""
     if cfg.dataset:
-        return *read_questions(cfg.dataset, cfg.eval_questions if cfg.eval_interval else 0), ""
+        train, valid = read_questions(cfg.dataset, cfg.eval_questions)
+        return train, valid if cfg.eval_interval else [], ""
     train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
     valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
     return train, valid, f" ({dropped} that stand in the test split dropped)" if dropped else ""
@@ -273,7 +274,7 @@ def gather_groups(cfg, now, n, sample):
     share, kept, everything = cfg.prompts_per_step // distributed.world_size(), [], []
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
         mine = next_places(cfg, now, n)[distributed.rank() * share:]    # in one piece, so that mini-batches don't depend on the ranks
-        groups = sample(mine[:share - len(kept)])
+        groups = sample(mine[:share])
         if distributed.any(groups is None):
             raise FloatingPointError
         everything += groups.values()
@@ -283,7 +284,7 @@ def gather_groups(cfg, now, n, sample):
             now.solved |= {question_at(place, n, cfg.seed): place // n for places in distributed.gather(solved) for place in places}
         if not distributed.any(len(kept) < share):
             break
-    return kept, everything
+    return kept[:share], everything
 
 
 # --- update ---
@@ -439,7 +440,7 @@ def main(argv):
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
 
     # What does not fit the memory is cut smaller: first the update, then the samples in flight beside it.
-    share = cfg.prompts_per_step // world * cfg.k_samples
+    note_reference, share = open_reference(cfg, hw, model), cfg.prompts_per_step // world * cfg.k_samples
 
     def rows(tokens):                        # of the longest sequences
         return min(share // cfg.mini_batches, max(1, tokens // context))
@@ -454,10 +455,9 @@ def main(argv):
         lambda: memory.advice(model, hw, context, optim.state_to_come(optimizers)), log.say)
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
-    note_reference = open_reference(cfg, hw, model)
     dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
     needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, optim.state_to_come(optimizers)).values())
-    most = slots_that_fit(model.config, context, dtype, hw.device, needed)
+    most = slots_that_fit(model.config, context, dtype, hw.device, needed + dtype.itemsize * model.n_params())
     slots = cfg.slots or min(share, most)
     with refused():
         sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
@@ -498,7 +498,7 @@ def main(argv):
         return 1 - result["accuracy"]
 
     stop, clock, groups = guard.StopSignal(), time.perf_counter, []
-    with refused(), pool:
+    with pool:
         if valid and now.step == 0:
             examine()
         while now.step < cfg.max_steps:
