@@ -17,7 +17,7 @@ max_prompt_tokens = 256
 max_new_tokens = 512
 few_shot = 0
 tokens_per_micro_batch = 32768
-max_steps = 157                          # three passes over the 6,700 questions that are not held out
+max_steps = 158                          # three passes over the 6,700 questions that are not held out
 
 learning_rate = 1e-6
 warmup_steps = 10

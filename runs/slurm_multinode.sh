@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=nanorft
 #SBATCH --nodes=2
+#SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=48
@@ -32,7 +33,7 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ "$1" != datagen.py ]; then
     resume=(--init_from=resume)
 fi
 srun --kill-on-bad-exit=1 python -m torch.distributed.run --nnodes="$nodes" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
-    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$first:29500" "$@" ${resume[@]+"${resume[@]}"} &
+    --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$first:${RENDEZVOUS_PORT:-29500}" "$@" ${resume[@]+"${resume[@]}"} &
 # The signal goes to the ranks themselves: torchrun would give them 30 seconds, and a step may take longer. One rank tells the others.
 stopped=
 trap 'stopped=yes; pkill -TERM -u "$(id -u)" -f -- "-u $1" || true' TERM
