@@ -443,9 +443,9 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     assert list(groups) == [7, 8, 9]
     for place, group in groups.items():
         number = question_at(place, 5, 0)
-        for rollout, (ids, reason), punished in zip(group, Scripted.completions, (0.5, 0.5, 0, 1), strict=True):
-            text = Tokenizer("bytes").text_of(ids)
-            assert rollout.prompt == [number, 0, 256] and rollout.ids == ids and rollout.finished == (reason == "stop")
+        for rollout, (said, reason), punished in zip(group, Scripted.completions, (0.5, 0.5, 0, 1), strict=True):
+            text = Tokenizer("bytes").text_of(said)
+            assert rollout.prompt == [number, 0, 256] and rollout.ids == said and rollout.finished == (reason == "stop")
             assert rollout.trained == (reason == "stop" or overlong != "mask")
             assert rollout.reward == 0.25 * len(text) - (punished if overlong == "penalty" else 0) and (f"question {number}", text) in judge.asked
             y = padded([rollout]).y[0].tolist()
