@@ -421,10 +421,13 @@ def main(argv):
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
 
     # What does not fit the memory is cut smaller: first the update, then the samples in flight beside it.
+    def rows(tokens):                        # of a micro-batch, which no step fills with more samples than it has
+        return max(1, min(tokens // context, cfg.prompts_per_step // world * cfg.k_samples))
+
     def attempt(tokens):
         fast = torch.compile(model, mode=None if cfg.compile_mode == "default" else cfg.compile_mode, dynamic=True) if hw.compile else model
         to_come = optim.state_to_come(optimizers)
-        return fast, memory.rehearse(fast, hw, max(1, tokens // context), context, 2, to_come, cfg.temperature)
+        return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, cfg.temperature)
     fast, now.micro_batch = memory.fit(
         hw, now.micro_batch, attempt, lambda tokens: tokens // 2 if tokens >= 2 * context else None,
         lambda: memory.advice(model, hw, context, optim.state_to_come(optimizers)), log.say)
@@ -432,7 +435,7 @@ def main(argv):
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
     note_reference = open_reference(cfg, hw, model)
     dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
-    needed = sum(memory.parts(model, hw, max(1, now.micro_batch // context), context, optim.state_to_come(optimizers)).values())
+    needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, optim.state_to_come(optimizers)).values())
     slots = cfg.slots or min(cfg.prompts_per_step // world * cfg.k_samples, slots_that_fit(model.config, context, dtype, hw.device, needed))
     with refused():
         sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
