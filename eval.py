@@ -289,7 +289,7 @@ def questions_of(task, split, n, seed=0):
     """n questions of a task's split, at least one; BadInput if there are not so many."""
     if questions := task.questions(split, seed, n):
         return questions
-    raise ValueError(f"The task {task.name} has no {split} questions: choose another --split=.")
+    raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another task.")
 
 
 def plain(text):

@@ -30,7 +30,8 @@ from runtime import checkpoint, config, distributed, guard, hardware, memory, op
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
 from runtime.rewards import Pool
-from runtime.rollouts import Batch, Rollout, figures_of, flops, micro_batches, note_logprobs, padded, question_at, read_questions
+from runtime.rollouts import (Batch, Rollout, figures_of, flops, micro_batches, next_places, note_logprobs, padded, question_at,
+                              read_questions)
 from runtime.state import State, lora
 
 
@@ -54,7 +55,9 @@ class Config:
     prompts_per_step: int = 32               # all ranks together
     k_samples: int = 8                       # of each prompt: its group
     temperature: float = 1.0
+    max_prompt_tokens: int | None = None     # questions with longer prompts are left out; None: with those that fill the model's context
     max_new_tokens: int = 128
+    skip_solved: int = 0                     # epochs for which a question rests after all its samples were right; they teach nothing
     dynamic_sampling: bool = False           # other questions in place of those whose samples all fare alike (DAPO, Yu et al. 2025)
     max_rounds: int = 4                      # in which it looks for them
     slots: int | None = None                 # samples in flight a rank; None: all of a step's, if they fit
@@ -100,7 +103,6 @@ class Config:
     cuda_graphs: bool = True                 # in sampling
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
-    loss_chunks: int = 0                     # pieces in which head and log-probabilities are computed; 0: by size
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process
     # evaluation, log, checkpoints
@@ -124,10 +126,11 @@ FROZEN = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "prompts_per_step k_samples max_new_tokens max_rounds slots inner_epochs mini_batches overlong_tokens max_steps "
-                            "tokens_per_micro_batch eval_questions log_interval save_interval keep_last num_questions reward_workers")
-    config.at_least(cfg, 0, "seed few_shot clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip lora_rank loss_chunks eval_interval shown_questions")
+    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs mini_batches "
+                            "overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval save_interval keep_last "
+                            "num_questions reward_workers")
+    config.at_least(cfg, 0, "seed few_shot clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay "
+                            "beta1 beta2 muon_momentum grad_clip lora_rank eval_interval shown_questions skip_solved")
     config.at_least(cfg, 0.01, "timeout temperature")
     config.below(cfg, 1, "clip_low beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
@@ -137,8 +140,8 @@ def check(cfg):
     if cfg.k_samples == 1:
         raise BadInput("--k_samples=1 leaves nothing to compare a sample with: give at least 2.")
     if cfg.prompts_per_step % (world * cfg.mini_batches):
-        raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with {cfg.mini_batches} mini-batches: "
-                       "change --prompts_per_step.")
+        raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with {cfg.mini_batches} "
+                       "mini-batches: change --prompts_per_step.")
     if cfg.beta and cfg.kl == "none":
         raise BadInput("--beta is the weight of a divergence that --kl=none leaves out: give one of them alone.")
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
@@ -211,24 +214,27 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
 def open_questions(cfg, task):
     """(questions to train on, questions for validation, what is said of those that were dropped)."""
     if cfg.dataset:
-        return *read_questions(cfg.dataset, cfg.eval_questions if cfg.eval_interval else 0), ""
+        train, valid = read_questions(cfg.dataset, cfg.eval_questions)
+        return train, valid if cfg.eval_interval else [], ""
     train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
     valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
     return train, valid, f" ({dropped} that stand in the test split dropped)" if dropped else ""
 
 
 def asked(cfg, tokenizer, task, questions, num_samples, positions):
-    """[(question, Request)] of those whose prompts leave room for an answer."""
+    """[(question, Request)] of those whose prompts leave room for an answer, and are not longer than asked for."""
+    longest = min(positions - 1, cfg.max_prompt_tokens or positions)
     requests = requests_of(tokenizer, task, questions, num_samples, cfg.max_new_tokens, cfg.few_shot)
-    pairs = [(question, request) for question, request in zip(questions, requests) if len(request.ids) < positions]
+    pairs = [(question, request) for question, request in zip(questions, requests) if len(request.ids) <= longest]
     return [(question, dataclasses.replace(request, key=key)) for key, (question, request) in enumerate(pairs)]
 
 
 # --- rollout ---
 
 def roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile):
-    """Groups of Rollouts, graded, one for each place of the stream. Verifiers work while the engine goes on, and while meanwhile(rollouts)
-    does: they are handed an eighth of the samples at a time, for each that wakes one takes a core from it. Seconds go to `spent`."""
+    """{place: its group of Rollouts, graded} for places of the stream. Verifiers work while the engine goes on, and while
+    meanwhile(rollouts) does: they are handed an eighth of the samples at a time, for waking them takes a core from the engine.
+    Seconds go to `spent`."""
     chosen, began = {place: train[question_at(place, len(train), cfg.seed)] for place in places}, time.perf_counter()
     groups = {place: [None] * cfg.k_samples for place in places}
     fresh, submitted, at_once = [], [], max(1, len(places) * cfg.k_samples // 8)
@@ -251,45 +257,54 @@ def roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile):
     for rollout, grade in zip(submitted, pool.collect(wait=True), strict=True):
         rollout.grade, rollout.reward = grade, grade.score - penalty(cfg, len(rollout.ids))
     spent["reward"] += time.perf_counter() - began
-    return list(groups.values())
+    return groups
 
 
 def penalty(cfg, length):
     """DAPO's soft punishment of a completion of so many tokens: from 0 to 1 over the last overlong_tokens."""
-    return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens) if cfg.overlong == "penalty" else 0.0
+    if cfg.overlong != "penalty":
+        return 0.0
+    return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens)
 
 
-def gather_groups(cfg, now, sample):
-    """(groups to train on, all that were sampled) of this rank. sample: places of the stream -> groups. With dynamic sampling in rounds,
-    until each rank has its share of groups that don't fare alike, or max_rounds are over."""
+def gather_groups(cfg, now, n, sample):
+    """(groups to train on, all that were sampled) of this rank. n: questions; sample: places of the stream -> {place: group}. With
+    dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over.
+    FloatingPointError, on every rank, if sample returns None on one."""
     share, kept, everything = cfg.prompts_per_step // distributed.world_size(), [], []
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
-        first = now.asked + distributed.rank() * share
-        groups = sample(range(first, first + share - len(kept)))
-        now.asked += cfg.prompts_per_step    # on every rank, whatever it kept
-        everything += groups
-        kept += [g for g in groups if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
+        mine = next_places(cfg, now, n)[distributed.rank() * share:]    # in one piece, so that mini-batches don't depend on the ranks
+        groups = sample(mine[:share])
+        if distributed.any(groups is None):
+            raise FloatingPointError
+        everything += groups.values()
+        kept += [g for g in groups.values() if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
+        if cfg.skip_solved:
+            solved = [place for place, g in groups.items() if all(r.grade.score == 1 for r in g)]
+            now.solved |= {question_at(place, n, cfg.seed): place // n for places in distributed.gather(solved) for place in places}
         if not distributed.any(len(kept) < share):
             break
-    return kept or everything[:1], everything
+    return kept[:share], everything
 
 
 # --- update ---
 
-def optimizer_step(cfg, hw, ddp, state, groups, lr, say):
+def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
     """Forward, backward and one step of the optimizers on groups of Rollouts, with the one normaliser. Returns (this rank's sums, norm
     of the gradient, whether it is finite), or None if there was nothing to learn on any rank: then no weight moves, nor any
-    state of the optimizers."""
+    state of the optimizers. spare: any Rollout."""
     world, now = distributed.world_size(), state.progress
     trained = [r for group in groups for r in group if r.trained]
-    tokens, sequences, signals = distributed.sum([sum(len(r.ids) for r in trained), len(trained), sum(r.advantage != 0 for r in trained)])
+    tokens, sequences, signals = distributed.sum([
+        sum(len(r.ids) for r in trained), len(trained), sum(r.advantage != 0 for r in trained)])
     divisor = normaliser(cfg.loss_type, tokens, sequences, cfg.max_new_tokens)
     if not sequences or not (signals or cfg.beta):
         return None
-    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one of them.
-    learnt = [r for r in trained if r.advantage or cfg.beta] or groups[0][:1]
+    # Without advantage a sample has no gradient, so it need not be computed. A rank with none takes part with one not trained on.
+    learnt = [r for r in trained if r.advantage or cfg.beta] or [dataclasses.replace(spare, trained=False)]
     while True:
-        parts, sums, out_of_memory = micro_batches(learnt, now.micro_batch), {"gap_max": 0.0, "flops": flops(state.model, learnt)}, None
+        parts, out_of_memory = micro_batches(learnt, now.micro_batch), None
+        sums = {"gap_max": 0.0, "flops": flops(state.model, learnt)}
         try:
             for i, part in enumerate(parts):
                 batch = Batch(*(t.to(hw.device, non_blocking=True) for t in padded(part)))
@@ -297,13 +312,14 @@ def optimizer_step(cfg, hw, ddp, state, groups, lr, say):
                 ddp.require_backward_grad_sync = i == len(parts) - 1   # DDP: one exchange of gradients a step
                 with hw.autocast():
                     logp, entropy = ddp(batch.x, batch.y, cfg.temperature)
-                loss, figures = grpo_loss(logp, batch.recomputed if cfg.tis_cap else batch.sampled, batch.reference, batch.advantage, mask,
-                                          divisor, cfg.clip_low, cfg.clip_high, cfg.beta, cfg.loss_type, batch.sampled, cfg.tis_cap)
+                loss, figures = grpo_loss(
+                    logp, batch.recomputed if cfg.tis_cap else batch.sampled, batch.reference, batch.advantage, mask, divisor,
+                    cfg.clip_low, cfg.clip_high, cfg.beta, cfg.loss_type, batch.sampled, cfg.tis_cap)
                 state.scaler.scale(loss * world).backward()            # DDP averages over ranks, hence world
                 apart = torch.where(mask, logp.detach() - batch.sampled, 0.0).abs()
-                sums["gap_max"] = max(sums["gap_max"], apart.max().item())
-                for name, value in {"loss": loss.detach(), "entropy": entropy.sum(), "gap": apart.sum(), "tokens": mask.sum(), **figures}.items():
-                    sums[name] = sums.get(name, 0.0) + value
+                sums["gap_max"] = apart.max().clamp(min=sums["gap_max"])
+                figures |= {"loss": loss.detach(), "entropy": entropy.sum(), "gap": apart.sum(), "tokens": mask.sum()}
+                sums |= {name: sums.get(name, 0.0) + value for name, value in figures.items()}
         except Exception as error:
             if not memory.is_out_of_memory(error):
                 raise
@@ -318,11 +334,11 @@ def optimizer_step(cfg, hw, ddp, state, groups, lr, say):
 
 
 def retreat(cfg, now, parts, reason, say):
-    """Half the tokens a micro-batch after a step that ran out of memory; Failure where that can't help, or others wait for this rank."""
+    """Half the tokens a micro-batch after running out of memory; Failure where that can't help, or others wait for this rank."""
     less = now.micro_batch // 2
     if distributed.world_size() > 1:
-        raise guard.Failure(f"Rank {distributed.rank()} ran out of memory at step {now.step + 1} ({reason}): go on from the last checkpoint "
-                            f"with --init_from=resume --out_dir={cfg.out_dir} --tokens_per_micro_batch={less}.")
+        raise guard.Failure(f"Rank {distributed.rank()} ran out of memory at step {now.step + 1} ({reason}): go on from the last "
+                            f"checkpoint with --init_from=resume --out_dir={cfg.out_dir} --tokens_per_micro_batch={less}.")
     if max(map(len, parts)) == 1:
         raise guard.Failure(f"Step {now.step + 1} ran out of memory with a micro-batch of one sequence ({reason}): go on from the last "
                             "checkpoint with --gradient_checkpointing, or lower --max_new_tokens.")
@@ -394,11 +410,13 @@ def main(argv):
         train = asked(cfg, tokenizer, task, questions, cfg.k_samples, found.config.block_size)
         valid = asked(cfg, tokenizer, task, held_out, 1, found.config.block_size)
     if not train:
-        raise BadInput(f"Every prompt fills the {found.config.block_size} positions of the model: lower --few_shot, or choose another model.")
+        raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {found.config.block_size} positions of the "
+                       "model: lower --few_shot, or choose another model.")
     context = min(found.config.block_size, max(len(request.ids) for _, request in train + valid) + cfg.max_new_tokens)
 
     torch.manual_seed(cfg.seed)
-    model = blank(dataclasses.replace(found.config, dropout=0.0), hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks, device=hw.device)
+    shape = dataclasses.replace(found.config, dropout=0.0)             # the ratio is about the model that sampled
+    model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=hw.device)
     if not resuming:
         found.fill(model)
     if cfg.lora_rank:
@@ -406,43 +424,48 @@ def main(argv):
             model.load_state_dict(checkpoint.load_base(cfg.out_dir, hw.device))
         with refused():
             add_lora(model, **lora(cfg))
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.fused_adamw, cfg.muon_momentum)
+    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.fused_adamw,
+                             cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, cfg.tokens_per_micro_batch)
     now = state.progress
     now.data = digest = hashlib.sha256(json.dumps([(q, r.ids) for q, r in train]).encode()).hexdigest()
     if resuming:
         state.restore(found.step)
         if now.data != digest:
-            raise BadInput(f"The questions have changed since the run in {cfg.out_dir} was stopped, so it can't go on exactly: put them back, or "
-                           f"start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
+            raise BadInput(f"The questions have changed since the run in {cfg.out_dir} was stopped, so it can't go on exactly: put them "
+                           f"back, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
     with refused():                          # before a run folder is touched
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     distributed.on_main(lambda: state.open_run(tokenizer, resuming, keep_base=cfg.beta > 0))
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
 
     # What does not fit the memory is cut smaller: first the update, then the samples in flight beside it.
-    def rows(tokens):                        # of a micro-batch, which no step fills with more samples than it has
-        return max(1, min(tokens // context, cfg.prompts_per_step // world * cfg.k_samples))
+    note_reference, share = open_reference(cfg, hw, model), cfg.prompts_per_step // world * cfg.k_samples
+
+    def rows(tokens):                        # of the longest sequences
+        return min(share // cfg.mini_batches, max(1, tokens // context))
 
     def attempt(tokens):
-        fast = torch.compile(model, mode=None if cfg.compile_mode == "default" else cfg.compile_mode, dynamic=True) if hw.compile else model
+        mode = None if cfg.compile_mode == "default" else cfg.compile_mode
+        fast = torch.compile(model, mode=mode, dynamic=True) if hw.compile else model
         to_come = optim.state_to_come(optimizers)
         return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, cfg.temperature)
     fast, now.micro_batch = memory.fit(
-        hw, now.micro_batch, attempt, lambda tokens: tokens // 2 if tokens >= 2 * context else None,
+        hw, now.micro_batch, attempt, lambda tokens: rows(tokens) // 2 * context or None,
         lambda: memory.advice(model, hw, context, optim.state_to_come(optimizers)), log.say)
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
-    note_reference = open_reference(cfg, hw, model)
     dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
     needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, optim.state_to_come(optimizers)).values())
-    slots = cfg.slots or min(cfg.prompts_per_step // world * cfg.k_samples, slots_that_fit(model.config, context, dtype, hw.device, needed))
+    most = slots_that_fit(model.config, context, dtype, hw.device, needed + dtype.itemsize * model.n_params())
+    slots = cfg.slots or min(share, most)
     with refused():
         sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
-        engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
+        engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
+                        cuda_graphs=cfg.cuda_graphs)
     log.say(f"{model.n_params():,} parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad):,} of them trained, from "
             f"{cfg.init_from}; {len(train):,} questions of {cfg.dataset or cfg.task}{about}, {len(valid)} held out"
-            f"{f'; {len(questions) - len(train)} too long for the model left out' if len(train) < len(questions) else ''}.\n"
+            f"{f'; {len(questions) - len(train)} too long left out' if len(train) < len(questions) else ''}.\n"
             f"{world} x {hw.name}, {hw.dtype}, engine {dtype}, attention {hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, "
             f"{engine.slots} samples in flight, micro-batches of {now.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).\n"
             f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x {cfg.mini_batches} optimizer steps on them; "
@@ -458,8 +481,12 @@ def main(argv):
             if cfg.tis_cap:
                 note_logprobs(model, hw, rollouts, now.micro_batch, cfg.temperature, "recomputed")
             spent["reference"] += time.perf_counter() - began
-        groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
-        read.append(engine.bytes_read((len(r.prompt), len(r.ids)) for g in groups for r in g))
+        try:
+            groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
+        except FloatingPointError:           # the last steps broke the weights
+            pool.collect(wait=True)          # no one asks for these grades any more
+            return None
+        read.append(engine.bytes_read((len(r.prompt), len(r.ids)) for g in groups.values() for r in g))
         return groups
 
     def examine():
@@ -470,23 +497,29 @@ def main(argv):
                 f"[{result['accuracy_low']:.1%}, {result['accuracy_high']:.1%}]")
         return 1 - result["accuracy"]
 
-    stop, clock = guard.StopSignal(), time.perf_counter
-    with refused(), pool:
+    stop, clock, groups = guard.StopSignal(), time.perf_counter, []
+    with pool:
         if valid and now.step == 0:
             examine()
         while now.step < cfg.max_steps:
             # One step: ask, grade, compare with the group, learn from the difference, hand the weights to the engine.
-            spent, read, sums, grad_norm, verdict = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0), [], [], 0.0, "ok"
-            lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule, cfg.cooldown)
+            spent = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0)
+            read, sums, grad_norm, verdict = [], [], 0.0, "ok"
+            lr = now.lr_factor * optim.lr_at(now.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
+                                             cfg.lr_schedule, cfg.cooldown)
             t0 = clock()
-            groups, everything = gather_groups(cfg, now, sample)
-            above = advantages(torch.tensor([[r.reward for r in group] for group in groups]), cfg.advantage_scale)
+            try:
+                groups, everything = gather_groups(cfg, now, len(train), sample)
+            except FloatingPointError:
+                log.say(f"step {now.step + 1}: the logits are not finite, so nothing can be sampled.")
+                verdict = "stop" if state.nonfinite.rolled_back else "rollback"
+            above = advantages(torch.tensor([[r.reward for r in group] for group in groups]).view(-1, cfg.k_samples), cfg.advantage_scale)
             for group, row in zip(groups, above.tolist()):
-                for rollout, rollout.advantage in zip(group, row):
-                    pass
+                for rollout, advantage in zip(group, row):
+                    rollout.advantage = advantage
             t1 = clock()
-            for i in range(cfg.inner_epochs * cfg.mini_batches):
-                done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], lr, log.say)
+            for i in range(cfg.inner_epochs * cfg.mini_batches if verdict == "ok" else 0):
+                done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], everything[0][0], lr, log.say)
                 if done is None:
                     continue
                 figures, grad_norm, finite = done
@@ -504,8 +537,8 @@ def main(argv):
                 continue
             if verdict in ("rollback", "stop"):
                 path = guard.keep_batch(cfg.out_dir, now.step + 1, rollouts=[vars(r) | {"grade": r.grade.score} for g in groups for r in g])
-                log.say(f"Training diverged: {state.nonfinite.patience} optimizer steps in a row without finite gradients, again after going "
-                        f"back or with no checkpoint to go back to. The last rollouts are in {path}; lower --learning_rate.")
+                log.say(f"Training diverged: no finite logits, or {state.nonfinite.patience} optimizer steps in a row without finite gradients, "
+                        f"again after going back or with no checkpoint to go back to. The last rollouts are in {path}; lower --learning_rate.")
                 return 1
             engine.load(model)
             stopping = stop.requested()                   # one small exchange between the ranks
@@ -520,7 +553,7 @@ def main(argv):
             if step % cfg.log_interval == 0 or step == 1 or last:
                 used, peak = hw.memory_gb()
                 log.metrics(step=step, lr=lr, grad_norm=grad_norm, updates=len(sums), tokens=now.tokens, seconds=now.seconds, memory_gb=used,
-                            peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked, timeouts=pool.counts["timeouts"],
+                            peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked,
                             **{"training/global_step": step}, **f, **{f"{key}_s": value for key, value in spent.items()})
                 log.say(f"step {step}/{cfg.max_steps} | reward {f['reward']:.3f} | pass@1 {f['pass_at_1']:.1%} | pass@{cfg.k_samples} "
                         f"{f[f'pass_at_{cfg.k_samples}']:.1%} | alike {f['zero_variance']:.0%} | entropy {f['entropy']:.3f} | "

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then climbs the ladder: a small GPT from scratch, on worked examples of which three in ten are wrong; many
-# solutions a question, of which the verified ones are kept; fine-tuning on these; and what it all bought, on 500 questions that none of
-# it has seen. No data to download, no GPU. Takes --out_dir=, --data_dir= and --seed=.
+# solutions a question, of which the verified ones are kept; fine-tuning on these; reinforcement learning on the verifier's rewards; and what
+# it all bought, on 500 questions that none of it has seen. No data to download, no GPU. Takes --out_dir=, --data_dir= and --seed=.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/quickstart data=data seed=0
@@ -28,18 +28,19 @@ timed() {                                # timed NAME COMMAND...: notes the seco
     echo "$name $(now) $began" >> "$out/seconds"
 }
 now() { "$python" -c "import time; print(time.time())"; }
-compare() {                              # compare FILE FLAGS...: both models on the test questions
+compare() {                              # compare FILE FLAGS...: all models on the test questions
     local file=$1; shift
-    $each_core eval.py --compare "$out/base" "$out/rft" $ask --json "$@" > "$file" && grep -v '^{' "$file"
+    $each_core eval.py --compare "$out/base" "$out/rft" "$out/grpo" $ask --json "$@" > "$file" && grep -v '^{' "$file"
 }
 timed base "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50
 timed datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
     --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
 timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --overwrite
+timed grpo $each_core grpo.py config/grpo.py --init_from="$out/rft" --out_dir="$out/grpo" --seed="$seed" --overwrite
 timed evaluation compare "$out/greedy.txt"
 timed evaluation compare "$out/sampled.txt" --num_samples=8 --temperature=1
 "$python" -m runs.summary "$out"
 
-echo; echo "What the tuned model writes:"
-"$python" sample.py "$out/rft" --prompt="Question: How many gram are there per 6 kg?
+echo; echo "What the last model writes:"
+"$python" sample.py "$out/grpo" --prompt="Question: How many gram are there per 6 kg?
 " --temperature=0

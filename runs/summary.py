@@ -21,7 +21,7 @@ def summarise(folder):
     for line in (folder / "seconds").read_text().splitlines():
         name, end, begin = line.split()
         seconds[name] = seconds.get(name, 0.0) + float(end) - float(begin)
-    took = {"base": seconds["base"], "rft": seconds["datagen"] + seconds["rft"]}
+    took = {"base": seconds["base"], "rft": seconds["datagen"] + seconds["rft"], "grpo": seconds["grpo"]}
     stages, intervals = [], []
     for greedy, sampled in zip(last_line(folder / "greedy.txt")["models"], last_line(folder / "sampled.txt")["models"]):
         name = Path(greedy["model"]).name
@@ -38,17 +38,17 @@ def draw(summary, intervals, path):
     figure, axis = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     for i, (stage, bounds) in enumerate(zip(summary["stages"], intervals)):
         heights = [100 * stage[key] for key in FIGURES]
-        places = [k + 0.38 * i for k in range(len(FIGURES))]
-        bars = axis.bar(places, heights, 0.34, color=("#b8b8b8", "#2f6fb0")[i % 2], label=stage["name"])
-        axis.bar_label(bars, fmt="%.0f", label_type="center", fontsize=10, color="black" if i % 2 == 0 else "white")
+        places = [k + 0.28 * i for k in range(len(FIGURES))]
+        bars = axis.bar(places, heights, 0.26, color=("#c4c4c4", "#7fa8d1", "#1f5a99")[i], label=stage["name"])
+        axis.bar_label(bars, fmt="%.0f", label_type="center", fontsize=10, color="white" if i == 2 else "black")
         axis.errorbar(places[:2], heights[:2], [[h - 100 * low for h, (low, _) in zip(heights, bounds)],
                                                 [100 * high - h for h, (_, high) in zip(heights, bounds)]],
                       fmt="none", ecolor="black", linewidth=1, capsize=3)
-    axis.set_xticks([k + 0.19 for k in range(len(FIGURES))], FIGURES.values())
+    axis.set_xticks([k + 0.28 for k in range(len(FIGURES))], FIGURES.values())
     axis.set_ylim(0, 105)
     axis.set_title("Right answers of 500 unseen questions, %, with 95% intervals", loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="upper left", ncols=2)
+    axis.legend(frameon=False, loc="upper left", ncols=3)
     figure.savefig(path, dpi=140)
 
 

@@ -2,6 +2,6 @@
 # Sets up what is missing and runs the tests; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-also="pytest pytest-xdist matplotlib tensorboard transformers peft"; source runs/setup.sh
+also="pytest pytest-xdist matplotlib tensorboard transformers peft chess rapidfuzz"; source runs/setup.sh
 
 exec "$python" -m pytest -q -n 2 --dist loadfile tests "$@"

@@ -156,7 +156,7 @@ def load_base(out_dir, device="cpu"):
     except OSError as e:
         problem = e.strerror
     if problem:
-        raise BadInput(f"{file}, which the run's adapters stand beside, can't be used ({problem}): start again from its model with "
+        raise BadInput(f"{file}, the weights that the run began with, can't be used ({problem}): start again from its model with "
                        "--overwrite.")
     return load_file(file, device=str(device))
 

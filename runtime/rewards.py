@@ -7,6 +7,7 @@ for each. Pipes, and not multiprocessing, because that would import the caller i
 import contextlib
 import json
 import os
+import random
 import select
 import signal
 import subprocess
@@ -94,6 +95,7 @@ def main(spec, folder="."):
     write(None)
     for line in items:
         for question, completion in unpack(line):
+            random.seed(pack([question, completion]))        # a verifier that draws does so alike on any worker, and after a resume
             graded = grade(task, question, completion)
             if os.getpid() != me:                # a copy that the verifier forked and forgot
                 os._exit(1)

@@ -1,4 +1,5 @@
 """Answers that a model was sampled for, as grpo.py learns from them: the questions' order, padded batches, a step's figures."""
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -38,7 +39,25 @@ def read_questions(path, n_valid):
 def question_at(place, n, seed):
     """The number of the question that stands at a place of the endless stream: each of the n once an epoch, in an order of its own."""
     epoch, k = divmod(place, n)
-    return int(np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)[k])
+    return int(order(n, seed, epoch)[k])
+
+
+@functools.lru_cache(maxsize=2)
+def order(n, seed, epoch):
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
+
+
+def next_places(cfg, now, n):
+    """Where the next questions of a step stand in the endless stream, of all ranks together; those that rest are passed over."""
+    places, resting = [], set()
+    while len(places) < cfg.prompts_per_step:
+        number, epoch = question_at(now.asked, n, cfg.seed), now.asked // n
+        if epoch - now.solved.get(number, -cfg.skip_solved - 1) > cfg.skip_solved or len(resting) == n:
+            places.append(now.asked)
+        else:
+            resting.add(number)              # if all do, they are asked all the same
+        now.asked += 1
+    return places
 
 
 # --- rollouts ---
@@ -101,7 +120,7 @@ def note_logprobs(model, hw, rollouts, tokens, temperature, name):
         with hw.autocast():
             logp, _ = model(batch.x.to(hw.device), batch.y.to(hw.device), temperature)
         for r, row in zip(part, logp.cpu().numpy()):
-            setattr(r, name, row[len(r.prompt) - 1:len(r)])
+            setattr(r, name, row[len(r.prompt) - 1:len(r)].tolist())
 
 
 # --- what is said of a step ---
@@ -121,7 +140,8 @@ def figures_of(cfg, hw, groups, sums, read, spent):
             "squares": sum(r.reward**2 for r in rollouts), "right": sum(r.grade.score == 1 for r in rollouts),
             "solved": sum(any(r.grade.score == 1 for r in g) for g in groups), "alike": sum(len({r.reward for r in g}) == 1 for g in groups),
             "sampled": sum(len(r.ids) for r in rollouts), "read": sum(len(r.prompt) for r in rollouts), "bytes": read,
-            "cut": sum(not r.finished for r in rollouts), "errors": sum(r.grade.error is not None for r in rollouts)}
+            "cut": sum(not r.finished for r in rollouts), "errors": sum(r.grade.error is not None for r in rollouts),
+            "timeouts": sum((r.grade.error or "").startswith("timed out") for r in rollouts)}
     for key in ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops"):
         mine[key] = sum(s[key] for s in sums)
     before = sums[0] if sums else {"gap": 0.0, "tokens": 0.0, "gap_max": 0.0}        # any weight has moved
@@ -136,7 +156,7 @@ def figures_of(cfg, hw, groups, sums, read, spent):
     return {
         "loss": of["loss"] / max(1, len(sums)), "reward": of["reward"] / n, "reward_std": max(0.0, of["squares"] / n - (of["reward"] / n)**2) ** 0.5,
         "pass_at_1": of["right"] / n, f"pass_at_{cfg.k_samples}": of["solved"] / of["groups"], "zero_variance": of["alike"] / of["groups"],
-        "groups": of["groups"], **{key: of[key] / n for key in of if key.startswith("parts/")}, "errors": of["errors"],
+        "groups": of["groups"], **{key: of[key] / n for key in of if key.startswith("parts/")}, "errors": of["errors"], "timeouts": of["timeouts"],
         "entropy": of["entropy"] / learnt, "kl": of["kl"] / learnt, "kl_old": of["kl_old"] / learnt, "clip_fraction": of["clipped"] / learnt,
         "logprob_gap": of["gap"] / max(1.0, of["compared"]), "logprob_gap_max": max(gap for _, gap, _ in ranks),
         "completion_tokens": of["sampled"] / n, "completion_tokens_max": max(longest for *_, longest in ranks), "truncated": of["cut"] / n,

@@ -1,6 +1,6 @@
 """What training must find again in order to go on as if it had never stopped: saved, restored and rolled back as a whole."""
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,8 @@ class Progress:
     micro_batch: int                         # sequences a micro-step, as many as fit
     step: int = 0                            # optimizer steps done
     tokens: int = 0                          # positions seen in them
-    asked: int = 0                           # questions, by grpo.py
+    asked: int = 0                           # grpo.py: how far the stream of questions has been read
+    solved: dict = field(default_factory=dict)       # grpo.py: {number of a question: epoch in which all its samples were right}
     data: str = ""                           # digest of the examples, or questions, that are trained on
     seconds: float = 0.0                     # in optimizer steps
     lr_factor: float = 1.0                   # halved by a roll-back

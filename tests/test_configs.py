@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import grpo
 import train
 from conftest import ROOT, trained
 from model import GPT
@@ -89,3 +90,14 @@ def test_a_smaller_card_takes_the_same_steps(smaller, of):
     assert tokens_a_step(a) == tokens_a_step(b)
     differ = {k for k in vars(a) if getattr(a, k) != getattr(b, k)}
     assert differ <= {"out_dir", "dtype", "batch_size", "gradient_accumulation_steps", "save_interval"}
+
+
+@pytest.mark.parametrize("name, asked, samples", [("grpo.py", 32, 8), ("grpo_4090x2.py", 16, 8), ("grpo_a100x8.py", 128, 4), ("chess_mini_grpo.py", 32, 8)])
+def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, asked, samples, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8" if "x8" in name else "2")
+    cfg = config.load(grpo.Config, [str(ROOT / "config" / name)])
+    grpo.check(cfg)
+    assert (cfg.prompts_per_step, cfg.k_samples) == (asked, samples)
+    if name == "grpo_a100x8.py":
+        assert (cfg.max_prompt_tokens, cfg.max_new_tokens) == (256, 512)
+        assert cfg.max_steps == -(-3 * 6700 // 128)

@@ -283,13 +283,14 @@ def test_a_chat_model_climbs_the_ladder(source, tmp_path):
 
 def test_the_quickstarts_summary(tmp_path):
     rows = [{"model": f"out/{name}", "accuracy": a, "accuracy_low": a - 0.1, "accuracy_high": a + 0.1, "pass_at_k": {"1": a, "8": 0.9}}
-            for name, a in (("base", 0.5), ("rft", 0.7))]
+            for name, a in (("base", 0.5), ("rft", 0.7), ("grpo", 0.8))]
     for name in ("greedy", "sampled"):
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
-    (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\nevaluation 140 130\nevaluation 155 140\n")
+    (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 140 130\nevaluation 155 140\n")
     done = subprocess.run([sys.executable, "-m", "runs.summary", tmp_path], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "50.0%" in done.stdout, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["stages"] == [{"name": "base", "greedy": 0.5, "sampled": 0.5, "pass_at_8": 0.9, "seconds": 60.0},
-                                 {"name": "rft", "greedy": 0.7, "sampled": 0.7, "pass_at_8": 0.9, "seconds": 70.0}]
-    assert summary["total_seconds"] == 155.0 and summary["device"] and (tmp_path / "summary.png").stat().st_size > 5000
+                                 {"name": "rft", "greedy": 0.7, "sampled": 0.7, "pass_at_8": 0.9, "seconds": 70.0},
+                                 {"name": "grpo", "greedy": 0.8, "sampled": 0.8, "pass_at_8": 0.9, "seconds": 40.0}]
+    assert summary["total_seconds"] == 195.0 and summary["device"] and (tmp_path / "summary.png").stat().st_size > 5000

@@ -1,0 +1,13 @@
+"""The small chess environment of config/chess_mini.py goes on with GRPO on its graded rewards.
+
+    python train.py config/chess_mini.py
+    python grpo.py config/chess_mini_grpo.py
+    python eval.py --compare out/chess_mini out/chess_mini_grpo --task=chess_world:A --max_new_tokens=120
+"""
+init_from = "out/chess_mini"
+out_dir = "out/chess_mini_grpo"
+task = "chess_world:A"
+
+num_questions = 3000
+max_new_tokens = 120
+eval_interval = 0                        # eval.py compares on test positions

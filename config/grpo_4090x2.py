@@ -1,0 +1,29 @@
+"""GRPO of a 124M-parameter model on chess with two RTX 4090.
+
+    python train.py config/gpt2_124m.py --dataset=task:chess_world --tokenizer=gpt2 --init_from=gpt2 --out_dir=out/chess_124m
+    torchrun --nproc_per_node=2 grpo.py config/grpo_4090x2.py --init_from=out/chess_124m
+
+The settings of the RookWorld plan that this project starts from: 8 prompts x 8 samples on each card, bf16, four reward workers,
+torch.compile, a KL term whose reference waits in the CPU's memory. Not run on a GPU yet. Its targets, for 8 x 8 on two cards: 4 to 5 s
+a step and less than 3 GB a card; what comes of them stands in the log (rollout_s, update_s, peak_memory_gb).
+"""
+init_from = "out/chess_124m"
+out_dir = "out/grpo_4090x2"
+task = "chess_world"
+
+prompts_per_step = 16                    # both cards together
+k_samples = 8
+max_new_tokens = 144
+tokens_per_micro_batch = 8192
+max_steps = 1000
+
+beta = 0.01
+offload_reference = True
+learning_rate = 1e-5
+warmup_steps = 20
+weight_decay = 0.01
+
+dtype = "bf16"
+compile = True
+reward_workers = 4
+save_interval = 100

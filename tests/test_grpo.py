@@ -1,0 +1,1011 @@
+"""grpo.py: the objective against numbers by hand, what is trained on, and runs that can be stopped, repeated and shared by ranks."""
+import contextlib
+import inspect
+import io
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import grpo
+import hf
+from conftest import ROOT, environment, flags, largest_difference, metrics, trained, weights
+from engine import Engine, Request, Sample
+from model import IGNORE
+from runtime import checkpoint, guard, optim
+from runtime.rewards import Grade
+from runtime.rollouts import Rollout, micro_batches, padded, question_at, read_questions
+from runtime.tokenizer import Tokenizer
+from test_model import GPT2, LLAMA, QWEN, ids, tiny
+
+NAN, INF = float("nan"), float("inf")
+
+# A completion is worth its share of the letter t; it ends at the first a, which about half of them reach in time.
+TASK = '''
+STOP = "a"
+PROMPT = "{}"
+
+def questions(split, seed=0, n=None):
+    words = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")]
+    return [{"question": w, "answer": "t"} for w in (words if split == "train" else [f"mat {i}" for i in range(6)])][:n]
+
+def reward(question, completion):
+    share = completion.count("t") / max(1, len(completion))
+    return share, {"many": share > 0.2, "ended": completion.endswith("a")}
+'''
+GRPO = dict(prompts_per_step=4, k_samples=4, max_new_tokens=12, max_steps=4, learning_rate=3e-3, warmup_steps=0, dtype="fp32",
+            reward_pool="serial", eval_interval=0, keep_memory=False, tokens_per_micro_batch=1024)
+
+
+# --- runs ---
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("runs") / "base"
+    trained(folder, text, max_steps=20, learning_rate=0.02, dtype="fp32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("task"), TASK)
+
+
+def write(folder, text, name="letters.py"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.fixture
+def learn(base, letters, tmp_path):
+    """A run in this process, which saves the seconds that importing torch takes. Returns its folder; what it said is in `learn.said`."""
+    def learn(name="run", code=0, **knobs):
+        out, err = io.StringIO(), io.StringIO()
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        argv = flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / name) | knobs)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+                guard.run(lambda: grpo.main(argv))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        learn.said, learn.error = out.getvalue(), err.getvalue()
+        assert ended.value.code == code, learn.said[-3000:] + learn.error
+        return tmp_path / name
+    return learn
+
+
+def command(out_dir, base, task, **knobs):
+    return [sys.executable, str(ROOT / "grpo.py"), *flags(**GRPO | dict(init_from=base, task=task, out_dir=out_dir) | knobs)]
+
+
+def lines(out_dir):
+    """The lines of metrics.jsonl that belong to steps of training."""
+    return [line for line in map(json.loads, (Path(out_dir) / "metrics.jsonl").read_text().splitlines()) if "reward" in line]
+
+
+def same(a, b):
+    return largest_difference(a, b) == 0
+
+
+def gradient(out_dir, step=1):
+    """Of a run's one step without clipping, as AdamW's first moment holds it."""
+    state = checkpoint.load_state(out_dir, step)["optimizers"][0]["state"]
+    return torch.cat([state[i]["exp_avg"].flatten() for i in sorted(state)]) / (1 - grpo.Config.beta1)
+
+
+def apart(a, b):
+    """How far two vectors are from each other, as a share of the longer."""
+    return ((a - b).norm() / max(a.norm(), b.norm())).item()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What the runs of a test hand from one part to another: samples of the engine, groups of each optimizer step, padded batches."""
+    seen = SimpleNamespace(samples=[], groups=[], batches=[])
+    generate, step, pad = Engine.generate, grpo.optimizer_step, grpo.padded
+
+    def spied(self, requests, *rest):
+        for sample in generate(self, requests, *rest):
+            seen.samples.append(sample)
+            yield sample
+
+    def stepped(cfg, hw, ddp, state, groups, *rest):
+        seen.groups.append(groups)
+        return step(cfg, hw, ddp, state, groups, *rest)
+
+    def padding(rollouts):
+        seen.batches.append(pad(rollouts))
+        return seen.batches[-1]
+    monkeypatch.setattr(Engine, "generate", spied)
+    monkeypatch.setattr(grpo, "optimizer_step", stepped)
+    monkeypatch.setattr(grpo, "padded", padding)
+    return seen
+
+
+# --- the objective ---
+
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+OLD = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -1.0, -1.0]])
+RATIO = torch.tensor([[1.0, 1.5, 0.5], [0.7, 1.3, 9.0]])
+ADVANTAGE, MASK = torch.tensor([1.0, -2.0]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+def by_hand(loss_type, **options):
+    logp = (OLD + RATIO.log()).requires_grad_()
+    divisor = grpo.normaliser(loss_type, 5, 2, 4)
+    options = dict(ref_logp=None) | {k: logp.detach() + v if k == "ref_logp" else OLD - v if k == "sampled_logp" else v for k, v in options.items()}
+    loss, figures = grpo.grpo_loss(logp, OLD, options.pop("ref_logp"), ADVANTAGE, MASK, divisor, loss_type=loss_type, **options)
+    loss.backward()
+    return loss.item(), logp.grad, {k: v.item() for k, v in figures.items()}
+
+
+@pytest.mark.parametrize("loss_type, loss, divisors", [
+    ("dapo", (-1 - 1.28 - 0.5 + 1.6 + 2.6) / 5, (5, 5)), ("grpo", ((-1 - 1.28 - 0.5) / 3 + (1.6 + 2.6) / 2) / 2, (6, 4)),
+    ("dr_grpo", (-1 - 1.28 - 0.5 + 1.6 + 2.6) / 8, (8, 8))])
+def test_the_loss_is_what_one_computes_by_hand(loss_type, loss, divisors):
+    """Ratios count up to 1.28 where the advantage is positive, down to 0.8 where it is negative, and without a limit on the other side."""
+    found, slope, figures = by_hand(loss_type)
+    assert found == pytest.approx(loss, rel=1e-6) and figures["clipped"] == 2 and figures["kl"] == 0
+    expected = torch.tensor([[-1.0, 0, -0.5], [0, 2.6, 0]]) / torch.tensor(divisors)[:, None]
+    torch.testing.assert_close(slope, expected, rtol=1e-6, atol=1e-7)
+    assert figures["kl_old"] == pytest.approx(sum(r - 1 - math.log(r) for r in (1.0, 1.5, 0.5, 0.7, 1.3)), rel=1e-5)
+    swapped, _, figures = by_hand(loss_type, clip_low=0.6, clip_high=0.2)
+    assert figures["clipped"] == 1 and swapped == pytest.approx({
+        "dapo": (-1 - 1.2 - 0.5 + 1.4 + 2.6) / 5, "grpo": (-2.7 / 3 + 4.0 / 2) / 2, "dr_grpo": 1.3 / 8}[loss_type], rel=1e-5)
+
+
+def test_the_divergence_and_importance_weights_are_what_one_computes_by_hand():
+    """k3 of a ratio of 2 between reference and policy, at a token that has become 1.5 times as likely."""
+    plain, toward = by_hand("dapo")[0], torch.zeros(2, 3)
+    toward[0, 1], k3 = math.log(2), 2 - 1 - math.log(2)
+    loss, slope, figures = by_hand("dapo", ref_logp=toward, beta=0.1)
+    assert loss == pytest.approx(plain + 0.1 * 1.5 * k3 / 5, rel=1e-6) and figures["kl"] == pytest.approx(k3, rel=1e-5)
+    assert slope[0, 1].item() == pytest.approx(0.1 * 1.5 * (k3 + 1 - 2) / 5, rel=1e-5)        # d(ratio k3) = ratio (k3 + dk3)
+    assert by_hand("dapo", ref_logp=toward)[0] == plain
+    over = torch.tensor([[math.log(3), 0, math.log(0.5)], [0, math.log(1.5), 0]])
+    assert by_hand("dapo", sampled_logp=over, tis_cap=2.0)[0] == pytest.approx((-2 - 1.28 - 0.25 + 1.6 + 1.5 * 2.6) / 5, rel=1e-6)
+    assert by_hand("dapo", sampled_logp=over)[0] == plain
+    both = by_hand("dapo", sampled_logp=over, tis_cap=2.0, ref_logp=toward, beta=0.1)[0]
+    assert both == pytest.approx((-2 - 1.28 - 0.25 + 1.6 + 1.5 * 2.6 + 0.15 * k3) / 5, rel=1e-6)
+
+
+def plainly(logp, old, ref, advantage, lengths, loss_type, low, high, beta, sampled, cap, max_new_tokens):
+    """The objective in float64, a token at a time."""
+    rows = []
+    for b, n in enumerate(lengths):
+        row = []
+        for t in range(n):
+            ratio, a = torch.exp(logp[b, t] - old[b, t]), advantage[b]
+            capped = torch.clamp(ratio, max=1 + high) if a > 0 else torch.clamp(ratio, min=1 - low)
+            token = -capped * a
+            if cap:
+                token = token * min(cap, math.exp(old[b, t] - sampled[b, t]))
+            if beta:
+                back = torch.exp(ref[b, t] - logp[b, t])
+                token = token + beta * ratio * (back - 1 - torch.log(back))
+            row.append(token)
+        rows.append(row)
+    if loss_type == "grpo":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
+    return sum(map(sum, rows)) / (sum(lengths) if loss_type == "dapo" else len(rows) * max_new_tokens)
+
+
+@pytest.mark.parametrize("loss_type, beta, cap, seed", [(*kind, seed) for seed, kind in enumerate(itertools.product(LOSS_TYPES, (0.0, 0.3), (0.0, 1.1)))])
+def test_loss_and_gradient_equal_those_of_the_formula_in_float64(loss_type, beta, cap, seed):
+    g, (B, T), lengths = torch.Generator().manual_seed(seed), (5, 9), [9, 1, 4, 7, 2]
+    old, sampled, ref, logp = (-1 - 2 * torch.rand(B, T, generator=g, dtype=torch.float64) for _ in range(4))
+    sampled, ref, logp = (old + 0.6 * (x - x.mean()) for x in (sampled, ref, logp))
+    advantage = torch.randn(B, generator=g, dtype=torch.float64)
+    mask = torch.arange(T) < torch.tensor(lengths)[:, None]
+    expected = plainly(a := logp.clone().requires_grad_(), old, ref, advantage, lengths, loss_type, 0.15, 0.25, beta, sampled, cap, 11)
+    expected.backward()
+    b = logp.float().requires_grad_()
+    parts, clipped = [], 0                   # in two micro-batches, divided by the number of the whole
+    for rows in (slice(0, 2), slice(2, B)):
+        loss, figures = grpo.grpo_loss(b[rows], old.float()[rows], ref.float()[rows] if beta else None, advantage[rows], mask[rows],
+                                 grpo.normaliser(loss_type, sum(lengths), B, 11), 0.15, 0.25, beta, loss_type, sampled.float()[rows], cap)
+        loss.backward()
+        parts.append(loss.item())
+        clipped += figures["clipped"]
+    assert sum(parts) == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(b.grad.double(), a.grad, rtol=1e-4, atol=1e-6)
+    assert 0 < clipped < sum(lengths)
+
+
+def test_the_expected_gradient_of_the_divergence_is_that_of_the_true_one():
+    """Over all tokens of a small vocabulary, weighted with the policy that samples them."""
+    g = torch.Generator().manual_seed(0)
+    logits, ref = torch.randn(7, generator=g).requires_grad_(), torch.randn(7, generator=g).log_softmax(0)
+
+    def slope(of):
+        return torch.autograd.grad(of(logits.log_softmax(0)), logits)[0]
+
+    def of_loss(logp):
+        one = torch.ones(1, 1)
+        return sum(p * grpo.grpo_loss(logp[i].view(1, 1), logp[i].detach().view(1, 1), ref[i].view(1, 1), torch.zeros(1), one, beta=1.0)[0]
+                   for i, p in enumerate(logp.exp().tolist()))
+    true = slope(lambda logp: (logp.exp() * (logp - ref)).sum())
+    without_ratio = slope(lambda logp: (logp.exp().detach() * ((ref - logp).exp() - (ref - logp) - 1)).sum())
+    k1 = slope(lambda logp: (logp.exp().detach() * (logp - ref)).sum())
+    assert apart(slope(of_loss), true) < 1e-6
+    assert apart(without_ratio, true) > 0.1 and k1.norm() < 1e-6
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_stands_at_masked_positions_has_no_effect(loss_type, bad):
+    g = torch.Generator().manual_seed(0)
+    values, mask = -torch.rand(4, 3, 6, generator=g), torch.rand(3, 6, generator=g) < 0.6
+    mask[1] = False                          # a whole sequence, too
+    results = []
+    for filling in (0.0, bad):
+        logp, old, ref, sampled = torch.where(mask, values, filling)
+        logp.requires_grad_()
+        advantage = torch.tensor([1.0, -1.0, 0.5])
+        loss, figures = grpo.grpo_loss(logp, old, ref, advantage, mask, 7.0, beta=0.2, loss_type=loss_type, sampled_logp=sampled, tis_cap=2.0)
+        loss.backward()
+        results.append((loss, logp.grad, *figures.values()))
+    for clean, spoiled in zip(*results):
+        assert spoiled.isfinite().all() and torch.equal(clean, spoiled)
+    assert (results[0][1][~mask] == 0).all() and results[0][1].any()
+
+
+@pytest.mark.parametrize("filling", [-1.0, NAN, INF])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_micro_batch_without_a_target_gives_nothing(loss_type, filling):
+    logp = torch.full((2, 3), filling, requires_grad=True)
+    nothing = torch.zeros(2, 3)
+    loss, figures = grpo.grpo_loss(logp, nothing, nothing, torch.ones(2), nothing, 5.0, beta=0.1, loss_type=loss_type, sampled_logp=nothing, tis_cap=2.0)
+    loss.backward()
+    assert loss == 0 and not logp.grad.any() and not any(figures.values())
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("far", list(itertools.product((-100.0, 0.0, 100.0), repeat=3)), ids=str)
+def test_huge_ratios_stay_finite(far, advantage):
+    logp = torch.full((1, 2), -200.0, requires_grad=True)
+    old, ref, sampled = (logp.detach() + by for by in far)
+    loss, figures = grpo.grpo_loss(logp, old, ref, torch.tensor([advantage]), torch.ones(1, 2), beta=0.1, sampled_logp=sampled, tis_cap=2.0)
+    loss.backward()
+    assert all(x.isfinite().all() for x in (loss, logp.grad, *figures.values()))
+
+
+# --- advantages ---
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_advantages_have_mean_zero_and_stay_in_their_group(scale):
+    rewards = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards[2], rewards[3] = 0.1 + 0.2, 1 / 3
+    found = grpo.advantages(rewards, scale)
+    assert found.dtype == torch.float64 and found.sum(1).abs().max() < 1e-12
+    assert not found[2:4].any()              # exactly, though the mean of five 0.3s is not 0.3
+    other = rewards.clone()
+    other[0] = torch.tensor([0.0, 1, 0, 1, 1])
+    assert torch.equal(grpo.advantages(other, scale)[1:], found[1:])
+    alone = torch.cat([grpo.advantages(row[None], scale) for row in rewards])
+    torch.testing.assert_close(alone, found, rtol=1e-12, atol=1e-12)
+    spread = found.std(1, correction=0)[[0, 1, 4, 5]]
+    expected = torch.ones(4, dtype=torch.float64) if scale == "group" else rewards.std(1, correction=0)[[0, 1, 4, 5]]
+    torch.testing.assert_close(spread, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("value", [0.1 + 0.2, 0.1, 1 / 3, 1e-30, 0.7 * 3, -0.1, 0.0])
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 16])
+def test_a_group_that_fares_alike_and_a_group_of_one_have_none(scale, value, k):
+    assert grpo.advantages(torch.full((2, k), value), scale).tolist() == [[0.0] * k] * 2
+
+
+# --- log-probabilities ---
+
+KINDS = {"default": {}, "gpt2": GPT2, "llama": LLAMA, "qwen with a softcap": QWEN}
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_logprobs_are_those_of_the_targets_at_the_temperature(kind, temperature):
+    model, x, y = tiny(trained=True, **kind), ids(), ids(seed=2)
+    model.head_weight.data[100:] = 1e3       # padding ids, which no probability may leak to
+    y[0, :9], y[2, 5:] = IGNORE, IGNORE
+    logp, entropy = model(x, y, temperature)
+    logits = model(x).detach()
+    whole = (logits / temperature).log_softmax(-1)
+    expected = torch.where(y == IGNORE, 0.0, whole.gather(-1, y.clamp(min=0)[..., None])[..., 0])
+    assert logp.dtype == torch.float32 and logits.shape[-1] == 100
+    torch.testing.assert_close(logp.detach(), expected, rtol=0, atol=2e-6)
+    assert (logp[y == IGNORE] == 0).all() and (entropy[y == IGNORE] == 0).all()
+    truth = torch.distributions.Categorical(logits=logits / temperature).entropy()
+    torch.testing.assert_close(entropy, torch.where(y == IGNORE, 0.0, truth), rtol=0, atol=2e-6)
+    assert logp.requires_grad and not entropy.requires_grad
+
+
+@pytest.mark.parametrize("rows", [1, 7, 31])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
+    x, y, results = ids(), ids(seed=2), []
+    y[1, 3:11] = IGNORE
+    weight = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
+    for at_a_time in (10**6, rows):
+        model = tiny(trained=True, **kind)
+        model.rows_at_a_time = lambda device: at_a_time
+        logp, entropy = model(x, y, 0.8)
+        (logp * weight).sum().backward()
+        results.append([logp.detach(), entropy, *(p.grad for p in model.parameters())])
+    for one, many in zip(*results):
+        torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6 * max(1.0, one.abs().max().item()))
+
+
+def test_logprobs_of_no_target_are_zeros_that_can_be_differentiated():
+    """What a rank does that has nothing to learn, while others wait for its gradients."""
+    model = tiny(trained=True)
+    logp, entropy = model(ids(), torch.full((3, 16), IGNORE), 1.0)
+    logp.sum().backward()
+    assert not logp.any() and not entropy.any()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+# --- questions, rollouts and batches ---
+
+def test_the_stream_asks_every_question_once_an_epoch_in_an_order_of_its_own():
+    orders = [[question_at(place, 11, seed) for place in range(33)] for seed in (0, 1)]
+    epochs = [tuple(order[i:i + 11]) for order in orders for i in (0, 11, 22)]
+    assert all(sorted(epoch) == list(range(11)) for epoch in epochs) and len(set(epochs)) == 6
+    assert orders[0] == [question_at(place, 11, 0) for place in range(33)] and question_at(10**9, 1, 5) == 0
+
+
+def some_rollouts(seed=0, n=40):
+    rng = random.Random(seed)
+    return [Rollout(prompt=[rng.randrange(257) for _ in range(rng.randrange(1, 9))], ids=(ids := [rng.choice([0, 5, 256]) for _ in range(rng.randrange(1, 14))]),
+                    logprobs=[-rng.random() for _ in ids], finished=rng.random() < 0.5, trained=rng.random() < 0.8, advantage=rng.random(),
+                    reference=[-rng.random() for _ in ids], recomputed=[-rng.random() for _ in ids]) for _ in range(n)]
+
+
+def test_what_is_trained_on_follows_from_lengths_alone():
+    """Padding id 0 and the end of text, 256, are ids like any other where they were sampled."""
+    rollouts = some_rollouts()
+    batch = padded(rollouts)
+    for i, r in enumerate(rollouts):
+        whole, p, n = r.prompt + r.ids, len(r.prompt), len(r.prompt) + len(r.ids)
+        assert len(r) == n - 1 and batch.x[i, :n - 1].tolist() == whole[:-1]
+        where = torch.zeros(batch.x.shape[1], dtype=torch.bool)
+        where[p - 1:n - 1] = True
+        assert batch.y[i][~where].unique().tolist() in ([IGNORE], []) and batch.y[i][where].tolist() == (r.ids if r.trained else [IGNORE] * len(r.ids))
+        for name, values in (("sampled", r.logprobs), ("recomputed", r.recomputed), ("reference", r.reference)):
+            found = getattr(batch, name)[i]
+            assert found.dtype == torch.float32 and found[where].tolist() == pytest.approx(values) and not found[~where].any()
+        assert batch.advantage[i].item() == pytest.approx(r.advantage)
+    assert batch.x.shape == batch.y.shape == (40, max(map(len, rollouts))) and (batch.y == IGNORE).any(1).sum() >= 30
+    assert padded([Rollout([3], [0], [-1.0], True), Rollout([4], [0, 256], [-1.0, -2.0], False)]).y.tolist() == [[0, IGNORE], [0, 256]]
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 64, 100, 10**6])
+def test_micro_batches_keep_to_their_tokens_and_lose_nothing(tokens):
+    rollouts = some_rollouts(1)
+    parts = micro_batches(rollouts, tokens)
+    assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, rollouts))
+    for part in parts:
+        assert padded(part).x.numel() <= tokens or len(part) == 1
+    assert len(parts) == {1: 40, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
+    if tokens == 100:                        # sorted, so that little is padding
+        assert sum(padded(part).x.numel() for part in parts) < 1.25 * sum(map(len, rollouts))
+
+
+class Scripted:
+    """Stands for the engine: for each request, completions that end in every way there is."""
+    completions = [([5, 0, 256], "stop"), ([0, 7, 0], "length"), ([256], "stop"), ([5, 256, 9, 0], "length")]
+
+    def generate(self, requests):
+        for request in reversed(requests):
+            for index in (2, 0, 3, 1):
+                ids, reason = self.completions[index]
+                yield Sample(request, index, ids, [-0.5] * len(ids), [], reason)
+
+
+class Judge:
+    def __init__(self):
+        self.asked = []
+
+    def submit(self, question, completion):
+        self.asked.append((question["question"], completion))
+
+    def collect(self, wait):
+        return [Grade(0.25 * len(text), {}, "", None) for _, text in self.asked]
+
+
+@pytest.mark.parametrize("overlong", ["keep", "mask", "penalty"])
+def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess(overlong):
+    """The end of text that ended a completion is its last token; to one that was cut off none is added."""
+    cfg = grpo.Config(k_samples=4, overlong=overlong, max_new_tokens=4, overlong_tokens=2)
+    train, judge = [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)], Judge()
+    spent, met = dict(rollout=0.0, reward=0.0), []
+    groups = grpo.roll_out(cfg, Scripted(), Tokenizer("bytes"), judge, train, [7, 8, 9], spent, met.extend)
+    assert len(met) == 12 and len(judge.asked) == 12
+    assert list(groups) == [7, 8, 9]
+    for place, group in groups.items():
+        number = question_at(place, 5, 0)
+        for rollout, (ids, reason), punished in zip(group, Scripted.completions, (0.5, 0.5, 0, 1), strict=True):
+            text = Tokenizer("bytes").text_of(ids)
+            assert rollout.prompt == [number, 0, 256] and rollout.ids == ids and rollout.finished == (reason == "stop")
+            assert rollout.trained == (reason == "stop" or overlong != "mask")
+            assert rollout.reward == 0.25 * len(text) - (punished if overlong == "penalty" else 0) and (f"question {number}", text) in judge.asked
+            y = padded([rollout]).y[0].tolist()
+            assert y == ([IGNORE] * 2 + ids if rollout.trained else [IGNORE] * len(rollout))
+
+
+def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
+    cfg = grpo.Config(overlong="penalty", max_new_tokens=100, overlong_tokens=20)
+    assert [grpo.penalty(cfg, n) for n in (1, 80, 81, 90, 99, 100)] == pytest.approx([0, 0, 0.05, 0.5, 0.95, 1])
+    assert grpo.penalty(grpo.Config(max_new_tokens=100), 100) == 0
+
+
+def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path):
+    rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i} for i in range(200)]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "q.jsonl")
+    train, held = read_questions(path, 100)
+    assert 10 <= len(held) <= 32 and not {q["question"] for q in train} & {q["question"] for q in held}
+    assert sorted(q["level"] for q in train + held) == list(range(200)) and all(q["question"] == q["prompt"] for q in train)
+    fewer, three = read_questions(path, 3)
+    assert three == held[:3] and len(fewer) == 197 and read_questions(path, 0) == ([row | {"question": row["prompt"]} for row in rows], [])
+    random.Random(0).shuffle(rows)           # in another order, with one twice and under the other name
+    other = write(tmp_path, "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows + rows[:1]), "r.jsonl")
+    again, same_held = read_questions(other, 100)
+    assert {q["question"] for q in same_held} == {q["question"] for q in held} and len(again) == len(train)
+
+
+# --- what a run trains on ---
+
+def test_a_run_trains_on_the_very_ids_that_were_sampled_after_the_prompt(learn, watched, letters):
+    learn(max_steps=3, tokens_per_micro_batch=64)
+    sampled = {}
+    for s in watched.samples:
+        whole = tuple(s.request.ids + s.ids)
+        assert bytes(s.request.ids).decode() in {f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")}
+        assert (s.reason == "stop") == (s.ids[-1] in (ord("a"), 256)) and len(s.ids) <= 12 and (s.reason == "stop" or len(s.ids) == 12)
+        sampled.setdefault(whole, []).append((len(s.request.ids), s.logprobs))
+    met = 0
+    for batch in watched.batches:
+        assert batch.x.numel() <= 64
+        for x, y, logprobs in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled):
+            trained_on = [t for t, target in enumerate(y) if target != IGNORE]
+            whole = tuple(x[:trained_on[-1] + 1] + [y[trained_on[-1]]])
+            n, expected = sampled[whole][0]
+            assert trained_on == list(range(n - 1, len(whole) - 1)) and [y[t] for t in trained_on] == list(whole[n:])
+            assert any(logprobs[trained_on].tolist() == other for _, other in sampled[whole])
+            met += 1
+    assert len(watched.samples) == 48 and met == sum(r.advantage != 0 for groups in watched.groups for g in groups for r in g) > 30
+    for groups in watched.groups:
+        for group in groups:
+            mean = sum(r.reward for r in group) / 4
+            assert [r.advantage for r in group] == pytest.approx([r.reward - mean for r in group], abs=1e-6) and len({tuple(r.prompt) for r in group}) == 1
+
+
+def test_samples_that_were_cut_off_are_left_out_by_mask_and_pay_by_penalty(learn, watched):
+    learn("mask", max_steps=2, overlong="mask")
+    rollouts = [r for groups in watched.groups for group in groups for r in group]
+    assert {r.finished for r in rollouts} == {True, False} and all(r.trained == r.finished for r in rollouts)
+    assert sum((batch.y != IGNORE).any(1).sum() for batch in watched.batches) == sum(r.trained and r.advantage != 0 for r in rollouts)
+    first, watched.groups[:] = watched.groups[0], []
+    learn("penalty", max_steps=1, overlong="penalty", overlong_tokens=4)
+    for plain, punished in zip(itertools.chain(*first), itertools.chain(*watched.groups[0]), strict=True):
+        assert punished.trained and punished.ids == plain.ids
+        assert punished.reward == pytest.approx(plain.reward - max(0, len(plain.ids) - 8) / 4)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_the_trainer_finds_the_log_probabilities_of_the_engine(learn, temperature):
+    """Temperature included: without it they would be apart by tenths."""
+    out = learn(temperature=temperature, tokens_per_micro_batch=100)
+    assert len(lines(out)) == 4
+    for line in lines(out):
+        assert 0 < line["logprob_gap"] <= line["logprob_gap_max"] < 1e-5 and abs(line["kl_old"]) < 1e-6 and line["clip_fraction"] == 0
+
+
+def test_dropout_of_the_model_to_start_from_stays_off(learn, base, tmp_path):
+    shutil.copytree(base, tmp_path / "base")
+    about = json.loads((base / "model.json").read_text())
+    about["architecture"]["dropout"] = 0.5
+    (tmp_path / "base" / "model.json").write_text(json.dumps(about))
+    assert all(line["logprob_gap_max"] < 1e-5 for line in lines(learn(init_from=tmp_path / "base")))
+
+
+def test_the_loss_is_given_what_the_knobs_say(learn, monkeypatch, watched):
+    """Each group belongs to one mini-batch of a pass; the ratio is to the trainer's log-probabilities where importance weights bridge to the engine's."""
+    loss, calls = grpo.grpo_loss, []
+
+    def spied(*args, **knobs):
+        calls.append(inspect.signature(loss).bind(*args, **knobs).arguments)
+        return loss(*args, **knobs)
+    monkeypatch.setattr(grpo, "grpo_loss", spied)
+    chosen = dict(clip_low=0.11, clip_high=0.33, beta=0.05, tis_cap=1.7)
+    out = learn(**chosen, loss_type="dr_grpo", max_steps=1, inner_epochs=2, mini_batches=2, dtype="bf16")
+    first, second, *again = watched.groups
+    assert [len(first), len(second)] == [2, 2] and not {id(g) for g in first} & {id(g) for g in second}
+    assert [[id(g) for g in groups] for groups in again] == [[id(g) for g in groups] for groups in (first, second)] and lines(out)[0]["updates"] == 4
+    for call, batch in zip(calls, watched.batches, strict=True):
+        assert {key: call[key] for key in chosen} == chosen and call["loss_type"] == "dr_grpo" and call["divisor"] == 8 * 12
+        assert torch.equal(call["old_logp"], batch.recomputed) and torch.equal(call["sampled_logp"], batch.sampled)
+        assert not torch.equal(batch.recomputed, batch.sampled) and torch.equal(call["advantage"], batch.advantage)
+    assert (calls[0]["logp"] - calls[0]["old_logp"]).abs().max() < 1e-5 < (calls[2]["logp"] - calls[2]["old_logp"]).abs().max()
+    learn("plain", max_steps=1, dtype="bf16")
+    assert torch.equal(calls[-1]["old_logp"], watched.batches[-1].sampled) and not calls[-1]["tis_cap"]
+
+
+# --- one normaliser ---
+
+PIECES = {loss_type: dict(loss_type=loss_type, max_steps=1, grad_clip=0, prompts_per_step=6) for loss_type in LOSS_TYPES} | {
+    "masked": dict(loss_type="dapo", overlong="mask", max_steps=1, grad_clip=0, prompts_per_step=6, beta=0.1),
+    "three steps": dict(max_steps=3, grad_clip=0.5, advantage_scale="group"),
+    "inner": dict(max_steps=3, inner_epochs=2, mini_batches=2, beta=0.1, prompts_per_step=8)}
+
+
+@pytest.fixture(scope="module")
+def ranked(base, letters, tmp_path_factory):
+    """Folders of the runs of PIECES by two ranks, one after another in one start of torchrun."""
+    folder = tmp_path_factory.mktemp("ranked")
+    argvs = {name: flags(**GRPO | dict(init_from=base, task=letters, out_dir=folder / name) | knobs) for name, knobs in PIECES.items()}
+    return folder, in_ranks(folder, argvs)
+
+
+def in_ranks(folder, argvs):
+    """What two ranks said that ran these."""
+    script = write(folder, f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport grpo\nfrom runtime import distributed, guard\n"
+                   f"for argv in {list(argvs.values())!r}:\n    assert grpo.main(argv) == 0\ndistributed.close()\n", "several.py")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
+                          env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", [kind for kind, knobs in PIECES.items() if knobs["max_steps"] == 1])
+def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(learn, ranked, kind):
+    whole, *others = [learn(f"{tokens}", **PIECES[kind], tokens_per_micro_batch=tokens) for tokens in (2048, 256, 64)]
+    assert gradient(whole).norm() > 1e-3
+    for other in [*others, ranked[0] / kind]:
+        assert apart(gradient(other), gradient(whole)) < 1e-5
+        (one,), (many,) = lines(whole), lines(other)
+        for key in ("loss", "reward", "grad_norm", "entropy", "kl", "pass_at_1", "completion_tokens", "truncated", "zero_variance", "parts/many", "tokens"):
+            assert many[key] == pytest.approx(one[key], rel=1e-5, abs=1e-7), key
+
+
+@pytest.mark.parametrize("loss_type, knobs", [("dapo", dict(temperature=0.7)), ("grpo", dict(advantage_scale="group")), ("dr_grpo", dict(overlong="mask")),
+                                              ("dapo", dict(beta=0.1, tis_cap=2.0))], ids=str)
+def test_the_gradient_of_a_run_is_that_of_the_formula(learn, watched, base, loss_type, knobs):
+    """Of its samples, a sequence and a token at a time."""
+    out, cfg = learn(loss_type=loss_type, max_steps=1, grad_clip=0, **knobs), dict(temperature=1.0) | knobs
+    model, logp, advantage, ((*groups,),) = hf.find(str(base)).load(), [], [], watched.groups
+    for group in groups:
+        rewards = torch.tensor([r.reward for r in group], dtype=torch.float64)
+        above = rewards - rewards.mean()
+        above = above / (rewards.std(correction=0) + 1e-4) if "advantage_scale" in knobs else above
+        for r, a in zip(group, above):
+            if r.finished or "overlong" not in knobs:
+                logits = model(torch.tensor([r.prompt + r.ids]))[0].double() / cfg["temperature"]
+                logp.append(torch.stack([logits[len(r.prompt) + t - 1].log_softmax(0)[i] for t, i in enumerate(r.ids)]))
+                advantage.append(a)
+    old = [row.detach() for row in logp]     # as the policy has not moved, ratios are 1 and the divergence is 0
+    logp, old = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (logp, old))
+    lengths = [len(r.ids) for group in groups for r in group if r.finished or "overlong" not in knobs]
+    plainly(logp, old, old, advantage, lengths, loss_type, 0.2, 0.28, knobs.get("beta"), old, 0.0, 12).backward()
+    expected = [p.grad.flatten() for o in optim.build(model) for g in o.param_groups for p in g["params"]]
+    assert apart(gradient(out), torch.cat(expected)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["three steps", "inner"])
+def test_two_ranks_go_in_lockstep_with_one(learn, ranked, kind):
+    alone = learn(**PIECES[kind])
+    assert largest_difference(weights(alone, 3), weights(ranked[0] / kind, 3)) < 1e-5
+    for one, two in zip(lines(alone), lines(ranked[0] / kind), strict=True):
+        assert all(two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6) for key in ("loss", "reward", "grad_norm", "entropy", "kl", "clip_fraction"))
+    assert not same(weights(alone, 3), checkpoint_of_base(alone))
+
+
+def checkpoint_of_base(out_dir):
+    """The weights that a run began with."""
+    return checkpoint.load_weights(folder := json.loads((out_dir / "config.json").read_text())["init_from"], checkpoint.choose(folder))
+
+
+# --- stopped and resumed ---
+
+RESUMED = {
+    "dapo": {}, "beta": dict(beta=0.2, loss_type="grpo", advantage_scale="group"), "lora": dict(beta=0.2, lora_rank=2, learning_rate=0.02),
+    "dynamic": dict(dynamic_sampling=True, k_samples=2, max_new_tokens=4), "inner": dict(inner_epochs=2, mini_batches=2, tis_cap=2.0),
+    "bf16": dict(dtype="bf16", overlong="mask"), "muon": dict(optimizer="muon", overlong="penalty", overlong_tokens=4, lr_schedule="cosine")}
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_stopped_and_resumed_equals_a_run_that_was_not_bit_for_bit(learn, kind):
+    out = learn(max_steps=6, save_interval=3, keep_last=9, eval_interval=3, **RESUMED[kind])
+    whole, said = weights(out, 6), lines(out)
+    (out / "checkpoints" / "step_00000006").rename(out / "gone")       # as if killed before it
+    learn(max_steps=6, save_interval=3, keep_last=9, eval_interval=3, init_from="resume", **RESUMED[kind])
+    assert same(weights(out, 6), whole) and not same(weights(out, 3), whole)
+    timed = ("seconds", "_s", "memory_gb", "perf/throughput")
+    for one, two in zip(said, lines(out), strict=True):
+        assert one.keys() == two.keys()
+        assert {k: v for k, v in one.items() if not k.endswith(timed)} == {k: v for k, v in two.items() if not k.endswith(timed)}
+    assert set(metrics(out, "val_accuracy")) == {0, 3, 6}
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_weights(learn, base, letters, tmp_path):
+    knobs = dict(max_steps=60, save_interval=1, prompts_per_step=2, k_samples=2, max_new_tokens=6, log_interval=7, reward_pool="process", reward_workers=1)
+    calm, out, rng, kills, seen = learn("calm", **knobs), tmp_path / "stormy", random.Random(0), 0, []
+    while kills < 8:
+        how = {"init_from": "resume"} if checkpoint.newest_intact(out, seen.append) else {"overwrite": True}
+        process = subprocess.Popen(command(out, base, letters, **knobs | how), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = checkpoint.steps(out)
+        wait_for(lambda: checkpoint.steps(out) != before or process.poll() is not None)
+        time.sleep(rng.uniform(0, 0.1))
+        if process.poll() is not None:
+            break                            # through before the eighth kill
+        process.kill()
+        process.wait()
+        kills += 1
+    if checkpoint.newest_intact(out) < 60:
+        learn("stormy", **knobs, init_from="resume")
+    assert kills >= 4 and not seen           # and no kill left a damaged checkpoint
+    assert same(weights(out, 60), weights(calm, 60)) and metrics(out) == metrics(calm) and metrics(out, "reward") == metrics(calm, "reward")
+
+
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, letters, tmp_path):
+    out = tmp_path / "a"
+    process = subprocess.Popen(command(out, base, letters, max_steps=100_000, reward_pool="process"), env=environment(), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) > 2)
+    os.killpg(process.pid, signal.SIGTERM)   # as batch systems do, to all it started
+    said, error = process.communicate(timeout=60)
+    step = checkpoint.newest_intact(out)
+    assert process.returncode == 143 and not error and step == lines(out)[-1]["step"]
+    assert said.endswith(f"Stopped as asked after step {step}, and saved. Go on with --init_from=resume --out_dir={out}\n")
+    learn("b", max_steps=step, reward_pool="process")
+    assert same(weights(tmp_path / "b", step), weights(out, step))
+
+
+def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(base, letters, tmp_path):
+    out = tmp_path / "a"
+    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                                *command(out, base, letters, max_steps=100_000)[1:]], env=environment(), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and lines(out))
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    step = checkpoint.newest_intact(out)
+    assert step == lines(out)[-1]["step"] and f"Stopped as asked after step {step}" in said
+
+
+# --- nothing to learn, and what goes wrong ---
+
+def task_file(folder, reward, more="", name="own.py"):
+    """A task of which the reward's body is given."""
+    head = TASK.partition("def reward")[0]
+    return write(folder, f"import time\ncalls = 0\n{head}\n{more}\ndef reward(question, completion, argument=None):\n    {reward}\n", name)
+
+
+def test_where_all_fare_alike_no_weight_moves(learn, tmp_path):
+    """After steps that did, with decay and moments that would move it."""
+    task = task_file(tmp_path, "global calls; calls += 1; return completion.count('t') / 12 if calls <= 48 else 0.3")
+    out = learn(task=task, max_steps=7, weight_decay=0.5, save_interval=1, keep_last=9, beta1=0.95)
+    for step in (4, 5, 6, 7):
+        assert same(weights(out, step), weights(out, 3))
+    assert not same(weights(out, 3), weights(out, 2))
+    assert learn.said.count("nothing to learn") == 4 and [line["updates"] for line in lines(out)] == [1, 1, 1, 0, 0, 0, 0]
+    assert all((line["zero_variance"], line["loss"], line["grad_norm"]) == (1, 0, 0) and line["reward"] == pytest.approx(0.3) for line in lines(out)[3:])
+
+
+@pytest.mark.parametrize("fault", ["raise ValueError('no')", "return float('nan')", "return 'good'", "return 2", "return None", "return 0.5, {'a': 1}, 3",
+                                   "raise SystemExit"])
+def test_a_verifier_that_fails_is_counted_and_pays_nothing(learn, tmp_path, watched, fault):
+    task = task_file(tmp_path, f"if len(completion) % 2: {fault}\n    return completion.count('t') / 12")
+    out = learn(task=task, max_steps=2)
+    rollouts = [[r for g in groups for r in g] for groups in watched.groups]
+    for step, line in zip(rollouts, lines(out), strict=True):
+        failed = [r for r in step if r.grade.error]
+        assert line["errors"] == len(failed) > 0 and len(failed) < 16 and not any(r.reward for r in failed) and line["timeouts"] == 0
+        assert line["reward"] == pytest.approx(sum(r.reward for r in step) / 16)
+
+
+def test_a_verifier_that_hangs_is_killed_and_counted_and_the_run_goes_on(learn, tmp_path):
+    asked = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")][question_at(1, 36, 0)]
+    task = task_file(tmp_path, f"if question['question'] == {asked!r} and len(completion) % 2: time.sleep(99)\n    return completion.count('t') / 12")
+    began = time.monotonic()
+    out = learn(task=task, max_steps=3, reward_pool="process", reward_workers=2, timeout=0.5)
+    first, *others = lines(out)
+    assert 1 <= first["timeouts"] == first["errors"] <= 4 and first["reward"] > 0 and time.monotonic() - began < 60
+    assert all(line["errors"] == line["timeouts"] == 0 for line in others)       # the question comes but once in these steps
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_every_kind_of_reward_pool_gives_the_same(learn, kind):
+    assert same(weights(learn("a", reward_pool=kind, reward_workers=2), 4), weights(learn("b"), 4))
+
+
+@pytest.mark.parametrize("knobs", [dict(eval_interval=1), dict(gradient_checkpointing=True), dict(save_interval=1), dict(log_interval=3),
+                                   dict(attention="sdpa")], ids=str)
+def test_these_change_no_bit(learn, knobs):
+    assert same(weights(learn("a", **knobs), 4), weights(learn("b"), 4))
+
+
+def test_fp16_trains_with_a_loss_scale(learn):
+    out = learn(dtype="fp16", max_steps=6)
+    assert checkpoint.load_state(out, 6)["scaler"]["scale"] >= 1 and lines(out)[-1]["updates"] == 1
+    assert all(line["logprob_gap_max"] < 0.1 for line in lines(out)) and not same(weights(out, 6), checkpoint_of_base(out))
+
+
+def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_pieces(learn, monkeypatch):
+    whole, loss, calls = learn("whole", max_steps=2, tokens_per_micro_batch=200), grpo.grpo_loss, itertools.count()
+
+    def short(*args, **knobs):
+        if next(calls) == 1:                 # the first piece has gone backward already
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss(*args, **knobs)
+    monkeypatch.setattr(grpo, "grpo_loss", short)
+    out = learn("short", max_steps=2, tokens_per_micro_batch=200)
+    assert "it is repeated with micro-batches of 100 tokens" in learn.said
+    assert largest_difference(weights(out, 2), weights(whole, 2)) < 1e-5
+    assert checkpoint.load_state(out, 2)["progress"]["micro_batch"] == 100
+
+
+def spoil(monkeypatch, steps):
+    """Let the loss be NaN at these calls of it: one a step."""
+    loss, calls = grpo.grpo_loss, itertools.count(1)
+
+    def spoiled(*args, **knobs):
+        value, figures = loss(*args, **knobs)
+        return (value * NAN if next(calls) in steps else value), figures
+    monkeypatch.setattr(grpo, "grpo_loss", spoiled)
+
+
+def test_a_step_without_finite_gradients_is_skipped(learn, monkeypatch):
+    spoil(monkeypatch, [3])
+    out = learn(max_steps=4, save_interval=1, keep_last=9)
+    assert same(weights(out, 3), weights(out, 2)) and not same(weights(out, 4), weights(out, 3))
+    assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1, 1] and "step 3: the gradients are not finite" in learn.said
+
+
+def test_after_several_it_rolls_back_once(learn, monkeypatch):
+    spoil(monkeypatch, range(6, 11))
+    out = learn(max_steps=11, save_interval=5, keep_last=9)
+    assert learn.said.count("Back to the checkpoint of step 5") == 1 and [line["step"] for line in lines(out)] == list(range(1, 12))
+    assert [line["lr"] for line in lines(out)] == pytest.approx([3e-3] * 5 + [1.5e-3] * 6) and not same(weights(out, 10), weights(out, 5))
+
+
+def test_and_then_stops_with_the_last_rollouts_on_disk(learn, monkeypatch):
+    spoil(monkeypatch, range(7, 99))
+    out = learn(code=1, max_steps=99, save_interval=6, beta=0.1)
+    assert learn.said.count("Back to the checkpoint of step 6") == 1 and "Training diverged" in learn.said
+    (file,) = out.glob("bad_batch*.pt")
+    rollouts = torch.load(file, weights_only=True)["rollouts"]
+    assert len(rollouts) == 16 and all(len(r["ids"]) == len(r["logprobs"]) == len(r["reference"]) for r in rollouts)
+
+
+@pytest.mark.parametrize("saving", [1, 10**6])
+def test_a_rate_that_breaks_the_weights_rolls_back_once_and_stops(learn, saving):
+    out = learn(code=1, max_steps=60, learning_rate=1e30, grad_clip=0, save_interval=saving)
+    assert learn.said.count("Back to the checkpoint of step") == (saving == 1) and "diverged" in learn.said and not learn.error
+    assert list(out.glob("bad_batch*.pt"))
+
+
+# --- reference, dynamic sampling, importance weights ---
+
+@pytest.mark.parametrize("knobs", [{}, dict(lora_rank=2, learning_rate=0.02)], ids=["whole", "lora"])
+def test_the_divergence_begins_at_nothing_grows_and_holds_the_model_back(learn, knobs):
+    out, free = learn("held", beta=0.3, max_steps=12, **knobs), learn("free", beta=1e-6, max_steps=12, **knobs)
+    held, grown = ([line["kl"] for line in lines(run)] for run in (out, free))
+    assert abs(held[0]) < 1e-9 and held[1] > 1e-4 and grown[-1] > 10 * grown[1] and grown[-1] > 5 * held[-1]
+    start = checkpoint_of_base(out)
+    assert same(checkpoint.load_base(out), start)
+    if knobs:
+        assert all(".lora_" in n for n in weights(out, 12)) and all(w.any() for w in weights(out, 12).values())
+    assert not any(line["kl"] for line in lines(learn("without", max_steps=2, **knobs)))
+
+
+def test_a_reference_that_waits_elsewhere_changes_nothing(learn):
+    assert same(weights(learn("a", beta=0.5, offload_reference=True), 4), weights(learn("b", beta=0.5), 4))
+
+
+RARE = "return completion.count('t') / 12 if question['question'][0] == 't' else 0.5"        # a third of the questions can teach
+
+
+def test_groups_that_fare_alike_are_replaced_by_other_questions(learn, tmp_path, watched):
+    out = learn(task=task_file(tmp_path, RARE), dynamic_sampling=True, max_rounds=99, max_steps=4, k_samples=6)
+    before = 0
+    for line, groups in zip(lines(out), watched.groups, strict=True):
+        assert len(groups) == 4 and all(len({r.reward for r in g}) > 1 for g in groups) and line["updates"] == 1
+        assert (line["questions"] - before) % 4 == 0 and line["questions"] - before > 4 and line["groups"] > 4 and line["zero_variance"] > 0
+        before = line["questions"]
+    places = [s.request.key for s in watched.samples]
+    assert len(set(places)) * 6 == len(places) == 6 * sum(line["groups"] for line in lines(out))        # no question's noise comes twice
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds(learn, tmp_path, watched):
+    out = learn(task=task_file(tmp_path, "return 0.5"), dynamic_sampling=True, max_rounds=3, max_steps=3, beta=0.1)
+    assert [line["questions"] for line in lines(out)] == [12, 24, 36] and all((line["updates"], line["groups"]) == (0, 12) for line in lines(out))
+    assert same(weights(out, 3), checkpoint_of_base(out)) and watched.groups == [[]] * 3
+    out = learn("some", task=task_file(tmp_path, RARE), dynamic_sampling=True, max_rounds=2, max_steps=3)
+    assert {len(g) for g in watched.groups[3:]} <= {0, 1, 2, 3, 4} and any(0 < len(g) < 4 for g in watched.groups[3:])     # what there is is learnt from
+    assert not same(weights(out, 3), checkpoint_of_base(out))
+
+
+def test_ranks_that_keep_unequal_numbers_of_groups_go_on_together(base, tmp_path):
+    """A rank may have nothing for a mini-batch that another learns from."""
+    knobs = dict(prompts_per_step=8, k_samples=3, max_new_tokens=6, max_steps=8, dynamic_sampling=True, max_rounds=1, mini_batches=2)
+    argv = flags(**GRPO | dict(init_from=base, task=task_file(tmp_path, RARE), out_dir=tmp_path / "run") | knobs)
+    in_ranks(tmp_path, {"run": argv})
+    assert {line["updates"] for line in lines(tmp_path / "run")} >= {1, 2}
+
+
+def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
+    """All that begin with t are right at once, and so come back every third epoch only."""
+    task = task_file(tmp_path, "return 1 if question['question'][0] == 't' else completion.count('t') / 24")
+    knobs = dict(task=task, skip_solved=2, num_questions=12, max_steps=11, k_samples=2, save_interval=6, keep_last=9)
+    out = learn(**knobs)
+    epochs = {}
+    for place in dict.fromkeys(s.request.key for s in watched.samples):
+        epochs.setdefault(question_at(place, 12, 0), []).append(place // 12)
+    easy = [number for number in epochs if number % 3 == 0]
+    assert len(epochs) == 12 and all(epochs[number] == [e for e in (0, 3) if e <= max(map(max, epochs.values()))] for number in easy)
+    assert all(found == list(range(len(found))) for number, found in epochs.items() if number not in easy)
+    (out / "checkpoints" / "step_00000011").rename(out / "gone")
+    said = [line["questions"] for line in lines(out)]
+    learn(**knobs, init_from="resume")       # who rests is remembered
+    assert [line["questions"] for line in lines(out)] == said
+
+
+def test_importance_weights_change_nothing_where_both_compute_the_same(learn):
+    plain, weighted = learn("plain"), learn("weighted", tis_cap=2.0)
+    assert largest_difference(weights(plain, 4), weights(weighted, 4)) < 1e-5
+
+
+# --- what a run says and leaves behind ---
+
+def test_the_metrics_have_their_keys_and_are_true(learn, watched):
+    out = learn(beta=0.1, max_steps=2, eval_interval=1, eval_questions=5, shown_questions=2)
+    keys = ("step loss lr grad_norm tokens reward pass_at_1 pass_at_4 zero_variance kl clip_fraction entropy completion_tokens truncated logprob_gap "
+            "logprob_gap_max perf/throughput perf/mfu/actor training/global_step rollout_s reward_s reference_s update_s sync_s parts/many "
+            "parts/ended seconds memory_gb peak_memory_gb skipped_steps questions errors timeouts tokens_per_s mfu").split()
+    tokens = 0
+    for line, (groups,) in zip(lines(out), zip(watched.groups), strict=True):
+        assert all(key in line for key in keys)
+        rollouts = [r for g in groups for r in g]
+        tokens += sum(len(r.prompt) + len(r.ids) for r in rollouts)
+        expected = dict(
+            reward=sum(r.reward for r in rollouts) / 16, completion_tokens=sum(len(r.ids) for r in rollouts) / 16, tokens=tokens,
+            truncated=sum(not r.finished for r in rollouts) / 16, zero_variance=sum(len({r.reward for r in g}) == 1 for g in groups) / 4,
+            pass_at_1=sum(r.grade.score == 1 for r in rollouts) / 16, pass_at_4=sum(any(r.grade.score == 1 for r in g) for g in groups) / 4,
+            questions=4 * line["step"], errors=0, skipped_steps=0, updates=1, lr=3e-3, **{"training/global_step": line["step"]},
+            **{f"parts/{part}": sum(r.grade.parts[part] for r in rollouts) / 16 for part in ("many", "ended")})
+        assert {key: line[key] for key in expected} == pytest.approx(expected)
+        assert line["entropy"] > 0 and line["grad_norm"] > 0 and line["rollout_s"] > 0 and line["perf/throughput"] > 0
+    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["config"]["k_samples"] == 4 and set(metrics(out, "val_accuracy")) == {0, 1, 2}
+    samples = (out / "samples.txt").read_text()
+    assert samples.count("--> reward") == 6 and samples.count("of 5 right") == 3 and "step 1/2" in (out / "training.log").read_text()
+
+
+REWARD_ALONE = """
+def reward(question, completion):
+    assert question["unit"] == "m" and question["answer"] == 7
+    return min(1, 3 * completion.count("t") / max(1, len(completion)))
+"""
+
+
+def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
+    rows = [{"prompt": f"the {i}", "answer": 7, "unit": "m"} for i in range(40)]
+    dataset, task = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl"), write(tmp_path, REWARD_ALONE, "my_reward.py")
+    knobs = dict(task=task, dataset=dataset, reward_pool="process", reward_workers=1)
+    out = learn(**knobs, max_steps=11, max_new_tokens=6, eval_interval=11)
+    train, held = read_questions(dataset, 200)
+    accuracy = metrics(out, "val_accuracy")
+    assert held and set(accuracy) == {0, 11} and all(0 <= a <= 1 for a in accuracy.values()) and not any(line["errors"] for line in lines(out))
+    assert f"{len(train)} questions of {dataset}, {len(held)} held out" in learn.said
+    prompts = {tuple(r.prompt) for groups in watched.groups for g in groups for r in g}
+    assert {bytes(p).decode() for p in prompts} == {f"Question: {q['prompt']}\n" for q in train}        # all of them, and no other
+    samples = (out / "samples.txt").read_text()
+    assert all(f"\n{q['question']}\n" in samples for q in held[:4]) and not any(f"\n{q['question']}\n" in samples for q in train)
+    dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))
+    learn(**knobs, code=2, max_new_tokens=6, eval_interval=11, max_steps=12, init_from="resume")
+    assert "questions have changed" in learn.error
+
+
+@pytest.mark.parametrize("knobs", [{}, dict(optimizer="muon"), dict(loss_type="dr_grpo", lora_rank=4, learning_rate=0.03)], ids=["default", "muon", "lora"])
+def test_it_learns(learn, knobs):
+    out = learn(max_steps=30, k_samples=8, **knobs)
+    rewards = [line["reward"] for line in lines(out)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_two_shares_of_a_group_s_noise_differ_and_come_again_with_the_seed(learn, watched):
+    learn("a", max_steps=1), learn("b", max_steps=1), learn("c", max_steps=1, seed=1)
+    a, b, c = (watched.samples[i:i + 16] for i in (0, 16, 32))
+    drawn = [{(s.request.key, s.index): s.ids for s in run} for run in (a, b, c)]
+    assert drawn[0] == drawn[1] != drawn[2] and all(len({tuple(ids) for (k, _), ids in drawn[0].items() if k == key}) > 1 for key in range(4))
+
+
+# --- bad input ---
+
+def refusal(learn, words, **knobs):
+    learn(code=2, **knobs)
+    assert words in learn.error and learn.error.count("\n") == 1 and learn.error.startswith("error: "), learn.error
+
+
+@pytest.mark.parametrize("knobs, words", [
+    (dict(k_samples=1), "at least 2"), (dict(prompts_per_step=3, mini_batches=2), "--prompts_per_step"), (dict(beta=0.1, kl="none"), "--kl=none"),
+    (dict(dataset="missing.jsonl"), "missing.jsonl"), (dict(init_from="scratch"), "--init_from="), (dict(reward_workers=0), "reward_workers"),
+    (dict(init_from="nowhere/at-all"), "nowhere/at-all"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"), (dict(few_shot=3), "solution"),
+    (dict(overlong="penalty", overlong_tokens=13), "--overlong_tokens"), (dict(lora_rank=2, lora_alpha=0), "--lora_alpha"), (dict(clip_low=1), "clip_low"),
+    (dict(temperature=0), "temperature"), (dict(max_prompt_tokens=2), "max_prompt_tokens"), (dict(lora_rank=2, lora_linears="heads"), "linears"),
+    (dict(init_from="resume"), "config.json"), (dict(k_sample=4), "k_samples"), (dict(tokenizer="gpt2"), "tokenizer")])
+def test_what_can_not_be_done_is_one_sentence(learn, tmp_path, knobs, words):
+    refusal(learn, words, **knobs)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_can_not_share_the_prompts_say_so(learn, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refusal(learn, "shared evenly by 3 ranks")
+
+
+@pytest.mark.parametrize("row, words", [('{"prompt": "the 1"}', "Row 2"), ('{"answer": 3}', "Row 2"), ('["the", 3]', "Row 2"), ("{", "can't be read"),
+                                        ('{"prompt": 3, "answer": 3}', "Row 2")])
+def test_a_file_with_what_is_no_question_is_refused(learn, tmp_path, row, words):
+    refusal(learn, words, dataset=write(tmp_path, f'{{"prompt": "the 0", "answer": 3}}\n\n{row}\n', "q.jsonl"))
+    refusal(learn, "no question", dataset=write(tmp_path, "\n", "empty.jsonl"))
+
+
+def test_tasks_that_have_nothing_to_ask_are_refused(learn, tmp_path):
+    refusal(learn, "no train questions", task=write(tmp_path, TASK.replace("return [{", 'return [] if split == "train" else [{'), "a.py"))
+    refusal(learn, "no questions", task=write(tmp_path, "def reward(question, completion):\n    return 1\n", "b.py"))
+    refusal(learn, "fills the 32 positions", task=write(tmp_path, TASK.replace('PROMPT = "{}"', f'PROMPT = "{"x" * 40}{{}}"'), "c.py"))
+
+
+def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_path, watched):
+    rows = [{"prompt": "the " + "x" * n, "answer": 3} for n in range(20, 34)]
+    dataset = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl")
+    out = learn(dataset=dataset, prompts_per_step=8)
+    assert "8 questions of" in learn.said and "6 too long left out" in learn.said and len(lines(out)) == 4
+    assert {len(s.request.ids) for s in watched.samples} == set(range(24, 32)) and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)
+    learn("short", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26, max_steps=1)
+    assert "3 questions of" in learn.said and "11 too long left out" in learn.said
+
+
+def test_a_model_is_not_overwritten_by_what_is_learnt_from_it(learn, base, tmp_path):
+    before = checkpoint_files(base)
+    refusal(learn, "holds the model to start from", out_dir=base, overwrite=True)
+    out = learn(max_steps=1)
+    refusal(learn, "already holds a run", max_steps=1)
+    refusal(learn, "lora_rank=2", init_from="resume", lora_rank=2)
+    refusal(learn, "optimizer=muon", init_from="resume", optimizer="muon", max_steps=2)
+    refusal(learn, "base.safetensors", init_from="resume", beta=0.1, max_steps=2)
+    assert checkpoint_files(base) == before and checkpoint.steps(out) == [1]
+    learn("again", init_from=out, max_steps=1)
+    assert same(checkpoint.load_weights(out, 1), checkpoint_of_base(tmp_path / "again"))
+
+
+def checkpoint_files(folder):
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
