@@ -57,8 +57,8 @@ SHAPES = {
 @dataclass
 class Config:
     stage: Literal["generate", "datagen", "sft", "grpo", "rewards", "trl"] = "generate"        # trl: TRL's side of grpo, which grpo starts
-    model: Literal["smollm2-360m", "gpt2", "1m", "llama-1m", "llama-50m"] | None = None        # a shape with random weights; None:
-                                             # smollm2-360m, grpo llama-1m
+    model: Literal["auto", "smollm2-360m", "gpt2", "1m", "llama-1m", "llama-50m"] = "auto"     # a shape; its weights are random. auto:
+                                             # smollm2-360m, for grpo llama-1m
     run: str = ""                            # datagen: a model that can answer, instead
     num_questions: int = 100                 # datagen
     oversample: int = 10                     # datagen: samples a question
@@ -363,10 +363,12 @@ def write_tokenizer(folder, n_vocab):
 
 def never_ends(model, eos):
     """Weights with which the end of text is never sampled, so that both sides do the same work without being told to: a channel that all
-    embeddings share and that outweighs the others after each norm, and a head whose row for that id is against it."""
+    embeddings share and no block writes to, and a head whose row for that id is against it."""
     with torch.no_grad():
         model.token_embedding.weight[:, 0] = 1
         model.head_weight[eos, 0] = -1000
+        for block in model.blocks:
+            block.attention.out.weight[0] = block.mlp.down.weight[0] = 0
 
 
 def bench_grpo(cfg, hw, folder):
@@ -388,7 +390,7 @@ def bench_grpo(cfg, hw, folder):
     def ours():
         script("grpo.py", f"--init_from={folder}", f"--task={folder}/score.py", f"--dataset={folder}/questions.jsonl", f"--out_dir={folder}/run",
                "--overwrite", f"--prompts_per_step={prompts}", f"--k_samples={samples}", f"--max_new_tokens={cfg.max_new_tokens}",
-               f"--max_steps={total}", "--learning_rate=1e-4", "--warmup_steps=0", "--eval_interval=0", "--save_only_model",
+               f"--max_steps={total}", "--learning_rate=1e-6", "--warmup_steps=0", "--eval_interval=0", "--save_only_model",
                f"--dtype={hw.dtype}", f"--device={cfg.device}", f"--seed={cfg.seed}", ranks=ranks)
         steps = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
         steps = [step for step in steps if "reward" in step]
@@ -431,7 +433,7 @@ def run_trl(cfg, hw):
     args = GRPOConfig(
         output_dir=f"{cfg.run}/trl", per_device_train_batch_size=prompts * samples // distributed.world_size(), num_generations=samples,
         max_completion_length=cfg.max_new_tokens, max_steps=WARM_UP + cfg.steps, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo",
-        scale_rewards="none", temperature=1.0, learning_rate=1e-4, lr_scheduler_type="constant", optim="adamw_torch_fused", adam_beta2=0.95,
+        scale_rewards="none", temperature=1.0, learning_rate=1e-6, lr_scheduler_type="constant", optim="adamw_torch_fused", adam_beta2=0.95,
         weight_decay=0.0, max_grad_norm=1.0, bf16=hw.dtype == "bf16", fp16=hw.dtype == "fp16", gradient_checkpointing=False, report_to=[],
         save_strategy="no", logging_steps=10**9, disable_tqdm=True, use_cpu=hw.device.type == "cpu", seed=cfg.seed)
     trainer = GRPOTrainer(
@@ -469,7 +471,8 @@ def bench_rewards(cfg, folder):
 
 def main(argv):
     cfg = config.load(Config, argv)
-    cfg.model = cfg.model or ("llama-1m" if cfg.stage == "grpo" else "smollm2-360m")
+    if cfg.model == "auto":
+        cfg.model = "llama-1m" if cfg.stage == "grpo" else "smollm2-360m"
     defaults = GRPO.get(cfg.model, GRPO_ELSE) if cfg.stage == "grpo" else ("2x10,8x8,32x1", 120, 60)
     for knob, default in zip(("work", "prompt_tokens", "max_new_tokens"), defaults):
         setattr(cfg, knob, default if getattr(cfg, knob) is None else getattr(cfg, knob))
