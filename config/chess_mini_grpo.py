@@ -10,4 +10,12 @@ task = "chess_world:A"
 
 num_questions = 3000
 max_new_tokens = 120
-eval_interval = 0                        # eval.py compares on test positions
+
+temperature = 1.2
+learning_rate = 3e-4
+lr_schedule = "linear"
+warmup_steps = 10
+max_steps = 100
+
+eval_interval = 100                      # before and after
+log_interval = 5
