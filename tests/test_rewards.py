@@ -336,3 +336,14 @@ def test_a_grade_costs_little(tmp_path):
             pool.score(pairs)
             best = min(best, (time.monotonic() - began) / len(pairs))
     assert best < 300e-6                                     # about 30 on an idle machine
+
+
+def test_a_verifier_that_draws_does_so_alike_on_any_worker(tmp_path):
+    path = tmp_path / "luck.py"
+    path.write_text("import random\ndef reward(question, completion):\n    return random.random()\n")
+    pairs = [({"question": "q"}, f"answer {i}") for i in range(40)]
+    scores = []
+    for workers in (1, 3):
+        with Pool(str(path), workers) as pool:
+            scores.append([grade.score for grade in pool.score(pairs)])
+    assert scores[0] == scores[1] and len(set(scores[0])) == 40
