@@ -121,8 +121,11 @@ def evaluation_line(result):
 # --- on a task ---
 
 def few_shot_of(cfg, found):
-    """Worked examples before a question: none for a model that was trained here, which has seen the form, four for any other."""
-    return (0 if found.step is not None else 4) if cfg.few_shot is None else cfg.few_shot
+    """Worked examples before a question: for a model that was trained here as many as grpo.py trained it with, none after other
+    training, for it has seen the form; four for any other."""
+    if cfg.few_shot is None:
+        return 4 if found.step is None else config.read_saved(found.folder).get("few_shot") or 0
+    return cfg.few_shot
 
 
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -25,7 +26,7 @@ import hf
 import tasks
 from engine import Engine, Sampling, slots_that_fit
 from eval import accuracy, ask, few_shot_of, refused, requests_of, unseen_questions
-from model import IGNORE, adapters_off, add_lora, blank
+from model import GPT, IGNORE, adapters_off, add_lora, blank
 from runtime import checkpoint, config, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
@@ -45,29 +46,30 @@ class Config:
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder with one
     # questions and their rewards
     task: str = "unit_conversion"            # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with reward(question, completion)
-    dataset: str | None = None               # .jsonl of questions, an object with "prompt" and "answer" a line, instead of the task's own
-    num_questions: int | None = None         # to train on, each asked once an epoch; None: all there are, or as the task finds right
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run folder, 4 for a model of Hugging Face's
-    reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
+    dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the task's questions
+    num_questions: int | None = None         # to train on; None: all there are, or as the task finds right; of a dataset at most
+    few_shot: int | None = None              # worked examples before each; None: of a run folder as many as it was trained with, of a
+                                             # model of Hugging Face's 4; with a dataset 0
+    reward_workers: int | None = None        # processes that verify, a rank; None: one a core, at most 8 in all
     reward_pool: Literal["process", "thread", "serial"] = "process"       # only a process can be stopped if it hangs
     timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an error, worth 0
     # rollout. There is no top_k or top_p: the loss is about the distribution that was sampled from
     prompts_per_step: int = 32               # all ranks together
     k_samples: int = 8                       # of each prompt: its group
     temperature: float = 1.0
-    max_prompt_tokens: int | None = None     # questions with longer prompts are left out; None: with those that fill the model's context
+    max_prompt_tokens: int | None = None     # longer ones are left out; None: those that leave no room for an answer
     max_new_tokens: int = 128
     skip_solved: int = 0                     # epochs for which a question rests after all its samples were right; they teach nothing
     dynamic_sampling: bool = False           # other questions in place of those whose samples all fare alike (DAPO, Yu et al. 2025)
     max_rounds: int = 4                      # in which it looks for them
-    slots: int | None = None                 # samples in flight a rank; None: all of a step's, if they fit
+    slots: int | None = None                 # samples in flight a rank; None: all of a step's, up to 512, if they fit
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"      # what a token's loss is divided by; see `normaliser`
     advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in the group, as in GRPO
     clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low,
     clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2)
     beta: float = 0.0                        # weight of the KL divergence from the model that training began with; 0: it is not loaded
-    kl: Literal["k3", "none"] = "k3"         # its estimator (Schulman 2020), times the ratio, without which its gradient is biased
+    kl: Literal["k3", "none"] = "k3"         # times the ratio, or its gradient is biased; none: only with beta 0
     offload_reference: bool = False          # that model waits in the CPU's memory while it is not needed
     inner_epochs: int = 1                    # passes over a step's samples
     mini_batches: int = 1                    # optimizer steps a pass
@@ -215,7 +217,7 @@ def open_questions(cfg, task):
     """(questions to train on, questions for validation, what is said of those that were dropped)."""
     if cfg.dataset:
         train, valid = read_questions(cfg.dataset, cfg.eval_questions)
-        return train, valid if cfg.eval_interval else [], ""
+        return train[:cfg.num_questions], valid if cfg.eval_interval else [], ""
     train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
     valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
     return train, valid, f" ({dropped} that stand in the test split dropped)" if dropped else ""
@@ -352,8 +354,11 @@ def evaluate(cfg, engine, tokenizer, task, pool, valid, step):
     """Figures of greedy answers to the questions held out, of all ranks; those to the first few are added to samples.txt."""
     (questions, requests), sampling, texts = map(list, zip(*valid)), engine.sampling, {}
     engine.sampling = dataclasses.replace(sampling, temperature=0.0)
-    grades = ask(engine, tokenizer, questions, requests, pool, texts=texts)
-    engine.sampling = sampling
+    try:
+        grades = ask(engine, tokenizer, questions, requests, pool, texts=texts)
+    finally:
+        engine.sampling = sampling
+        pool.collect(wait=True)              # of what no one asks for any more, if it failed
     if distributed.is_main() and cfg.shown_questions:
         said = [f"{'=' * 20} step {step}: {sum(g[0].score == 1 for g in grades)} of {len(grades)} right\n"]
         for number in range(min(cfg.shown_questions, len(questions))):
@@ -363,7 +368,7 @@ def evaluate(cfg, engine, tokenizer, task, pool, valid, step):
                         f"{task.cut(texts[number, 0])}\n{'-' * 20}\n")
         with open(Path(cfg.out_dir) / "samples.txt", "a", encoding="utf-8", errors="backslashreplace") as f:
             f.write("\n".join(said) + "\n")
-    return accuracy(grades)
+    return accuracy(grades) | {"reward": fmean(g.score for row in grades for g in row)}
 
 
 def open_reference(cfg, hw, model):
@@ -391,6 +396,35 @@ def open_reference(cfg, hw, model):
     return note
 
 
+def open_engine(cfg, hw, state, context, tokenizer, task, say):
+    """(model as the update calls it, Engine). What does not fit the memory is cut smaller: first the update's micro-batches, then the
+    samples in flight beside it. Both are kept with the checkpoints, since shapes decide the last bits."""
+    model, now, world = state.model, state.progress, distributed.world_size()
+    share, to_come = cfg.prompts_per_step // world * cfg.k_samples, optim.state_to_come(state.optimizers)
+
+    def rows(tokens):                        # of the longest sequences
+        return min(share // cfg.mini_batches, max(1, tokens // context))
+
+    def attempt(tokens):
+        mode = None if cfg.compile_mode == "default" else cfg.compile_mode
+        fast = torch.compile(model, mode=mode, dynamic=True) if hw.compile else model
+        return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, cfg.temperature)
+    fast, now.micro_batch = memory.fit(
+        hw, now.micro_batch, attempt, lambda tokens: rows(tokens) // 2 * context or None,
+        lambda: memory.advice(model, hw, context, to_come, "lower --max_new_tokens, --max_prompt_tokens or --few_shot"), say)
+    ddp = fast if world == 1 else DistributedDataParallel(
+        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
+    dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
+    needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, to_come).values())
+    most = slots_that_fit(model.config, context, dtype, hw.device, needed + dtype.itemsize * model.n_params())
+    slots = cfg.slots or min(share, most, now.slots or share)
+    with refused():
+        sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
+        engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
+                        cuda_graphs=cfg.cuda_graphs)
+    return ddp, engine
+
+
 def main(argv):
     distributed.init()
     cfg = config.load(Config, argv, frozen=FROZEN)
@@ -398,6 +432,8 @@ def main(argv):
     check_installed(cfg.tensorboard, cfg.wandb)
     world, resuming = distributed.world_size(), cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic, cfg.keep_memory)
+    if world > 1 and hw.device.type == "mps":
+        raise BadInput("Several ranks can't exchange gradients on an Apple GPU: give --device=cpu, or start one process.")
 
     # The model and what it is asked.
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))
@@ -416,6 +452,8 @@ def main(argv):
 
     torch.manual_seed(cfg.seed)
     shape = dataclasses.replace(found.config, dropout=0.0)             # the ratio is about the model that sampled
+    with torch.device("meta"):
+        memory.check_weights(GPT(shape), hw)
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=hw.device)
     if not resuming:
         found.fill(model)
@@ -439,37 +477,16 @@ def main(argv):
     distributed.on_main(lambda: state.open_run(tokenizer, resuming, keep_base=cfg.beta > 0))
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
 
-    # What does not fit the memory is cut smaller: first the update, then the samples in flight beside it.
-    note_reference, share = open_reference(cfg, hw, model), cfg.prompts_per_step // world * cfg.k_samples
-
-    def rows(tokens):                        # of the longest sequences
-        return min(share // cfg.mini_batches, max(1, tokens // context))
-
-    def attempt(tokens):
-        mode = None if cfg.compile_mode == "default" else cfg.compile_mode
-        fast = torch.compile(model, mode=mode, dynamic=True) if hw.compile else model
-        to_come = optim.state_to_come(optimizers)
-        return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, cfg.temperature)
-    fast, now.micro_batch = memory.fit(
-        hw, now.micro_batch, attempt, lambda tokens: rows(tokens) // 2 * context or None,
-        lambda: memory.advice(model, hw, context, optim.state_to_come(optimizers)), log.say)
-    ddp = fast if world == 1 else DistributedDataParallel(
-        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
-    dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
-    needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, optim.state_to_come(optimizers)).values())
-    most = slots_that_fit(model.config, context, dtype, hw.device, needed + dtype.itemsize * model.n_params())
-    slots = cfg.slots or min(share, most)
-    with refused():
-        sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
-        engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
-                        cuda_graphs=cfg.cuda_graphs)
+    note_reference = open_reference(cfg, hw, model)
+    ddp, engine = open_engine(cfg, hw, state, context, tokenizer, task, log.say)
     log.say(f"{model.n_params():,} parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad):,} of them trained, from "
             f"{cfg.init_from}; {len(train):,} questions of {cfg.dataset or cfg.task}{about}, {len(valid)} held out"
             f"{f'; {len(questions) - len(train)} too long left out' if len(train) < len(questions) else ''}.\n"
-            f"{world} x {hw.name}, {hw.dtype}, engine {dtype}, attention {hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, "
-            f"{engine.slots} samples in flight, micro-batches of {now.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).\n"
-            f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x {cfg.mini_batches} optimizer steps on them; "
-            f"{cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} learning rate {cfg.learning_rate:g}"
+            f"{world} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention {hw.attention_kernel}, compile "
+            f"{'on' if hw.compile else 'off'}, {engine.slots} samples in flight, micro-batches of {now.micro_batch:,} tokens, {pool.n} "
+            f"reward workers ({pool.kind}).\n"
+            f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x {cfg.mini_batches} optimizer steps on "
+            f"them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} learning rate {cfg.learning_rate:g}"
             f"{f', beta {cfg.beta:g}' if cfg.beta else ', no reference'}.\n"
             f"Not by default: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(cfg).items() if v != getattr(Config, k)) or '-'}")
     log.metrics(step=now.step, config=dataclasses.asdict(cfg))
@@ -490,17 +507,19 @@ def main(argv):
         return groups
 
     def examine():
-        """Evaluate; whether it is the best so far."""
+        """The share of the reward that held-out answers miss, which is what the best checkpoint has least of."""
         result = evaluate(cfg, engine, tokenizer, task, pool, valid, now.step)
         log.metrics(step=now.step, **{f"val_{k}": v for k, v in result.items() if isinstance(v, float)})
         log.say(f"step {now.step}/{cfg.max_steps} | {len(valid)} held-out questions, greedy: {result['accuracy']:.1%} right "
-                f"[{result['accuracy_low']:.1%}, {result['accuracy_high']:.1%}]")
-        return 1 - result["accuracy"]
+                f"[{result['accuracy_low']:.1%}, {result['accuracy_high']:.1%}], reward {result['reward']:.3f}")
+        return 1 - result["reward"]
 
     stop, clock, groups = guard.StopSignal(), time.perf_counter, []
+    torch.use_deterministic_algorithms(False)
     with pool:
         if valid and now.step == 0:
-            examine()
+            with refused():
+                examine()
         while now.step < cfg.max_steps:
             # One step: ask, grade, compare with the group, learn from the difference, hand the weights to the engine.
             spent = dict.fromkeys(("rollout", "reward", "reference", "update", "sync"), 0.0)
@@ -518,6 +537,7 @@ def main(argv):
                 for rollout, advantage in zip(group, row):
                     rollout.advantage = advantage
             t1 = clock()
+            torch.use_deterministic_algorithms(cfg.deterministic)      # of the update; in sampling, CUDA's running sums would be refused
             for i in range(cfg.inner_epochs * cfg.mini_batches if verdict == "ok" else 0):
                 done = optimizer_step(cfg, hw, ddp, state, groups[i % cfg.mini_batches::cfg.mini_batches], everything[0][0], lr, log.say)
                 if done is None:
@@ -530,6 +550,7 @@ def main(argv):
                     log.say(f"step {now.step + 1}: the gradients are not finite; this optimizer step is skipped.")
                 if verdict in ("rollback", "stop"):
                     break
+            torch.use_deterministic_algorithms(False)
             t2 = clock()
             if verdict == "rollback" and state.roll_back(log.say):
                 log.forget_after(now.step)
@@ -544,7 +565,7 @@ def main(argv):
             stopping = stop.requested()                   # one small exchange between the ranks
             spent["update"], spent["sync"] = t2 - t1, clock() - t2
             seconds = clock() - t0
-            now.step, now.seconds = now.step + 1, now.seconds + seconds
+            now.step, now.seconds, now.slots = now.step + 1, now.seconds + seconds, engine.slots
 
             # Log, evaluate, save, stop.
             step, last = now.step, now.step == cfg.max_steps
@@ -554,6 +575,7 @@ def main(argv):
                 used, peak = hw.memory_gb()
                 log.metrics(step=step, lr=lr, grad_norm=grad_norm, updates=len(sums), tokens=now.tokens, seconds=now.seconds, memory_gb=used,
                             peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked,
+                            epoch=now.asked / len(train), epoch_hours=seconds * len(train) / cfg.prompts_per_step / 3600,
                             **{"training/global_step": step}, **f, **{f"{key}_s": value for key, value in spent.items()})
                 log.say(f"step {step}/{cfg.max_steps} | reward {f['reward']:.3f} | pass@1 {f['pass_at_1']:.1%} | pass@{cfg.k_samples} "
                         f"{f[f'pass_at_{cfg.k_samples}']:.1%} | alike {f['zero_variance']:.0%} | entropy {f['entropy']:.3f} | "
@@ -564,8 +586,14 @@ def main(argv):
                 state.save()
             wrong, new_best = None, False
             if valid and (step % cfg.eval_interval == 0 or last):
-                wrong = examine()
-                new_best = distributed.on_main(lambda: wrong < checkpoint.best_loss(cfg.out_dir, step - 1))
+                try:
+                    wrong = examine()
+                except ValueError as e:      # weights that no longer give finite logits: not saved, the next rollout goes back
+                    log.say(f"step {step}: the evaluation failed ({e})")
+                    if last:
+                        return 1
+                    continue
+                new_best = distributed.on_main(lambda: wrong <= checkpoint.best_loss(cfg.out_dir, step - 1))
             if step % cfg.save_interval == 0 or last or new_best or stopping and wrong is not None:
                 state.save(wrong)
             if stopping:

@@ -9,7 +9,7 @@ Zen 5 core that it had to share, and gave the exact FEN in 21.5% of 200 test que
 dataset = "task:chess_world:A"
 out_dir = "out/chess_mini"
 tokenizer = "bytes"
-block_size = 384         # two documents and a half: with 256 more of them would begin in the window before
+block_size = 384         # two documents and a half: at 256, more of them would be cut by a window's edge
 
 n_layer = 4
 n_head = 4               # several things to find at once: the square that the move leaves, the one it comes to, where the copy is

@@ -1,6 +1,6 @@
 """GRPO of a 124M-parameter model on chess with two RTX 4090.
 
-    python train.py config/gpt2_124m.py --dataset=task:chess_world --tokenizer=gpt2 --init_from=gpt2 --out_dir=out/chess_124m
+    python train.py --init_from=gpt2 --dataset=task:chess_world --optimizer=adamw --learning_rate=3e-4 --max_steps=3000 --out_dir=out/chess_124m
     torchrun --nproc_per_node=2 grpo.py config/grpo_4090x2.py --init_from=out/chess_124m
 
 The settings of the RookWorld plan that this project starts from: 8 prompts x 8 samples on each card, bf16, four reward workers,
@@ -10,6 +10,7 @@ a step and less than 3 GB a card; what comes of them stands in the log (rollout_
 init_from = "out/chess_124m"
 out_dir = "out/grpo_4090x2"
 task = "chess_world"
+num_questions = 8000
 
 prompts_per_step = 16                    # both cards together
 k_samples = 8

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=8 grpo.py config/grpo_a100x8.py
     sbatch runs/slurm_multinode.sh grpo.py config/grpo_a100x8.py
 
-The batch of the eight-A100 guide that this project starts from: 128 prompts of up to 256 tokens, 4 answers of up to 512 each, three
+The batch of the eight-A100 guide that this project starts from: 128 questions of up to 256 tokens, 4 answers of up to 512 each, three
 passes over the questions. Its criteria are an actor's MFU above 40% (perf/mfu/actor in metrics.jsonl), more than 1,000 tokens/s
 (perf/throughput, of one card), and three epochs in six hours (epoch_hours). Not run on a GPU yet.
 """
@@ -13,9 +13,9 @@ task = "gsm8k"
 
 prompts_per_step = 128
 k_samples = 4
-max_prompt_tokens = 256
+max_prompt_tokens = 768                  # of which 256 are the question's, as in the guide; the rest shows the form
 max_new_tokens = 512
-few_shot = 0
+few_shot = 2
 tokens_per_micro_batch = 32768
 max_steps = 158                          # three passes over the 6,700 questions that are not held out
 

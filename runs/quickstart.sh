@@ -19,7 +19,10 @@ mkdir -p "$out"; : > "$out/seconds"; rm -f "$out"/summary.*
 # So small a model is sampled fastest by a process for each core; a GPU takes one.
 each_core="$python"
 if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    cores=$("$python" -c "import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()))")
+    cores=$("$python" -c "import os
+cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+print(max(n for n in (1, 2, 4, 8) if n <= cores))")            # they share the prompts of a step evenly
+    ask="$ask --device=cpu"
     each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
 fi
 
@@ -39,7 +42,7 @@ timed datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/
 # One pass: what two more would add, the last rung adds as well, and faster while the model's answers still differ.
 timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --overwrite \
     --num_epochs=1
-timed grpo $each_core grpo.py config/grpo.py --init_from="$out/rft" --out_dir="$out/grpo" --seed="$seed" --overwrite $grpo
+timed grpo $each_core grpo.py config/grpo.py $ask --init_from="$out/rft" --out_dir="$out/grpo" --seed="$seed" --overwrite $grpo
 timed evaluation compare "$out/greedy.txt"
 timed evaluation compare "$out/sampled.txt" --num_samples=8 --temperature=1
 "$python" -m runs.summary "$out"

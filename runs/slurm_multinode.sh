@@ -28,9 +28,12 @@ cd "$SLURM_SUBMIT_DIR"
 [ ! -f .venv/bin/activate ] || source .venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+# A job that is queued again goes on from its checkpoint, or begins again if it had none yet.
 resume=()
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ "$1" != datagen.py ]; then
-    resume=(--init_from=resume)
+    out=$(printf '%s\n' "$@" | sed -n 's/^--out_dir=//p' | tail -n 1)
+    [ -n "$out" ] || out=$(cat /dev/null $(printf '%s\n' "$@" | grep '^config/.*\.py$') | sed -n 's/^out_dir = "\(.*\)".*/\1/p' | tail -n 1)
+    if [ -z "$out" ] || compgen -G "$out/checkpoints/step_*" > /dev/null; then resume=(--init_from=resume); else resume=(--overwrite); fi
 fi
 srun --kill-on-bad-exit=1 python -m torch.distributed.run --nnodes="$nodes" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$first:${RENDEZVOUS_PORT:-29500}" "$@" ${resume[@]+"${resume[@]}"} &

@@ -3,7 +3,9 @@
     out/run/config.json               every knob, resolved
             model.json                architecture, tokenizer, prompt template: with any checkpoint's weights, the model
             tokenizer.json            if it is Hugging Face's
-            base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the adapters alone
+            base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the adapters alone. Of grpo.py
+                                      with a KL term: the reference's weights
+            samples.txt               of grpo.py: answers to the same questions as training goes on
             metrics.jsonl training.log
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
@@ -102,7 +104,7 @@ def best(out_dir, last=math.inf):
     """The step of least validation loss among the checkpoints (up to step `last`); None if none was evaluated."""
     losses = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir) if step <= last}
     losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    return min(losses, key=losses.get) if losses else None
+    return min(losses, key=lambda step: (losses[step], -step)) if losses else None
 
 
 def best_loss(out_dir, last=math.inf):

@@ -89,8 +89,9 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
             with hardware.autocast():
                 loss = model(x, y) if temperature is None else model(x, y, temperature)[0].sum()
             loss.backward()
-        with hardware.autocast(), torch.no_grad():
-            model.eval()(x, y)
+        if temperature is None:
+            with hardware.autocast(), torch.no_grad():
+                model.eval()(x, y)
         del reserved, loss
     except Exception as e:                    # out of memory, what torch.compile stumbles over here, or a mistake in the model
         failure = torch.OutOfMemoryError(str(e).splitlines()[0]) if is_out_of_memory(e) else e      # its traceback holds tensors
@@ -178,13 +179,12 @@ def read(path):
         return ""
 
 
-def advice(model, hardware, block_size, optimizer_bytes):
+def advice(model, hardware, block_size, optimizer_bytes, lower="lower --n_layer, --n_embd or --block_size"):
     """The sentence for a micro-batch of one that does not fit: what is needed, what is there, what to lower."""
     need = {"weights": weight_bytes(model)} | parts(model, hardware, 1, block_size, optimizer_bytes)
     shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in need.items())
-    lower = ["lower --n_layer, --n_embd or --block_size"]
     if not model.gradient_checkpointing and need["activations"] > need["gradients"] / 2:
-        lower.insert(0, "use --gradient_checkpointing")
+        lower = f"use --gradient_checkpointing, or {lower}"
     return (f"A micro-batch of one sequence of {block_size} tokens does not fit {hardware.name}, which has "
             f"{available(hardware.device) / GIB:.2f} GiB left beside the weights; it needs about (GiB) {shown}, "
-            f"{sum(need.values()) / GIB:.2f} in all: {', or '.join(lower)}.")
+            f"{sum(need.values()) / GIB:.2f} in all: {lower}.")

@@ -18,6 +18,7 @@ class Progress:
     step: int = 0                            # optimizer steps done
     tokens: int = 0                          # positions seen in them
     asked: int = 0                           # grpo.py: how far the stream of questions has been read
+    slots: int = 0                           # grpo.py: samples in flight, as many as fit
     solved: dict = field(default_factory=dict)       # grpo.py: {number of a question: epoch in which all its samples were right}
     data: str = ""                           # digest of the examples, or questions, that are trained on
     seconds: float = 0.0                     # in optimizer steps

@@ -99,5 +99,5 @@ def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, aske
     grpo.check(cfg)
     assert (cfg.prompts_per_step, cfg.k_samples) == (asked, samples)
     if name == "grpo_a100x8.py":
-        assert (cfg.max_prompt_tokens, cfg.max_new_tokens) == (256, 512)
+        assert cfg.max_new_tokens == 512
         assert cfg.max_steps == -(-3 * 6700 // 128)
