@@ -44,7 +44,7 @@ class Config:
     # what is asked
     split: Literal["train", "valid"] = "train"
     num_questions: int | None = 1000         # None: all there are
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run folder, 4 for a model of Hugging Face's
+    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
     oversample: int = 10                     # samples a question, at most
     keep_per_question: int = 4               # distinct verified solutions, at most
     stop_early: bool = False                 # ask no more of a question once these are found

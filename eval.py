@@ -48,7 +48,7 @@ class Config:
     compare: bool = False                    # several models, each against the first; implied when several are named
     num_questions: int | None = 500          # the same for every model and seed; None: all that the task gives
     num_samples: int = 1                     # a question
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run folder, 4 for a model of Hugging Face's
+    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
     max_new_tokens: int = 128
     temperature: float = 0.0                 # 0: greedy
     top_k: int | None = None                 # sample among the k likeliest tokens; None: all
