@@ -39,9 +39,9 @@ compare() {                              # compare FILE FLAGS...: all models on 
 timed base "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50
 timed datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
     --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
-# Two passes: what a third would add, the last rung adds as well, and more easily while the model's answers still differ.
+# One pass and a half: what more would add, the last rung adds as well, and more easily while the model's answers still differ.
 timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --overwrite \
-    --num_epochs=2
+    --num_epochs=1.5
 timed grpo $each_core grpo.py config/grpo.py $ask --init_from="$out/rft" --out_dir="$out/grpo" --seed="$seed" --overwrite $grpo
 timed evaluation compare "$out/greedy.txt"
 timed evaluation compare "$out/sampled.txt" --num_samples=8 --temperature=1
