@@ -5,7 +5,7 @@
 
 The batch of the eight-A100 guide that this project starts from: 128 questions of up to 256 tokens, 4 answers of up to 512 each, three
 passes over the questions. Its criteria are an actor's MFU above 40% (perf/mfu/actor in metrics.jsonl), more than 1,000 tokens/s
-(perf/throughput, of one card), and three epochs in six hours (epoch_hours). Not run on a GPU yet.
+(perf/throughput, of one card), and three epochs in six hours (epoch_s, the seconds of one). Not run on a GPU yet.
 """
 init_from = "Qwen/Qwen2.5-1.5B-Instruct"
 out_dir = "out/grpo_a100x8"

@@ -104,7 +104,7 @@ def best(out_dir, last=math.inf):
     """The step of least validation loss among the checkpoints (up to step `last`); None if none was evaluated."""
     losses = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir) if step <= last}
     losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    return min(losses, key=lambda step: (losses[step], -step)) if losses else None
+    return min(losses, key=losses.get) if losses else None
 
 
 def best_loss(out_dir, last=math.inf):

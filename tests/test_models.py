@@ -94,7 +94,7 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     content = bytearray((tmp_path / "b" / "base.safetensors").read_bytes())
     content[-9] ^= 1
     (tmp_path / "b" / "base.safetensors").write_bytes(content)
-    for knobs, words in ((dict(max_steps=9), "base.safetensors, which"), (dict(lora_alpha=800.0), "lora_alpha=800.0 can't go on"),
+    for knobs, words in ((dict(max_steps=9), "base.safetensors, the weights that the run began with"), (dict(lora_alpha=800.0), "lora_alpha=800.0 can't go on"),
                          (dict(lora_rank=8), "lora_rank=8 can't go on")):
         done = run(tmp_path / "b", text, defaults={}, init_from="resume", **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
