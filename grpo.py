@@ -31,8 +31,8 @@ from runtime import checkpoint, config, distributed, guard, hardware, memory, op
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
 from runtime.rewards import Pool
-from runtime.rollouts import (Batch, Rollout, figures_of, flops, micro_batches, next_places, note_logprobs, padded, question_at,
-                              read_questions)
+from runtime.rollouts import (Batch, Rollout, alike, figures_of, flops, micro_batches, next_places, note_logprobs, padded,
+                              question_at, read_questions)
 from runtime.state import State, lora
 
 
@@ -166,12 +166,7 @@ def advantages(rewards, scale="none"):
     above = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
         above = above / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
-    return above.masked_fill(alike(rewards)[:, None], 0.0)
-
-
-def alike(rewards):
-    """Whether all samples of a group have the same reward, [G]: no gradient comes from it."""
-    return rewards.amax(1) == rewards.amin(1)
+    return above.masked_fill((rewards.amax(1) == rewards.amin(1))[:, None], 0.0)       # where the mean is off by its rounding
 
 
 def normaliser(loss_type, tokens, sequences, max_new_tokens):
@@ -280,7 +275,7 @@ def gather_groups(cfg, now, n, sample):
         if distributed.any(groups is None):
             raise FloatingPointError
         everything += groups.values()
-        kept += [g for g in groups.values() if not cfg.dynamic_sampling or len({r.reward for r in g}) > 1]
+        kept += [g for g in groups.values() if not cfg.dynamic_sampling or not alike(g)]
         if cfg.skip_solved:
             solved = [place for place, g in groups.items() if all(r.grade.score == 1 for r in g)]
             now.solved |= {question_at(place, n, cfg.seed): place // n for places in distributed.gather(solved) for place in places}
@@ -569,10 +564,9 @@ def main(argv):
 
             # Log, evaluate, save, stop.
             step, last = now.step, now.step == cfg.max_steps
-            f, tokens = figures_of(cfg, hw, everything, sums, sum(read), spent)
-            now.tokens += tokens
+            now.tokens += int(distributed.sum([sum(len(r.prompt) + len(r.ids) for group in everything for r in group)])[0])
             if step % cfg.log_interval == 0 or step == 1 or last:
-                used, peak = hw.memory_gb()
+                f, (used, peak) = figures_of(cfg, hw, everything, sums, sum(read), spent), hw.memory_gb()
                 log.metrics(step=step, lr=lr, grad_norm=grad_norm, updates=len(sums), tokens=now.tokens, seconds=now.seconds, memory_gb=used,
                             peak_memory_gb=peak, skipped_steps=now.skipped, questions=now.asked,
                             epoch=now.asked / len(train), epoch_s=seconds * len(train) / cfg.prompts_per_step,

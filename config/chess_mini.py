@@ -4,7 +4,7 @@
     python eval.py out/chess_mini --task=chess_world:A --num_questions=200 --max_new_tokens=120
 
 804,224 parameters, 20,000 documents of 155 bytes, 4.4 epochs of them. A first run got as far as step 3,233, in 14 minutes of one
-Zen 5 core that it had to share, and gave the exact FEN in 21.5% of 200 test questions; the whole has not been run.
+Zen 5 core that it had to share, and gave the exact FEN in 21.5% of 200 test questions (2026-11-21); the whole has not been run.
 """
 dataset = "task:chess_world:A"
 out_dir = "out/chess_mini"

@@ -49,11 +49,7 @@ def read(dataset, tokenizer, form=None):
              assistant's are trained on.
     """
     path, examples = Path(dataset), []
-    try:
-        text = path.read_text("utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
+    rows = read_rows(path, lines=path.suffix != ".json")
     if not isinstance(rows, list) or not rows:
         raise BadInput(f"{path} holds no example: give a --dataset= with some (datagen.py writes none if no question is solved).")
     asked, sampled = logged(path, tokenizer) if path.suffix == ".json" else (None, {})
@@ -64,6 +60,15 @@ def read(dataset, tokenizer, form=None):
         except ValueError as e:
             raise BadInput(f"Row {number} of {path} is no example ({e}): mend it.") from None
     return examples
+
+
+def read_rows(path, lines=True):
+    """The list of what a file's lines hold as JSON; not by lines: what the whole does. BadInput if that can't be read."""
+    try:
+        text = Path(path).read_text("utf-8")
+        return [json.loads(line) for line in text.split("\n") if line.strip()] if lines else json.loads(text)
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
 
 
 def of_list(row, tokenizer, form, sampled):

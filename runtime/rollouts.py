@@ -1,9 +1,7 @@
 """Answers that a model was sampled for, as grpo.py learns from them: the questions' order, padded batches, a step's figures."""
 import functools
 import hashlib
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from model import IGNORE
 from runtime import distributed
 from runtime.config import BadInput
+from runtime.examples import read_rows
 from runtime.rewards import Grade
 
 
@@ -19,21 +18,17 @@ from runtime.rewards import Grade
 
 def read_questions(path, n_valid):
     """(questions to train on, questions for validation) of a .jsonl file; the latter a tenth by a hash, n_valid at most."""
-    try:
-        rows = [json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
     found = {}
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(read_rows(path), 1):
         text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
         if not isinstance(text, str) or "answer" not in row:
             raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}.')
         found.setdefault(text, row | {"question": text})
-    held = [q for text, q in found.items() if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0][:n_valid]
-    train = [q for text, q in found.items() if not any(q is other for other in held)]
-    if not train:
+    held = [text for text in found if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0][:n_valid]
+    valid = [found.pop(text) for text in held]
+    if not found:
         raise BadInput(f"{path} holds no question to train on: give a --dataset= with more.")
-    return train, held
+    return list(found.values()), valid
 
 
 def question_at(place, n, seed):
@@ -77,6 +72,11 @@ class Rollout:
 
     def __len__(self):                       # positions of a forward pass
         return len(self.prompt) + len(self.ids) - 1
+
+
+def alike(group):
+    """Whether all Rollouts of a group have the same reward: no gradient comes from them."""
+    return len({r.reward for r in group}) == 1
 
 
 class Batch(NamedTuple):
@@ -133,18 +133,18 @@ def flops(model, rollouts):
 
 
 def figures_of(cfg, hw, groups, sums, read, spent):
-    """(a step's metrics, positions it sampled and read) from all ranks' sampled groups of Rollouts, the sums of each optimizer step, the
-    bytes that sampling read, and this rank's seconds."""
+    """A step's metrics, from all ranks' sampled groups of Rollouts, the sums of each optimizer step, the bytes that sampling read, and
+    this rank's seconds."""
     rollouts, world, seconds = [r for g in groups for r in g], distributed.world_size(), sum(spent.values())
     mine = {"samples": len(rollouts), "groups": len(groups), "reward": sum(r.reward for r in rollouts),
             "squares": sum(r.reward**2 for r in rollouts), "right": sum(r.grade.score == 1 for r in rollouts),
-            "solved": sum(any(r.grade.score == 1 for r in g) for g in groups), "alike": sum(len({r.reward for r in g}) == 1 for g in groups),
+            "solved": sum(any(r.grade.score == 1 for r in g) for g in groups), "alike": sum(map(alike, groups)),
             "sampled": sum(len(r.ids) for r in rollouts), "read": sum(len(r.prompt) for r in rollouts), "bytes": read,
             "cut": sum(not r.finished for r in rollouts), "errors": sum(r.grade.error is not None for r in rollouts),
             "timeouts": sum((r.grade.error or "").startswith("timed out") for r in rollouts)}
     for key in ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops"):
         mine[key] = sum(s[key] for s in sums)
-    before = sums[0] if sums else {"gap": 0.0, "tokens": 0.0, "gap_max": 0.0}        # any weight has moved
+    before = sums[0] if sums else {"gap": 0.0, "tokens": 0.0, "gap_max": 0.0}        # before any weight has moved
     mine |= {"gap": before["gap"], "compared": before["tokens"]}
     for name in {name for r in rollouts for name in r.grade.parts}:
         mine[f"parts/{name}"] = sum(bool(r.grade.parts.get(name)) for r in rollouts)
@@ -161,4 +161,4 @@ def figures_of(cfg, hw, groups, sums, read, spent):
         "logprob_gap": of["gap"] / max(1.0, of["compared"]), "logprob_gap_max": max(gap for _, gap, _ in ranks),
         "completion_tokens": of["sampled"] / n, "completion_tokens_max": max(longest for *_, longest in ranks), "truncated": of["cut"] / n,
         "completions_per_s": n / seconds, "tokens_per_s": tokens / seconds, "sampled_tokens_per_s": of["sampled"] / spent["rollout"],
-        "mfu": mfu, "mbu_rollout": mbu, "perf/throughput": tokens / seconds / world, "perf/mfu/actor": mfu}, tokens
+        "mfu": mfu, "mbu_rollout": mbu, "perf/throughput": tokens / seconds / world, "perf/mfu/actor": mfu}
