@@ -26,7 +26,7 @@ import hf
 import tasks
 from engine import Engine, Sampling, slots_that_fit
 from eval import accuracy, ask, few_shot_of, refused, requests_of, unseen_questions
-from model import GPT, IGNORE, adapters_off, add_lora, blank
+from model import GPT, IGNORE, Prompts, adapters_off, add_lora, blank
 from runtime import checkpoint, config, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
@@ -308,7 +308,7 @@ def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
                 mask = batch.y != IGNORE
                 ddp.require_backward_grad_sync = i == len(parts) - 1   # DDP: one exchange of gradients a step
                 with hw.autocast():
-                    logp, entropy = ddp(batch.x, batch.y, cfg.temperature)
+                    logp, entropy = ddp(batch.x, batch.y, cfg.temperature, batch.prompts)
                 loss, figures = grpo_loss(
                     logp, batch.recomputed if cfg.tis_cap else batch.sampled, batch.reference, batch.advantage, mask, divisor,
                     cfg.clip_low, cfg.clip_high, cfg.beta, cfg.loss_type, batch.sampled, cfg.tis_cap)
@@ -391,11 +391,11 @@ def open_reference(cfg, hw, model):
     return note
 
 
-def open_engine(cfg, hw, state, context, tokenizer, task, say):
+def open_engine(cfg, hw, state, context, longest, tokenizer, task, say):
     """(model as the update calls it, Engine). What does not fit the memory is cut smaller: first the update's micro-batches, then the
-    samples in flight beside it. Both are kept with the checkpoints, since shapes decide the last bits."""
-    model, now, world = state.model, state.progress, distributed.world_size()
-    share, to_come = cfg.prompts_per_step // world * cfg.k_samples, optim.state_to_come(state.optimizers)
+    samples in flight beside it. Both are kept with the checkpoints, since shapes decide the last bits. longest: prompt, in tokens."""
+    model, now, world, K = state.model, state.progress, distributed.world_size(), cfg.k_samples
+    share, to_come = cfg.prompts_per_step // world * K, optim.state_to_come(state.optimizers)
 
     def rows(tokens):                        # of the longest sequences
         return min(share // cfg.mini_batches, max(1, tokens // context))
@@ -403,7 +403,11 @@ def open_engine(cfg, hw, state, context, tokenizer, task, say):
     def attempt(tokens):
         mode = None if cfg.compile_mode == "default" else cfg.compile_mode
         fast = torch.compile(model, mode=mode, dynamic=True) if hw.compile else model
-        return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, cfg.temperature)
+        answers = min(share // cfg.mini_batches, max(1, tokens * K // (longest + K * cfg.max_new_tokens)))     # as many fill a micro-batch
+        x, read = (torch.zeros(shape, dtype=torch.long, device=hw.device) for shape in (
+            (answers, cfg.max_new_tokens), (-(-answers // K), longest)))
+        prompts = Prompts(read, read.new_full(read.shape[:1], longest), torch.arange(answers, device=hw.device) // K)
+        return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, (x, x, cfg.temperature, prompts))
     fast, now.micro_batch = memory.fit(
         hw, now.micro_batch, attempt, lambda tokens: rows(tokens) // 2 * context or None,
         lambda: memory.advice(model, hw, context, to_come, "lower --max_new_tokens, --max_prompt_tokens or --few_shot"), say)
@@ -443,7 +447,8 @@ def main(argv):
     if not train:
         raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {found.config.block_size} positions of the "
                        "model: lower --few_shot, or choose another model.")
-    context = min(found.config.block_size, max(len(request.ids) for _, request in train + valid) + cfg.max_new_tokens)
+    longest = max(len(request.ids) for _, request in train + valid)
+    context = min(found.config.block_size, longest + cfg.max_new_tokens)
 
     torch.manual_seed(cfg.seed)
     shape = dataclasses.replace(found.config, dropout=0.0)             # the ratio is about the model that sampled
@@ -473,7 +478,7 @@ def main(argv):
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
 
     note_reference = open_reference(cfg, hw, model)
-    ddp, engine = open_engine(cfg, hw, state, context, tokenizer, task, log.say)
+    ddp, engine = open_engine(cfg, hw, state, context, longest, tokenizer, task, log.say)
     log.say(f"{model.n_params():,} parameters, {sum(p.numel() for p in model.parameters() if p.requires_grad):,} of them trained, from "
             f"{cfg.init_from}; {len(train):,} questions of {cfg.dataset or cfg.task}{about}, {len(valid)} held out"
             f"{f'; {len(questions) - len(train)} too long left out' if len(train) < len(questions) else ''}.\n"

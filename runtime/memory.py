@@ -69,12 +69,12 @@ def after_retreat(cfg, micro_batch):
     return min(micro_batch, left["micro_batch"]) if left["batch_size"] == cfg.batch_size else micro_batch
 
 
-def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, temperature=None):
+def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None):
     """None if a training step of the longest sequences and an evaluation run and fit, else the exception.
 
     The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state. On a CPU,
-    where the kernel kills what takes too much instead of refusing it, arithmetic comes first. temperature: of log-probabilities,
-    which grpo.py's loss is made of. Every rank must call.
+    where the kernel kills what takes too much instead of refusing it, arithmetic comes first. inputs: what grpo.py calls the model with
+    for log-probabilities, of as many positions. Every rank must call.
     """
     failure, plain = None, getattr(model, "_orig_mod", model)
     if hardware.device.type == "cpu":
@@ -87,9 +87,9 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=hardware.device)
         for _ in range(passes):
             with hardware.autocast():
-                loss = model(x, y) if temperature is None else model(x, y, temperature)[0].sum()
+                loss = model(*inputs)[0].sum() if inputs else model(x, y)
             loss.backward()
-        if temperature is None:
+        if not inputs:
             with hardware.autocast(), torch.no_grad():
                 model.eval()(x, y)
         del reserved, loss

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model import IGNORE
+from model import IGNORE, Prompts
 from runtime import distributed
 from runtime.config import BadInput
 from runtime.examples import read_rows
@@ -70,8 +70,9 @@ class Rollout:
     reference: list | None = None            # log-probabilities under the reference
     recomputed: list | None = None           # under the trained model before the step, by the trainer
 
-    def __len__(self):                       # positions of a forward pass
-        return len(self.prompt) + len(self.ids) - 1
+    @property
+    def read(self):                          # of the prompt before the completion's first step, which is its last token
+        return tuple(self.prompt[:-1])
 
 
 def alike(group):
@@ -80,35 +81,48 @@ def alike(group):
 
 
 class Batch(NamedTuple):
-    x: torch.Tensor                          # [B, T] ids
-    y: torch.Tensor                          # [B, T] the next; IGNORE in prompts and past the end
+    x: torch.Tensor                          # [B, T] ids: a prompt's last, and the completion's but for the last
+    y: torch.Tensor                          # [B, T] the completions; IGNORE past the end, and where they are not trained on
     sampled: torch.Tensor                    # [B, T] log-probabilities of y: the engine's,
     recomputed: torch.Tensor                 # the trainer's before the step (0 if not needed),
     reference: torch.Tensor                  # and the reference's (0 without one)
     advantage: torch.Tensor                  # [B]
+    read: torch.Tensor                       # [G, P] the prompts, each once, without their last tokens
+    lengths: torch.Tensor                    # [G] of them
+    of: torch.Tensor                         # [B] which of them a row continues
+
+    @property
+    def prompts(self):
+        return Prompts(self.read, self.lengths, self.of)
 
 
 def padded(rollouts):
     """The Batch of some Rollouts. Masks come from lengths: a completion's last token, be it the end of text, is trained on."""
-    B, T = len(rollouts), max(map(len, rollouts))
+    B, T, prompts = len(rollouts), max(len(r.ids) for r in rollouts), {}
     x, y, floats = np.zeros((B, T), np.int64), np.full((B, T), IGNORE), np.zeros((3, B, T), np.float32)
+    of = [prompts.setdefault(r.read, len(prompts)) for r in rollouts]
+    lengths = [*map(len, prompts)]
+    read = np.array([prompt + (0,) * (max(lengths) - len(prompt)) for prompt in prompts], np.int64)
     for i, r in enumerate(rollouts):
-        first, last = len(r.prompt) - 1, len(r)
-        x[i, :last] = (r.prompt + r.ids)[:-1]
+        n = len(r.ids)
+        x[i, :n] = r.prompt[-1:] + r.ids[:-1]
         if r.trained:
-            y[i, first:last] = r.ids
+            y[i, :n] = r.ids
         for row, values in zip(floats[:, i], (r.logprobs, r.recomputed, r.reference)):
-            row[first:last] = 0.0 if values is None else values
-    return Batch(*map(torch.from_numpy, (x, y, *floats)), torch.tensor([r.advantage for r in rollouts]))
+            row[:n] = 0.0 if values is None else values
+    return Batch(*map(torch.from_numpy, (x, y, *floats)), torch.tensor([r.advantage for r in rollouts]),
+                 torch.from_numpy(read), torch.tensor(lengths), torch.tensor(of))
 
 
 def micro_batches(rollouts, tokens):
     """Lists of Rollouts of about equal lengths, of at most so many cells with their padding; of a single one if that alone has more."""
-    left, parts = sorted(rollouts, key=lambda r: -len(r)), []
-    while left:
-        n = max(1, tokens // len(left[0]))
-        parts.append(left[:n])
-        left = left[n:]
+    parts, reads = [], set()
+    for r in sorted(rollouts, key=lambda r: (-len(r.ids), r.prompt)):
+        reads = reads | {r.read}
+        if not parts or len(reads) * max(map(len, reads)) + (len(parts[-1]) + 1) * len(parts[-1][0].ids) > tokens:
+            parts.append([])
+            reads = {r.read}
+        parts[-1].append(r)
     return parts
 
 
@@ -116,20 +130,22 @@ def micro_batches(rollouts, tokens):
 def note_logprobs(model, hw, rollouts, tokens, temperature, name):
     """Give each Rollout the log-probabilities of its ids under the model, in the field of that name."""
     for part in micro_batches(rollouts, tokens):
-        batch = padded(part)
+        batch = Batch(*(t.to(hw.device) for t in padded(part)))
         with hw.autocast():
-            logp, _ = model(batch.x.to(hw.device), batch.y.to(hw.device), temperature)
+            logp, _ = model(batch.x, batch.y, temperature, batch.prompts)
         for r, row in zip(part, logp.cpu().numpy()):
-            setattr(r, name, row[len(r.prompt) - 1:len(r)].tolist())
+            setattr(r, name, row[:len(r.ids)].tolist())
 
 
 # --- what is said of a step ---
 
 def flops(model, rollouts):
-    """Of forward and backward passes, without padding. The head is computed for what is sampled alone."""
+    """Of forward and backward passes, without padding: a prompt once, the head for what is sampled alone."""
     head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
     plain, by_length = model.flops_per_token(0) - head, model.flops_per_token(1) - model.flops_per_token(0)
-    return sum(len(r) * (plain + by_length * len(r)) + head * len(r.ids) for r in rollouts)
+    read = [len(prompt) for prompt in {r.read for r in rollouts}]
+    return sum(n * (plain + by_length * n) for n in read) + sum(
+        len(r.ids) * (plain + by_length * (len(r.read) + len(r.ids)) + head) for r in rollouts)
 
 
 def figures_of(cfg, hw, groups, sums, read, spent):

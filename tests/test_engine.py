@@ -100,6 +100,22 @@ def test_looking_at_results_every_few_steps_changes_nothing(poll):
     assert run(poll) == once and {reason for _, reason in once.values()} == {"stop", "length"}
 
 
+def test_the_cache_s_rows_grow_with_what_is_read_and_nothing_else_changes():
+    """Long and short samples in turn, of prompts that wait in the last row for slots: they are moved along."""
+    model = make()
+    engine, widths = Engine(model, slots=3, sampling=Sampling(temperature=0), cuda_graphs=False), []
+    lay_out, at = engine.lay_out, engine.room.data_ptr()
+    engine.lay_out = lambda T, kept=0: (widths.append((T, kept)), lay_out(T, kept))
+    for longest in (8, 50):
+        widths.clear()
+        for s in engine.generate(Request(p, num_samples=4, key=i, max_new_tokens=longest - i) for i, p in enumerate(prompts(5))):
+            x = torch.tensor([s.request.ids])
+            assert s.ids == model.generate(x, longest - s.request.key, temperature=0)[0, x.shape[1]:].tolist()
+        assert widths[0] == (16, 0) and all(a < b and kept == a for (a, _), (b, kept) in zip(widths, widths[1:]))
+        assert widths[-1][0] == engine.k.shape[3] < engine.context and engine.k.data_ptr() == at
+    assert len(widths) > 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_deterministic_is_bitwise_alone_and_among_others(dtype):
     texts = prompts(40)

@@ -1,5 +1,6 @@
 """grpo.py: the objective against numbers by hand, what is trained on, and runs that can be stopped, repeated and shared by ranks."""
 import contextlib
+import dataclasses
 import inspect
 import io
 import itertools
@@ -22,7 +23,7 @@ import grpo
 import hf
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, weights
 from engine import Engine, Request, Sample
-from model import IGNORE
+from model import GPT, IGNORE, GPTConfig
 from runtime import checkpoint, guard, optim
 from runtime.rewards import Grade
 from runtime.rollouts import Rollout, micro_batches, padded, question_at, read_questions
@@ -383,31 +384,70 @@ def some_rollouts(seed=0, n=40):
 def test_what_is_trained_on_follows_from_lengths_alone():
     """Padding id 0 and the end of text, 256, are ids like any other where they were sampled."""
     rollouts = some_rollouts()
+    rollouts += [Rollout(list(r.prompt), [1, 256], [-1.0, -1.0], True) for r in rollouts[:5]]          # prompts that stand there already
     batch = padded(rollouts)
     for i, r in enumerate(rollouts):
-        whole, p, n = r.prompt + r.ids, len(r.prompt), len(r.prompt) + len(r.ids)
-        assert len(r) == n - 1 and batch.x[i, :n - 1].tolist() == whole[:-1]
-        where = torch.zeros(batch.x.shape[1], dtype=torch.bool)
-        where[p - 1:n - 1] = True
-        assert batch.y[i][~where].unique().tolist() in ([IGNORE], []) and batch.y[i][where].tolist() == (r.ids if r.trained else [IGNORE] * len(r.ids))
+        n, g = len(r.ids), batch.of[i]
+        assert batch.lengths[g] == len(r.prompt) - 1 and batch.read[g, :batch.lengths[g]].tolist() == r.prompt[:-1]
+        assert batch.x[i, :n].tolist() == [r.prompt[-1], *r.ids[:-1]] and not batch.x[i, n:].any()
+        assert batch.y[i].tolist() == (r.ids if r.trained else [IGNORE] * n) + [IGNORE] * (batch.y.shape[1] - n)
         for name, values in (("sampled", r.logprobs), ("recomputed", r.recomputed), ("reference", r.reference)):
             found = getattr(batch, name)[i]
-            assert found.dtype == torch.float32 and found[where].tolist() == pytest.approx(values) and not found[~where].any()
+            assert found.dtype == torch.float32 and found[:n].tolist() == pytest.approx(values or [0.0] * n) and not found[n:].any()
         assert batch.advantage[i].item() == pytest.approx(r.advantage)
-    assert batch.x.shape == batch.y.shape == (40, max(map(len, rollouts))) and (batch.y == IGNORE).any(1).sum() >= 30
+    assert batch.x.shape == batch.y.shape == (45, max(len(r.ids) for r in rollouts)) and (batch.y == IGNORE).any(1).sum() >= 30
+    assert batch.read.shape == (len({tuple(r.prompt[:-1]) for r in rollouts}), max(len(r.prompt) for r in rollouts) - 1)
     assert padded([Rollout([3], [0], [-1.0], True), Rollout([4], [0, 256], [-1.0, -2.0], False)]).y.tolist() == [[0, IGNORE], [0, 256]]
+    assert padded([Rollout([3], [0], [-1.0], True)]).read.shape == (1, 0)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 64, 100, 10**6])
 def test_micro_batches_keep_to_their_tokens_and_lose_nothing(tokens):
     rollouts = some_rollouts(1)
+    rollouts += [dataclasses.replace(r) for r in rollouts]
     parts = micro_batches(rollouts, tokens)
     assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, rollouts))
-    for part in parts:
-        assert padded(part).x.numel() <= tokens or len(part) == 1
-    assert len(parts) == {1: 40, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
-    if tokens == 100:                        # sorted, so that little is padding
-        assert sum(padded(part).x.numel() for part in parts) < 1.25 * sum(map(len, rollouts))
+    cells = [padded(part).x.numel() + padded(part).read.numel() for part in parts]
+    assert all(n <= tokens or len(part) == 1 for n, part in zip(cells, parts))
+    assert len(parts) == {1: 80, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
+    if tokens == 100:                        # sorted, so that little is padding, and a prompt stands there once
+        assert sum(cells) < 1.1 * sum(len(r.prompt) + len(r.ids) - 1 for r in rollouts)
+
+
+@pytest.mark.parametrize("shape", [{}, dict(n_kv_head=1, mlp="swiglu", qk_norm=False), dict(position="learned", norm="layernorm", tied_head=True),
+                                   dict(logit_softcap=5.0, rope_scaling={"factor": 2.0})])
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backend):
+    """Log-probabilities, entropies and the whole gradient; prompts of different lengths, one of a single token among them, padding
+    that would be past the last position, and micro-batches in which a prompt has one row or all."""
+    torch.manual_seed(0)
+    config = GPTConfig(**dict(vocab_size=257, block_size=21, n_layer=2, n_head=2, n_embd=32) | shape)
+    model = GPT(config, backend).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    rollouts = some_rollouts(2, 12)
+    rollouts += [dataclasses.replace(r, ids=(ids := [7] * (i + 1)), logprobs=[-1.0] * len(ids), reference=None, recomputed=None)
+                 for i, r in enumerate(rollouts[:10])] + [Rollout([9], [1, 256], [-1.0, -2.0], True)]
+    found = {}
+    for how in ("repeated", "once", "in parts"):
+        model.zero_grad()
+        for part in {"once": [rollouts]}.get(how, micro_batches(rollouts, 60) if how == "in parts" else [[r] for r in rollouts]):
+            batch = padded(part)
+            if how == "repeated":
+                whole, n = torch.tensor([part[0].prompt + part[0].ids]), len(part[0].ids)
+                y = torch.cat((torch.full((1, whole.shape[1] - n), IGNORE), batch.y[:, :n]), 1)[:, 1:]
+                logp, entropy = (z[:, -n:] for z in model(whole[:, :-1], y, 1.3))
+            else:
+                logp, entropy = model(batch.x, batch.y, 1.3, batch.prompts)
+            (logp * torch.arange(1, 1 + logp.shape[1])).sum().backward()
+            for r, *rows in zip(part, logp, entropy):
+                found.setdefault(how, {})[id(r)] = torch.stack([row[:len(r.ids)] for row in rows]).detach()
+        found[how]["gradient"] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for how in ("once", "in parts"):
+        for key, value in found["repeated"].items():
+            torch.testing.assert_close(found[how][key], value, rtol=1e-5, atol=1e-5)     # logits are fp32, whatever the rest is
+    assert found["once"]["gradient"].abs().max() > 0.1
 
 
 class Scripted:
@@ -449,7 +489,7 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
             assert rollout.trained == (reason == "stop" or overlong != "mask")
             assert rollout.reward == 0.25 * len(text) - (punished if overlong == "penalty" else 0) and (f"question {number}", text) in judge.asked
             y = padded([rollout]).y[0].tolist()
-            assert y == ([IGNORE] * 2 + said if rollout.trained else [IGNORE] * len(rollout))
+            assert y == (said if rollout.trained else [IGNORE] * len(said))
 
 
 def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
@@ -484,12 +524,12 @@ def test_a_run_trains_on_the_very_ids_that_were_sampled_after_the_prompt(learn, 
         sampled.setdefault(whole, []).append((len(s.request.ids), s.logprobs))
     met = 0
     for batch in watched.batches:
-        assert batch.x.numel() <= 64
-        for x, y, logprobs in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled):
+        assert batch.x.numel() + batch.read.numel() <= 64
+        for x, y, logprobs, g in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled, batch.of):
             trained_on = [t for t, target in enumerate(y) if target != IGNORE]
-            whole = tuple(x[:trained_on[-1] + 1] + [y[trained_on[-1]]])
-            n, expected = sampled[whole][0]
-            assert trained_on == list(range(n - 1, len(whole) - 1)) and [y[t] for t in trained_on] == list(whole[n:])
+            whole = tuple(batch.read[g, :batch.lengths[g]].tolist() + x[:trained_on[-1] + 1] + [y[trained_on[-1]]])
+            n, _ = sampled[whole][0]
+            assert trained_on == list(range(len(whole) - n)) and [y[t] for t in trained_on] == list(whole[n:])
             assert any(logprobs[trained_on].tolist() == other for _, other in sampled[whole])
             met += 1
     assert len(watched.samples) == 48 and met == sum(r.advantage != 0 for groups in watched.groups for g in groups for r in g) > 30
