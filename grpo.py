@@ -412,7 +412,7 @@ def open_engine(cfg, hw, state, context, longest, tokenizer, task, say):
         hw, now.micro_batch, attempt, lambda tokens: rows(tokens) // 2 * context or None,
         lambda: memory.advice(model, hw, context, to_come, "lower --max_new_tokens, --max_prompt_tokens or --few_shot"), say)
     ddp = fast if world == 1 else DistributedDataParallel(
-        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
+        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
     dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
     needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, to_come).values())
     most = slots_that_fit(model.config, context, dtype, hw.device, needed + dtype.itemsize * model.n_params())

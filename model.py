@@ -71,9 +71,10 @@ def make_norm(config):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding, halves layout (as Llama's): x [B, T, heads, D], cos and sin [T, 1, D/2]."""
+    """Rotary embedding, halves layout (as Llama's): x [B, T, heads, D], cos and sin [T, 1, D] as `rotations` gives them. Three kernels,
+    where the two halves written out would be seven."""
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.addcmul(x * cos, torch.cat((b, a), dim=-1), sin)
 
 
 def scaled(rate, rope_type=None, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192):
@@ -87,12 +88,13 @@ def scaled(rate, rope_type=None, factor=1.0, low_freq_factor=1.0, high_freq_fact
 
 
 def rotations(config):
-    """cos and sin of every position's angles, fp32 [block_size, 1, D/2] each; (None, None) without rotary positions."""
+    """cos and sin of every position's angles for both halves of the channels, the first half's sin negative: fp32 [block_size, 1, D] each;
+    (None, None) without rotary positions."""
     if config.position != "rope":
         return None, None
     rate = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     angle = torch.outer(torch.arange(config.block_size).float(), scaled(rate, **config.rope_scaling or {}))[:, None, :]
-    return angle.cos(), angle.sin()
+    return torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
 def attend(q, k, v, backend, dropout=0.0, bias=None):
@@ -125,8 +127,8 @@ class Attention(nn.Module):
             self.k_norm = nn.Parameter(torch.ones(D))
 
     def heads(self, x, cos, sin):
-        """x [B, T, C] -> queries [B, T, H, D], keys and values [B, T, K, D], normed and turned. cos, sin [T, 1, D/2], or
-        [B, T, 1, D/2] where rows stand at positions of their own."""
+        """x [B, T, C] -> queries [B, T, H, D], keys and values [B, T, K, D], normed and turned. cos, sin [T, 1, D], or
+        [B, T, 1, D] where rows stand at positions of their own."""
         c, (B, T, _) = self.config, x.shape
         H, K, D = c.n_head, c.n_kv_head, c.head_dim
         qk, v = self.qkv(x).view(B, T, H + 2 * K, D).split((H + K, K), dim=2)     # queries and keys share what follows

@@ -307,7 +307,7 @@ def main(argv):
     log.say(start_up(cfg, hw, model, batches, about, now, steps))
     log.metrics(step=now.step, config=dataclasses.asdict(cfg))
     ddp = fast if world == 1 else DistributedDataParallel(
-        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True)
+        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
 
     def out_of_patience():
         return cfg.patience and now.stale >= cfg.patience
