@@ -68,8 +68,8 @@ class Config:
     advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in the group, as in GRPO
     clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low,
     clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2)
-    beta: float = 0.0                        # weight of the KL divergence from the model that training began with; 0: it is not loaded
-    kl: Literal["k3", "none"] = "k3"         # times the ratio, or its gradient is biased; none: only with beta 0
+    beta: float = 0.0                        # weight of the KL divergence from the model that training began with, k3 (Schulman 2020)
+                                             # times the ratio, without which its gradient is biased; 0: that model is not loaded
     offload_reference: bool = False          # that model waits in the CPU's memory while it is not needed
     inner_epochs: int = 1                    # passes over a step's samples
     mini_batches: int = 1                    # optimizer steps a pass
@@ -144,8 +144,6 @@ def check(cfg):
     if cfg.prompts_per_step % (world * cfg.mini_batches):
         raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with {cfg.mini_batches} "
                        "mini-batches: change --prompts_per_step.")
-    if cfg.beta and cfg.kl == "none":
-        raise BadInput("--beta is the weight of a divergence that --kl=none leaves out: give one of them alone.")
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
         raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than --max_new_tokens={cfg.max_new_tokens}: lower it.")
     if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 IGNORE = -1                                  # a target that is not trained on; set from lengths, never from token ids
 LINEARS = ("qkv", "out", "up", "gate", "down")       # of a block; what LoRA adapts
 LOGITS_AT_A_TIME = {"cpu": 2**25, "cuda": 2**27}     # elements of a chunk of logits: 128 MiB, 512 MiB in fp32
+LOGPROBS_AT_A_TIME = 2**25                   # of a chunk in GPT.logprobs, where up to four such tensors exist at once
 
 
 @dataclass
@@ -311,21 +312,21 @@ class GPT(nn.Module):
         targets alone, a chunk of them at a time; if there are several chunks, again in the backward pass, so that B*T*V fp32
         never exists."""
         targets = (y.flatten() != IGNORE).nonzero()[:, 0]
-        h, y_, rows = h.flatten(0, 1)[targets], y.flatten()[targets], self.rows_at_a_time(h.device.type)
+        h, y_, rows = h.flatten(0, 1)[targets], y.flatten()[targets], self.rows_at_a_time(h.device.type, LOGPROBS_AT_A_TIME)
 
         def chunk(h, y):
-            logprobs = F.log_softmax(self.logits(h) / temperature, dim=-1)
+            logprobs = F.log_softmax(self.logits(h).div_(temperature), dim=-1)
             with torch.no_grad():
-                entropy = -(logprobs.exp() * logprobs).sum(-1)
+                entropy = -logprobs.exp().mul_(logprobs).sum(-1)
             return logprobs.gather(1, y[:, None])[:, 0], entropy
         again = len(h) > rows and torch.is_grad_enabled()
         parts = [checkpoint(chunk, *part, use_reentrant=False) if again else chunk(*part) for part in zip(h.split(rows), y_.split(rows))]
         empty = torch.zeros(y.numel(), dtype=torch.float32, device=h.device)
         return tuple(empty.index_put((targets,), torch.cat(kind)).view_as(y) for kind in zip(*parts))
 
-    def rows_at_a_time(self, device):
-        """Positions whose logits fit LOGITS_AT_A_TIME; at most 2**14, so that fp16 can sum a chunk's gradient."""
-        return min(2**14, max(1, LOGITS_AT_A_TIME.get(device, 2**27) // self.config.padded_vocab_size))
+    def rows_at_a_time(self, device, logits=None):
+        """Positions of so many logits, None: LOGITS_AT_A_TIME; at most 2**14, so that fp16 can sum a chunk's gradient."""
+        return min(2**14, max(1, (logits or LOGITS_AT_A_TIME.get(device, 2**27)) // self.config.padded_vocab_size))
 
     @torch.no_grad()
     def generate(self, x, max_new_tokens, temperature=1.0, top_k=None, generator=None):

@@ -348,7 +348,7 @@ def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
     weight = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
     for at_a_time in (10**6, rows):
         model = tiny(trained=True, **kind)
-        model.rows_at_a_time = lambda device: at_a_time
+        model.rows_at_a_time = lambda device, logits: at_a_time
         logp, entropy = model(x, y, 0.8)
         (logp * weight).sum().backward()
         results.append([logp.detach(), entropy, *(p.grad for p in model.parameters())])
@@ -995,7 +995,7 @@ def refusal(learn, words, **knobs):
 
 
 @pytest.mark.parametrize("knobs, words", [
-    (dict(k_samples=1), "at least 2"), (dict(prompts_per_step=3, mini_batches=2), "--prompts_per_step"), (dict(beta=0.1, kl="none"), "--kl=none"),
+    (dict(k_samples=1), "at least 2"), (dict(prompts_per_step=3, mini_batches=2), "--prompts_per_step"),
     (dict(dataset="missing.jsonl"), "missing.jsonl"), (dict(init_from="scratch"), "--init_from="), (dict(reward_workers=0), "reward_workers"),
     (dict(init_from="nowhere/at-all"), "nowhere/at-all"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"), (dict(few_shot=3), "solution"),
     (dict(overlong="penalty", overlong_tokens=13), "--overlong_tokens"), (dict(lora_rank=2, lora_alpha=0), "--lora_alpha"), (dict(clip_low=1), "clip_low"),
