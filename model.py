@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 IGNORE = -1                                  # a target that is not trained on; set from lengths, never from token ids
 LINEARS = ("qkv", "out", "up", "gate", "down")       # of a block; what LoRA adapts
 LOGITS_AT_A_TIME = {"cpu": 2**25, "cuda": 2**27}     # elements of a chunk of logits: 128 MiB, 512 MiB in fp32
-LOGPROBS_AT_A_TIME = 2**25                   # of a chunk in GPT.logprobs, where up to four such tensors exist at once
+LOGPROBS = 2**25                             # elements of logits that GPT.logprobs, where up to four such tensors exist at once, keeps for
+LOGPROBS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**25}   # the backward pass; more are computed in such chunks, and there again
 
 
 @dataclass
@@ -312,14 +313,15 @@ class GPT(nn.Module):
         targets alone, a chunk of them at a time; if there are several chunks, again in the backward pass, so that B*T*V fp32
         never exists."""
         targets = (y.flatten() != IGNORE).nonzero()[:, 0]
-        h, y_, rows = h.flatten(0, 1)[targets], y.flatten()[targets], self.rows_at_a_time(h.device.type, LOGPROBS_AT_A_TIME)
+        h, y_, device = h.flatten(0, 1)[targets], y.flatten()[targets], h.device.type
+        again = torch.is_grad_enabled() and len(h) > self.rows_at_a_time(device, LOGPROBS)
+        rows = self.rows_at_a_time(device, LOGPROBS_AT_A_TIME.get(device, 2**25) if again else LOGPROBS)
 
         def chunk(h, y):
             logprobs = F.log_softmax(self.logits(h).div_(temperature), dim=-1)
             with torch.no_grad():
                 entropy = -logprobs.exp().mul_(logprobs).sum(-1)
             return logprobs.gather(1, y[:, None])[:, 0], entropy
-        again = len(h) > rows and torch.is_grad_enabled()
         parts = [checkpoint(chunk, *part, use_reentrant=False) if again else chunk(*part) for part in zip(h.split(rows), y_.split(rows))]
         empty = torch.zeros(y.numel(), dtype=torch.float32, device=h.device)
         return tuple(empty.index_put((targets,), torch.cat(kind)).view_as(y) for kind in zip(*parts))

@@ -1,10 +1,10 @@
 """A byte-level model that is chess's environment: from a position and a move to the new position, from scratch, on a CPU.
 
     python train.py config/chess_mini.py
-    python eval.py out/chess_mini --task=chess_world:A --num_questions=200 --max_new_tokens=120
+    python eval.py out/chess_mini --task=chess_world:A --num_questions=1000 --max_new_tokens=120
 
-804,224 parameters, 20,000 documents of 155 bytes, 4.4 epochs of them. A first run got as far as step 3,233, in 14 minutes of one
-Zen 5 core that it had to share, and gave the exact FEN in 21.5% of 200 test questions (2026-11-21); the whole has not been run.
+804,224 parameters, 20,000 documents of 155 bytes, 4.4 epochs of them in 8.8 minutes: the exact FEN, reward and flags in 40.5% of 1,000 test
+questions [37.5, 43.6] (seed 0, 2 Zen 5 cores, 2026-11-21).
 """
 dataset = "task:chess_world:A"
 out_dir = "out/chess_mini"
