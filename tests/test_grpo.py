@@ -450,6 +450,34 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
     assert found["once"]["gradient"].abs().max() > 0.1
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_in_bf16_loss_and_gradient_are_within_5_percent_of_fp32_s(kind):
+    """On the same samples, after weights have moved: where they have not, the ratio is 1 and the loss does not depend on the precision."""
+    rng, found = random.Random(3), {}
+    rollouts = [Rollout([rng.randrange(100) for _ in range(5)], [rng.randrange(100) for _ in range(10)], [], True, advantage=(-1) ** i * rng.random())
+                for i in range(24) for _ in range(2)]
+    model = tiny(trained=True, **kind)
+    with torch.no_grad():
+        batch = padded([dataclasses.replace(r, logprobs=[0.0] * 10) for r in rollouts])
+        for r, row in zip(rollouts, model(batch.x, batch.y, 1.0, batch.prompts)[0].tolist()):
+            r.logprobs = row
+        for p in model.parameters():
+            p.add_(0.005 * torch.randn_like(p))
+    batch = padded(rollouts)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logp, _ = model(batch.x, batch.y, 1.0, batch.prompts)
+        loss, figures = grpo.grpo_loss(logp, batch.sampled, None, batch.advantage, batch.y != IGNORE, 480)
+        loss.backward()
+        found[dtype] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]), figures["kl_old"].item()
+    (loss, gradient, kl), (loss16, gradient16, kl16) = found.values()
+    assert abs(loss) > 0.01 and kl > 0.1     # so that there is something to be off by
+    assert loss16 == pytest.approx(loss, rel=0.05) and kl16 == pytest.approx(kl, rel=0.05)
+    assert gradient16.norm().item() == pytest.approx(gradient.norm().item(), rel=0.05)
+    assert torch.cosine_similarity(gradient, gradient16, dim=0) > 0.99
+
+
 class Scripted:
     """Stands for the engine: for each request, completions that end in every way there is."""
     completions = [([5, 0, 256], "stop"), ([0, 7, 0], "length"), ([256], "stop"), ([5, 256, 9, 0], "length")]
