@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from runtime import checkpoint, config, distributed, guard, hardware, memory, op
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
 from runtime.rewards import Pool
-from runtime.rollouts import (Batch, Rollout, alike, figures_of, flops, micro_batches, next_places, note_logprobs, padded,
+from runtime.rollouts import (Batch, Rollout, alike, cells, figures_of, flops, micro_batches, next_places, note_logprobs, padded,
                               question_at, read_questions)
 from runtime.state import State, lora
 
@@ -96,7 +97,7 @@ class Config:
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
     # speed and memory
-    tokens_per_micro_batch: int = 16384      # positions of a forward pass, padding included: halved while they don't fit the memory
+    tokens_per_micro_batch: int = 16384      # positions of a forward pass, see runtime.rollouts.cells; less while they don't fit the memory
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32. The engine samples in bf16 or fp32
     tf32: bool = True
@@ -395,19 +396,24 @@ def open_engine(cfg, hw, state, context, longest, tokenizer, task, say):
     model, now, world, K = state.model, state.progress, distributed.world_size(), cfg.k_samples
     share, to_come = cfg.prompts_per_step // world * K, optim.state_to_come(state.optimizers)
 
-    def rows(tokens):                        # of the longest sequences
-        return min(share // cfg.mini_batches, max(1, tokens // context))
+    new = min(cfg.max_new_tokens, context - 1)
+    each = cells(1 / K, longest, 1, new)     # of a micro-batch's tokens, if all are as long as can be
+
+    def answers(tokens):
+        return min(share // cfg.mini_batches, max(1, int(tokens // each)))
+
+    def rows(tokens):                        # sequences with as many positions
+        return math.ceil(answers(tokens) * each / context)
 
     def attempt(tokens):
-        mode = None if cfg.compile_mode == "default" else cfg.compile_mode
-        fast = torch.compile(model, mode=mode, dynamic=True) if hw.compile else model
-        answers = min(share // cfg.mini_batches, max(1, tokens * K // (longest + K * cfg.max_new_tokens)))     # as many fill a micro-batch
-        x, read = (torch.zeros(shape, dtype=torch.long, device=hw.device) for shape in (
-            (answers, cfg.max_new_tokens), (-(-answers // K), longest)))
-        prompts = Prompts(read, read.new_full(read.shape[:1], longest), torch.arange(answers, device=hw.device) // K)
+        mode, n = None if cfg.compile_mode == "default" else cfg.compile_mode, answers(tokens)
+        dynamic = None if cfg.gradient_checkpointing else True         # which checkpointing does not compile with (torch 2.13)
+        fast = torch.compile(model, mode=mode, dynamic=dynamic) if hw.compile else model
+        x, read = (torch.zeros(shape, dtype=torch.long, device=hw.device) for shape in ((n, new), (math.ceil(n / K), longest)))
+        prompts = Prompts(read, read.new_full(read.shape[:1], longest), torch.arange(n, device=hw.device) // K)
         return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, (x, x, cfg.temperature, prompts))
     fast, now.micro_batch = memory.fit(
-        hw, now.micro_batch, attempt, lambda tokens: rows(tokens) // 2 * context or None,
+        hw, now.micro_batch, attempt, lambda tokens: math.ceil(answers(tokens) // 2 * each) or None,
         lambda: memory.advice(model, hw, context, to_come, "lower --max_new_tokens, --max_prompt_tokens or --few_shot"), say)
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)

@@ -5,20 +5,21 @@ The from-scratch default follows what small-model speed runs settled on: RMSNorm
 QK-norm (Henry et al. 2020), squared ReLU (So et al. 2021), zero-initialised output projections, untied head.
 """
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1                                  # a target that is not trained on; set from lengths, never from token ids
 LINEARS = ("qkv", "out", "up", "gate", "down")       # of a block; what LoRA adapts
 LOGITS_AT_A_TIME = {"cpu": 2**25, "cuda": 2**27}     # elements of a chunk of logits: 128 MiB, 512 MiB in fp32
-LOGPROBS = 2**25                             # elements of logits that GPT.logprobs, where up to four such tensors exist at once, keeps for
-LOGPROBS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**25}   # the backward pass; more are computed in such chunks, and there again
+LOGPROBS = 2**25                             # of log-probabilities over all ids that are kept for the backward pass; more are computed
+LOGPROBS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**25}   # in such chunks, and there again. Up to four such tensors exist at once
 
 
 @dataclass
@@ -100,7 +101,8 @@ def rotations(config):
 
 
 def attend(q, k, v, backend, dropout=0.0, bias=None):
-    """Attention of q [B, H, T, D] over k, v [B, K, S, D] -> [B, H, T, D]; causal, unless there is a bias [B, H, T, S] on what is seen.
+    """Attention of q [B, H, T, D] over k, v [B, K, S, D] -> [B, H, T, D]; causal, unless a bias [B, H, T, S] (sdpa: or [B, 1, T, S]) says
+    what is seen.
 
     `sdpa` is PyTorch's fused kernel. `math` writes the two products out: on a CPU in bf16 that is several times faster at
     short lengths and still ahead at 1,024 (figures in NOTES.md).
@@ -108,9 +110,10 @@ def attend(q, k, v, backend, dropout=0.0, bias=None):
     (B, H, T, D), groups = q.shape, q.shape[1] // k.shape[1]
     if groups > 1 and (backend == "math" or bias is not None):       # the fused kernels that take a bias can't share heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    if backend == "sdpa":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, dropout_p=dropout,
-                                              enable_gqa=q.shape[1] != k.shape[1])
+    if backend == "sdpa":                    # on a GPU whatever kernel was asked for: flash takes no bias
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if bias is not None and q.is_cuda else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, dropout_p=dropout,
+                                                  enable_gqa=q.shape[1] != k.shape[1])
     q, k, v = (z.reshape(B * H, -1, D) for z in (q, k, v))
     bias = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1) if bias is None else bias.flatten(0, 1)
     weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=D**-0.5).softmax(-1)
@@ -142,7 +145,8 @@ class Attention(nn.Module):
         return *qk.split((H, K), dim=2), v
 
     def forward(self, x, cos, sin, cache=None):
-        """cache(q, k, v): attention [B, T, H, D] over what it remembers too (engine.py); None: within x alone."""
+        """cache(q, k, v): attention [B, T, H, D] over what it remembers too (engine.py, GPT.continued); None:
+        within x alone."""
         q, k, v = self.heads(x, cos, sin)
         if cache is None:
             dropout = self.config.dropout if self.training else 0.0
@@ -265,9 +269,8 @@ class GPT(nn.Module):
         return self.final_norm(h)
 
     def continued(self, x, prompts):
-        """`hidden` [B, T, C] of rows x [B, T] that continue Prompts, without dropout. A prompt is computed once for all its rows: linear
-        layers see G P + B T positions, and a row's attention is over its prompt's keys and values beside its own. On a CPU, 8 rows of
-        64 tokens after each prompt of 50: 1.4 times the speed of rows that repeat it."""
+        """`hidden` [B, T, C] of rows x [B, T] that continue Prompts, without attention's dropout. A prompt is computed once for all its
+        rows: linear layers see G P + B T positions, and a row's attention is over its prompt's keys and values beside its own."""
         (ids, lengths, of), (B, T), c = prompts, x.shape, self.config
         (G, P), begin, places = ids.shape, lengths[of][:, None], torch.arange(ids.shape[1] + T, device=x.device)
         position = torch.cat((places[:P].repeat(G), (begin + places[:T]).flatten())).clamp(max=c.block_size - 1)     # of padding
@@ -280,7 +283,7 @@ class GPT(nn.Module):
 
         def attention(*qkv):                 # [1, G P + B T, heads, D]
             first, rest = zip(*(z[0].split((G * P, B * T)) for z in qkv))
-            first, rest = ([z.view(*shape, -1, c.head_dim).transpose(1, 2) for z in zs] for shape, zs in (((G, P), first), ((B, T), rest)))
+            first, rest = ([z.view(*shape, *z.shape[1:]).transpose(1, 2) for z in zs] for shape, zs in (((G, P), first), ((B, T), rest)))
             k, v = (torch.cat((prompt.index_select(0, of), own), 2) for prompt, own in zip(first[1:], rest[1:]))
             parts = attend(*first, self.backend), attend(rest[0], k, v, self.backend, bias=bias)
             return torch.cat([y.transpose(1, 2).flatten(0, 1) for y in parts])[None]
@@ -314,7 +317,7 @@ class GPT(nn.Module):
         never exists."""
         targets = (y.flatten() != IGNORE).nonzero()[:, 0]
         h, y_, device = h.flatten(0, 1)[targets], y.flatten()[targets], h.device.type
-        again = torch.is_grad_enabled() and len(h) > self.rows_at_a_time(device, LOGPROBS)
+        again = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > LOGPROBS
         rows = self.rows_at_a_time(device, LOGPROBS_AT_A_TIME.get(device, 2**25) if again else LOGPROBS)
 
         def chunk(h, y):

@@ -255,7 +255,8 @@ def compile_and_fit(cfg, hw, model, optimizers, batches, micro_batch, say):
         passes, mode = min(2, -(-share // micro_batch)), cfg.compile_mode
         if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
             mode = None
-        fast = torch.compile(model, mode=mode, dynamic=isinstance(batches, examples.Batches)) if hw.compile else model
+        dynamic = isinstance(batches, examples.Batches) and (None if cfg.gradient_checkpointing else True)     # which that breaks (torch 2.13)
+        fast = torch.compile(model, mode=mode, dynamic=dynamic) if hw.compile else model
         return fast, memory.rehearse(fast, hw, micro_batch, batches.longest, passes, optim.state_to_come(optimizers))
     return memory.fit(hw, micro_batch, attempt, lambda n: memory.smaller(n, share) if n > 1 else None,
                       lambda: memory.advice(model, hw, batches.longest, optim.state_to_come(optimizers)), say)

@@ -70,11 +70,11 @@ def after_retreat(cfg, micro_batch):
 
 
 def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None):
-    """None if a training step of the longest sequences and an evaluation run and fit, else the exception.
+    """None if a training step of the longest sequences and (without `inputs`) an evaluation run and fit, else the exception.
 
     The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state. On a CPU,
     where the kernel kills what takes too much instead of refusing it, arithmetic comes first. inputs: what grpo.py calls the model with
-    for log-probabilities, of as many positions. Every rank must call.
+    for log-probabilities, of about as many positions. Every rank must call.
     """
     failure, plain = None, getattr(model, "_orig_mod", model)
     if hardware.device.type == "cpu":

@@ -114,16 +114,34 @@ def padded(rollouts):
                  torch.from_numpy(read), torch.tensor(lengths), torch.tensor(of))
 
 
+def cells(n_prompts, longest, rows, T):
+    """What a forward pass of rows of T ids after so many prompts takes, in positions: those of the linear layers, padding included, and an
+    eighth of the keys and values that attention copies for each row, which is about their share of a position's memory."""
+    return n_prompts * longest + rows * T + rows * (longest + T) / 8
+
+
 def micro_batches(rollouts, tokens):
-    """Lists of Rollouts of about equal lengths, of at most so many cells with their padding; of a single one if that alone has more."""
-    parts, reads = [], set()
-    for r in sorted(rollouts, key=lambda r: (-len(r.ids), r.prompt)):
-        reads = reads | {r.read}
-        if not parts or len(reads) * max(map(len, reads)) + (len(parts[-1]) + 1) * len(parts[-1][0].ids) > tokens:
-            parts.append([])
-            reads = {r.read}
-        parts[-1].append(r)
-    return parts
+    """Lists of Rollouts of at most so many `cells`; of a single one if that alone has more. In the order that takes fewer of them: those
+    of about equal lengths together, for less padding, or those of a prompt, which then stands in one list."""
+    longest = {}
+    for r in rollouts:
+        longest[r.read] = max(longest.get(r.read, 0), len(r.ids))
+
+    def cut(order):
+        parts, reads, T = [], set(), 0
+        for r in sorted(rollouts, key=order):
+            reads, T = reads | {r.read}, max(T, len(r.ids))
+            if not parts or cells(len(reads), max(map(len, reads)), len(parts[-1]) + 1, T) > tokens:
+                parts.append([])
+                reads, T = {r.read}, len(r.ids)
+            parts[-1].append(r)
+        return parts
+
+    def size(part):
+        reads = {r.read for r in part}
+        return cells(len(reads), max(map(len, reads)), len(part), max(len(r.ids) for r in part))
+    orders = lambda r: (-len(r.ids), r.prompt), lambda r: (-longest[r.read], r.prompt, -len(r.ids))
+    return min(map(cut, orders), key=lambda parts: sum(map(size, parts)))
 
 
 @torch.no_grad()

@@ -411,7 +411,19 @@ def test_micro_batches_keep_to_their_tokens_and_lose_nothing(tokens):
     assert all(n <= tokens or len(part) == 1 for n, part in zip(cells, parts))
     assert len(parts) == {1: 80, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
     if tokens == 100:                        # sorted, so that little is padding, and a prompt stands there once
-        assert sum(cells) < 1.1 * sum(len(r.prompt) + len(r.ids) - 1 for r in rollouts)
+        assert sum(cells) < 1.2 * sum(len(r.prompt) + len(r.ids) - 1 for r in rollouts)
+
+
+@pytest.mark.parametrize("P, spread, bound", [(1, 100, 1.2), (400, 20, 0.3)])
+def test_micro_batches_hold_equal_lengths_or_a_prompt_s_samples_whatever_takes_less(P, spread, bound):
+    """Against each sample alone with its prompt, without padding. A prompt that is long stands in one micro-batch, or two at a cut."""
+    rng = random.Random(0)
+    rollouts = [Rollout([g] * P, [1] * rng.randrange(20, 20 + spread), [], True) for g in range(24) for _ in range(8)]
+    rng.shuffle(rollouts)
+    batches = [padded([dataclasses.replace(r, logprobs=None) for r in part]) for part in micro_batches(rollouts, 4096)]
+    assert sum(b.x.numel() + b.read.numel() for b in batches) < bound * sum(P - 1 + len(r.ids) for r in rollouts)
+    if P > 1:
+        assert sum(len(b.read) for b in batches) <= 24 + len(batches)
 
 
 @pytest.mark.parametrize("shape", [{}, dict(n_kv_head=1, mlp="swiglu", qk_norm=False), dict(position="learned", norm="layernorm", tied_head=True),
@@ -427,12 +439,13 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
         for p in model.parameters():
             p.normal_(0, 0.3)
     rollouts = some_rollouts(2, 12)
+    rollouts[5] = dataclasses.replace(rollouts[5], prompt=[3])
     rollouts += [dataclasses.replace(r, ids=(ids := [7] * (i + 1)), logprobs=[-1.0] * len(ids), reference=None, recomputed=None)
                  for i, r in enumerate(rollouts[:10])] + [Rollout([9], [1, 256], [-1.0, -2.0], True)]
     found = {}
-    for how in ("repeated", "once", "in parts"):
+    for how in ("repeated", "alone", "once", "in parts"):
         model.zero_grad()
-        for part in {"once": [rollouts]}.get(how, micro_batches(rollouts, 60) if how == "in parts" else [[r] for r in rollouts]):
+        for part in {"once": [rollouts], "in parts": micro_batches(rollouts, 60)}.get(how, [[r] for r in rollouts]):
             batch = padded(part)
             if how == "repeated":
                 whole, n = torch.tensor([part[0].prompt + part[0].ids]), len(part[0].ids)
@@ -444,7 +457,7 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
             for r, *rows in zip(part, logp, entropy):
                 found.setdefault(how, {})[id(r)] = torch.stack([row[:len(r.ids)] for row in rows]).detach()
         found[how]["gradient"] = torch.cat([p.grad.flatten() for p in model.parameters()])
-    for how in ("once", "in parts"):
+    for how in ("alone", "once", "in parts"):
         for key, value in found["repeated"].items():
             torch.testing.assert_close(found[how][key], value, rtol=1e-5, atol=1e-5)     # logits are fp32, whatever the rest is
     assert found["once"]["gradient"].abs().max() > 0.1
