@@ -18,54 +18,43 @@ Whatever is compared has the same weights or shapes, data and precision and is t
 they were measured on, in bench_results/ as JSON and as a chart. Knobs, as --key=value:
 """
 import contextlib
-import datetime
 import functools
 import gc
-import hashlib
 import importlib
+import io
 import json
 import os
-import platform
 import random
 import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, fields, replace
-from itertools import islice, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 import hf
 import tasks
-from engine import Engine, Packed, Request, Sampling, cache_bytes, draw, uniform
+from engine import Engine, Packed, Request, Sampling, draw, uniform
 from eval import requests_of
-from model import GPT, GPTConfig, blank
+from model import GPTConfig, add_lora
 from runtime import checkpoint, config, guard, hardware, optim, peers, plot
+from runtime.ceilings import clock, formats, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
 from runtime.config import BadInput
+from runtime.ladder import chart, print_rows, rows_of, rungs
 from runtime.rewards import Pool
-from runtime.tokenizer import END_OF_TEXT, Tokenizer
+from runtime.synthetic import SCORE, SHAPES, never_ends, random_model, rounds, write_text, write_tokenizer
+from runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent
-GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=True)
-MILLION = dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128)
-SHAPES = {
-    "smollm2-360m": dict(vocab_size=49152, block_size=8192, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, mlp="swiglu",
-                         mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
-    "gpt2": GPT2,
-    "gpt2-1m": GPT2 | MILLION,
-    "1m": MILLION,                                                       # as train.py makes it by default
-    "llama-1m": MILLION | dict(mlp="swiglu", qk_norm=False),
-    "llama-50m": dict(vocab_size=32768, block_size=256, n_layer=8, n_head=9, n_embd=576, mlp="swiglu", mlp_hidden=1536, qk_norm=False,
-                      tied_head=True),
-}
 SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 
 
@@ -83,7 +72,7 @@ class Config:
     repeats: int | None = None               # runs of each side or row, in turn; the median counts; None: 3, of the overview 1
     ranks: int | None = None                 # processes of ours; None: datagen and grpo one a thread for a small model on a CPU, else 1
     peer_ranks: int = 1                      # grpo: processes of TRL's
-    work: str | None = None                  # generate, grpo: prompts x samples of each, one case after the other; None: 2x10,8x8,32x1, or GRPO's
+    work: str | None = None                  # prompts x samples of each; of generate several cases; None: 2x10,8x8,32x1, or GRPO's
     prompt_tokens: int | None = None         # generate, grpo; None: 120, or GRPO's
     max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60, or GRPO's
     slots: int | None = None                 # generate; None: all samples at once, at most 512
@@ -105,101 +94,6 @@ TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")       
 FOLDER = "bench_results"
 
 
-# --- what the machine can do ---
-
-def clock(function, hw):
-    """(seconds, result); the device is done when it starts and when it stops."""
-    wait = torch.cuda.synchronize if hw.device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    result = function()
-    wait()
-    return time.perf_counter() - began, result
-
-
-
-@functools.cache
-def read_bandwidth(device):
-    """Bytes/s that reading 1 GiB reaches."""
-    hw = hardware.setup(device, compile=False)
-    big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
-    return big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
-
-
-@functools.cache
-def matmul_peak(device, dtype):
-    """FLOP/s of a product of large matrices in bf16, fp16, tf32 or fp32."""
-    hw = hardware.setup(device, "fp32" if dtype == "tf32" else dtype, tf32=dtype == "tf32", compile=False)
-    n = 8192 if hw.device.type == "cuda" else 2048
-    a = torch.randn(n, n, device=hw.device).to(hw.torch_dtype)
-    ways = [a.mm]
-    if hw.dtype == "fp32" and Packed.works(hw.device, hw.torch_dtype):       # the faster one on most processors
-        ways.append(Packed())
-        ways[1].pack(a)
-    return 2 * n**3 / min(clock(lambda: way(a), hw)[0] for _ in range(5) for way in ways)
-
-
-def formats(hw):
-    """That the device multiplies natively."""
-    if hw.device.type == "cuda":
-        return ["fp32", *(["tf32", "bf16"] if torch.cuda.get_device_capability(hw.device) >= (8, 0) else []), "fp16"]
-    half = getattr(torch.cpu, "_is_avx512_fp16_supported", bool)() or getattr(torch.cpu, "_is_amx_fp16_supported", bool)()
-    return ["fp32", *(["bf16"] if hw.device.type == "cpu" and hardware.cpu_multiplies_bf16() else []),
-            *(["fp16"] if hw.device.type == "mps" or hw.device.type == "cpu" and half else [])]
-
-
-def format_of(hw):
-    return "tf32" if hw.dtype == "fp32" and hw.tf32 else hw.dtype
-
-
-def peak(hw):
-    """FLOP/s that MFU is a share of: the card's nominal ones, measured where they are not known."""
-    return hw.peak_tflops * 1e12 if hw.peak_tflops else matmul_peak(str(hw.device), format_of(hw))
-
-
-def machine(hw):
-    """What figures are of no use without."""
-    name = hw.name
-    if hw.device.type == "cpu":
-        known = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
-        name = f"{known[1] if known else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    done = None
-    with contextlib.suppress(OSError):
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {"hardware": name, "cores": os.cpu_count(), "memory_gb": round(hw.memory_size_gb(), 1), "python": platform.python_version(),
-            "torch": torch.__version__, "cuda": torch.version.cuda if hw.device.type == "cuda" else None,
-            "commit": done.stdout.strip() or None if done and done.returncode == 0 else None,
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds")}
-
-
-# --- models and limits ---
-
-def random_model(c, hw):
-    model = blank(c, device=hw.device)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)
-    return model.eval()
-
-
-
-def on_meta(c):
-    with torch.device("meta"):
-        return GPT(c)
-
-
-def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
-    """(seconds that sampling takes at least, of which the steps; samples in flight): the prompts' products at the measured speed, and for each step
-    weights, keys and values at the speed of reading memory."""
-    model, in_flight = on_meta(c), min(slots, prompts * samples)
-    in_blocks = sum(p.numel() for p in model.blocks.parameters())
-    weights, per_token = (in_blocks + model.head_weight.numel()) * hw.torch_dtype.itemsize, cache_bytes(c, 0, 64, hw.torch_dtype) / 64
-    floor = (weights + in_flight * (prompt_tokens + new / 2) * per_token) / read_bandwidth(str(hw.device))
-    steps = floor * new * prompts * samples / in_flight
-    return 2 * in_blocks * prompts * prompt_tokens / matmul_peak(str(hw.device), format_of(hw)) + steps, steps, in_flight
-
-
-
 # --- the real scripts, as processes ---
 
 class Handed(NamedTuple):
@@ -215,8 +109,8 @@ def hand_over(stage, arguments):
     cfg = config.load(importlib.import_module(SCRIPTS[stage]).Config, arguments)
     files, flags = ([a for a in arguments if a.startswith("--") == flag] for flag in (False, True))
     flagged = {a[2:].partition("=")[0] for a in flags}
-    own = ["out_dir", "init_from", "overwrite", "eval_only", "task", "max_steps", "num_epochs", "log_interval"] + ["dataset"] * (stage != "train")
-    for knob in own:
+    for knob in ["out_dir", "init_from", "overwrite", "eval_only", "task", "max_steps", "num_epochs", "log_interval"] + (
+            ["dataset"] if stage != "train" else []):
         if knob in flagged:
             raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it out"
                            f"{', and say with --steps= how many' if knob in ('max_steps', 'num_epochs') else ''}.")
@@ -238,14 +132,19 @@ class Work:
     steps: int                               # that count
     ranks: int = 1
     sequences: int = 0                       # of a step
+    config: Any = None                       # the script's, as files and flags make it
 
     @property
     def out(self):
         return self.folder / "run"
 
 
-def process(start, arguments, ranks=1, name=None):
-    """What a process of ours printed, or several ranks with a thread each."""
+def several(n, what):
+    return f"{n} {what}{'' if n == 1 else 'es' if what.endswith('s') else 's'}"
+
+
+def process(start, arguments, ranks=1, name=None, fine=(0,)):
+    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no failure."""
     launch, env = [sys.executable], os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     if ranks > 1:
         launch, env = launch + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"], env | {"OMP_NUM_THREADS": "1"}
@@ -253,7 +152,7 @@ def process(start, arguments, ranks=1, name=None):
     said = (done.stderr.strip().splitlines() or ["without a word"])[-1].removeprefix("error: ")
     if done.returncode == 2 and ranks == 1:
         raise BadInput(said)
-    if done.returncode:
+    if done.returncode not in fine:
         raise guard.Failure(f"{name or start[-1]} ended with {done.returncode}: {said}")
     return done.stdout
 
@@ -266,8 +165,8 @@ def a_run(work, knobs=None):
             knobs.get("processes", work.ranks), work.script)
     lines, log = plot.read(work.out), (work.out / "training.log").read_text()
     settings, steps = next(line["config"] for line in lines if "config" in line), [line for line in lines if "lr" in line]
-    settings |= {"compile": "compile on" in log and "torch.compile failed" not in log, "processes": int(re.search(r"^(\d+) x ", log, re.M)[1]),
-                 "micro_batch": steps[-1].get("micro_batch")}
+    settings |= {"compile": "compile on" in log and "torch.compile failed" not in log, "micro_batch": steps[-1].get("micro_batch"),
+                 "processes": int(re.search(r"^(\d+) x ", log, re.M)[1])}
     each = settings["prompts_per_step"] * settings["k_samples"] if work.script == "grpo.py" else None
     seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(steps)][WARM_UP - 1:]
     units = [each or b["tokens"] - a["tokens"] for a, b in pairwise(steps)][WARM_UP - 1:]
@@ -297,33 +196,18 @@ def in_turn(sides, repeats, unit, say, warm_up=0):
 def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
     """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up."""
     path = work.folder / "job.json"
-    path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": cfg.device, "dtype": hw.dtype,
-                                "seed": cfg.seed} | job))
+    path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": cfg.device,
+                                "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
     seconds = json.loads(process(["-m", "runtime.peers"], [path], ranks, peer).splitlines()[-1])["seconds"]
     return units / statistics.median(seconds[WARM_UP:])
 
 
 # --- training on text, and fine-tuning ---
 
-def write_text(folder, n_vocab, seed, tokens=2**20):
-    """train.bin and val.bin, as nanoGPT has them, with something to learn in them: every id has one that mostly follows, and some are
-    common. As many ids as uint16 holds, at most."""
-    rng, n, folder = np.random.default_rng(seed), min(n_vocab - 1, 2**16), Path(folder)
-    follows, ids = rng.integers(n, size=n), np.empty((256, tokens // 256), np.int64)
-    ids[:, 0] = 0
-    for t in range(1, ids.shape[1]):
-        common = (n * rng.random(len(ids))**3).astype(np.int64)
-        ids[:, t] = np.where(rng.random(len(ids)) < 0.6, follows[ids[:, t - 1]], common)
-    folder.mkdir(exist_ok=True)
-    ids.astype(np.uint16).tofile(folder / "train.bin")
-    ids[:, :64].astype(np.uint16).tofile(folder / "val.bin")
-    return folder
-
-
-def steps_alone(cfg, work_folder, steps):
+def steps_alone(cfg, folder, steps):
     """Flags of a run that does nothing but steps, and logs each."""
-    return as_flags(out_dir=work_folder / "run", overwrite=True, max_steps=WARM_UP + steps, log_interval=1, save_interval=10**9, save_only_model=True,
-                    seed=cfg.seed, device=cfg.device)
+    return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + steps, log_interval=1, save_interval=10**9,
+                    save_only_model=True, seed=cfg.seed, device=cfg.device)
 
 
 def train_work(cfg, hw, folder, handed):
@@ -332,9 +216,11 @@ def train_work(cfg, hw, folder, handed):
     shape = None if handed.files and cfg.model == "auto" else SHAPES[model_of(cfg, hw)]
     if shape is not None:
         c = GPTConfig(**shape)
-        knobs = {f.name: getattr(c, f.name) for f in fields(script) if hasattr(c, f.name) and f.name != "dropout"} | {"bias": c.qkv_bias}
+        follows = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()          # from knobs that may be handed over
+        knobs = {f.name: getattr(c, f.name) for f in fields(script) if hasattr(c, f.name) and f.name not in follows | {"dropout"}}
+        knobs["bias"] = c.qkv_bias
     if cfg.ladder or cfg.ablate or cfg.peers:
-        knobs |= {"optimizer": "adamw", "learning_rate": 1e-3}           # as the guides have it, and the peers
+        knobs |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}          # as the guides have it, and the peers
     made = []
     if "dataset" not in {flag[2:].partition("=")[0] for flag in handed.flags}:
         named = script.tokenizer or "bytes"
@@ -347,7 +233,8 @@ def train_work(cfg, hw, folder, handed):
     T, sequences = knobs.get("block_size", script.block_size) if "block_size" not in handed.given else script.block_size, script.sequences
     arguments = [*defaults, *handed.files, *handed.flags, *made, *steps_alone(cfg, folder, steps),
                  *as_flags(init_from="scratch", num_epochs=None, patience=0, eval_interval=10**9, eval_tokens=T, dtype=hw.dtype)]
-    return Work("train.py", arguments, folder, f"{sequences} sequences of {T} tokens a step", "tokens/s", steps, cfg.ranks or 1, sequences)
+    what = f"{sequences} sequences of {T} tokens a step"
+    return Work("train.py", arguments, folder, what, "tokens/s", steps, cfg.ranks or 1, sequences, script)
 
 
 def sft_work(cfg, hw, folder, handed):
@@ -358,10 +245,11 @@ def sft_work(cfg, hw, folder, handed):
     task, path = tasks.load("unit_conversion"), folder / "rft.json"
     questions = task.questions("train", n=script.sequences * (WARM_UP + steps))
     path.write_text(json.dumps([[q["question"], q["answer"], task.solution(q)] for q in questions]))
-    arguments = [*recipe, *as_flags(learning_rate=1e-4), *handed.files, *handed.flags, *steps_alone(cfg, folder, steps), *as_flags(
+    rate = as_flags(learning_rate=1e-3, warmup_steps=2) if cfg.ladder or cfg.ablate else as_flags(learning_rate=1e-4)
+    arguments = [*recipe, *rate, *handed.files, *handed.flags, *steps_alone(cfg, folder, steps), *as_flags(
         init_from=folder, tokenizer="bytes", dataset=path, num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)]
     return Work("train.py", arguments, folder, f"{script.sequences} examples of unit conversion a step", "tokens/s", steps, cfg.ranks or 1,
-                script.sequences)
+                script.sequences, script)
 
 
 def bench_training(cfg, hw, folder, handed, say):
@@ -377,24 +265,26 @@ def bench_training(cfg, hw, folder, handed, say):
     def theirs(peer):
         settings, c = runs[-1]["settings"], checkpoint.read_model(work.out)["architecture"]
         if peer == "nanogpt" and not peers.is_gpt2(c):
-            raise BadInput("--peers=nanogpt is GPT-2's architecture and no other: give --model=gpt2 or gpt2-1m without knobs of the architecture.")
+            raise BadInput("--peers=nanogpt is GPT-2's architecture alone: give --model=gpt2 or gpt2-1m, and no knob that changes it.")
         model = folder
         if cfg.stage == "train" and peer == "trainer" and not (model := Path(folder) / "peer").exists():
             hf.export(random_model(GPTConfig(**c), hardware.setup("cpu", compile=False)), model)
         data = Path(folder) / ("text" if cfg.stage == "train" else "rft.json")
-        return a_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=c, model=str(model), data=str(data), tf32=hw.tf32,
+        return a_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=c, model=str(model), data=str(data),
                       lora_rank=settings["lora_rank"], block_size=settings["block_size"], batch_size=settings["batch_size"],
                       accumulation=settings["gradient_accumulation_steps"])
-    names = peers.chosen(cfg.stage, cfg.peers)
-    rates = in_turn({"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in names}, cfg.repeats, work.unit, say)
-    model, rate, T = on_meta(GPTConfig(**checkpoint.read_model(work.out)["architecture"])), statistics.median(rates["nanoRFT"]), \
-        runs[0]["units"] / work.sequences
-    flops, step = model.flops_per_token(T), statistics.median(run["step_s"] for run in runs)
-    limit, mfu = matmul_peak(str(hw.device), format_of(hw)) / flops, rate * flops / peak(hw)
-    say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at the speed of a large product {limit:,.0f} {work.unit}")
+    rates = in_turn({"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in cfg.peers}, cfg.repeats, work.unit, say)
+    about, rate = checkpoint.read_model(work.out), statistics.median(rates["nanoRFT"])
+    model = on_meta(GPTConfig(**about["architecture"]))
+    if about["lora"]:
+        add_lora(model, **about["lora"])
+    flops = model.flops_per_token(runs[0]["units"] / work.sequences)     # at the length that sequences have on average
+    step = statistics.median(run["step_s"] for run in runs)
+    limit, mfu = matmul_peak(hw) / flops, rate * flops / peak(hw)
+    say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at a large product's speed {limit:,.0f} tokens/s")
     return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "mfu": mfu, "step_s": step,
-            "flops_per_token": flops, "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs), "settings": runs[0]["settings"],
-            "also": f"MFU {mfu:.1%}, a step {1e3 * step:,.0f} ms"}
+            "flops_per_token": flops, "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
+            "settings": runs[0]["settings"], "also": f"MFU {mfu:.1%}, a step {1e3 * step:,.0f} ms"}
 
 
 # --- rejection sampling ---
@@ -407,19 +297,22 @@ def bench_datagen(cfg, hw, folder, handed, say):
     questions = task.questions("train", n=asked)
     prompts = [r.ids for r in requests_of(tokenizer, task, questions)]
     ranks = cfg.ranks or (torch.get_num_threads() if hw.device.type == "cpu" and small(found.config) else 1)
-    what = (f"{len(prompts)} questions x {oversample}, prompts of {min(map(len, prompts))}-{max(map(len, prompts))} tokens, at most {new} new ones")
+    shortest, *_, longest = sorted(map(len, prompts))
+    what = f"{len(prompts)} questions x {oversample}, prompts of {shortest}-{longest} tokens, at most {new} new ones"
     unit, done = "verified samples/s" if cfg.run else "samples/s", []
-    say(f"{what}, {hw.dtype} on {hw.name}; {ranks} processes")
+    say(f"{what}, {hw.dtype} on {hw.name}; {several(ranks, 'process')}")
 
     def ours():
-        said = process([str(ROOT / "datagen.py")], [
-            *as_flags(num_questions=asked, temperature=1), *handed.files, *handed.flags, "--overwrite", "--json", *as_flags(
-                init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json", max_new_tokens=new, dtype=hw.dtype,
-                device=cfg.device, few_shot=0, seed=cfg.seed, **({} if cfg.run else {"tokenizer": "bytes"}))], ranks, "datagen.py")
-        done.append(f := json.loads(said.splitlines()[-1]))
+        arguments = [*as_flags(num_questions=asked, temperature=1), *handed.files, *handed.flags, "--overwrite", "--json", *as_flags(
+            init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json", max_new_tokens=new, few_shot=0,
+            dtype=hw.dtype, device=cfg.device, seed=cfg.seed, **({} if cfg.run else {"tokenizer": "bytes"}))]
+        said = process([str(ROOT / "datagen.py")], arguments, ranks, "datagen.py", fine=(0, 1))       # 1: nothing was right
+        if not (last := [line for line in said.splitlines() if line.startswith("{")]):
+            raise guard.Failure("datagen.py failed: run it by itself to see why.")
+        done.append(f := json.loads(last[-1]))
         return (f["verdicts"].get("verified", 0) if cfg.run else f["attempts"]) / f["seconds"]
     sides = {"nanoRFT": ours}
-    if peers.chosen("datagen", cfg.peers):
+    if cfg.peers:
         hf.export(found.load(), f"{folder}/peer")
         peer = peers.Generate(f"{folder}/peer", hw)
 
@@ -435,64 +328,14 @@ def bench_datagen(cfg, hw, folder, handed, say):
     limit = rate * f["seconds"] / least
     say(f"{sampled:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
     return {"what": what, "unit": unit, "rates": rates, "limit": limit, "share": rate / limit, "tokens_per_s": f["tokens_per_s"],
-            "also": f"{f['tokens_per_s']:,.0f} new tokens/s, {ranks} processes"}
+            "also": f"{f['tokens_per_s']:,.0f} new tokens/s, {several(ranks, 'process')}"}
 
 
 # --- reinforcement learning: whole steps, rollout, reward and update ---
 
-SCORE = '''"""Any score does for a benchmark, if the samples of a group differ in it; it may take its time."""
-import hashlib
-import zlib
-
-PROMPT, STOP = "{}", ""
-
-
-def reward(question, completion):
-    hashlib.pbkdf2_hmac("sha256", b"", b"", ROUNDS)
-    return zlib.crc32(completion.encode("utf-8", "replace")) / 2**32
-'''
-
-
-def rounds(milliseconds):
-    """Of a hash that take about so long on an idle core, always the same work."""
-    def seconds():
-        began = time.thread_time()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 10_000)
-        return time.thread_time() - began
-    return max(1, int(10_000 * milliseconds / 1000 / min(seconds() for _ in range(5)))) if milliseconds else 1
-
-
 def small(c):
     """So small that a process for each core is fastest on a CPU (README)."""
     return c.n_layer * c.n_embd**2 < 2e6
-
-
-def write_tokenizer(folder, n_vocab):
-    """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion decoded), the end of text."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}           # GPT-2's letters for bytes: the others come after 255
-    others = iter(range(256, 512))
-    letters = [chr(b if b in printed else next(others)) for b in range(256)]
-    words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    special = {"id": n_vocab - 1, "content": END_OF_TEXT, "special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    (Path(folder) / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate([*letters, *words, END_OF_TEXT])}, "merges": []}}))
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))
-
-
-def never_ends(model, eos):
-    """Weights with which the end of text is never sampled, so that both sides do the same work without being told to: a channel that all
-    embeddings share and no block writes to, and a head whose row for that id is against it."""
-    with torch.no_grad():
-        model.token_embedding.weight[:, 0] = 1
-        model.head_weight[eos, 0] = -1000
-        for block in model.blocks:
-            for linear in (block.attention.out, block.mlp.down):
-                linear.weight[0] = 0
-                if linear.bias is not None:
-                    linear.bias[0] = 0
 
 
 def grpo_case(cfg, handed):
@@ -520,41 +363,43 @@ def grpo_work(cfg, hw, folder, handed):
         prompts_per_step=prompts, k_samples=samples, max_new_tokens=new, eval_interval=0, dtype=hw.dtype)]
     what = (f"{prompts} prompts of {prompt_tokens} tokens x {samples} samples of {new}"
             + (f", a verifier of {cfg.verifier_ms:g} ms" if cfg.verifier_ms else ""))
-    return Work("grpo.py", arguments, folder, what, "completions/s", steps, ranks, prompts * samples)
+    return Work("grpo.py", arguments, folder, what, "completions/s", steps, ranks, prompts * samples, handed.config)
 
 
 def bench_grpo(cfg, hw, folder, handed, say):
-    """Completions a second of whole steps (rollout, reward, update), by the seconds that grpo.py logs, and of TRL's GRPOTrainer from the start of its
-    steps to their end: neither with the start of the process, TRL's without fetching questions and logging. Same weights, prompts, reward, group
-    size, learning rate and loss (dapo's, clipped alike, no KL, advantages not scaled), one AdamW step a rollout; that samples
-    don't end early is checked on both sides. grpo.py leaves samples without any advantage out of its update: here there are none."""
+    """Completions a second of whole steps (rollout, reward, update), by the seconds that grpo.py logs, and of TRL's GRPOTrainer from the
+    start of its steps to their end: neither with the start of the process, TRL's without fetching questions and logging. Same weights,
+    prompts, reward, group size, learning rate and loss (dapo's, clipped alike, no KL, advantages not scaled), one AdamW step a rollout;
+    that samples don't end early is checked on both sides. grpo.py leaves samples without any advantage out of its update: here there are
+    none."""
     work, (prompts, samples, new, prompt_tokens), c, runs = grpo_work(cfg, hw, folder, handed), grpo_case(cfg, handed), \
         GPTConfig(**SHAPES[cfg.model]), []
-    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; {work.ranks} processes here"
+    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; {several(work.ranks, 'process')} here"
         + (f", {cfg.peer_ranks} of TRL's" if cfg.peers else ""))
 
     def ours():
         runs.append(a_run(work))
         same = {(s["completion_tokens"], s["completion_tokens_max"], s["zero_variance"]) for s in runs[-1]["steps"]}
         if same != {(new, new, 0)}:
-            raise guard.Failure(f"grpo.py did not do the work that was asked for: completions of {same} tokens; leave knobs that change them out.")
+            raise guard.Failure(f"grpo.py did other work than was asked for, completions of {same} tokens: leave out knobs that change it.")
         return runs[-1]["rate"]
 
     def theirs(peer):
-        return a_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"), model=str(folder), max_new_tokens=new,
-                      task=f"{folder}/score.py", data=f"{folder}/questions.jsonl", prompts=prompts, samples=samples, tf32=hw.tf32)
+        return a_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"), model=str(folder),
+                      max_new_tokens=new, task=f"{folder}/score.py", data=f"{folder}/questions.jsonl", prompts=prompts, samples=samples)
     called = {"trl_fp32": "TRL's GRPOTrainer, fp32", "trl_bf16": "TRL's GRPOTrainer, bf16"}
-    sides = {"nanoRFT": ours} | {called[name]: functools.partial(theirs, name) for name in peers.chosen("grpo", cfg.peers)}
+    sides = {"nanoRFT": ours} | {called[name]: functools.partial(theirs, name) for name in cfg.peers}
     rates = in_turn(sides, cfg.repeats, work.unit, say)
-    update = (prompts * prompt_tokens + work.sequences * new) * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(
-        str(hw.device), format_of(hw))
+    update = (prompts * prompt_tokens + work.sequences * new) * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw)
     least = sampling_limit(c, hw, prompts, prompt_tokens, samples, new)[0] + update
     rate, limit, step = statistics.median(rates["nanoRFT"]), work.sequences / least, statistics.median(run["step_s"] for run in runs)
     say(f"{rate / limit:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {1e3 * step:,.0f} ms sampling takes at least "
         f"{1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
-    parts = {k: statistics.median(s[k] for run in runs for s in run["steps"][WARM_UP:]) / step for k in ("rollout_s", "update_s")}
+    counted = [logged for run in runs for logged in run["steps"][WARM_UP:]]
+    parts = {k: statistics.median(logged[k] for logged in counted) for k in ("rollout_s", "reward_s", "update_s", "sync_s")}
     return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "step_s": step, "parts": parts,
-            "settings": runs[0]["settings"], "also": f"a step {1e3 * step:,.0f} ms, rollout {parts['rollout_s']:.0%}, update {parts['update_s']:.0%}"}
+            "settings": runs[0]["settings"],
+            "also": f"a step {1e3 * step:,.0f} ms, of which rollout {1e3 * parts['rollout_s']:,.0f}, update {1e3 * parts['update_s']:,.0f}"}
 
 
 # --- verifiers ---
@@ -566,16 +411,17 @@ def bench_rewards(cfg, hw, folder, handed, say):
     path.write_text("import hashlib\n\n\ndef reward(question, completion):\n"
                     f'    hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds(cfg.verifier_ms)})\n    return len(completion) % 2\n')
     pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
-    what = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {cfg.reward_workers} processes"
+    what = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {several(cfg.reward_workers, 'process')}"
     say(what)
-    with Pool(str(path), cfg.reward_workers) as several, Pool(str(path), 1, kind="serial") as serial:
+    with Pool(str(path), cfg.reward_workers) as workers, Pool(str(path), 1, kind="serial") as serial:
         def rate(pool):
             began = time.perf_counter()
             grades = pool.score(pairs)
             seconds = time.perf_counter() - began
             assert [grade.score for grade in grades] == [i % 2 for i in range(len(pairs))], "wrong grades"
             return len(pairs) / seconds
-        rates = in_turn({"nanoRFT": lambda: rate(several), "one after the other": lambda: rate(serial)}, cfg.repeats, "completions/s", say, 1)
+        sides = {"nanoRFT": lambda: rate(workers), "one after the other": lambda: rate(serial)}
+        rates = in_turn(sides, cfg.repeats, "completions/s", say, warm_up=1)
     limit = min(cfg.reward_workers, os.cpu_count()) / max(1e-9, cfg.verifier_ms / 1000)
     share = statistics.median(rates["nanoRFT"]) / limit
     return {"what": what, "unit": "completions/s", "rates": rates, "limit": limit, "share": share, "also": what}
@@ -634,13 +480,12 @@ def products(engine, B, C, hw):
 def bench_generate(cfg, hw, folder, handed, say):
     """Tokens a second of the engine and of transformers, beside the limit, with what a run's time goes to."""
     c, cases, rates = GPTConfig(**SHAPES[cfg.model]), [], {}
-    bandwidth, flops = read_bandwidth(str(hw.device)), matmul_peak(str(hw.device), format_of(hw))
+    bandwidth, flops = read_bandwidth(hw), matmul_peak(hw)
     torch.manual_seed(cfg.seed)
     model = random_model(c, hw)
-    say(f"{hw.dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens a sample; measured {bandwidth / 1e9:,.0f} GB/s, "
-        f"{flops / 1e12:,.2f} TFLOP/s.")
-    names = peers.chosen("generate", cfg.peers)
-    others = [peers.SAMPLERS[name](folder, hw) for name in names]
+    say(f"{model.n_params():,} parameters, {hw.dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens a "
+        f"sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
+    others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers]
     for P, N in [map(int, case.split("x")) for case in cfg.work.split(",")]:
         prompts = torch.randint(c.vocab_size, (P, cfg.prompt_tokens)).tolist()
         sides, times, failed = [Ours(model, cfg, hw, P * N), *others], {}, {}
@@ -665,9 +510,9 @@ def bench_generate(cfg, hw, folder, handed, say):
         C = groups[0][2]
         parts, step = split(engine, prompts, N, cfg.max_new_tokens, ours, hw, B, groups)
         alone = products(engine, B, C, hw) if hw.device.type == "cpu" else None
-        row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "mbu": mbu, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
-               "overhead_ms": alone and 1e3 * (step - alone),
-               **{f"{k}_s": v for k, v in parts.items()}, "seconds": times, "failed": failed}
+        row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "mbu": mbu, "step_ms": 1e3 * step,
+               "floor_ms": 1e3 * floor, "overhead_ms": alone and 1e3 * (step - alone), **{f"{k}_s": v for k, v in parts.items()},
+               "seconds": times, "failed": failed}
         say(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}, MBU {mbu:.0%}; "
             + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
             + f"; a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
@@ -685,62 +530,19 @@ def bench_generate(cfg, hw, folder, handed, say):
         gc.collect()
     first = cases[0]
     return {"what": f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens", "unit": "tokens/s", "rates": rates,
-            "limit": first["limit"], "share": first["tokens_per_s"] / first["limit"], "cases": cases, "bandwidth": bandwidth, "flops": flops,
-            "also": f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms"}
+            "limit": first["limit"], "share": first["tokens_per_s"] / first["limit"], "cases": cases, "bandwidth": bandwidth,
+            "flops": flops, "also": f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms"}
 
 
 # --- one optimisation at a time ---
 
-class Rung(NamedTuple):
-    """What is switched on at a step of the ladder: a name, and of each of its knobs the plain value and the other."""
-    name: str
-    knobs: dict
-
-
-def rungs(cfg, hw, work, handed):
-    """Of this device, in the order of the guides, but TF32 first: after mixed precision it has no product of fp32 left. A knob that was handed
-    over is that value when it is on; what then changes nothing is no rung."""
-    cuda, cpu = hw.device.type == "cuda", hw.device.type == "cpu"
-    tf32 = {"tf32": (False, cuda and torch.cuda.get_device_capability(hw.device) >= (8, 0))}
-    precision = Rung(hw.dtype, {"dtype": ("fp32", hw.dtype)})
-    compiled = Rung("torch.compile", {"compile": (False, cuda)})
-    if cfg.stage == "grpo":
-        found = [Rung("TF32", tf32), precision, Rung("parallel rewards", {"reward_pool": ("serial", "process")}), compiled,
-                 Rung("CUDA graphs", {"cuda_graphs": (not cuda, True)}), Rung(f"{work.ranks} processes", {"processes": (1, work.ranks)})]
-    else:
-        script = config.load(type(handed.config), [a for a in work.arguments if a.startswith("--batch") or a.startswith("--grad") or a.endswith(".py")])
-        rows, passes = script.batch_size, script.gradient_accumulation_steps
-        few = max(n for n in range(1, max(1, rows // 4) + 1) if rows % n == 0)
-        workers = {"num_workers": (0, 2 if cuda else 1)} | ({"pin_memory": (False, True)} if cuda else {})
-        found = [Rung("TF32", tf32), precision, Rung("no checkpointing", {"gradient_checkpointing": (True, False)}),
-                 Rung("loader processes", workers),
-                 Rung(f"micro-batch {few} -> {rows}", {"batch_size": (few, rows), "gradient_accumulation_steps": (passes * rows // few, passes)}),
-                 compiled, Rung("fused AdamW", {"fused_adamw": (False, True)}),
-                 Rung("attention kernel", {"attention": ("sdpa" if cpu and hw.dtype == "bf16" else "math", "auto")}),
-                 Rung("memory kept", {"keep_memory": (not cpu, True)})]
-    given = {knob: getattr(handed.config, knob) for knob in handed.given if knob not in ("batch_size", "gradient_accumulation_steps")}
-    found = [Rung(name, {k: (plain, given.get(k, on)) for k, (plain, on) in knobs.items()}) for name, knobs in found]
-    return [rung for rung in found if any(plain != on for plain, on in rung.knobs.values())]
-
-
-def rows_of(cfg, found):
-    """[(name, knobs)] of the ladder, or with --ablate of everything on and each rung left out."""
-    plain, on = ({k: pair[side] for rung in found for k, pair in rung.knobs.items()} for side in (0, 1))
-    if cfg.ladder:
-        rows, knobs = [("plain, fp32", plain)], plain
-        for name, changes in found:
-            knobs = knobs | {k: on[k] for k in changes}
-            rows.append((f"+ {name}", knobs))
-        return rows
-    left_out = [(rung.name, rung.knobs) for rung in found if rung.name != "TF32" or on["dtype"] == "fp32"]       # without effect in bf16
-    return [("everything on", on)] + [(f"without {name}", on | {k: plain[k] for k in knobs}) for name, knobs in left_out]
-
-
 def bench_rungs(cfg, hw, folder, handed, say):
-    """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A row whose run turns out to have had
-    the settings of the row that it is compared with (torch.compile failed, say) is left out."""
+    """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A row whose run turns out to
+    have had the settings of the row that it is compared with (torch.compile failed, say) is left out."""
     work = prepare(cfg, hw, folder, handed)
-    rows, runs, failed = rows_of(cfg, rungs(cfg, hw, work, handed)), {}, {}
+    given = {k: getattr(work.config, k) for k in handed.given - {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}}
+    given = {k: value for k, value in given.items() if value is not None}
+    rows, runs, failed = rows_of(rungs(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder), {}, {}
     say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {len(rows)} rows x {cfg.repeats} in turn, on {hw.name}")
     for name, knobs in tqdm([row for _ in range(cfg.repeats) for row in rows], "runs", leave=False, disable=None):
         try:
@@ -770,39 +572,19 @@ def bench_rungs(cfg, hw, folder, handed, say):
             "rate": statistics.median(r["rate"] for r in mine), "rates": [r["rate"] for r in mine],
             "gain": speed if cfg.ladder or speed is None else 1 / speed, "in_all": times(rows[0][0]) if before and cfg.ladder else None,
             "peak_memory_gb": statistics.median(r["peak_memory_gb"] for r in mine), "loss": statistics.median(r["loss"] for r in mine),
-            "grad_norm": mine[0]["grad_norm"], "repeats": [{k: r[k] for k in ("seconds", "rate", "peak_memory_gb", "loss", "grad_norm")} for r in mine]})
+            "repeats": [{k: run[k] for k in ("seconds", "step_s", "rate", "peak_memory_gb", "loss", "grad_norm")} for run in mine]})
     exact = next((row["loss"] for row in table if row["settings"]["dtype"] == "fp32"), None)
     for row in table:
         row["off_fp32"] = None if exact is None or cfg.stage == "grpo" else row["loss"] / exact - 1
-    print_rows(cfg, work, table, say)
+    print_rows(table, work.unit, cfg.ladder, cfg.stage != "grpo", say)
     return {"what": work.what, "unit": work.unit, "rows": table, "failed": failed, "rates": {row["name"]: row["rates"] for row in table}}
-
-
-def print_rows(cfg, work, table, say):
-    losses = cfg.stage != "grpo"
-    wide = max(len(row["name"]) for row in table)
-    say(f"\n{'':{wide}}  {'s/step (min-max)':>22} {work.unit:>14} {'gain' if cfg.ladder else 'it buys':>8}{'   in all' if cfg.ladder else ''} "
-        f"{'peak GiB':>9}" + (f" {'loss':>9} {'off fp32':>9}" if losses else ""))
-    for row in table:
-        steps = [statistics.median(r["seconds"]) for r in row["repeats"]]
-
-        def shown(key, form, width, unit=""):
-            return f"{'-' if row[key] is None else format(row[key], form) + unit:>{width}}"
-        step = f"{row['step_s']:.3f} ({min(steps):.3f}-{max(steps):.3f})"
-        say(f"{row['name']:{wide}}  {step:>22} {row['rate']:14,.1f} "
-            + shown("gain", ".2f", 8, "x") + (shown("in_all", ".2f", 9, "x") if cfg.ladder else "") + f" {row['peak_memory_gb']:9.2f}"
-            + (f" {row['loss']:9.4f} {shown('off_fp32', '+.2%', 9)}" + (" !" if abs(row["off_fp32"] or 0) > 0.05 else "") if losses else ""))
-    say(("Gain: over the row above; in all: over the first. " if cfg.ladder else "It buys: everything on, over the row. ")
-        + "Speeds are medians of steps, then of runs; ratios of runs of one turn. "
-        + ("Loss: of the last step; off fp32: from that of the first row in fp32, ! above 5%." if losses else
-           "There is no column for the loss, which is zero by construction, nor one for the gradient: in another precision other tokens are sampled."))
 
 
 # --- where the time goes ---
 
 def bench_profile(cfg, hw, folder, handed, say):
     """The script runs in this process, its main called with the arguments that a process would get; what every optimizer step ends with,
-    optim.apply_step, is wrapped to start torch.profiler after WARM_UP steps and to stop it `steps` later. The script knows nothing of it."""
+    optim.apply_step, is wrapped to start torch.profiler after WARM_UP steps and to stop it `steps` later. The script has no part in it."""
     work, done = prepare(cfg, hw, folder, handed), 0
     if cfg.ranks and cfg.ranks > 1:
         raise BadInput("--profile looks into one process: leave --ranks out.")
@@ -819,7 +601,8 @@ def bench_profile(cfg, hw, folder, handed, say):
         return result
     optim.apply_step = counted
     try:
-        code = importlib.import_module(work.script.removesuffix(".py")).main(list(map(str, work.arguments)))
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = importlib.import_module(work.script.removesuffix(".py")).main(list(map(str, work.arguments)))
     finally:
         optim.apply_step = apply_step
     if code or done < WARM_UP + work.steps:
@@ -843,25 +626,29 @@ def bench_profile(cfg, hw, folder, handed, say):
 
 def bench_overview(cfg, hw, folder, handed, say):
     """Peaks, and a line for each stage: short runs, one after the other."""
-    found = {dtype: matmul_peak(str(hw.device), dtype) for dtype in formats(hw)}
-    bandwidth = read_bandwidth(str(hw.device))
+    found = {dtype: matmul_peak(hw, dtype) for dtype in formats(hw)}
+    bandwidth = read_bandwidth(hw)
     say("matrix products, TFLOP/s: " + ", ".join(
-        f"{dtype} {flops / 1e12:,.2f}" + (f" (nominal {hw.peaks[dtype]:g})" if hw.peaks.get(dtype) else "") for dtype, flops in found.items())
+        f"{name} {flops / 1e12:,.2f}" + (f" (nominal {hw.peaks[name]:g})" if hw.peaks.get(name) else "") for name, flops in found.items())
         + f"; reading memory: {bandwidth / 1e9:,.0f} GB/s" + (f" (nominal {1e3 * hw.bandwidth:,.0f})" if hw.bandwidth else ""))
     say(f"\n{'':9} {'speed':>28} {'limit':>14} {'of it':>7}")
-    lines = {}
+    lines, most = {}, "64x8" if hw.device.type == "cuda" else "8x8"
     for stage in ("train", "sft", "generate", "datagen", "grpo", "rewards"):
         short = {"train": 10, "sft": 4, "grpo": 3}.get(stage)
-        one = with_defaults(replace(cfg, stage=stage, steps=cfg.steps or short, work=cfg.work or ("8x8" if stage == "generate" else None)))
+        one = with_defaults(replace(cfg, stage=stage, steps=cfg.steps or short, work=cfg.work or (most if stage == "generate" else None)))
         given = hand_over(stage, ["--num_questions=40", "--oversample=8"] if stage == "datagen" else []) if stage in SCRIPTS else Handed()
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            put_weights(one, hw, own, lambda *_: None)
-            f = lines[stage] = STAGES[stage](one, hw, own, given, lambda *_: None)
+        try:
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                put_weights(one, hw, own, lambda *_: None)
+                f = lines[stage] = STAGES[stage](one, hw, own, given, lambda *_: None)
+        except (BadInput, guard.Failure) as e:
+            say(f"{stage:9} left out: {e}")
+            continue
         mine = [values for name, values in f["rates"].items() if "nanoRFT" in name][0]
         speed = f"{statistics.median(mine):,.0f} {f['unit']}"
         say(f"{stage:9} {speed:>28} {f['limit']:14,.0f} {f['share']:7.1%}  {f['also']}")
-    say("\nThe limit is arithmetic: training's operations at the measured speed of a large product; sampling's weights, keys and values at that of "
-        "memory;\nof verifiers the cores. A model of a million parameters is far from it, for dispatching its small operations takes most of its time.")
+    say("\nThe limit is arithmetic: training's operations at the measured speed of a large product, sampling's weights, keys and values\n"
+        "at that of memory, the cores of verifiers. A model of a million parameters stays far from it: dispatching operations takes time.")
     return {"unit": "% of the limit", "peaks": found, "bandwidth": bandwidth, "stages": lines,
             "rates": {stage: [100 * f["share"]] for stage, f in lines.items()}}
 
@@ -891,8 +678,9 @@ def with_defaults(cfg):
     """Config with the values that depend on the stage."""
     work, prompt_tokens, new = ("2x10,8x8,32x1", 120, 60)
     grpo = cfg.stage == "grpo"
+    slow = None if cfg.stage == "overview" else 5.0 if cfg.stage == "rewards" or cfg.ladder or cfg.ablate else 0.0
     cfg = replace(cfg, repeats=cfg.repeats or (1 if cfg.stage == "overview" else 3), steps=cfg.steps or (3 if cfg.profile else None),
-                  verifier_ms=(5.0 if cfg.stage == "rewards" or cfg.ladder or cfg.ablate else 0.0) if cfg.verifier_ms is None else cfg.verifier_ms)
+                  verifier_ms=slow if cfg.verifier_ms is None else cfg.verifier_ms)
     if grpo or cfg.stage == "overview":                  # a config file may say more: see grpo_case
         return cfg
     return replace(cfg, work=cfg.work or work, prompt_tokens=cfg.prompt_tokens or prompt_tokens, max_new_tokens=cfg.max_new_tokens or new)
@@ -920,7 +708,7 @@ def check(cfg):
 
 
 def put_weights(cfg, hw, folder, say):
-    """Random weights of the shape, and where it matters a tokenizer, exported to the folder; of what a config file shapes, or a run holds, none."""
+    """Random weights of the shape, and for grpo a tokenizer, exported to the folder, where a stage begins with such."""
     if cfg.stage in ("train", "rewards", "overview") or cfg.run or cfg.stage == "generate" and not cfg.peers:
         return
     torch.manual_seed(cfg.seed)
@@ -931,29 +719,6 @@ def put_weights(cfg, hw, folder, say):
         write_tokenizer(folder, c.vocab_size)
     hf.export(model, folder)
     say(f"{cfg.model}, {model.n_params():,} parameters, random weights")
-
-
-def chart(path, title, rates, unit):
-    """Bars of medians, from least to most a line each; one sentence without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("The chart is left out, because matplotlib is not installed: pip install matplotlib, to have it.")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(rates)), layout="constrained")
-    names, middle = list(rates)[::-1], [statistics.median(values) for values in rates.values()][::-1]
-    around = [[m - min(rates[n]) for n, m in zip(names, middle)], [max(rates[n]) - m for n, m in zip(names, middle)]]
-    axis.barh(names, middle, xerr=around, color="C0", ecolor="0.3", capsize=3)
-    for y, m in enumerate(middle):
-        axis.annotate(f" {m:,.1f}" if m < 1000 else f" {m:,.0f}", (0, y), va="center", color="white", fontsize=9)
-    axis.set_xlabel(f"{unit}; median, least and most of the runs")
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return str(path)
 
 
 def main(argv):
@@ -967,6 +732,7 @@ def main(argv):
         (own if mine else others).append(arg)
     cfg = config.load(Config, own)
     check(cfg)
+    cfg.peers = peers.chosen(cfg.stage, cfg.peers)
     handed = hand_over(cfg.stage, others) if cfg.stage in SCRIPTS else Handed()
     wanted, tf32 = (handed.config.dtype, handed.config.tf32) if hasattr(handed.config, "tf32") else ("auto", True)
     hw = hardware.setup(cfg.device, wanted if cfg.dtype == "auto" else cfg.dtype, tf32, compile=False)
@@ -978,19 +744,18 @@ def main(argv):
             cfg.max_new_tokens, cfg.prompt_tokens)
         if new + read > places:
             raise BadInput(f"{cfg.model} has {places} positions: lower --prompt_tokens or --max_new_tokens.")
-    peers.chosen(cfg.stage, cfg.peers)
     facts = machine(hw)
     mode = next((mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)), None)
     name = "_".join(filter(None, (cfg.stage, mode, hw.device.type, facts["date"][:19].replace(":", ""))))
     cfg.output = Path(cfg.output or f"{FOLDER}/{name}.json")
     cfg.output.parent.mkdir(parents=True, exist_ok=True)
-    what = cfg.run or cfg.model if cfg.model != "auto" or cfg.run else " ".join(handed.files)
-    print(f"{cfg.stage}{f', {mode}' if mode else ''}: {what}; {facts['hardware']}, torch {facts['torch']}", flush=True)
+    what = cfg.run or ("" if cfg.stage == "rewards" else cfg.model if cfg.model != "auto" else " ".join(handed.files))
+    print(f"{cfg.stage}{f', {mode}' if mode else ''}: {f'{what}; ' if what else ''}{facts['hardware']}, torch {facts['torch']}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         put_weights(cfg, hw, folder, print)
         function = bench_profile if mode == "profile" else bench_rungs if mode else STAGES[cfg.stage]
         figures = function(cfg, hw, folder, handed, functools.partial(print, flush=True))
-    record = {"stage": cfg.stage, "mode": mode, "model": what, "command": " ".join(["python bench.py", *argv]), "device": hw.name,
+    record = {"stage": cfg.stage, "mode": mode, "model": what, "command": shlex.join(["python", "bench.py", *argv]), "device": hw.name,
               "dtype": hw.dtype} | facts | figures
     if "rates" in figures:
         record["chart"] = chart(cfg.output.with_suffix(".png"), f"bench.py {' '.join(argv)}\n{facts['hardware']}, {facts['date'][:10]}",

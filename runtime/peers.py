@@ -135,7 +135,7 @@ class PlainGPT(nn.Module):
     def forward(self, x, y):                 # [B, T] -> []
         h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         logits = F.linear(self.norm(self.blocks(h)), self.tokens.weight)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.reshape(-1))
 
 
 def is_gpt2(c):
@@ -205,13 +205,14 @@ def trainer_options(job, hw):
 
 
 def trained(job, hw, kind):
-    """Seconds of the steps of a trainer. kind: of (transformers, model, rows, collate, Clock) -> it. rows: of text as many random windows as
-    it takes, else the examples of job["data"] with the labels that we train on."""
+    """Seconds of the steps of a trainer. kind: of (transformers, model, rows, collate, Clock) -> it. rows: of text as many random windows
+    as it takes, else the examples of job["data"] with the labels that we train on."""
     transformers = quiet()
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     if job.get("lora_rank"):
         import peft
-        model = peft.get_peft_model(model, peft.LoraConfig(r=job["lora_rank"], lora_alpha=2 * job["lora_rank"], target_modules="all-linear"))
+        adapters = peft.LoraConfig(r=job["lora_rank"], lora_alpha=2 * job["lora_rank"], target_modules="all-linear")
+        model = peft.get_peft_model(model, adapters)
     if Path(job["data"]).is_dir():
         x, _ = windows(job)(job["steps"] * job["batch_size"] * job["accumulation"])
         rows = [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
