@@ -47,7 +47,7 @@ from engine import Engine, Packed, Request, Sampling, draw, uniform
 from eval import requests_of
 from model import GPTConfig, add_lora
 from runtime import checkpoint, config, guard, hardware, optim, peers, plot
-from runtime.ceilings import clock, formats, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
+from runtime.ceilings import clock, formats, give_back, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
 from runtime.config import BadInput
 from runtime.ladder import chart, print_rows, rows_of, rungs
 from runtime.rewards import Pool
@@ -608,13 +608,16 @@ def bench_profile(cfg, hw, folder, handed, say):
     if code or done < WARM_UP + work.steps:
         raise guard.Failure(f"{work.script} made {done} optimizer steps instead of {WARM_UP + work.steps}, so there is no profile.")
     profiler.export_chrome_trace(str(trace := cfg.output.with_suffix(".trace.json")))
-    side = "self_device_time_total" if hw.device.type == "cuda" else "self_cpu_time_total"
-    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, side))
+    cuda = hw.device.type == "cuda"
+    side = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = [event for event in profiler.key_averages()         # on a GPU kernels, of which operations would count the time again
+              if not cuda or event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)]
+    events.sort(key=lambda event: -getattr(event, side))
     whole = sum(getattr(event, side) for event in events)
     table = [{"name": e.key, "calls": e.count, "ms_a_step": getattr(e, side) / 1e3 / work.steps, "share": getattr(e, side) / max(1, whole)}
              for e in events[:15]]
     say(f"\n{work.what}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: {whole / 1e3 / work.steps:,.1f} ms a step in "
-        f"{'kernels' if hw.device.type == 'cuda' else 'operations'}, without what they call")
+        f"{'kernels' if cuda else 'operations, without what they call'}")
     say(f"{'':58} {'calls a step':>12} {'ms a step':>10} {'share':>6}")
     for row in table:
         say(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} {row['share']:6.1%}")
@@ -719,6 +722,8 @@ def put_weights(cfg, hw, folder, say):
         write_tokenizer(folder, c.vocab_size)
     hf.export(model, folder)
     say(f"{cfg.model}, {model.n_params():,} parameters, random weights")
+    del model
+    give_back(hw)
 
 
 def main(argv):

@@ -27,11 +27,19 @@ def clock(function, hw):
     return time.perf_counter() - began, result
 
 
+def give_back(hw):
+    """Memory of a GPU that no tensor holds, to the processes that are measured."""
+    if hw.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def read_bandwidth(hw):
     """Bytes/s that reading 1 GiB reaches."""
     if (hw.device, "bytes") not in MEASURED:
         big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
         MEASURED[hw.device, "bytes"] = big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
+        del big
+        give_back(hw)
     return MEASURED[hw.device, "bytes"]
 
 
@@ -48,6 +56,8 @@ def matmul_peak(hw, format=None):
             ways[1].pack(a)
         MEASURED[hw.device, format] = 2 * n**3 / min(clock(lambda: way(a), hw)[0] for _ in range(5) for way in ways)
         torch.set_float32_matmul_precision(before)
+        del a, ways
+        give_back(hw)
     return MEASURED[hw.device, format]
 
 

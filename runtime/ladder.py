@@ -85,8 +85,9 @@ def chart(path, title, rates, unit):
     names, middle = list(rates)[::-1], [statistics.median(values) for values in rates.values()][::-1]
     around = [[m - min(rates[n]) for n, m in zip(names, middle)], [max(rates[n]) - m for n, m in zip(names, middle)]]
     axis.barh(names, middle, xerr=around, color="C0", ecolor="0.3", capsize=3)
-    for y, m in enumerate(middle):
-        axis.annotate(f" {m:,.1f}" if m < 1000 else f" {m:,.0f}", (0, y), va="center", color="white", fontsize=9)
+    for y, (name, m) in enumerate(zip(names, middle)):
+        axis.annotate(f"  {m:,.1f}" if m < 1000 else f"  {m:,.0f}", (max(rates[name]), y), va="center", fontsize=9)
+    axis.margins(x=0.12)
     axis.set_xlabel(f"{unit}; median, least and most of the runs")
     axis.set_title(title, loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)

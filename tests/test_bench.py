@@ -144,11 +144,12 @@ def test_ablation(in_process, capsys):
 
 def test_a_row_without_effect_is_left_out(in_process, capsys, monkeypatch):
     """torch.compile that fails falls back: the row would be a second measurement of the one before."""
-    class Broken:
+    class Broken(torch.nn.Module):
         def __init__(self, model, **_):
+            super().__init__()
             self._orig_mod = model
 
-        def __call__(self, *_):
+        def forward(self, *_):
             raise RuntimeError("no compiler here")
     monkeypatch.setattr(torch, "compile", Broken)
     out, figures = said(capsys, *TRAIN, "--ladder", "--dtype=fp32", "--compile", "--num_workers=0", "--fused_adamw=false",
