@@ -98,8 +98,8 @@ FOLDER = "bench_results"
 
 class Handed(NamedTuple):
     """Config files and flags of a stage's script, the Config that they make, and the knobs that they name."""
-    files: list = []
-    flags: list = []
+    files: list = ()
+    flags: list = ()
     config: Any = None
     given: frozenset = frozenset()
 
@@ -109,8 +109,10 @@ def hand_over(stage, arguments):
     cfg = config.load(importlib.import_module(SCRIPTS[stage]).Config, arguments)
     files, flags = ([a for a in arguments if a.startswith("--") == flag] for flag in (False, True))
     flagged = {a[2:].partition("=")[0] for a in flags}
-    for knob in ["out_dir", "init_from", "overwrite", "eval_only", "task", "max_steps", "num_epochs", "log_interval"] + (
-            ["dataset"] if stage != "train" else []):
+    settled = {"train": "num_epochs patience eval_tokens", "sft": "num_epochs patience dataset tokenizer",
+               "datagen": "task tokenizer few_shot", "grpo": "task dataset num_questions tokenizer few_shot"}[stage]
+    always = "out_dir init_from overwrite eval_only max_steps log_interval eval_interval save_interval save_only_model"
+    for knob in f"{settled} {always}".split():
         if knob in flagged:
             raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it out"
                            f"{', and say with --steps= how many' if knob in ('max_steps', 'num_epochs') else ''}.")
@@ -175,6 +177,11 @@ def a_run(work, knobs=None):
     return {"seconds": seconds, "step_s": statistics.median(seconds), "rate": statistics.median(n / s for n, s in zip(units, seconds)),
             "units": statistics.fmean(units), "peak_memory_gb": steps[-1]["peak_memory_gb"], "loss": steps[-1]["loss"],
             "grad_norm": steps[0]["grad_norm"], "settings": settings, "steps": steps}
+
+
+def raw(runs):
+    """What of runs is kept in the record."""
+    return [{key: run[key] for key in ("seconds", "step_s", "rate", "peak_memory_gb", "loss", "grad_norm")} for run in runs]
 
 
 def in_turn(sides, repeats, unit, say, warm_up=0):
@@ -284,7 +291,7 @@ def bench_training(cfg, hw, folder, handed, say):
     say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at a large product's speed {limit:,.0f} tokens/s")
     return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "mfu": mfu, "step_s": step,
             "flops_per_token": flops, "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
-            "settings": runs[0]["settings"], "also": f"MFU {mfu:.1%}, a step {1e3 * step:,.0f} ms"}
+            "settings": runs[0]["settings"], "repeats": raw(runs), "also": f"MFU {mfu:.1%}, a step {1e3 * step:,.0f} ms"}
 
 
 # --- rejection sampling ---
@@ -398,7 +405,7 @@ def bench_grpo(cfg, hw, folder, handed, say):
     counted = [logged for run in runs for logged in run["steps"][WARM_UP:]]
     parts = {k: statistics.median(logged[k] for logged in counted) for k in ("rollout_s", "reward_s", "update_s", "sync_s")}
     return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "step_s": step, "parts": parts,
-            "settings": runs[0]["settings"],
+            "settings": runs[0]["settings"], "repeats": raw(runs),
             "also": f"a step {1e3 * step:,.0f} ms, of which rollout {1e3 * parts['rollout_s']:,.0f}, update {1e3 * parts['update_s']:,.0f}"}
 
 
@@ -548,7 +555,7 @@ def bench_rungs(cfg, hw, folder, handed, say):
         try:
             if name not in failed:
                 runs.setdefault(name, []).append(a_run(work, knobs))
-        except guard.Failure as e:
+        except (BadInput, guard.Failure) as e:
             if name == rows[0][0]:
                 raise
             failed[name] = str(e)
@@ -572,7 +579,7 @@ def bench_rungs(cfg, hw, folder, handed, say):
             "rate": statistics.median(r["rate"] for r in mine), "rates": [r["rate"] for r in mine],
             "gain": speed if cfg.ladder or speed is None else 1 / speed, "in_all": times(rows[0][0]) if before and cfg.ladder else None,
             "peak_memory_gb": statistics.median(r["peak_memory_gb"] for r in mine), "loss": statistics.median(r["loss"] for r in mine),
-            "repeats": [{k: run[k] for k in ("seconds", "step_s", "rate", "peak_memory_gb", "loss", "grad_norm")} for run in mine]})
+            "repeats": raw(mine)})
     exact = next((row["loss"] for row in table if row["settings"]["dtype"] == "fp32"), None)
     for row in table:
         row["off_fp32"] = None if exact is None or cfg.stage == "grpo" else row["loss"] / exact - 1

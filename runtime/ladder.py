@@ -1,4 +1,5 @@
 """From the plainest way of training to the fastest, one optimisation at a time: their knobs, and what they buy in tables and charts."""
+import platform
 import statistics
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def rungs(stage, hw, script, given, processes):
                      "batch_size": (few, rows), "gradient_accumulation_steps": (passes * rows // few, passes)}), compiled,
                  Rung("fused AdamW", {"fused_adamw": (False, True)}),
                  Rung("attention kernel", {"attention": ("sdpa" if cpu and hw.dtype == "bf16" else "math", "auto")}),
-                 Rung("memory kept", {"keep_memory": (not cpu, True)})]
+                 Rung("memory kept", {"keep_memory": (not (cpu and platform.libc_ver()[0] == "glibc"), True)})]
     found = [rung for rung in found if rung is compiled or any(plain != on for plain, on in rung.knobs.values())]
     found = [Rung(name, {k: (plain, given.get(k, on)) for k, (plain, on) in knobs.items()}) for name, knobs in found]
     return [rung for rung in found if any(plain != on for plain, on in rung.knobs.values())]

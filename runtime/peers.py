@@ -104,7 +104,8 @@ def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, n
     return verified
 
 
-# --- training, each in a process of its own; job: what bench.py wrote. They return the seconds of their steps ---
+# --- training, each in a process of its own, with TF32 and a CPU's memory kept as for ours; job: what bench.py wrote ---
+# They return the seconds of their steps.
 
 class PlainBlock(nn.Module):
     """A block of GPT-2."""
