@@ -47,7 +47,8 @@ def rows_of(found, ladder):
             rows.append((f"+ {name}", knobs))
         return rows
     left_out = [(rung.name, rung.knobs) for rung in found if rung.name != "TF32" or on["dtype"] == "fp32"]       # without effect in bf16
-    return [("everything on", on)] + [(f"without {name}", on | {k: plain[k] for k in knobs}) for name, knobs in left_out]
+    return [("everything on", on)] + [
+        (f"without {name}".replace("without no ", "with "), on | {k: plain[k] for k in knobs}) for name, knobs in left_out]
 
 
 def print_rows(table, unit, ladder, losses, say):
