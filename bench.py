@@ -1,122 +1,440 @@
-"""What a stage costs on this machine, beside its limit and beside other ways to do it.
+"""What this machine can do and what the stages make of it, beside their limits and beside other ways to do the same.
 
-    python bench.py --peers=generate                            SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
-    python bench.py --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
-    python bench.py --stage=datagen --run=out/quickstart/base   rejection sampling against a loop over transformers' generate
-    python bench.py --stage=sft --model=llama-1m                fine-tuning against transformers' Trainer, and TRL's if it is there
-    python bench.py --stage=grpo --model=llama-50m              whole steps of reinforcement learning against TRL's GRPOTrainer
+    python bench.py                                             an overview: matrix products, memory, one line a stage (two minutes)
+    python bench.py --stage=train config/gpt2_124m.py --batch_size=8         any knob of the stage's script may follow bench.py's own
+    python bench.py --stage=train --ladder                      from the plainest training, one optimisation after the other
+    python bench.py --stage=sft --ablate                        everything on, and each left out once
+    python bench.py --stage=grpo --profile                      a trace of a few steps, and what takes their time
+    python bench.py --stage=train --peers                       against nanoGPT's way of training and transformers' Trainer
+    python bench.py --stage=generate --peers=generate           SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
+    python bench.py --stage=generate --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
+    python bench.py --stage=datagen --run=out/quickstart/base --peers        rejection sampling against a loop over transformers' generate
+    python bench.py --stage=sft --model=llama-1m --peers        fine-tuning against transformers' Trainer and TRL's
+    python bench.py --stage=grpo --model=llama-50m --peers      whole steps of reinforcement learning against TRL's GRPOTrainer
     python bench.py --stage=rewards                             slow verifiers in worker processes against the caller itself
 
-The same weights, data and precision (grpo: TRL in both) on every side, taken in turn. Of datagen.py, train.py and grpo.py the real
-scripts run, as processes.
-Knobs, as --key=value:
+Of train.py, datagen.py and grpo.py the real scripts run, as processes, and what they log is read: medians over the steps after a warm-up.
+Whatever is compared has the same weights or shapes, data and precision and is taken in turn. Each call leaves all its figures, with what
+they were measured on, in bench_results/ as JSON and as a chart. Knobs, as --key=value:
 """
+import contextlib
+import functools
 import gc
-import hashlib
-import importlib.util
+import importlib
+import io
 import json
 import os
 import random
 import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from itertools import islice, product
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 import hf
 import tasks
-from engine import Engine, Packed, Request, Sampling, cache_bytes, draw, uniform
+from engine import Engine, Packed, Request, Sampling, draw, uniform
 from eval import requests_of
-from model import GPTConfig, blank
-from runtime import config, distributed, examples, guard, hardware
+from model import GPTConfig, add_lora
+from runtime import checkpoint, config, guard, hardware, optim, peers, plot
+from runtime.ceilings import clock, formats, give_back, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
 from runtime.config import BadInput
+from runtime.ladder import chart, print_rows, rows_of, rungs
 from runtime.rewards import Pool
-from runtime.tokenizer import END_OF_TEXT, Tokenizer
+from runtime.synthetic import SCORE, SHAPES, never_ends, random_model, rounds, write_text, write_tokenizer
+from runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent
-SHAPES = {
-    "smollm2-360m": dict(vocab_size=49152, block_size=8192, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, mlp="swiglu",
-                         mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
-    "gpt2": dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
-                 tied_head=True),
-    "1m": dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128),
-    "llama-1m": dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128, mlp="swiglu", qk_norm=False),
-    "llama-50m": dict(vocab_size=32768, block_size=256, n_layer=8, n_head=9, n_embd=576, mlp="swiglu", mlp_hidden=1536, qk_norm=False,
-                      tied_head=True),
-}
+SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 
 
 @dataclass
 class Config:
-    stage: Literal["generate", "datagen", "sft", "grpo", "rewards", "trl"] = "generate"        # trl: TRL's side of grpo, which grpo starts
-    model: Literal["auto", "smollm2-360m", "gpt2", "1m", "llama-1m", "llama-50m"] = "auto"     # a shape; its weights are random. auto:
-                                             # smollm2-360m, for grpo llama-1m
+    stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards"] = "overview"
+    model: Literal["auto", "smollm2-360m", "gpt2", "gpt2-1m", "1m", "llama-1m", "llama-50m"] = "auto"     # a shape, with random weights.
+                                             # auto: generate smollm2-360m; else gpt2 on a GPU, llama-1m elsewhere; train: a config file's
     run: str = ""                            # datagen: a model that can answer, instead
-    num_questions: int = 100                 # datagen
-    oversample: int = 10                     # datagen: samples a question
-    examples: int = 640                      # sft: of unit conversion, once each, 32 x 2 a step
-    lora_rank: int = 0                       # sft; 0: all weights
-    steps: int = 6                           # grpo: that count, after WARM_UP which don't
-    ranks: int | None = None                 # grpo: processes of ours; None: one a thread for a small model on a CPU, else one
+    ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more a row
+    ablate: bool = False                     # train, sft, grpo: everything on, then each left out once
+    profile: bool = False                    # train, sft, grpo: what takes the time of a few steps, and a trace for chrome://tracing
+    peers: bool | str = False                # others' ways too: all that are installed, or names with a comma (runtime/peers.py)
+    steps: int | None = None                 # that count, after WARM_UP which don't; None: train 20, sft 8, grpo 6, with --profile 3
+    repeats: int | None = None               # runs of each side or row, in turn; the median counts; None: 3, of the overview 1
+    ranks: int | None = None                 # processes of ours; None: datagen and grpo one a thread for a small model on a CPU, else 1
     peer_ranks: int = 1                      # grpo: processes of TRL's
+    work: str | None = None                  # prompts x samples of each; of generate several cases; None: 2x10,8x8,32x1, or GRPO's
+    prompt_tokens: int | None = None         # generate, grpo; None: 120, or GRPO's
+    max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60, or GRPO's
+    slots: int | None = None                 # generate; None: all samples at once, at most 512
     completions: int = 256                   # rewards
-    verifier_ms: float = 5.0                 # rewards: of a core's time, for each
+    verifier_ms: float | None = None         # rewards, grpo: of a core's time for each completion; None: 5, of grpo without --ladder 0
     reward_workers: int = 2                  # rewards: processes
-    work: str | None = None                  # prompts x samples of each, one case after the other; None: 2x10,8x8,32x1, or GRPO's
-    prompt_tokens: int | None = None         # None: 120, or GRPO's
-    max_new_tokens: int | None = None        # None: 60, or GRPO's
-    slots: int | None = None                 # None: all samples at once, at most 512
-    peers: str = ""                          # generate: transformers' generate, generate_batch, or both with a comma
-    repeats: int = 3                         # runs of each side, in turn; the median counts
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     seed: int = 0
-    json: bool = False                       # all figures as the last line
+    output: str | None = None                # .json; None: a name of its own in bench_results/. The chart and the trace lie beside it
+    json: bool = False                       # all figures as the last line too
 
 
-GRPO = {"llama-50m": ("4x8", 50, 32)}        # work, prompt_tokens, max_new_tokens: what takes TRL some seconds a step on two cores;
-GRPO_ELSE = ("8x8", 50, 64)                  # of other shapes
+GRPO = {"llama-50m": ("4x8", 50, 32), "gpt2": ("64x8", 50, 94)}          # work, prompt_tokens, max_new_tokens: what takes TRL some seconds
+GRPO_ELSE = ("8x8", 50, 64)                                              # a step on two cores; of other shapes
+STEPS = {"train": 20, "sft": 8, "grpo": 6}
 WARM_UP = 2                                  # steps in which memory is taken and shapes are seen for the first time
+TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")          # knobs of bench.py even where a script has them too
+FOLDER = "bench_results"
 
 
-def random_model(c, hw):
-    model = blank(c, device=hw.device)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)
-    return model.eval()
+# --- the real scripts, as processes ---
+
+class Handed(NamedTuple):
+    """Config files and flags of a stage's script, the Config that they make, and the knobs that they name."""
+    files: list = ()
+    flags: list = ()
+    config: Any = None
+    given: frozenset = frozenset()
 
 
-def clock(function, hw):
-    """(seconds, result); the device is done when it starts and when it stops."""
-    wait = torch.cuda.synchronize if hw.device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    result = function()
-    wait()
-    return time.perf_counter() - began, result
+def hand_over(stage, arguments):
+    """Handed, checked by the script's own Config: what it does not know it refuses in its own words."""
+    cfg = config.load(importlib.import_module(SCRIPTS[stage]).Config, arguments)
+    files, flags = ([a for a in arguments if a.startswith("--") == flag] for flag in (False, True))
+    flagged = {a[2:].partition("=")[0] for a in flags}
+    settled = {"train": "num_epochs patience eval_tokens", "sft": "num_epochs patience dataset tokenizer",
+               "datagen": "task tokenizer few_shot", "grpo": "task dataset num_questions tokenizer few_shot"}[stage]
+    always = "out_dir init_from overwrite eval_only max_steps log_interval eval_interval save_interval save_only_model"
+    for knob in f"{settled} {always}".split():
+        if knob in flagged:
+            raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it out"
+                           f"{', and say with --steps= how many' if knob in ('max_steps', 'num_epochs') else ''}.")
+    return Handed(files, flags, cfg, frozenset(flagged.union(*(config.read_file(file) for file in files))))
 
 
-def ceilings(hw):
-    """(bytes/s that reading 1 GiB reaches, FLOP/s of a product of large matrices in the engine's dtype)."""
-    big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
-    bandwidth = big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
-    n = 8192 if hw.device.type == "cuda" else 2048
-    a = torch.randn(n, n, device=hw.device).to(hw.torch_dtype)
-    product = a.mm
-    if hw.dtype == "fp32" and Packed.works(hw.device, hw.torch_dtype):       # the faster one there, so that is the ceiling
-        product = Packed()
-        product.pack(a)
-    return bandwidth, 2 * n**3 / min(clock(lambda: product(a), hw)[0] for _ in range(5))
+def as_flags(**knobs):
+    return [f"--{key}={value}" for key, value in knobs.items()]
 
+
+@dataclass
+class Work:
+    """What a script is asked to do: bench.py's defaults, then the files and flags that were handed over, then what is measured."""
+    script: str
+    arguments: list
+    folder: Path                             # of all that belongs to it; the run's is in it
+    what: str                                # it is, for people
+    unit: str
+    steps: int                               # that count
+    ranks: int = 1
+    sequences: int = 0                       # of a step
+    config: Any = None                       # the script's, as files and flags make it
+
+    @property
+    def out(self):
+        return self.folder / "run"
+
+
+def several(n, what):
+    return f"{n} {what}{'' if n == 1 else 'es' if what.endswith('s') else 's'}"
+
+
+def process(start, arguments, ranks=1, name=None, fine=(0,)):
+    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no failure."""
+    launch, env = [sys.executable], os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    if ranks > 1:
+        launch, env = launch + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"], env | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *start, *map(str, arguments)], capture_output=True, text=True, env=env)
+    said = (done.stderr.strip().splitlines() or ["without a word"])[-1].removeprefix("error: ")
+    if done.returncode == 2 and ranks == 1:
+        raise BadInput(said)
+    if done.returncode not in fine:
+        raise guard.Failure(f"{name or start[-1]} ended with {done.returncode}: {said}")
+    return done.stdout
+
+
+def a_run(work, knobs=None):
+    """Run the script once and read what it logs: {seconds: of each step that counts, step_s: their median, rate: median of units a second,
+    peak_memory_gb, loss: of the last step, grad_norm: of the first, settings: every knob and what became of it}."""
+    knobs = dict(knobs or {})
+    process([str(ROOT / work.script)], work.arguments + as_flags(**{k: v for k, v in knobs.items() if k != "processes"}),
+            knobs.get("processes", work.ranks), work.script)
+    lines, log = plot.read(work.out), (work.out / "training.log").read_text()
+    settings, steps = next(line["config"] for line in lines if "config" in line), [line for line in lines if "lr" in line]
+    settings |= {"compile": "compile on" in log and "torch.compile failed" not in log, "micro_batch": steps[-1].get("micro_batch"),
+                 "processes": int(re.search(r"^(\d+) x ", log, re.M)[1])}
+    each = settings["prompts_per_step"] * settings["k_samples"] if work.script == "grpo.py" else None
+    seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(steps)][WARM_UP - 1:]
+    units = [each or b["tokens"] - a["tokens"] for a, b in pairwise(steps)][WARM_UP - 1:]
+    if len(seconds) != work.steps:
+        raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so there is nothing to compare.")
+    return {"seconds": seconds, "step_s": statistics.median(seconds), "rate": statistics.median(n / s for n, s in zip(units, seconds)),
+            "units": statistics.fmean(units), "peak_memory_gb": steps[-1]["peak_memory_gb"], "loss": steps[-1]["loss"],
+            "grad_norm": steps[0]["grad_norm"], "settings": settings, "steps": steps}
+
+
+def raw(runs):
+    """What of runs is kept in the record."""
+    return [{key: run[key] for key in ("seconds", "step_s", "rate", "peak_memory_gb", "loss", "grad_norm")} for run in runs]
+
+
+def in_turn(sides, repeats, unit, say, warm_up=0):
+    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; say medians and ratios; the rates."""
+    rates = {name: [] for name in sides}
+    for repeat in range(warm_up + repeats):
+        for name, side in sides.items():
+            rate = side()
+            rates[name] += [rate] if repeat >= warm_up else []
+    ours = rates["nanoRFT"]
+    say(f"nanoRFT: {statistics.median(ours):,.1f} {unit} ({min(ours):,.1f}-{max(ours):,.1f})")
+    for name in [name for name in rates if name != "nanoRFT"]:
+        ratios = sorted(a / b for a, b in zip(ours, rates[name]))
+        say(f"{name}: {statistics.median(rates[name]):,.1f} {unit}; nanoRFT is {statistics.median(ratios):.2f} times as fast "
+            f"({ratios[0]:.2f}-{ratios[-1]:.2f})")
+    return rates
+
+
+def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
+    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up."""
+    path = work.folder / "job.json"
+    path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": cfg.device,
+                                "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
+    seconds = json.loads(process(["-m", "runtime.peers"], [path], ranks, peer).splitlines()[-1])["seconds"]
+    return units / statistics.median(seconds[WARM_UP:])
+
+
+# --- training on text, and fine-tuning ---
+
+def steps_alone(cfg, folder, steps):
+    """Flags of a run that does nothing but steps, and logs each."""
+    return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + steps, log_interval=1, save_interval=10**9,
+                    save_only_model=True, seed=cfg.seed, device=cfg.device)
+
+
+def train_work(cfg, hw, folder, handed):
+    """train.py from scratch, on ids that are made up, unless a --dataset= is handed over."""
+    folder, steps, script, knobs = Path(folder), cfg.steps or STEPS["train"], handed.config, {}
+    shape = None if handed.files and cfg.model == "auto" else SHAPES[model_of(cfg, hw)]
+    if shape is not None:
+        c = GPTConfig(**shape)
+        follows = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()          # from knobs that may be handed over
+        knobs = {f.name: getattr(c, f.name) for f in fields(script) if hasattr(c, f.name) and f.name not in follows | {"dropout"}}
+        knobs["bias"] = c.qkv_bias
+    if cfg.ladder or cfg.ablate or cfg.peers:
+        knobs |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}          # as the guides have it, and the peers
+    made = []
+    if "dataset" not in {flag[2:].partition("=")[0] for flag in handed.flags}:
+        named = script.tokenizer or "bytes"
+        n_vocab = 50257 if named == "gpt2" else Tokenizer(named).n_vocab if "tokenizer" in handed.given or shape is None else c.vocab_size
+        if n_vocab != 257 and (named == "gpt2" or "tokenizer" not in handed.given):
+            write_tokenizer(folder, n_vocab)                             # GPT-2's own would have to be downloaded
+            made = as_flags(tokenizer=folder)
+        made += as_flags(dataset=write_text(folder / "text", n_vocab, cfg.seed), data_dir=folder / "tokens")
+    defaults = as_flags(**{k: v for k, v in knobs.items() if k not in handed.given})
+    T, sequences = knobs.get("block_size", script.block_size) if "block_size" not in handed.given else script.block_size, script.sequences
+    arguments = [*defaults, *handed.files, *handed.flags, *made, *steps_alone(cfg, folder, steps),
+                 *as_flags(init_from="scratch", num_epochs=None, patience=0, eval_interval=10**9, eval_tokens=T, dtype=hw.dtype)]
+    what = f"{sequences} sequences of {T} tokens a step"
+    return Work("train.py", arguments, folder, what, "tokens/s", steps, cfg.ranks or 1, sequences, script)
+
+
+def sft_work(cfg, hw, folder, handed):
+    """train.py on examples of unit conversion, as many as the steps need once, from random weights that are exported to the folder."""
+    folder, steps = Path(folder), cfg.steps or STEPS["sft"]
+    recipe = [] if handed.files else [str(ROOT / "config/rft.py")]
+    script = config.load(type(handed.config), recipe + handed.files + handed.flags)
+    task, path = tasks.load("unit_conversion"), folder / "rft.json"
+    questions = task.questions("train", n=script.sequences * (WARM_UP + steps))
+    path.write_text(json.dumps([[q["question"], q["answer"], task.solution(q)] for q in questions]))
+    rate = as_flags(learning_rate=1e-3, warmup_steps=2) if cfg.ladder or cfg.ablate else as_flags(learning_rate=1e-4)
+    arguments = [*recipe, *rate, *handed.files, *handed.flags, *steps_alone(cfg, folder, steps), *as_flags(
+        init_from=folder, tokenizer="bytes", dataset=path, num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)]
+    return Work("train.py", arguments, folder, f"{script.sequences} examples of unit conversion a step", "tokens/s", steps, cfg.ranks or 1,
+                script.sequences, script)
+
+
+def bench_training(cfg, hw, folder, handed, say):
+    """Tokens a second (of examples without padding) within steps, the fetching of batches included: of theirs without. Peers of train have
+    the same shape and text; of sft the same weights, rows and labels. Both sides AdamW."""
+    work, runs = prepare(cfg, hw, folder, handed), []
+    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}")
+
+    def ours():
+        runs.append(a_run(work))
+        return runs[-1]["rate"]
+
+    def theirs(peer):
+        settings, c = runs[-1]["settings"], checkpoint.read_model(work.out)["architecture"]
+        if peer == "nanogpt" and not peers.is_gpt2(c):
+            raise BadInput("--peers=nanogpt is GPT-2's architecture alone: give --model=gpt2 or gpt2-1m, and no knob that changes it.")
+        model = folder
+        if cfg.stage == "train" and peer == "trainer" and not (model := Path(folder) / "peer").exists():
+            hf.export(random_model(GPTConfig(**c), hardware.setup("cpu", compile=False)), model)
+        data = Path(folder) / ("text" if cfg.stage == "train" else "rft.json")
+        return a_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=c, model=str(model), data=str(data),
+                      lora_rank=settings["lora_rank"], block_size=settings["block_size"], batch_size=settings["batch_size"],
+                      accumulation=settings["gradient_accumulation_steps"])
+    rates = in_turn({"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in cfg.peers}, cfg.repeats, work.unit, say)
+    about, rate = checkpoint.read_model(work.out), statistics.median(rates["nanoRFT"])
+    model = on_meta(GPTConfig(**about["architecture"]))
+    if about["lora"]:
+        add_lora(model, **about["lora"])
+    flops = model.flops_per_token(runs[0]["units"] / work.sequences)     # at the length that sequences have on average
+    step = statistics.median(run["step_s"] for run in runs)
+    limit, mfu = matmul_peak(hw) / flops, rate * flops / peak(hw)
+    say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at a large product's speed {limit:,.0f} tokens/s")
+    return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "mfu": mfu, "step_s": step,
+            "flops_per_token": flops, "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
+            "settings": runs[0]["settings"], "repeats": raw(runs), "also": f"MFU {mfu:.1%}, a step {1e3 * step:,.0f} ms"}
+
+
+# --- rejection sampling ---
+
+def bench_datagen(cfg, hw, folder, handed, say):
+    """Samples a second, verified ones if a model is given that can answer, without the start of the processes."""
+    found, script = hf.find(cfg.run or folder), handed.config
+    tokenizer, task = found.tokenizer(None if cfg.run else "bytes"), tasks.load("unit_conversion")
+    asked, oversample, new = (script.num_questions if "num_questions" in handed.given else 100), script.oversample, cfg.max_new_tokens
+    questions = task.questions("train", n=asked)
+    prompts = [r.ids for r in requests_of(tokenizer, task, questions)]
+    ranks = cfg.ranks or (torch.get_num_threads() if hw.device.type == "cpu" and small(found.config) else 1)
+    shortest, *_, longest = sorted(map(len, prompts))
+    what = f"{len(prompts)} questions x {oversample}, prompts of {shortest}-{longest} tokens, at most {new} new ones"
+    unit, done = "verified samples/s" if cfg.run else "samples/s", []
+    say(f"{what}, {hw.dtype} on {hw.name}; {several(ranks, 'process')}")
+
+    def ours():
+        arguments = [*as_flags(num_questions=asked, temperature=1), *handed.files, *handed.flags, "--overwrite", "--json", *as_flags(
+            init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json", max_new_tokens=new, few_shot=0,
+            dtype=hw.dtype, device=cfg.device, seed=cfg.seed, **({} if cfg.run else {"tokenizer": "bytes"}))]
+        said = process([str(ROOT / "datagen.py")], arguments, ranks, "datagen.py", fine=(0, 1))       # 1: nothing was right
+        if not (last := [line for line in said.splitlines() if line.startswith("{")]):
+            raise guard.Failure("datagen.py failed: run it by itself to see why.")
+        done.append(f := json.loads(last[-1]))
+        return (f["verdicts"].get("verified", 0) if cfg.run else f["attempts"]) / f["seconds"]
+    sides = {"nanoRFT": ours}
+    if cfg.peers:
+        hf.export(found.load(), f"{folder}/peer")
+        peer = peers.Generate(f"{folder}/peer", hw)
+
+        def loop():
+            seconds, verified = clock(lambda: peers.verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, oversample, new), hw)
+            return (verified if cfg.run else len(prompts) * oversample) / seconds
+        sides["loop over generate"] = loop
+    rates = in_turn(sides, cfg.repeats, unit, say, warm_up=1 if len(sides) > 1 else 0)
+    f = done[-1]
+    sampled = f["tokens_per_s"] * f["seconds"] / f["attempts"]
+    least, *_ = sampling_limit(found.config, hw, len(prompts), statistics.fmean(map(len, prompts)), oversample, sampled)
+    rate = statistics.median(rates["nanoRFT"])
+    limit = rate * f["seconds"] / least
+    say(f"{sampled:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
+    return {"what": what, "unit": unit, "rates": rates, "limit": limit, "share": rate / limit, "tokens_per_s": f["tokens_per_s"],
+            "also": f"{f['tokens_per_s']:,.0f} new tokens/s, {several(ranks, 'process')}"}
+
+
+# --- reinforcement learning: whole steps, rollout, reward and update ---
+
+def small(c):
+    """So small that a process for each core is fastest on a CPU (README)."""
+    return c.n_layer * c.n_embd**2 < 2e6
+
+
+def grpo_case(cfg, handed):
+    """(prompts, samples of each, new tokens, tokens of a prompt): of bench.py's knobs, config files and flags, defaults, in that order."""
+    work, prompt_tokens, new = GRPO.get(cfg.model, GRPO_ELSE)
+    prompts, samples = map(int, (cfg.work or work).split("x"))
+    script = {k: getattr(handed.config, k) for k in handed.given}
+    if not cfg.work:
+        prompts, samples = script.get("prompts_per_step", prompts), script.get("k_samples", samples)
+    return prompts, samples, cfg.max_new_tokens or script.get("max_new_tokens", new), cfg.prompt_tokens or prompt_tokens
+
+
+def grpo_work(cfg, hw, folder, handed):
+    """grpo.py on prompts of one length and with a verifier that grades by a hash; samples never end before max_new_tokens."""
+    folder, steps = Path(folder), cfg.steps or STEPS["grpo"]
+    prompts, samples, new, prompt_tokens = grpo_case(cfg, handed)
+    rng, c = random.Random(cfg.seed), GPTConfig(**SHAPES[cfg.model])
+    texts = ["".join(rng.choices(ascii_lowercase + " 0123456789", k=prompt_tokens)) for _ in range(prompts * (WARM_UP + steps))]
+    (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts))
+    (folder / "score.py").write_text(SCORE.replace("ROUNDS", str(rounds(cfg.verifier_ms))))
+    threads = torch.get_num_threads()
+    ranks = cfg.ranks or (threads if hw.device.type == "cpu" and small(c) and prompts % threads == 0 else 1)
+    arguments = [*as_flags(learning_rate=1e-6, warmup_steps=0), *handed.files, *handed.flags, *steps_alone(cfg, folder, steps), *as_flags(
+        init_from=folder, task=folder / "score.py", dataset=folder / "questions.jsonl", num_questions=None, tokenizer=None, few_shot=None,
+        prompts_per_step=prompts, k_samples=samples, max_new_tokens=new, eval_interval=0, dtype=hw.dtype)]
+    what = (f"{prompts} prompts of {prompt_tokens} tokens x {samples} samples of {new}"
+            + (f", a verifier of {cfg.verifier_ms:g} ms" if cfg.verifier_ms else ""))
+    return Work("grpo.py", arguments, folder, what, "completions/s", steps, ranks, prompts * samples, handed.config)
+
+
+def bench_grpo(cfg, hw, folder, handed, say):
+    """Completions a second of whole steps (rollout, reward, update), by the seconds that grpo.py logs, and of TRL's GRPOTrainer from the
+    start of its steps to their end: neither with the start of the process, TRL's without fetching questions and logging. Same weights,
+    prompts, reward, group size, learning rate and loss (dapo's, clipped alike, no KL, advantages not scaled), one AdamW step a rollout;
+    that samples don't end early is checked on both sides. grpo.py leaves samples without any advantage out of its update: here there are
+    none."""
+    work, (prompts, samples, new, prompt_tokens), c, runs = grpo_work(cfg, hw, folder, handed), grpo_case(cfg, handed), \
+        GPTConfig(**SHAPES[cfg.model]), []
+    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; {several(work.ranks, 'process')} here"
+        + (f", {cfg.peer_ranks} of TRL's" if cfg.peers else ""))
+
+    def ours():
+        runs.append(a_run(work))
+        same = {(s["completion_tokens"], s["completion_tokens_max"], s["zero_variance"]) for s in runs[-1]["steps"]}
+        if same != {(new, new, 0)}:
+            raise guard.Failure(f"grpo.py did other work than was asked for, completions of {same} tokens: leave out knobs that change it.")
+        return runs[-1]["rate"]
+
+    def theirs(peer):
+        return a_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"), model=str(folder),
+                      max_new_tokens=new, task=f"{folder}/score.py", data=f"{folder}/questions.jsonl", prompts=prompts, samples=samples)
+    called = {"trl_fp32": "TRL's GRPOTrainer, fp32", "trl_bf16": "TRL's GRPOTrainer, bf16"}
+    sides = {"nanoRFT": ours} | {called[name]: functools.partial(theirs, name) for name in cfg.peers}
+    rates = in_turn(sides, cfg.repeats, work.unit, say)
+    update = (prompts * prompt_tokens + work.sequences * new) * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw)
+    least = sampling_limit(c, hw, prompts, prompt_tokens, samples, new)[0] + update
+    rate, limit, step = statistics.median(rates["nanoRFT"]), work.sequences / least, statistics.median(run["step_s"] for run in runs)
+    say(f"{rate / limit:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {1e3 * step:,.0f} ms sampling takes at least "
+        f"{1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
+    counted = [logged for run in runs for logged in run["steps"][WARM_UP:]]
+    parts = {k: statistics.median(logged[k] for logged in counted) for k in ("rollout_s", "reward_s", "update_s", "sync_s")}
+    return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "step_s": step, "parts": parts,
+            "settings": runs[0]["settings"], "repeats": raw(runs),
+            "also": f"a step {1e3 * step:,.0f} ms, of which rollout {1e3 * parts['rollout_s']:,.0f}, update {1e3 * parts['update_s']:,.0f}"}
+
+
+# --- verifiers ---
+
+def bench_rewards(cfg, hw, folder, handed, say):
+    """Completions a second that worker processes grade, and the caller itself, with a verifier that takes about verifier_ms of an idle
+    core, always the same work. Without the start of the workers, which grpo.py has once a run."""
+    path = Path(folder) / "slow.py"
+    path.write_text("import hashlib\n\n\ndef reward(question, completion):\n"
+                    f'    hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds(cfg.verifier_ms)})\n    return len(completion) % 2\n')
+    pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
+    what = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {several(cfg.reward_workers, 'process')}"
+    say(what)
+    with Pool(str(path), cfg.reward_workers) as workers, Pool(str(path), 1, kind="serial") as serial:
+        def rate(pool):
+            began = time.perf_counter()
+            grades = pool.score(pairs)
+            seconds = time.perf_counter() - began
+            assert [grade.score for grade in grades] == [i % 2 for i in range(len(pairs))], "wrong grades"
+            return len(pairs) / seconds
+        sides = {"nanoRFT": lambda: rate(workers), "one after the other": lambda: rate(serial)}
+        rates = in_turn(sides, cfg.repeats, "completions/s", say, warm_up=1)
+    limit = min(cfg.reward_workers, os.cpu_count()) / max(1e-9, cfg.verifier_ms / 1000)
+    share = statistics.median(rates["nanoRFT"]) / limit
+    return {"what": what, "unit": "completions/s", "rates": rates, "limit": limit, "share": share, "also": what}
+
+
+# --- sampling ---
 
 class Ours:
     name = "engine"
@@ -128,41 +446,6 @@ class Ours:
     def run(self, prompts, samples, new):
         requests = [Request(p, samples, i, new) for i, p in enumerate(prompts)]
         return sum(len(s.ids) for s in self.engine.generate(requests))
-
-
-class Generate:
-    """transformers' generate: the prompts as one batch, num_return_sequences samples of each."""
-    name = "generate"
-
-    def __init__(self, folder, cfg, hw):
-        import transformers
-        transformers.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=hw.torch_dtype).to(hw.device).eval()
-        self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
-        self.device = hw.device
-
-    def run(self, prompts, samples, new):
-        x = torch.tensor(prompts, device=self.device)
-        with torch.inference_mode():
-            out = self.model.generate(x, attention_mask=torch.ones_like(x), num_return_sequences=samples, max_new_tokens=new,
-                                      min_new_tokens=new, eos_token_id=None, **self.options)
-        return out[:, x.shape[1]:].numel()
-
-
-class GenerateBatch(Generate):
-    """transformers' continuous batching: a request a sample. Run once, after the others, because its threads stay."""
-    name = "generate_batch"
-
-    def run(self, prompts, samples, new):
-        from transformers import GenerationConfig
-        settings = GenerationConfig(max_new_tokens=new, eos_token_id=-1, **self.options)
-        out = self.model.generate_batch(inputs=[p for p in prompts for _ in range(samples)], generation_config=settings,
-                                        progress_bar=False)
-        return sum(len(o.generated_tokens) for o in out.values())
-
-
-PEERS = {kind.name: kind for kind in (Generate, GenerateBatch)}
 
 
 def split(engine, prompts, samples, new, total, hw, B, groups):
@@ -201,342 +484,22 @@ def products(engine, B, C, hw):
         return statistics.median(clock(all_of_them, hw)[0] for _ in range(5))
 
 
-# --- rejection sampling and fine-tuning: the real scripts, against what one would write with transformers ---
-
-def script(name, *arguments, ranks=1):
-    """Run a script of ours, on several ranks with one thread each; what it printed."""
-    start, env = [sys.executable], os.environ
-    if ranks > 1:
-        start, env = start + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"], env | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*start, str(ROOT / name), *map(str, arguments)], capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise guard.Failure(f"{name} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout
-
-
-def in_turn(sides, repeats, what, warm_up=1):
-    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; print medians and ratios; the rates."""
-    rates = {name: [] for name in sides}
-    for repeat in range(warm_up + repeats):
-        for name, side in sides.items():
-            rate = side()
-            rates[name] += [rate] if repeat >= warm_up else []
-    ours = rates["nanoRFT"]
-    print(f"nanoRFT: {statistics.median(ours):,.1f} {what} ({min(ours):,.1f}-{max(ours):,.1f})")
-    for name in rates.keys() - {"nanoRFT"}:
-        ratios = sorted(a / b for a, b in zip(ours, rates[name]))
-        print(f"{name}: {statistics.median(rates[name]):,.1f} {what}; nanoRFT is {statistics.median(ratios):.2f} times as fast "
-              f"({ratios[0]:.2f}-{ratios[-1]:.2f})")
-    return rates
-
-
-def bench_datagen(cfg, hw, folder):
-    """Samples a second, verified ones if a model is given that can answer, without the start of the processes."""
-    found = hf.find(cfg.run or folder)
-    tokenizer, task = found.tokenizer(None if cfg.run else "bytes"), tasks.load("unit_conversion")
-    hf.export(found.load(), f"{folder}/peer")
-    peer = Generate(f"{folder}/peer", cfg, hw)
-    questions = task.questions("train", n=cfg.num_questions)
-    prompts = [r.ids for r in requests_of(tokenizer, task, questions)]
-    print(f"{len(prompts)} questions x {cfg.oversample}, prompts of {min(map(len, prompts))}-{max(map(len, prompts))} tokens, at most "
-          f"{cfg.max_new_tokens} new ones, {hw.dtype} on {hw.name}")
-    per_call = max(1, 32 // cfg.oversample)
-    small = sum(p.numel() for p in peer.model.parameters()) < 2e7
-    ranks = torch.get_num_threads() if hw.device.type == "cpu" and small else 1        # as README says it is fastest there
-
-    def ours():
-        said = script("datagen.py", f"--init_from={cfg.run or folder}", *([] if cfg.run else ["--tokenizer=bytes"]), "--overwrite", "--json",
-                      f"--output={folder}/rft.json", f"--num_questions={cfg.num_questions}", f"--oversample={cfg.oversample}", "--temperature=1",
-                      f"--max_new_tokens={cfg.max_new_tokens}", f"--dtype={hw.dtype}", f"--device={cfg.device}", "--few_shot=0", ranks=ranks)
-        figures = json.loads(said.splitlines()[-1])
-        return (figures["verdicts"].get("verified", 0) if cfg.run else figures["attempts"]) / figures["seconds"]
-
-    def loop():
-        """Questions in micro-batches of about 32 sequences, padded on the left; an answer ends at the end-of-text token."""
-        began, verified = time.perf_counter(), 0
-        for first in range(0, len(prompts), per_call):
-            group = prompts[first:first + per_call]
-            T = max(map(len, group))
-            x = torch.tensor([[tokenizer.pad] * (T - len(p)) + p for p in group], device=hw.device)
-            mask = torch.tensor([[0] * (T - len(p)) + [1] * len(p) for p in group], device=hw.device)
-            with torch.inference_mode():
-                out = peer.model.generate(x, attention_mask=mask, num_return_sequences=cfg.oversample, max_new_tokens=cfg.max_new_tokens,
-                                          eos_token_id=tokenizer.stop, **peer.options | {"pad_token_id": tokenizer.pad})
-            for i, ids in enumerate(out[:, T:].tolist()):
-                score, parts = task.reward(questions[first + i // cfg.oversample], task.cut(tokenizer.decode(ids)))
-                verified += task.verified(score, parts)
-        return (verified if cfg.run else len(prompts) * cfg.oversample) / (time.perf_counter() - began)
-    return in_turn({"nanoRFT": ours, "loop over generate": loop}, cfg.repeats, "verified samples/s" if cfg.run else "samples/s")
-
-
-def bench_sft(cfg, hw, folder):
-    """Tokens a second (prompts and answers, without padding) within steps: ours with the fetching of batches, theirs without."""
-    import transformers
-    transformers.logging.set_verbosity_error()
-    task, path = tasks.load("unit_conversion"), Path(folder) / "rft.json"
-    path.write_text(json.dumps([[q["question"], q["answer"], task.solution(q)] for q in task.questions("train", n=cfg.examples)]))
-    data = examples.read(path, Tokenizer("bytes"))
-    tokens = sum(e.length for e in data)
-    print(f"{len(data)} examples of {min(e.length for e in data)}-{max(e.length for e in data)} tokens, 32 x 2 a step, "
-          f"{f'LoRA of rank {cfg.lora_rank}' if cfg.lora_rank else 'all weights'}, AdamW, {hw.dtype} on {hw.name}")
-    rows = [{"input_ids": e.ids.tolist(), "labels": [int(i) if t else -100 for i, t in zip(e.ids, e.trained)]} for e in data]
-
-    def ours():
-        script("train.py", ROOT / "config/rft.py", f"--init_from={folder}", "--tokenizer=bytes", f"--dataset={path}", f"--out_dir={folder}/run",
-               "--overwrite", "--num_epochs=1", f"--dtype={hw.dtype}", f"--device={cfg.device}", f"--lora_rank={cfg.lora_rank}", "--save_only_model",
-               "--learning_rate=1e-4")
-        last = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()][-1]
-        return last["tokens"] / last["seconds"]
-
-    def theirs(kind):
-        """A fresh model, trained for an epoch by transformers' Trainer or a class built on it."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        if cfg.lora_rank:
-            import peft
-            model = peft.get_peft_model(model, peft.LoraConfig(r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank, target_modules="all-linear"))
-        times = []
-
-        class Clock(transformers.TrainerCallback):
-            def on_step_begin(self, *_, **__):
-                times.append(time.perf_counter())
-
-            def on_step_end(self, *_, **__):
-                times.append(time.perf_counter())
-
-        def collate(batch):
-            T = max(len(row["input_ids"]) for row in batch)
-            return {"input_ids": torch.tensor([r["input_ids"] + [0] * (T - len(r["input_ids"])) for r in batch]),
-                    "labels": torch.tensor([r["labels"] + [-100] * (T - len(r["labels"])) for r in batch]),
-                    "attention_mask": torch.tensor([[1] * len(r["input_ids"]) + [0] * (T - len(r["input_ids"])) for r in batch])}
-        kind(model, hw, rows, collate, f"{folder}/trainer", Clock()).train()
-        return tokens / sum(end - begin for begin, end in zip(times[::2], times[1::2]))
-
-    def options(out):
-        return dict(output_dir=out, per_device_train_batch_size=32, gradient_accumulation_steps=2, num_train_epochs=1, learning_rate=1e-4,
-                    lr_scheduler_type="cosine", optim="adamw_torch_fused", bf16=hw.dtype == "bf16", fp16=hw.dtype == "fp16", report_to=[],
-                    save_strategy="no", logging_steps=10, disable_tqdm=True, use_cpu=hw.device.type == "cpu", remove_unused_columns=False)
-
-    def trainer(model, hw, rows, collate, out, clock):
-        return transformers.Trainer(model, transformers.TrainingArguments(**options(out)), collate, rows, callbacks=[clock])
-
-    def trl(model, hw, rows, collate, out, clock):
-        import tokenizers
-        from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
-        args = SFTConfig(**options(out), dataset_kwargs={"skip_prepare_dataset": True}, gradient_checkpointing=False)
-        unused = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))      # it asks for one, whatever the rows are
-        unused = transformers.PreTrainedTokenizerFast(tokenizer_object=unused, eos_token="<e>", pad_token="<e>")
-        return SFTTrainer(model, args, collate, Dataset.from_list(rows), callbacks=[clock], processing_class=unused)
-    sides = {"nanoRFT": ours, "transformers' Trainer": lambda: theirs(trainer)}
-    if importlib.util.find_spec("trl"):
-        sides["TRL's SFTTrainer"] = lambda: theirs(trl)
-    return in_turn(sides, cfg.repeats, "tokens/s")
-
-
-# --- reinforcement learning: whole steps, rollout, reward and update ---
-
-SCORE = '''"""Any score does for a benchmark, if the samples of a group differ in it."""
-import zlib
-
-PROMPT, STOP = "{}", ""
-
-
-def reward(question, completion):
-    return zlib.crc32(completion.encode("utf-8", "replace")) / 2**32
-'''
-
-
-def write_tokenizer(folder, n_vocab):
-    """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion decoded), the end of text."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}           # GPT-2's letters for bytes: the others come after 255
-    others = iter(range(256, 512))
-    letters = [chr(b if b in printed else next(others)) for b in range(256)]
-    words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    special = {"id": n_vocab - 1, "content": END_OF_TEXT, "special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    (Path(folder) / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate([*letters, *words, END_OF_TEXT])}, "merges": []}}))
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))
-
-
-def never_ends(model, eos):
-    """Weights with which the end of text is never sampled, so that both sides do the same work without being told to: a channel that all
-    embeddings share and no block writes to, and a head whose row for that id is against it."""
-    with torch.no_grad():
-        model.token_embedding.weight[:, 0] = 1
-        model.head_weight[eos, 0] = -1000
-        for block in model.blocks:
-            block.attention.out.weight[0] = block.mlp.down.weight[0] = 0
-
-
-def bench_grpo(cfg, hw, folder):
-    """Completions a second of whole steps (rollout, reward, update), from the seconds that grpo.py logs, against TRL's GRPOTrainer from
-    the start of its steps to their end: neither with the start of the process, TRL's without fetching questions and logging. Same
-    weights, prompts of one length, reward, group size, learning rate and loss (dapo's, clipped alike, no KL, advantages not scaled),
-    one AdamW step a rollout; samples don't end before max_new_tokens, which is checked on both sides. grpo.py leaves samples without any
-    advantage out of its update: here there are none, for the reward is a hash."""
-    prompts, samples = map(int, cfg.work.split("x"))
-    total, rng = WARM_UP + cfg.steps, random.Random(cfg.seed)
-    texts = ["".join(rng.choices(ascii_lowercase + " 0123456789", k=cfg.prompt_tokens)) for _ in range(prompts * total)]
-    (Path(folder) / "questions.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts))
-    (Path(folder) / "score.py").write_text(SCORE)
-    small = SHAPES[cfg.model]["n_layer"] * SHAPES[cfg.model]["n_embd"]**2 < 2e6        # as README says it is fastest there
-    ranks = cfg.ranks or (torch.get_num_threads() if hw.device.type == "cpu" and small and prompts % torch.get_num_threads() == 0 else 1)
-    print(f"{prompts} prompts of {cfg.prompt_tokens} tokens x {samples} samples of {cfg.max_new_tokens}, {cfg.steps} steps a run after {WARM_UP}, "
-          f"{hw.dtype} on {hw.name}; {ranks} processes here, {cfg.peer_ranks} of TRL's")
-
-    def ours():
-        script("grpo.py", f"--init_from={folder}", f"--task={folder}/score.py", f"--dataset={folder}/questions.jsonl", f"--out_dir={folder}/run",
-               "--overwrite", f"--prompts_per_step={prompts}", f"--k_samples={samples}", f"--max_new_tokens={cfg.max_new_tokens}",
-               f"--max_steps={total}", "--learning_rate=1e-6", "--warmup_steps=0", "--eval_interval=0", "--save_only_model",
-               f"--dtype={hw.dtype}", f"--device={cfg.device}", f"--seed={cfg.seed}", ranks=ranks)
-        steps = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
-        steps = [step for step in steps if "reward" in step]
-        same = {(s["completion_tokens"], s["completion_tokens_max"], s["zero_variance"]) for s in steps}
-        assert len(steps) == total and same == {(cfg.max_new_tokens, cfg.max_new_tokens, 0)}, f"not the work that was asked for: {same}"
-        return prompts * samples * cfg.steps / (steps[-1]["seconds"] - steps[WARM_UP - 1]["seconds"])
-
-    def theirs(dtype):
-        said = script("bench.py", "--stage=trl", f"--run={folder}", f"--work={cfg.work}", f"--max_new_tokens={cfg.max_new_tokens}",
-                      f"--steps={cfg.steps}", f"--dtype={dtype}", f"--device={cfg.device}", f"--seed={cfg.seed}", ranks=cfg.peer_ranks)
-        return prompts * samples * cfg.steps / sum(json.loads(said.splitlines()[-1])["seconds"][WARM_UP:])
-    sides = {"nanoRFT": ours}
-    if importlib.util.find_spec("trl"):
-        sides |= {f"TRL's GRPOTrainer, {dtype}": lambda dtype=dtype: theirs(dtype) for dtype in ("fp32", "bf16")}
-    else:
-        print("TRL is not installed: pip install trl, to compare with it.")
-    return in_turn(sides, cfg.repeats, "completions/s", warm_up=0)
-
-
-def run_trl(cfg, hw):
-    """TRL's side, in a process or several; the seconds of its steps as the last line."""
-    import transformers
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    prompts, samples = map(int, cfg.work.split("x"))
-    task, questions, times, lengths = tasks.load(f"{cfg.run}/score.py"), Path(cfg.run) / "questions.jsonl", [], set()
-
-    class Clock(transformers.TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            if hw.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter())
-        on_step_end = on_step_begin
-
-    def score(completions, completion_ids, **_):
-        lengths.update(map(len, completion_ids))
-        return [task.score(None, completion) for completion in completions]
-    args = GRPOConfig(
-        output_dir=f"{cfg.run}/trl", per_device_train_batch_size=prompts * samples // distributed.world_size(), num_generations=samples,
-        max_completion_length=cfg.max_new_tokens, max_steps=WARM_UP + cfg.steps, beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo",
-        scale_rewards="none", temperature=1.0, learning_rate=1e-6, lr_scheduler_type="constant", optim="adamw_torch_fused", adam_beta2=0.95,
-        weight_decay=0.0, max_grad_norm=1.0, bf16=hw.dtype == "bf16", fp16=hw.dtype == "fp16", gradient_checkpointing=False, report_to=[],
-        save_strategy="no", logging_steps=10**9, disable_tqdm=True, use_cpu=hw.device.type == "cpu", seed=cfg.seed)
-    trainer = GRPOTrainer(
-        transformers.AutoModelForCausalLM.from_pretrained(cfg.run, dtype=torch.float32), score, args, callbacks=[Clock()],
-        train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in questions.read_text().splitlines()]),
-        processing_class=transformers.AutoTokenizer.from_pretrained(cfg.run))
-    trainer.train()
-    assert lengths == {cfg.max_new_tokens}, f"not the work that was asked for: completions of {lengths} tokens"
-    if distributed.is_main():
-        print(json.dumps({"seconds": [end - begin for begin, end in zip(times[::2], times[1::2])]}))
-    return 0
-
-
-def bench_rewards(cfg, folder):
-    """Completions a second that worker processes grade, and the caller itself, with a verifier that takes about verifier_ms of an idle
-    core, always the same work. Without the start of the workers, which grpo.py has once a run."""
-    def rounds(n):
-        began = time.thread_time()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", n)
-        return time.thread_time() - began
-    n, path = max(1, int(10_000 * cfg.verifier_ms / 1000 / min(rounds(10_000) for _ in range(5)))), Path(folder) / "slow.py"
-    path.write_text(f'import hashlib\n\n\ndef reward(question, completion):\n    hashlib.pbkdf2_hmac("sha256", b"", b"", {n})\n'
-                    "    return len(completion) % 2\n")
-    pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
-    print(f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {cfg.reward_workers} processes")
-    with Pool(str(path), cfg.reward_workers) as several, Pool(str(path), 1, kind="serial") as serial:
-        def rate(pool):
-            began = time.perf_counter()
-            grades = pool.score(pairs)
-            seconds = time.perf_counter() - began
-            assert [grade.score for grade in grades] == [i % 2 for i in range(len(pairs))], "wrong grades"
-            return len(pairs) / seconds
-        return in_turn({"nanoRFT": lambda: rate(several), "one after the other": lambda: rate(serial)}, cfg.repeats, "completions/s")
-
-
-def main(argv):
-    cfg = config.load(Config, argv)
-    if cfg.model == "auto":
-        cfg.model = "llama-1m" if cfg.stage == "grpo" else "smollm2-360m"
-    defaults = GRPO.get(cfg.model, GRPO_ELSE) if cfg.stage == "grpo" else ("2x10,8x8,32x1", 120, 60)
-    for knob, default in zip(("work", "prompt_tokens", "max_new_tokens"), defaults):
-        setattr(cfg, knob, default if getattr(cfg, knob) is None else getattr(cfg, knob))
-    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats num_questions oversample examples steps ranks peer_ranks completions "
-                            "reward_workers")
-    config.at_least(cfg, 0, "lora_rank verifier_ms")
-    if cfg.stage in ("sft", "grpo") and cfg.run:
-        raise BadInput(f"--stage={cfg.stage} trains random weights of --model=: leave --run out.")
-    if cfg.stage == "trl" and not cfg.run:
-        raise BadInput("--stage=trl is a part of --stage=grpo: choose that.")
-    one_case = cfg.stage in ("grpo", "trl")
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + ("" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"), cfg.work):
-        raise BadInput(f"--work={cfg.work} is not prompts x samples: write for example --work={'8x8' if one_case else '2x10,32x1'}.")
-    if one_case and cfg.work.endswith("x1"):
-        raise BadInput(f"--work={cfg.work} leaves nothing to compare a sample with: give at least 2 of each prompt.")
-    if cfg.stage == "trl":
-        return run_trl(cfg, hardware.setup(cfg.device, cfg.dtype, compile=False))
-    if cfg.stage == "rewards":
-        with tempfile.TemporaryDirectory() as folder:
-            rates = bench_rewards(cfg, folder)
-        if cfg.json:
-            print(json.dumps({"stage": cfg.stage, "rates": rates}))
-        return 0
-    c = GPTConfig(**SHAPES[cfg.model])
-    if cfg.stage in ("generate", "grpo") and cfg.prompt_tokens + cfg.max_new_tokens > c.block_size:
-        raise BadInput(f"{cfg.model} has {c.block_size} positions: lower --prompt_tokens or --max_new_tokens.")
-    if cfg.stage != "generate":
-        hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-        torch.manual_seed(cfg.seed)
-        with tempfile.TemporaryDirectory() as folder:
-            if not cfg.run:
-                model = random_model(c, hw)
-                print(f"{cfg.model}, {model.n_params():,} parameters")
-                if cfg.stage == "grpo":
-                    never_ends(model, c.vocab_size - 1)
-                    write_tokenizer(folder, c.vocab_size)
-                hf.export(model, folder)
-                del model
-            rates = {"datagen": bench_datagen, "sft": bench_sft, "grpo": bench_grpo}[cfg.stage](cfg, hw, folder)
-        if cfg.json:
-            print(json.dumps({"stage": cfg.stage, "model": cfg.run or cfg.model, "device": hw.name, "dtype": hw.dtype, "rates": rates}))
-        return 0
-    work = [tuple(map(int, case.split("x"))) for case in cfg.work.split(",")]
-    if cfg.peers and not set(cfg.peers.split(",")) <= PEERS.keys():
-        raise BadInput(f"--peers={cfg.peers} is not known: choose from {', '.join(PEERS)}.")
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+def bench_generate(cfg, hw, folder, handed, say):
+    """Tokens a second of the engine and of transformers, beside the limit, with what a run's time goes to."""
+    c, cases, rates = GPTConfig(**SHAPES[cfg.model]), [], {}
+    bandwidth, flops = read_bandwidth(hw), matmul_peak(hw)
     torch.manual_seed(cfg.seed)
-    model, (bandwidth, flops) = random_model(c, hw), ceilings(hw)
-    weights, per_token = model.n_params() * hw.torch_dtype.itemsize, cache_bytes(c, 0, 64, hw.torch_dtype) / 64
-    print(f"{cfg.model}, {model.n_params():,} parameters, {hw.dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, "
-          f"{cfg.max_new_tokens} new tokens a sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
-    peers = []
-    if cfg.peers:
-        with tempfile.TemporaryDirectory() as folder:
-            hf.export(model, folder)
-            peers = [PEERS[name](folder, cfg, hw) for name in cfg.peers.split(",")]
-    rows = []
-    for P, N in work:
+    model = random_model(c, hw)
+    say(f"{model.n_params():,} parameters, {hw.dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens a "
+        f"sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
+    others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers]
+    for P, N in [map(int, case.split("x")) for case in cfg.work.split(",")]:
         prompts = torch.randint(c.vocab_size, (P, cfg.prompt_tokens)).tolist()
-        sides, times, failed = [Ours(model, cfg, hw, P * N), *peers], {}, {}
+        sides, times, failed = [Ours(model, cfg, hw, P * N), *others], {}, {}
         for repeat in range(cfg.repeats + 1):             # the first is a warm-up, in which shapes are recorded
             for side in sides:
                 try:
-                    if side.name in failed or isinstance(side, GenerateBatch) and repeat < cfg.repeats:
+                    if side.name in failed or side.name == "generate_batch" and repeat < cfg.repeats:
                         continue
                     seconds, tokens = clock(lambda: side.run(prompts, N, cfg.max_new_tokens), hw)
                     assert tokens == P * N * cfg.max_new_tokens, f"{tokens} tokens"
@@ -546,36 +509,273 @@ def main(argv):
                     if side is sides[0]:
                         raise
                     failed[side.name] = f"{type(e).__name__}: {e}".splitlines()[0]
-        ours, new = statistics.median(times["engine"]), P * N * cfg.max_new_tokens
-        engine, context = sides[0].engine, cfg.prompt_tokens + cfg.max_new_tokens / 2
-        in_flight = min(engine.slots, P * N)
-        floor = (weights + in_flight * context * per_token) / bandwidth
-        limit = 2 * (model.n_params() - c.padded_vocab_size * c.n_embd) * P * cfg.prompt_tokens / flops + \
-            floor * new / in_flight
+        engine, ours, new = sides[0].engine, statistics.median(times["engine"]), P * N * cfg.max_new_tokens
+        limit, reading, in_flight = sampling_limit(c, hw, P, cfg.prompt_tokens, N, cfg.max_new_tokens, engine.slots)
+        nominal = hw.bandwidth * 1e12 if hw.bandwidth else bandwidth
+        context, floor, mbu = cfg.prompt_tokens + cfg.max_new_tokens / 2, reading * in_flight / new, reading * bandwidth / nominal / ours
         B, groups = engine.shape([int(context)] * in_flight)           # of a step in the middle of a run
         C = groups[0][2]
         parts, step = split(engine, prompts, N, cfg.max_new_tokens, ours, hw, B, groups)
         alone = products(engine, B, C, hw) if hw.device.type == "cpu" else None
-        row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
-               "overhead_ms": alone and 1e3 * (step - alone),
-               **{f"{k}_s": v for k, v in parts.items()}, "seconds": times, "failed": failed}
-        print(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}; "
-              + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
-              + f"; a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
-              + (f", products alone {1e3 * alone:.2f})" if alone else ")"))
-        for peer in times.keys() - {"engine"}:
+        row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "mbu": mbu, "step_ms": 1e3 * step,
+               "floor_ms": 1e3 * floor, "overhead_ms": alone and 1e3 * (step - alone), **{f"{k}_s": v for k, v in parts.items()},
+               "seconds": times, "failed": failed}
+        say(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}, MBU {mbu:.0%}; "
+            + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
+            + f"; a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
+            + (f", products alone {1e3 * alone:.2f})" if alone else ")"))
+        for peer in [name for name in times if name != "engine"]:
             ratios = sorted(b / a for a, b in zip(times["engine"][-len(times[peer]):], times[peer]))
             row[f"over_{peer}"] = statistics.median(ratios)
-            print(f"  {peer}: {new / statistics.median(times[peer]):,.0f} tokens/s; the engine is {statistics.median(ratios):.2f} times as "
-                  f"fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+            say(f"  {peer}: {new / statistics.median(times[peer]):,.0f} tokens/s; the engine is {statistics.median(ratios):.2f} times as "
+                f"fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
         for peer, reason in failed.items():
-            print(f"  {peer}: failed ({reason})")
-        rows.append(row)
+            say(f"  {peer}: failed ({reason})")
+        cases.append(row)
+        rates |= {f"{P}x{N} {'nanoRFT' if name == 'engine' else name}": [new / s for s in seconds] for name, seconds in times.items()}
         del sides, engine
         gc.collect()
+    first = cases[0]
+    return {"what": f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens", "unit": "tokens/s", "rates": rates,
+            "limit": first["limit"], "share": first["tokens_per_s"] / first["limit"], "cases": cases, "bandwidth": bandwidth,
+            "flops": flops, "also": f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms"}
+
+
+# --- one optimisation at a time ---
+
+def bench_rungs(cfg, hw, folder, handed, say):
+    """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A row whose run turns out to
+    have had the settings of the row that it is compared with (torch.compile failed, say) is left out."""
+    work = prepare(cfg, hw, folder, handed)
+    given = {k: getattr(work.config, k) for k in handed.given - {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}}
+    given = {k: value for k, value in given.items() if value is not None}
+    rows, runs, failed = rows_of(rungs(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder), {}, {}
+    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {len(rows)} rows x {cfg.repeats} in turn, on {hw.name}")
+    for name, knobs in tqdm([row for _ in range(cfg.repeats) for row in rows], "runs", leave=False, disable=None):
+        try:
+            if name not in failed:
+                runs.setdefault(name, []).append(a_run(work, knobs))
+        except (BadInput, guard.Failure) as e:
+            if name == rows[0][0]:
+                raise
+            failed[name] = str(e)
+    table = []
+    for name, knobs in rows:
+        if name in failed:
+            say(f"{name}: left out, it failed: {failed[name]}")
+            continue
+        mine, settings = runs[name], runs[name][0]["settings"]
+        before = (table[-1] if cfg.ladder else table[0]) if table else None
+        if before and settings == before["settings"]:
+            say(f"{name}: left out, it had no effect here.")
+            continue
+
+        def times(other):
+            """As fast as another row, run by run."""
+            return statistics.median(a["rate"] / b["rate"] for a, b in zip(mine, runs[other])) if other else None
+        speed = times(before and before["name"])
+        table.append({
+            "name": name, "knobs": knobs, "settings": settings, "step_s": statistics.median(r["step_s"] for r in mine),
+            "rate": statistics.median(r["rate"] for r in mine), "rates": [r["rate"] for r in mine],
+            "gain": speed if cfg.ladder or speed is None else 1 / speed, "in_all": times(rows[0][0]) if before and cfg.ladder else None,
+            "peak_memory_gb": statistics.median(r["peak_memory_gb"] for r in mine), "loss": statistics.median(r["loss"] for r in mine),
+            "repeats": raw(mine)})
+    exact = next((row["loss"] for row in table if row["settings"]["dtype"] == "fp32"), None)
+    for row in table:
+        row["off_fp32"] = None if exact is None or cfg.stage == "grpo" else row["loss"] / exact - 1
+    print_rows(table, work.unit, cfg.ladder, cfg.stage != "grpo", say)
+    return {"what": work.what, "unit": work.unit, "rows": table, "failed": failed, "rates": {row["name"]: row["rates"] for row in table}}
+
+
+# --- where the time goes ---
+
+def bench_profile(cfg, hw, folder, handed, say):
+    """The script runs in this process, its main called with the arguments that a process would get; what every optimizer step ends with,
+    optim.apply_step, is wrapped to start torch.profiler after WARM_UP steps and to stop it `steps` later. The script has no part in it."""
+    work, done = prepare(cfg, hw, folder, handed), 0
+    if cfg.ranks and cfg.ranks > 1:
+        raise BadInput("--profile looks into one process: leave --ranks out.")
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (hw.device.type == "cuda")
+    profiler, apply_step = torch.profiler.profile(activities=activities), optim.apply_step
+
+    def counted(*arguments):
+        nonlocal done
+        result, done = apply_step(*arguments), done + 1
+        if done == WARM_UP:
+            profiler.start()
+        if done == WARM_UP + work.steps:
+            profiler.stop()
+        return result
+    optim.apply_step = counted
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = importlib.import_module(work.script.removesuffix(".py")).main(list(map(str, work.arguments)))
+    finally:
+        optim.apply_step = apply_step
+    if code or done < WARM_UP + work.steps:
+        raise guard.Failure(f"{work.script} made {done} optimizer steps instead of {WARM_UP + work.steps}, so there is no profile.")
+    profiler.export_chrome_trace(str(trace := cfg.output.with_suffix(".trace.json")))
+    cuda = hw.device.type == "cuda"
+    side = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = [event for event in profiler.key_averages()         # on a GPU kernels, of which operations would count the time again
+              if not cuda or event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)]
+    events.sort(key=lambda event: -getattr(event, side))
+    whole = sum(getattr(event, side) for event in events)
+    table = [{"name": e.key, "calls": e.count, "ms_a_step": getattr(e, side) / 1e3 / work.steps, "share": getattr(e, side) / max(1, whole)}
+             for e in events[:15]]
+    say(f"\n{work.what}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: {whole / 1e3 / work.steps:,.1f} ms a step in "
+        f"{'kernels' if cuda else 'operations, without what they call'}")
+    say(f"{'':58} {'calls a step':>12} {'ms a step':>10} {'share':>6}")
+    for row in table:
+        say(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} {row['share']:6.1%}")
+    say(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
+    return {"what": work.what, "consumers": table, "trace": str(trace), "ms_a_step": whole / 1e3 / work.steps}
+
+
+# --- all of it at a glance ---
+
+def bench_overview(cfg, hw, folder, handed, say):
+    """Peaks, and a line for each stage: short runs, one after the other."""
+    found = {dtype: matmul_peak(hw, dtype) for dtype in formats(hw)}
+    bandwidth = read_bandwidth(hw)
+    say("matrix products, TFLOP/s: " + ", ".join(
+        f"{name} {flops / 1e12:,.2f}" + (f" (nominal {hw.peaks[name]:g})" if hw.peaks.get(name) else "") for name, flops in found.items())
+        + f"; reading memory: {bandwidth / 1e9:,.0f} GB/s" + (f" (nominal {1e3 * hw.bandwidth:,.0f})" if hw.bandwidth else ""))
+    say(f"\n{'':9} {'speed':>28} {'limit':>14} {'of it':>7}")
+    lines, most = {}, "64x8" if hw.device.type == "cuda" else "8x8"
+    for stage in ("train", "sft", "generate", "datagen", "grpo", "rewards"):
+        short = {"train": 10, "sft": 4, "grpo": 3}.get(stage)
+        one = with_defaults(replace(cfg, stage=stage, steps=cfg.steps or short, work=cfg.work or (most if stage == "generate" else None)))
+        given = hand_over(stage, ["--num_questions=40", "--oversample=8"] if stage == "datagen" else []) if stage in SCRIPTS else Handed()
+        try:
+            with tempfile.TemporaryDirectory(dir=folder) as own:
+                put_weights(one, hw, own, lambda *_: None)
+                f = lines[stage] = STAGES[stage](one, hw, own, given, lambda *_: None)
+        except (BadInput, guard.Failure) as e:
+            say(f"{stage:9} left out: {e}")
+            continue
+        mine = [values for name, values in f["rates"].items() if "nanoRFT" in name][0]
+        speed = f"{statistics.median(mine):,.0f} {f['unit']}"
+        say(f"{stage:9} {speed:>28} {f['limit']:14,.0f} {f['share']:7.1%}  {f['also']}")
+    say("\nThe limit is arithmetic: training's operations at the measured speed of a large product, sampling's weights, keys and values\n"
+        "at that of memory, the cores of verifiers. A model of a million parameters stays far from it: dispatching operations takes time.")
+    return {"unit": "% of the limit", "peaks": found, "bandwidth": bandwidth, "stages": lines,
+            "rates": {stage: [100 * f["share"]] for stage, f in lines.items()}}
+
+
+STAGES = {"overview": bench_overview, "train": bench_training, "sft": bench_training, "generate": bench_generate, "datagen": bench_datagen,
+          "grpo": bench_grpo, "rewards": bench_rewards}
+
+
+# --- the call ---
+
+def prepare(cfg, hw, folder, handed):
+    return {"train": train_work, "sft": sft_work, "grpo": grpo_work}[cfg.stage](cfg, hw, folder, handed)
+
+
+def model_of(cfg, hw):
+    """The name of a shape."""
+    if cfg.model != "auto":
+        return cfg.model
+    if cfg.stage == "generate":
+        return "smollm2-360m"
+    if hw.device.type == "cuda":
+        return "gpt2"
+    return {"train": "gpt2-1m" if cfg.peers else "1m"}.get(cfg.stage, "llama-1m")
+
+
+def with_defaults(cfg):
+    """Config with the values that depend on the stage."""
+    work, prompt_tokens, new = ("2x10,8x8,32x1", 120, 60)
+    grpo = cfg.stage == "grpo"
+    slow = None if cfg.stage == "overview" else 5.0 if cfg.stage == "rewards" or cfg.ladder or cfg.ablate else 0.0
+    cfg = replace(cfg, repeats=cfg.repeats or (1 if cfg.stage == "overview" else 3), steps=cfg.steps or (3 if cfg.profile else None),
+                  verifier_ms=slow if cfg.verifier_ms is None else cfg.verifier_ms)
+    if grpo or cfg.stage == "overview":                  # a config file may say more: see grpo_case
+        return cfg
+    return replace(cfg, work=cfg.work or work, prompt_tokens=cfg.prompt_tokens or prompt_tokens, max_new_tokens=cfg.max_new_tokens or new)
+
+
+def check(cfg):
+    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats steps ranks peer_ranks completions reward_workers")
+    config.at_least(cfg, 0, "verifier_ms seed")
+    modes = [mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)]
+    if len(modes) > 1:
+        raise BadInput(f"--{modes[0]} and --{modes[1]} are two things: give one of them.")
+    if modes and cfg.stage not in STEPS:
+        raise BadInput(f"--{modes[0]} is for --stage=train, sft or grpo: choose one of them.")
+    if modes and cfg.peers:
+        raise BadInput(f"--{modes[0]} looks at our own runs alone: leave --peers out.")
+    if cfg.run and cfg.stage != "datagen":
+        raise BadInput(f"--stage={cfg.stage} takes random weights of --model=: leave --run out.")
+    one_case, work = cfg.stage == "grpo", cfg.work or "8x8"
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + ("" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"), work):
+        raise BadInput(f"--work={work} is not prompts x samples: write for example --work={'8x8' if one_case else '2x10,32x1'}.")
+    if one_case and work.endswith("x1"):
+        raise BadInput(f"--work={work} leaves nothing to compare a sample with: give at least 2 of each prompt.")
+    if cfg.output and not cfg.output.endswith(".json"):
+        raise BadInput(f"--output={cfg.output} should end in .json.")
+
+
+def put_weights(cfg, hw, folder, say):
+    """Random weights of the shape, and for grpo a tokenizer, exported to the folder, where a stage begins with such."""
+    if cfg.stage in ("train", "rewards", "overview") or cfg.run or cfg.stage == "generate" and not cfg.peers:
+        return
+    torch.manual_seed(cfg.seed)
+    c = GPTConfig(**SHAPES[cfg.model])
+    model = random_model(c, hw)
+    if cfg.stage == "grpo":
+        never_ends(model, c.vocab_size - 1)
+        write_tokenizer(folder, c.vocab_size)
+    hf.export(model, folder)
+    say(f"{cfg.model}, {model.n_params():,} parameters, random weights")
+    del model
+    give_back(hw)
+
+
+def main(argv):
+    known = {f.name for f in fields(Config)}
+    stage = ([arg[8:] for arg in argv if arg.startswith("--stage=")] or [Config.stage])[-1]
+    theirs = {f.name for f in fields(importlib.import_module(SCRIPTS[stage]).Config)} - set(TO_BOTH) if stage in SCRIPTS else set()
+    own, others = [], []
+    for arg in argv:                                     # what only the script knows, or both, is the script's
+        name = arg[2:].partition("=")[0] if arg.startswith("--") else None
+        mine = arg in ("-h", "--help") or not theirs or name in known - theirs
+        (own if mine else others).append(arg)
+    cfg = config.load(Config, own)
+    check(cfg)
+    cfg.peers = peers.chosen(cfg.stage, cfg.peers)
+    handed = hand_over(cfg.stage, others) if cfg.stage in SCRIPTS else Handed()
+    wanted, tf32 = (handed.config.dtype, handed.config.tf32) if hasattr(handed.config, "tf32") else ("auto", True)
+    hw = hardware.setup(cfg.device, wanted if cfg.dtype == "auto" else cfg.dtype, tf32, compile=False)
+    if cfg.stage != "train" or not handed.files or cfg.model != "auto":
+        cfg.model = model_of(cfg, hw)
+    cfg = with_defaults(cfg)
+    if cfg.stage in ("generate", "grpo"):
+        places, (new, read) = GPTConfig(**SHAPES[cfg.model]).block_size, grpo_case(cfg, handed)[2:] if cfg.stage == "grpo" else (
+            cfg.max_new_tokens, cfg.prompt_tokens)
+        if new + read > places:
+            raise BadInput(f"{cfg.model} has {places} positions: lower --prompt_tokens or --max_new_tokens.")
+    facts = machine(hw)
+    mode = next((mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)), None)
+    name = "_".join(filter(None, (cfg.stage, mode, hw.device.type, facts["date"][:19].replace(":", ""))))
+    cfg.output = Path(cfg.output or f"{FOLDER}/{name}.json")
+    cfg.output.parent.mkdir(parents=True, exist_ok=True)
+    what = cfg.run or ("" if cfg.stage == "rewards" else cfg.model if cfg.model != "auto" else " ".join(handed.files))
+    print(f"{cfg.stage}{f', {mode}' if mode else ''}: {f'{what}; ' if what else ''}{facts['hardware']}, torch {facts['torch']}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        put_weights(cfg, hw, folder, print)
+        function = bench_profile if mode == "profile" else bench_rungs if mode else STAGES[cfg.stage]
+        figures = function(cfg, hw, folder, handed, functools.partial(print, flush=True))
+    record = {"stage": cfg.stage, "mode": mode, "model": what, "command": shlex.join(["python", "bench.py", *argv]), "device": hw.name,
+              "dtype": hw.dtype} | facts | figures
+    if "rates" in figures:
+        record["chart"] = chart(cfg.output.with_suffix(".png"), f"bench.py {' '.join(argv)}\n{facts['hardware']}, {facts['date'][:10]}",
+                                figures["rates"], figures["unit"])
+    cfg.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
+    print(f"All figures: {cfg.output}" + (f"; chart: {record['chart']}" if record.get("chart") else ""))
     if cfg.json:
-        print(json.dumps({"model": cfg.model, "device": hw.name, "dtype": hw.dtype, "torch": torch.__version__,
-                          "bandwidth": bandwidth, "flops": flops, "cases": rows}))
+        print(json.dumps(record, default=str))
     return 0
 
 

@@ -1,50 +1,245 @@
-"""The stages of bench.py that need no peer, tiny, and TRL's side of grpo where TRL is installed."""
+"""bench.py, tiny: its stages without peers, the ladder's rows, the profile; TRL's side of grpo where TRL is installed."""
+import contextlib
+import importlib
+import io
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import bench
+import grpo
+import train
+from conftest import ROOT, environment
 from model import GPT, GPTConfig
+from runtime import ceilings, hardware, ladder, peers, synthetic
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 
-TINY = dict(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=32, mlp="swiglu", qk_norm=False)
-GRPO = ["--stage=grpo", "--model=llama-1m", "--work=2x4", "--prompt_tokens=5", "--max_new_tokens=6", "--steps=1", "--repeats=1", "--device=cpu",
-        "--dtype=fp32", "--json"]
+TINY = dict(vocab_size=300, block_size=256, n_layer=2, n_head=2, n_embd=32, mlp="swiglu", qk_norm=False)
+GRPO = ["--stage=grpo", "--model=llama-1m", "--work=2x4", "--prompt_tokens=5", "--max_new_tokens=6", "--steps=1", "--repeats=1"]
+TRAIN = ["--stage=train", "--model=1m", "--batch_size=8", "--block_size=16", "--steps=2", "--repeats=1"]
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch):
-    monkeypatch.setitem(bench.SHAPES, "llama-1m", TINY)
+def tiny(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)                          # where bench_results/ goes
+    monkeypatch.setitem(synthetic.SHAPES, "llama-1m", TINY)
+    monkeypatch.setitem(synthetic.SHAPES, "1m", TINY | {"vocab_size": 257})
+    monkeypatch.setitem(synthetic.SHAPES, "gpt2-1m", synthetic.GPT2 | TINY | {"mlp": "gelu_tanh", "vocab_size": 257})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")           # of the scripts that are started
+    monkeypatch.setitem(ceilings.MEASURED, (torch.device("cpu"), "fp32"), 1e11)
+    monkeypatch.setitem(ceilings.MEASURED, (torch.device("cpu"), "bf16"), 2e11)
+    monkeypatch.setitem(ceilings.MEASURED, (torch.device("cpu"), "bytes"), 1e10)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """The scripts' main is called instead of a process for each: the same records in a twentieth of the time."""
+    real, handlers = bench.process, [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def call(start, arguments, ranks=1, name=None, fine=(0,)):
+        if ranks > 1 or start[0] == "-m" and name != "nanogpt":
+            return real(start, arguments, ranks, name, fine)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            if start[0] == "-m":
+                peers.main(arguments[0])
+                return said.getvalue()
+            assert importlib.import_module(Path(start[0]).stem).main(list(map(str, arguments))) in fine
+        return said.getvalue()
+    monkeypatch.setattr(bench, "process", call)
+    yield
+    for number, handler in handlers:
+        signal.signal(number, handler)
 
 
 def said(capsys, *argv):
-    assert bench.main(list(argv)) == 0
+    assert bench.main([*argv, "--device=cpu", "--json"]) == 0
     out = capsys.readouterr().out
     return out, json.loads(out.splitlines()[-1])
 
 
-def test_grpo_without_a_peer(monkeypatch, capsys):
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    out, figures = said(capsys, *GRPO, "--ranks=2")
-    assert "2 prompts of 5 tokens x 4 samples of 6" in out and "2 processes here" in out and "TRL is not installed" in out
+def test_overview(in_process, capsys):
+    out, figures = said(capsys, "--dtype=fp32", "--steps=1", "--work=2x4", "--prompt_tokens=8", "--max_new_tokens=6", "--completions=8",
+                        "--verifier_ms=0.1")
+    assert list(figures["stages"]) == ["train", "sft", "generate", "datagen", "grpo", "rewards"] and "left out" not in out
+    assert "fp32 0.10" in out and "reading memory: 10 GB/s" in out
+    for stage, f in figures["stages"].items():
+        assert f["rates"]["nanoRFT" if stage != "generate" else "2x4 nanoRFT"][0] > 0 and f["limit"] > 0 and 0 < f["share"] < 2
+        line = next(line for line in out.splitlines() if line.startswith(f"{stage} "))
+        assert f["unit"] in line and f"{f['share']:.1%}" in line
+    assert all("MFU" in figures["stages"][stage]["also"] for stage in ("train", "sft")) and "MBU" in figures["stages"]["generate"]["also"]
+
+
+def test_train_hands_knobs_on(in_process, capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("n_layer = 1\nbatch_size = 3\nlearning_rate = 0.003\n")
+    out, figures = said(capsys, "--stage=train", "--steps=2", "--repeats=2", "--dtype=fp32", str(tmp_path / "mine.py"), "--batch_size=4",
+                        "--block_size=16", "--output=deep/figures.json")
+    settings, rates = figures["settings"], figures["rates"]["nanoRFT"]
+    assert (settings["n_layer"], settings["batch_size"], settings["learning_rate"], settings["n_embd"]) == (1, 4, 0.003, 128)
+    assert "4 sequences of 16 tokens a step" in out and len(rates) == 2 and figures["unit"] == "tokens/s"
+    assert [len(run["seconds"]) for run in figures["repeats"]] == [2, 2] and figures["repeats"][0]["rate"] == rates[0]
+    assert figures["mfu"] == pytest.approx(sum(rates) / 2 * figures["flops_per_token"] / 1e11)
+    written = json.loads((tmp_path / "deep/figures.json").read_text())
+    assert written == figures and (tmp_path / "deep/figures.png").stat().st_size > 1000
+    assert figures["hardware"].endswith("thread" if torch.get_num_threads() == 1 else "threads") and figures["torch"] == torch.__version__
+    assert figures["python"] == sys.version.split()[0] and figures["date"][:2] == "20" and "--batch_size=4" in figures["command"]
+    known = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert (figures["commit"] or "").removesuffix("-dirty") == (known.stdout.strip() if known.returncode == 0 else "")
+
+
+def test_another_vocabulary(in_process, capsys, tmp_path):
+    """A config for GPT-2's tokenizer is measured with as many ids, without a download."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "big.py").write_text("n_layer = 1\nn_embd = 8\nbatch_size = 1\nblock_size = 16\ntokenizer = 'gpt2'\ndataset = 'none'\n")
+    _, figures = said(capsys, "--stage=train", "--steps=1", "--repeats=1", "--dtype=fp32", str(tmp_path / "big.py"))
+    assert figures["settings"]["tokenizer"].startswith("tokenizer") and figures["flops_per_token"] > 6 * 8 * 50257
+
+
+def test_without_matplotlib(in_process, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out, figures = said(capsys, *TRAIN, "--dtype=fp32")
+    assert "matplotlib is not installed" in out and figures["chart"] is None
+
+
+@pytest.mark.parametrize("stage", ["train", "sft"])
+def test_each_row_of_the_ladder_changes_one_thing(stage, in_process, capsys):
+    """By what the runs themselves recorded."""
+    few = ["--batch_size=8", "--gradient_accumulation_steps=1"] + (["--block_size=16"] if stage == "train" else [])
+    out, figures = said(capsys, f"--stage={stage}", "--ladder", "--dtype=bf16", "--steps=1",
+                        f"--repeats={1 + (stage == 'train')}", *few)
+    rows = figures["rows"]
+    assert [row["name"].split(",")[0] for row in rows] == [
+        "plain", "+ mixed precision", "+ no checkpointing", "+ loader processes", "+ micro-batch 2 -> 8", "+ fused AdamW",
+        "+ attention kernel", "+ memory kept"]
+    changed = [{k for k in b["settings"] if a["settings"][k] != b["settings"][k]} for a, b in zip(rows, rows[1:])]
+    assert changed == [{"dtype"}, {"gradient_checkpointing"}, {"num_workers"}, {"batch_size", "gradient_accumulation_steps", "micro_batch"},
+                       {"fused_adamw"}, {"attention"}, {"keep_memory"}]
+    plain, best = rows[0]["settings"], rows[-1]["settings"]
+    assert (plain["dtype"], plain["compile"], plain["optimizer"], plain["batch_size"]) == ("fp32", False, "adamw", 2)
+    assert (best["dtype"], best["gradient_checkpointing"], best["batch_size"], best["gradient_accumulation_steps"]) == ("bf16", False, 8, 1)
+    assert all(row["step_s"] > 0 and row["peak_memory_gb"] > 0 and abs(row["off_fp32"]) < 0.05 for row in rows)
+    assert all(len(row["repeats"]) == 1 + (stage == "train") for row in rows)
+    assert rows[0]["gain"] is None and rows[0]["off_fp32"] == 0 and rows[-1]["in_all"] > 0 and "off fp32" in out
+    assert figures["rates"].keys() == {row["name"] for row in rows} and Path(figures["chart"]).exists()
+
+
+def test_ladder_of_grpo(in_process, capsys):
+    out, figures = said(capsys, *GRPO, "--ladder", "--dtype=bf16", "--verifier_ms=0.1", "--ranks=2")
+    rows = figures["rows"]
+    assert [row["name"] for row in rows] == ["plain, fp32", "+ mixed precision, bf16", "+ parallel rewards", "+ 2 processes"]
+    changed = [{k for k in b["settings"] if a["settings"][k] != b["settings"][k]} for a, b in zip(rows, rows[1:])]
+    assert changed == [{"dtype"}, {"reward_pool"}, {"processes"}]
+    assert rows[0]["settings"]["processes"] == 1 and rows[-1]["settings"]["processes"] == 2 and "zero by construction" in out
+
+
+def test_ablation(in_process, capsys):
+    out, figures = said(capsys, *TRAIN, "--ablate", "--dtype=bf16", "--num_workers=0", "--fused_adamw=false", "--keep_memory=false",
+                        "--gradient_checkpointing=true")
+    rows = figures["rows"]
+    assert [row["name"] for row in rows] == ["everything on", "without mixed precision, bf16", "without micro-batch 2 -> 8",
+                                             "without attention kernel"]
+    changed = [{k for k in row["settings"] if rows[0]["settings"][k] != row["settings"][k]} for row in rows[1:]]
+    assert changed == [{"dtype"}, {"batch_size", "gradient_accumulation_steps", "micro_batch"}, {"attention"}]
+    assert rows[1]["off_fp32"] == 0 and rows[0]["off_fp32"] != 0 and rows[0]["gain"] is None and rows[1]["gain"] > 0 and "it buys" in out
+
+
+def test_a_row_without_effect_is_left_out(in_process, capsys, monkeypatch):
+    """torch.compile that fails falls back: the row would be a second measurement of the one before."""
+    class Broken(torch.nn.Module):
+        def __init__(self, model, **_):
+            super().__init__()
+            self._orig_mod = model
+
+        def forward(self, *_):
+            raise RuntimeError("no compiler here")
+    monkeypatch.setattr(torch, "compile", Broken)
+    out, figures = said(capsys, *TRAIN, "--ladder", "--dtype=fp32", "--compile", "--num_workers=0", "--fused_adamw=false",
+                        "--keep_memory=false", "--gradient_checkpointing=true")
+    assert [row["name"] for row in figures["rows"]] == ["plain, fp32", "+ micro-batch 2 -> 8", "+ attention kernel"]
+    assert "+ torch.compile: left out" in out
+
+
+def test_rungs_of_a_gpu():
+    """Every row of the ladder there changes one thing, and no row is about what only a CPU has."""
+    card = hardware.Hardware(torch.device("cuda:0"), "A100", "bf16", True, True, "sdpa", "flash", {}, None)
+    for stage, Config, names in (
+            ("train", train.Config, ["TF32", "mixed precision, bf16", "no checkpointing", "loader processes", "micro-batch 8 -> 32",
+                                     "torch.compile", "fused AdamW", "attention kernel"]),
+            ("grpo", grpo.Config, ["TF32", "mixed precision, bf16", "parallel rewards", "torch.compile", "CUDA graphs"])):
+        found = ladder.rungs(stage, card, Config(), {}, 1)
+        assert [rung.name for rung in found] == names
+        knobs = [k for rung in found for k in rung.knobs]
+        assert len(knobs) == len(set(knobs)) and set(knobs) <= vars(Config()).keys()
+        rows = ladder.rows_of(found, ladder=True)
+        for rung, (_, before), (_, after) in zip(found, rows, rows[1:]):
+            assert {k for k in after if before[k] != after[k]} == rung.knobs.keys()
+        assert [name for name, _ in ladder.rows_of(found, ladder=False)][1] == "without mixed precision, bf16"
+    assert "torch.compile" not in [r.name for r in ladder.rungs("train", card, train.Config(), {"compile": False}, 1)]
+
+
+def test_profile():
+    done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--stage=train", "--profile", "--output=p.json", "--steps=2",
+                           "--batch_size=2", "--block_size=16", "--n_layer=1", "--device=cpu", "--dtype=fp32"],
+                          env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    trace, figures = json.loads(Path("p.trace.json").read_text()), json.loads(Path("p.json").read_text())
+    steps = [e for e in trace["traceEvents"] if e.get("name", "").startswith("Optimizer.step#")]
+    assert {"aten::mm", "aten::addmm"} & {e.get("name") for e in trace["traceEvents"]} and len({e["ts"] for e in steps}) >= 2
+    assert len(figures["consumers"]) == 15 and "p.trace.json" in done.stdout and figures["consumers"][0]["name"] in done.stdout
+    assert figures["consumers"] == sorted(figures["consumers"], key=lambda row: -row["ms_a_step"])
+
+
+def test_grpo_without_a_peer(in_process, monkeypatch, capsys):
+    real = peers.importlib.util.find_spec
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name == "trl" else real(name))
+    out, figures = said(capsys, *GRPO, "--dtype=fp32", "--ranks=1", "--peers")
+    assert "2 prompts of 5 tokens x 4 samples of 6" in out and "1 process here" in out and "pip install trl" in out
     assert figures["stage"] == "grpo" and figures["model"] == "llama-1m" and figures["rates"]["nanoRFT"][0] > 0
+    with pytest.raises(BadInput, match="pip install trl"):
+        bench.main([*GRPO, "--peers=trl_fp32"])
 
 
-def test_grpo_beside_trl(capsys):
+def test_grpo_beside_trl(in_process, capsys):
     pytest.importorskip("trl")
-    out, figures = said(capsys, *GRPO)
-    assert figures["rates"].keys() == {"nanoRFT", "TRL's GRPOTrainer, fp32", "TRL's GRPOTrainer, bf16"}
+    out, figures = said(capsys, *GRPO, "--dtype=fp32", "--peers=trl_bf16")
+    assert figures["rates"].keys() == {"nanoRFT", "TRL's GRPOTrainer, bf16"}
     assert all(len(rates) == 1 and rates[0] > 0 for rates in figures["rates"].values())
-    assert out.count("times as fast") == 2
+    assert out.count("times as fast") == 1
+
+
+def test_train_beside_a_plain_loop(in_process, capsys):
+    out, figures = said(capsys, "--stage=train", "--batch_size=4", "--block_size=16", "--steps=2", "--repeats=1", "--peers=nanogpt",
+                        "--dtype=fp32")
+    assert figures["model"] == "gpt2-1m" and figures["settings"]["optimizer"] == "adamw"
+    assert figures["rates"]["nanogpt"][0] > 0 and out.count("times as fast") == 1
+    with pytest.raises(BadInput, match="give --model=gpt2"):
+        bench.main([*TRAIN, "--device=cpu", "--peers=nanogpt"])
+
+
+def test_the_plain_loop_is_our_gpt2():
+    """The same number of weights, and the same loss when they have the same values."""
+    c = GPTConfig(**synthetic.SHAPES["gpt2-1m"] | {"vocab_size": 320})           # without padding, which only ours leaves out of the loss
+    ours, theirs = synthetic.random_model(c, hardware.setup("cpu", "fp32")), peers.PlainGPT(vars(c))
+    assert peers.is_gpt2(vars(c)) and not peers.is_gpt2(TINY) and ours.n_params() == sum(p.numel() for p in theirs.parameters())
+    called = {"token_embedding": "tokens", "position_embedding": "positions", "attention_norm": "norm1", "mlp_norm": "norm2",
+              "final_norm": "norm", "attention.": "", "mlp.": ""}
+    weights = ours.state_dict()
+    for name, other in called.items():
+        weights = {key.replace(name, other): value for key, value in weights.items()}
+    theirs.load_state_dict(weights)
+    x, y = torch.randint(320, (2, 3, 20))
+    assert ours(x, y).item() / y.numel() == pytest.approx(theirs(x, y).item(), rel=1e-5)
 
 
 def test_both_sides_read_the_same_ids(tmp_path):
     """A prompt of n characters is n tokens, and what the model may sample is the same text on both sides."""
     transformers = pytest.importorskip("transformers")
-    bench.write_tokenizer(tmp_path, 300)
+    synthetic.write_tokenizer(tmp_path, 300)
     ours, theirs = Tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("how far 0 12", "naïve\n\t 漢"):
         assert ours.prompt_ids(text) == theirs(text=text)["input_ids"] and len(ours.prompt_ids(text)) == len(text.encode())
@@ -53,28 +248,42 @@ def test_both_sides_read_the_same_ids(tmp_path):
     assert ours.text_of(ids) == theirs.batch_decode([ids], skip_special_tokens=True)[0]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shape", [TINY, TINY | {"tied_head": True}, TINY | synthetic.GPT2], ids=["llama", "tied", "gpt2"])
 @pytest.mark.parametrize("seed", range(4))
-def test_never_ends(tied, seed):
+def test_never_ends(shape, seed):
     torch.manual_seed(seed)
-    model = bench.random_model(GPTConfig(**TINY | {"n_layer": 8, "n_embd": 128}, tied_head=tied), bench.hardware.setup("cpu", "fp32"))
-    bench.never_ends(model, 299)
+    model = synthetic.random_model(GPTConfig(**shape | {"n_layer": 8, "n_embd": 128, "block_size": 32}), hardware.setup("cpu", "fp32"))
+    synthetic.never_ends(model, 299)
     model = model.bfloat16()
-    model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
+    if model.cos is not None:
+        model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
     p = model(torch.randint(299, (8, 32))).softmax(-1)
     assert isinstance(model, GPT) and p[..., 299].max() == 0 and p[..., :299].max() < 0.5
 
 
 def test_rewards(capsys):
-    out, figures = said(capsys, "--stage=rewards", "--completions=8", "--verifier_ms=0.1", "--repeats=2", "--json")
+    out, figures = said(capsys, "--stage=rewards", "--completions=8", "--verifier_ms=0.1", "--repeats=2")
     assert "8 completions, 0.1 ms each, 2 processes" in out and "times as fast" in out
     assert {name: len(rates) for name, rates in figures["rates"].items()} == {"nanoRFT": 2, "one after the other": 2}
 
 
 @pytest.mark.parametrize("argv, sentence", [
     (["--stage=grpo", "--run=out/x"], "leave --run out"), (["--stage=grpo", "--work=8x8,2x2"], "write for example --work=8x8"),
-    (["--stage=trl"], "choose that"), (["--stage=grpo", "--prompt_tokens=300"], "has 32 positions"), (["--stage=grpo", "--steps=0"], "at least 1"),
-    (["--stage=grpo", "--work=8x1"], "at least 2")])
+    (["--stage=grpo", "--prompt_tokens=300"], "has 256 positions"), (["--stage=grpo", "--steps=0"], "at least 1"),
+    (["--stage=grpo", "--work=8x1"], "at least 2"), (["--stage=train", "--bath_size=3"], "did you mean batch_size"),
+    (["--stage=train", "--batch_size=x"], "should be a whole number"), (["--stage=train", "none.py"], "no config file none.py"),
+    (["--batch_size=3"], "--batch_size is not a knob"), (["--stage=train", "--max_steps=3"], "with --steps= how many"),
+    (["--stage=sft", "--dataset=x.json"], "leave it out"), (["--stage=grpo", "--eval_interval=2"], "leave it out"),
+    (["--ladder"], "is for --stage=train, sft or grpo"),
+    (["--stage=train", "--ladder", "--ablate"], "give one of them"), (["--stage=train", "--ladder", "--peers"], "leave --peers out"),
+    (["--stage=rewards", "--peers"], "has no peers"), (["--stage=train", "--peers=trl"], "choose from nanogpt, trainer"),
+    (["--stage=train", "--output=x.txt"], "should end in .json")])
 def test_bad_input(argv, sentence):
     with pytest.raises(BadInput, match=sentence):
         bench.main(argv)
+
+
+def test_a_script_s_own_sentence():
+    """What its Config admits and the script refuses: the process's sentence and exit code are passed on."""
+    with pytest.raises(BadInput, match="^n_embd=32 is not divisible by n_head=3: change one of them.$"):
+        bench.main([*TRAIN, "--n_head=3", "--device=cpu"])

@@ -1,0 +1,112 @@
+"""What this machine can do at most, measured: products of matrices, reading memory, and the least time that sampling takes by them."""
+import contextlib
+import datetime
+import os
+import platform
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from engine import Packed, cache_bytes
+from model import GPT
+from runtime import hardware
+
+MEASURED = {}                                # in this process: {(device, format, or bytes): a second}
+
+
+def clock(function, hw):
+    """(seconds, result); the device is done when it starts and when it stops."""
+    wait = torch.cuda.synchronize if hw.device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    result = function()
+    wait()
+    return time.perf_counter() - began, result
+
+
+def give_back(hw):
+    """Memory of a GPU that no tensor holds, to the processes that are measured."""
+    if hw.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def read_bandwidth(hw):
+    """Bytes/s that reading 1 GiB reaches."""
+    if (hw.device, "bytes") not in MEASURED:
+        big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
+        MEASURED[hw.device, "bytes"] = big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
+        del big
+        give_back(hw)
+    return MEASURED[hw.device, "bytes"]
+
+
+def matmul_peak(hw, format=None):
+    """FLOP/s of a product of large matrices in bf16, fp16, tf32 or fp32; None: in what hw computes in."""
+    format = format or format_of(hw)
+    if (hw.device, format) not in MEASURED:
+        n, before = 8192 if hw.device.type == "cuda" else 2048, torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if format == "tf32" else "highest")
+        a = torch.randn(n, n, device=hw.device).to(hardware.DTYPES[format.replace("tf", "fp")])
+        ways = [a.mm]
+        if format == "fp32" and Packed.works(hw.device, a.dtype):        # the faster one on most processors
+            ways.append(Packed())
+            ways[1].pack(a)
+        MEASURED[hw.device, format] = 2 * n**3 / min(clock(lambda: way(a), hw)[0] for _ in range(5) for way in ways)
+        torch.set_float32_matmul_precision(before)
+        del a, ways
+        give_back(hw)
+    return MEASURED[hw.device, format]
+
+
+def formats(hw):
+    """That the device multiplies natively."""
+    if hw.device.type == "cuda":
+        return ["fp32", *(["tf32", "bf16"] if torch.cuda.get_device_capability(hw.device) >= (8, 0) else []), "fp16"]
+    half = getattr(torch.cpu, "_is_avx512_fp16_supported", bool)() or getattr(torch.cpu, "_is_amx_fp16_supported", bool)()
+    return ["fp32", *(["bf16"] if hw.device.type == "cpu" and hardware.cpu_multiplies_bf16() else []),
+            *(["fp16"] if hw.device.type == "mps" or hw.device.type == "cpu" and half else [])]
+
+
+def format_of(hw):
+    return "tf32" if hw.dtype == "fp32" and hw.tf32 else hw.dtype
+
+
+def peak(hw):
+    """FLOP/s that MFU is a share of: the card's nominal ones, measured where they are not known."""
+    return hw.peak_tflops * 1e12 if hw.peak_tflops else matmul_peak(hw)
+
+
+def machine(hw):
+    """What figures are of no use without."""
+    name = hw.name
+    if hw.device.type == "cpu":
+        known = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
+        threads = torch.get_num_threads()
+        name = f"{known[1] if known else platform.processor() or platform.machine()}, {threads} thread{'s' * (threads > 1)}"
+    done = None
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=Path(__file__).parent,
+                              capture_output=True, text=True)
+    return {"hardware": name, "cores": os.cpu_count(), "memory_gb": round(hw.memory_size_gb(), 1), "python": platform.python_version(),
+            "torch": torch.__version__, "cuda": torch.version.cuda if hw.device.type == "cuda" else None,
+            "commit": done.stdout.strip() or None if done and done.returncode == 0 else None,
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds")}
+
+
+def on_meta(c):
+    with torch.device("meta"):
+        return GPT(c)
+
+
+def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
+    """(seconds that sampling takes at least, of which the steps; samples in flight): the prompts' products at the measured speed, and for
+    each step weights, keys and values at the speed of reading memory."""
+    model, in_flight = on_meta(c), min(slots, prompts * samples)
+    in_blocks = sum(p.numel() for p in model.blocks.parameters())
+    weights, per_token = (in_blocks + model.head_weight.numel()) * hw.torch_dtype.itemsize, cache_bytes(c, 0, 64, hw.torch_dtype) / 64
+    floor = (weights + in_flight * (prompt_tokens + new / 2) * per_token) / read_bandwidth(hw)
+    steps = floor * new * prompts * samples / in_flight
+    return 2 * in_blocks * prompts * prompt_tokens / matmul_peak(hw) + steps, steps, in_flight
