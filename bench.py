@@ -45,13 +45,14 @@ import hf
 import tasks
 from engine import Engine, Packed, Request, Sampling, draw, uniform
 from eval import requests_of
+from measure import peers
+from measure.ceilings import clock, formats, give_back, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
+from measure.ladder import chart, print_rows, rows_of, rungs
+from measure.synthetic import SCORE, SHAPES, never_ends, random_model, rounds, write_text, write_tokenizer
 from model import GPTConfig, add_lora
-from runtime import checkpoint, config, guard, hardware, optim, peers, plot
-from runtime.ceilings import clock, formats, give_back, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
+from runtime import checkpoint, config, guard, hardware, optim, plot
 from runtime.config import BadInput
-from runtime.ladder import chart, print_rows, rows_of, rungs
 from runtime.rewards import Pool
-from runtime.synthetic import SCORE, SHAPES, never_ends, random_model, rounds, write_text, write_tokenizer
 from runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent
@@ -67,7 +68,7 @@ class Config:
     ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more a row
     ablate: bool = False                     # train, sft, grpo: everything on, then each left out once
     profile: bool = False                    # train, sft, grpo: what takes the time of a few steps, and a trace for chrome://tracing
-    peers: bool | str = False                # others' ways too: all that are installed, or names with a comma (runtime/peers.py)
+    peers: bool | str = False                # others' ways too: all that are installed, or names with a comma (measure/peers.py)
     steps: int | None = None                 # that count, after WARM_UP which don't; None: train 20, sft 8, grpo 6, with --profile 3
     repeats: int | None = None               # runs of each side or row, in turn; the median counts; None: 3, of the overview 1
     ranks: int | None = None                 # processes of ours; None: datagen and grpo one a thread for a small model on a CPU, else 1
@@ -205,7 +206,7 @@ def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
     path = work.folder / "job.json"
     path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": cfg.device,
                                 "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
-    seconds = json.loads(process(["-m", "runtime.peers"], [path], ranks, peer).splitlines()[-1])["seconds"]
+    seconds = json.loads(process(["-m", "measure.peers"], [path], ranks, peer).splitlines()[-1])["seconds"]
     return units / statistics.median(seconds[WARM_UP:])
 
 

@@ -15,8 +15,9 @@ import bench
 import grpo
 import train
 from conftest import ROOT, environment
+from measure import ceilings, ladder, peers, synthetic
 from model import GPT, GPTConfig
-from runtime import ceilings, hardware, ladder, peers, synthetic
+from runtime import hardware
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 
