@@ -68,6 +68,7 @@ class Config:
     ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more a row
     ablate: bool = False                     # train, sft, grpo: everything on, then each left out once
     profile: bool = False                    # train, sft, grpo: what takes the time of a few steps, and a trace for chrome://tracing
+    memory: bool = False                     # with --profile: what takes and gives back memory too, with its timeline in the trace
     peers: bool | str = False                # others' ways too: all that are installed, or names with a comma (measure/peers.py)
     steps: int | None = None                 # that count, after WARM_UP which don't; None: train 20, sft 8, grpo 6, with --profile 3
     repeats: int | None = None               # runs of each side or row, in turn; the median counts; None: 3, of the overview 1
@@ -597,7 +598,7 @@ def bench_profile(cfg, hw, folder, handed, say):
     if cfg.ranks and cfg.ranks > 1:
         raise BadInput("--profile looks into one process: leave --ranks out.")
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (hw.device.type == "cuda")
-    profiler, apply_step = torch.profiler.profile(activities=activities), optim.apply_step
+    profiler, apply_step = torch.profiler.profile(activities=activities, profile_memory=cfg.memory), optim.apply_step
 
     def counted(*arguments):
         nonlocal done
@@ -629,8 +630,16 @@ def bench_profile(cfg, hw, folder, handed, say):
     say(f"{'':58} {'calls a step':>12} {'ms a step':>10} {'share':>6}")
     for row in table:
         say(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} {row['share']:6.1%}")
+    found = {"what": work.what, "consumers": table, "trace": str(trace), "ms_a_step": whole / 1e3 / work.steps}
+    if cfg.memory:
+        kept = f"self_{'device' if cuda else 'cpu'}_memory_usage"
+        takers = sorted(profiler.key_averages(), key=lambda event: -abs(getattr(event, kept)))[:15]
+        found["memory"] = [{"name": e.key, "mib_a_step": getattr(e, kept) / 2**20 / work.steps} for e in takers]
+        say(f"\n{'memory taken, less what was given back':58} {'MiB a step':>12}")
+        for row in found["memory"]:
+            say(f"{row['name'][:58]:58} {row['mib_a_step']:12,.2f}")
     say(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
-    return {"what": work.what, "consumers": table, "trace": str(trace), "ms_a_step": whole / 1e3 / work.steps}
+    return found
 
 
 # --- all of it at a glance ---
@@ -703,6 +712,8 @@ def check(cfg):
     modes = [mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)]
     if len(modes) > 1:
         raise BadInput(f"--{modes[0]} and --{modes[1]} are two things: give one of them.")
+    if cfg.memory and not cfg.profile:
+        raise BadInput("--memory is a part of --profile: give both.")
     if modes and cfg.stage not in STEPS:
         raise BadInput(f"--{modes[0]} is for --stage=train, sft or grpo: choose one of them.")
     if modes and cfg.peers:

@@ -319,7 +319,7 @@ class Engine:
     def copy(self, source, slots, n):
         """The first n keys and values of a slot to other slots."""
         for cache in (self.k, self.v):
-            cache[:, slots, :, :n] = cache[:, source, None, :, :n]
+            cache[:, slots, :, :n] = cache[:, source, None, :, :n].clone()
 
     def step(self, B, groups):
         """One more token of rows 0 ... B-1. groups: (first row, last row + 1, places of the cache that these rows read). Nothing here

@@ -184,7 +184,7 @@ def test_rungs_of_a_gpu():
 
 
 def test_profile():
-    done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--stage=train", "--profile", "--output=p.json", "--steps=2",
+    done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--stage=train", "--profile", "--memory", "--output=p.json", "--steps=2",
                            "--batch_size=2", "--block_size=16", "--n_layer=1", "--device=cpu", "--dtype=fp32"],
                           env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -193,6 +193,7 @@ def test_profile():
     assert {"aten::mm", "aten::addmm"} & {e.get("name") for e in trace["traceEvents"]} and len({e["ts"] for e in steps}) >= 2
     assert len(figures["consumers"]) == 15 and "p.trace.json" in done.stdout and figures["consumers"][0]["name"] in done.stdout
     assert figures["consumers"] == sorted(figures["consumers"], key=lambda row: -row["ms_a_step"])
+    assert any(row["mib_a_step"] > 0 for row in figures["memory"]) and any(e.get("name") == "[memory]" for e in trace["traceEvents"])
 
 
 def test_grpo_without_a_peer(in_process, monkeypatch, capsys):
@@ -278,7 +279,7 @@ def test_rewards(capsys):
     (["--ladder"], "is for --stage=train, sft or grpo"),
     (["--stage=train", "--ladder", "--ablate"], "give one of them"), (["--stage=train", "--ladder", "--peers"], "leave --peers out"),
     (["--stage=rewards", "--peers"], "has no peers"), (["--stage=train", "--peers=trl"], "choose from nanogpt, trainer"),
-    (["--stage=train", "--output=x.txt"], "should end in .json")])
+    (["--stage=train", "--memory"], "a part of --profile"), (["--stage=train", "--output=x.txt"], "should end in .json")])
 def test_bad_input(argv, sentence):
     with pytest.raises(BadInput, match=sentence):
         bench.main(argv)
