@@ -100,11 +100,11 @@ def test_looking_at_results_every_few_steps_changes_nothing(poll):
     assert run(poll) == once and {reason for _, reason in once.values()} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("n_layer", [1, 3])
-def test_the_cache_s_rows_grow_with_what_is_read_and_nothing_else_changes(n_layer):
-    """Long and short samples in turn, of prompts that wait in the last row for slots: they are moved along. (A single layer's row that is
-    full is one piece of memory, which PyTorch refuses to copy within its own tensor.)"""
-    model = make(n_layer=n_layer)
+@pytest.mark.parametrize("shape", [dict(n_layer=1, n_kv_head=1), dict(n_layer=3)], ids=str)
+def test_the_cache_s_rows_grow_with_what_is_read_and_nothing_else_changes(shape):
+    """Long and short samples in turn, of prompts that wait in the last row for slots: they are moved along. (With one layer and one head a
+    row that is full is one piece of memory, which PyTorch refuses to copy within its own tensor.)"""
+    model = make(**shape)
     engine, widths = Engine(model, slots=3, sampling=Sampling(temperature=0), cuda_graphs=False), []
     lay_out, at = engine.lay_out, engine.room.data_ptr()
     engine.lay_out = lambda T, kept=0: (widths.append((T, kept)), lay_out(T, kept))
