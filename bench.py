@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +49,7 @@ from eval import requests_of
 from measure import peers
 from measure.ceilings import clock, formats, give_back, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
 from measure.ladder import chart, print_rows, rows_of, rungs
-from measure.synthetic import SCORE, SHAPES, never_ends, random_model, rounds, write_text, write_tokenizer
+from measure.synthetic import SHAPES, never_ends, random_model, write_text, write_tokenizer, write_verifier
 from model import GPTConfig, add_lora
 from runtime import checkpoint, config, guard, hardware, optim, plot
 from runtime.config import BadInput
@@ -143,8 +144,8 @@ class Work:
         return self.folder / "run"
 
 
-def several(n, what):
-    return f"{n} {what}{'' if n == 1 else 'es' if what.endswith('s') else 's'}"
+def processes(n):
+    return f"{n} process{'es' * (n != 1)}"
 
 
 def process(start, arguments, ranks=1, name=None, fine=(0,)):
@@ -309,7 +310,7 @@ def bench_datagen(cfg, hw, folder, handed, say):
     shortest, *_, longest = sorted(map(len, prompts))
     what = f"{len(prompts)} questions x {oversample}, prompts of {shortest}-{longest} tokens, at most {new} new ones"
     unit, done = "verified samples/s" if cfg.run else "samples/s", []
-    say(f"{what}, {hw.dtype} on {hw.name}; {several(ranks, 'process')}")
+    say(f"{what}, {hw.dtype} on {hw.name}; {processes(ranks)}")
 
     def ours():
         arguments = [*as_flags(num_questions=asked, temperature=1), *handed.files, *handed.flags, "--overwrite", "--json", *as_flags(
@@ -337,7 +338,7 @@ def bench_datagen(cfg, hw, folder, handed, say):
     limit = rate * f["seconds"] / least
     say(f"{sampled:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
     return {"what": what, "unit": unit, "rates": rates, "limit": limit, "share": rate / limit, "tokens_per_s": f["tokens_per_s"],
-            "also": f"{f['tokens_per_s']:,.0f} new tokens/s, {several(ranks, 'process')}"}
+            "also": f"{f['tokens_per_s']:,.0f} new tokens/s, {processes(ranks)}"}
 
 
 # --- reinforcement learning: whole steps, rollout, reward and update ---
@@ -364,7 +365,7 @@ def grpo_work(cfg, hw, folder, handed):
     rng, c = random.Random(cfg.seed), GPTConfig(**SHAPES[cfg.model])
     texts = ["".join(rng.choices(ascii_lowercase + " 0123456789", k=prompt_tokens)) for _ in range(prompts * (WARM_UP + steps))]
     (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts))
-    (folder / "score.py").write_text(SCORE.replace("ROUNDS", str(rounds(cfg.verifier_ms))))
+    write_verifier(folder / "score.py", cfg.verifier_ms)
     threads = torch.get_num_threads()
     ranks = cfg.ranks or (threads if hw.device.type == "cpu" and small(c) and prompts % threads == 0 else 1)
     arguments = [*as_flags(learning_rate=1e-6, warmup_steps=0), *handed.files, *handed.flags, *steps_alone(cfg, folder, steps), *as_flags(
@@ -383,7 +384,7 @@ def bench_grpo(cfg, hw, folder, handed, say):
     none."""
     work, (prompts, samples, new, prompt_tokens), c, runs = grpo_work(cfg, hw, folder, handed), grpo_case(cfg, handed), \
         GPTConfig(**SHAPES[cfg.model]), []
-    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; {several(work.ranks, 'process')} here"
+    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; {processes(work.ranks)} here"
         + (f", {cfg.peer_ranks} of TRL's" if cfg.peers else ""))
 
     def ours():
@@ -417,17 +418,16 @@ def bench_rewards(cfg, hw, folder, handed, say):
     """Completions a second that worker processes grade, and the caller itself, with a verifier that takes about verifier_ms of an idle
     core, always the same work. Without the start of the workers, which grpo.py has once a run."""
     path = Path(folder) / "slow.py"
-    path.write_text("import hashlib\n\n\ndef reward(question, completion):\n"
-                    f'    hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds(cfg.verifier_ms)})\n    return len(completion) % 2\n')
+    write_verifier(path, cfg.verifier_ms)
     pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
-    what = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {several(cfg.reward_workers, 'process')}"
+    what = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {processes(cfg.reward_workers)}"
     say(what)
     with Pool(str(path), cfg.reward_workers) as workers, Pool(str(path), 1, kind="serial") as serial:
         def rate(pool):
             began = time.perf_counter()
             grades = pool.score(pairs)
             seconds = time.perf_counter() - began
-            assert [grade.score for grade in grades] == [i % 2 for i in range(len(pairs))], "wrong grades"
+            assert [grade.score for grade in grades] == [zlib.crc32(text.encode()) / 2**32 for _, text in pairs], "wrong grades"
             return len(pairs) / seconds
         sides = {"nanoRFT": lambda: rate(workers), "one after the other": lambda: rate(serial)}
         rates = in_turn(sides, cfg.repeats, "completions/s", say, warm_up=1)

@@ -268,7 +268,7 @@ class Engine:
                 raise
         if self.room is None:
             return self.allocate(slots // 2)
-        self.k, self.v = self.room.view(2, *shape)
+        self.lay_out(T)
 
         def numbers(*shape, dtype=torch.long):
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -288,13 +288,16 @@ class Engine:
 
     def lay_out(self, T, kept=0):
         """The cache with T places a row, in the memory that is there for the longest; the first `kept` of each stay. A CPU reads whole rows
-        in bf16 faster than parts of them, so there they grow with what is read: 1.1 times the speed of a small model."""
-        L, rows, K, _, D = self.k.shape
-        wider = self.room[:, :L * rows * K * T * D].view(2, L, rows, K, T, D)
-        for new, old in zip(wider, (self.k, self.v)):
-            for layer in reversed(range(L if kept else 0)):            # a layer comes to lie where those behind it lay
-                new[layer, :, :, :kept] = old[layer, :, :, :kept].clone()
+        in bf16 faster than parts of them, so there they grow with what is read (NOTES.md)."""
+        c = self.c
+        shape = (2, c.n_layer, self.slots + 1, c.n_kv_head, T, c.head_dim)
+        wider = self.room[:, :math.prod(shape[1:])].view(shape)
+        if kept:
+            for new, old in zip(wider, (self.k, self.v)):
+                for layer in reversed(range(c.n_layer)):               # a layer comes to lie where those behind it lay
+                    new[layer, :, :, :kept] = old[layer, :, :, :kept].clone()
         self.k, self.v = wider
+        self.place = torch.arange(self.slots * c.n_kv_head, device=self.device).view(self.slots, -1) * T       # where a key head's row begins
 
     # --- on the device ---
 
@@ -326,8 +329,7 @@ class Engine:
         waits for the device."""
         token, position, noise = self.state[:, :B]
         biases = [self.bias(position[first:last], C) for first, last, C in groups]
-        K, T = self.k.shape[2:4]
-        where = (torch.arange(B * K, device=self.device).view(B, K) * T + position[:, None]).flatten()         # of a key head's row
+        where = (self.place[:B] + position[:, None]).flatten()
         caches = [self.remembered(k, v, groups, where, biases) for k, v in zip(self.k, self.v)]
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):         # of the fused kernels the one that takes a mask
             h = self.model.hidden(token[:, None], position[:, None], caches)[:, 0]
@@ -558,7 +560,7 @@ class Engine:
         self.ids[slots, places] = ids
         for kind in (0, 1):
             self.logprobs[slots, kind, places] = logprobs[:, kind]
-        stops = (ids[..., None] == np.array(self.sampling.stop)).any(-1) & (np.arange(steps) < room[:, None])         # np.isin takes 15 us
+        stops = (ids[..., None] == np.array(self.sampling.stop)).any(-1) & (np.arange(steps) < room[:, None])         # np.isin is slower
         stopped = stops.any(1)
         new = np.where(stopped, stops.argmax(1) + 1, np.minimum(room, steps))
         if self.sampling.stop_strings:

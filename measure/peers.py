@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tasks
+from measure.synthetic import GPT2
 from runtime import distributed, examples, hardware
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
@@ -48,6 +49,14 @@ def chosen(stage, asked):
     return [name for name in names if not missing[name]]
 
 
+def quiet():
+    """transformers, without its reports."""
+    import transformers
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
 # --- sampling, in bench.py's own process ---
 
 class Generate:
@@ -55,10 +64,7 @@ class Generate:
     name = "generate"
 
     def __init__(self, folder, hw):
-        import transformers
-        transformers.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=hw.torch_dtype).to(hw.device).eval()
+        self.model = quiet().AutoModelForCausalLM.from_pretrained(folder, dtype=hw.torch_dtype).to(hw.device).eval()
         self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
         self.device = hw.device
 
@@ -141,9 +147,7 @@ class PlainGPT(nn.Module):
 
 def is_gpt2(c):
     """Whether PlainGPT is the architecture of GPTConfig's fields."""
-    told = {"norm": "layernorm", "position": "learned", "qk_norm": False, "mlp": "gelu_tanh", "qkv_bias": True, "o_bias": True,
-            "mlp_bias": True, "tied_head": True}
-    return all(c.get(name) == value for name, value in told.items()) and c.get("n_kv_head") in (None, c["n_head"])
+    return all(c.get(name) == value for name, value in GPT2.items()) and c.get("n_kv_head") in (None, c["n_head"])
 
 
 def windows(job):
@@ -189,13 +193,6 @@ def clock_of(transformers, hw):
             times.append(time.perf_counter())
         on_step_end = on_step_begin
     return Clock(), lambda: [end - begin for begin, end in zip(times[::2], times[1::2])]
-
-
-def quiet():
-    import transformers
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
 
 
 def trainer_options(job, hw):

@@ -90,6 +90,11 @@ def reward(question, completion):
 '''
 
 
+def write_verifier(path, milliseconds):
+    """SCORE as a task's file; it takes about so long on an idle core."""
+    Path(path).write_text(SCORE.replace("ROUNDS", str(rounds(milliseconds))))
+
+
 def rounds(milliseconds):
     """Of a hash that take about so long on an idle core, always the same work."""
     def seconds():
