@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, IGNORE, GPTConfig, HeadAndLoss, attend, rotate
+from model import GPT, IGNORE, GPTConfig, HeadAndLoss, SquaredReLU, attend, rms_norm, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
             tied_head=True)
@@ -150,6 +150,28 @@ def test_written_out_attention_equals_the_fused_one(K):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 10, 8), torch.randn(2, K, 10, 8), torch.randn(2, K, 10, 8)
     torch.testing.assert_close(attend(q, k, v, "math"), attend(q, k, v, "sdpa"))
+
+
+@pytest.mark.parametrize("heads", [(), (3,)], ids=["channels", "heads"])
+@pytest.mark.parametrize("dtype, within", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_norm_on_a_cpu_equals_pytorch_s(heads, dtype, within):
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, *heads, 32, dtype=torch.float64, requires_grad=True)
+    gain = (1 + 0.3 * torch.randn(*heads, 32, dtype=torch.float64)).requires_grad_()
+    x2, gain2 = x.detach().to(dtype).requires_grad_(), gain.detach().to(dtype).requires_grad_()
+    dy = torch.randn_like(x)
+    y = F.rms_norm(x, (32,), eps=1e-2) * gain
+    y2 = rms_norm(x2, gain2, 1e-2)
+    y.backward(dy)
+    y2.backward(dy.to(dtype))
+    for mine, exact in ((y2, y), (x2.grad, x.grad), (gain2.grad, gain.grad)):
+        assert mine.dtype == dtype and (mine - exact).norm() < within * exact.norm()
+
+
+def test_squared_relu_equals_what_it_says():
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert SquaredReLU.apply(x).equal(F.relu(x).square())
+    assert torch.autograd.gradcheck(SquaredReLU.apply, x)
 
 
 def test_rotation_depends_on_distance_alone():

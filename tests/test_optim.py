@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -38,6 +39,28 @@ def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_the_rest():
     assert len(by_muon) + sum(len(g["params"]) for g in adamw.param_groups) == len(names)
     (only,) = optim.build(model, "adamw")
     assert sum(len(g["params"]) for g in only.param_groups) == len(names)
+
+
+@pytest.mark.parametrize("at_a_time", [2**25, 32 * 96])
+def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
+    monkeypatch.setattr(optim, "AT_A_TIME", at_a_time)
+    shapes = [(32, 96), (96, 32), (32, 96), (32, 32), (32, 96)]
+    mine, theirs = ([torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)]
+                    for _ in range(2))
+    ours = optim.Muon(mine, lr=0.02, weight_decay=0.1, momentum=0.9)
+    other = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for i, (p, q) in enumerate(zip(mine, theirs)):
+            p.grad = q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+        if step == 1:
+            mine[3].grad = theirs[3].grad = None
+        if step == 2:                         # a state of theirs is one of ours
+            ours.load_state_dict(copy.deepcopy(other.state_dict()) | {"param_groups": ours.state_dict()["param_groups"]})
+        before = [q.detach().clone() for q in theirs]
+        ours.step()
+        other.step()
+        for p, q, old in zip(mine, theirs, before):
+            assert (p - q).norm() <= 0.01 * (q - old).norm()             # of the step: bf16 rounds it
 
 
 def stepped(gradients, clip=0.0, scale=None):
