@@ -1,6 +1,5 @@
-"""From the plainest way of training to the fastest, one optimisation at a time: their knobs, and what they buy in tables and charts."""
+"""From the plainest way of training to the fastest, one optimisation at a time: their knobs, and what they buy in tables."""
 import platform
-import statistics
 from typing import NamedTuple
 
 
@@ -72,27 +71,3 @@ def print_rows(table, unit, ladder, losses, say):
         + "Speeds are medians of steps, then of runs; ratios of runs of one turn.\n"
         + ("Loss: of the last step; off fp32: from that of the first row in fp32, ! above 5%." if losses else
            "No column compares losses, which are zero by construction, or gradients: in another precision other tokens are sampled."))
-
-
-def chart(path, title, rates, unit):
-    """Bars of medians, from least to most a line each; one sentence without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("The chart is left out, because matplotlib is not installed: pip install matplotlib, to have it.")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(rates)), layout="constrained")
-    names, middle = list(rates)[::-1], [statistics.median(values) for values in rates.values()][::-1]
-    around = [[m - min(rates[n]) for n, m in zip(names, middle)], [max(rates[n]) - m for n, m in zip(names, middle)]]
-    axis.barh(names, middle, xerr=around, color="C0", ecolor="0.3", capsize=3)
-    for y, (name, m) in enumerate(zip(names, middle)):
-        axis.annotate(f"  {m:,.1f}" if m < 1000 else f"  {m:,.0f}", (max(rates[name]), y), va="center", fontsize=9)
-    axis.margins(x=0.12)
-    axis.set_xlabel(f"{unit}; median, least and most of the runs")
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return str(path)

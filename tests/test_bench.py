@@ -15,7 +15,7 @@ import bench
 import grpo
 import train
 from conftest import ROOT, environment
-from measure import ceilings, ladder, peers, synthetic
+from measure import ceilings, ladder, peers, runs, synthetic
 from model import GPT, GPTConfig
 from runtime import hardware
 from runtime.config import BadInput
@@ -41,7 +41,7 @@ def tiny(monkeypatch, tmp_path):
 @pytest.fixture
 def in_process(monkeypatch):
     """The scripts' main is called instead of a process for each: the same records in a twentieth of the time."""
-    real, handlers = bench.process, [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    real, handlers = runs.process, [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
 
     def call(start, arguments, ranks=1, name=None, fine=(0,)):
         if ranks > 1 or start[0] == "-m" and name != "nanogpt":
@@ -52,7 +52,8 @@ def in_process(monkeypatch):
                 return said.getvalue()
             assert importlib.import_module(Path(start[0]).stem).main(list(map(str, arguments))) in fine
         return said.getvalue()
-    monkeypatch.setattr(bench, "process", call)
+    for module in (runs, bench):                         # that call it
+        monkeypatch.setattr(module, "process", call)
     yield
     for number, handler in handlers:
         signal.signal(number, handler)
