@@ -23,18 +23,13 @@ import gc
 import importlib
 import io
 import json
-import os
-import random
 import re
 import shlex
 import statistics
 import sys
 import tempfile
-import time
-import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,15 +40,15 @@ import tasks
 from engine import Engine, Packed, Request, Sampling, draw, uniform
 from eval import requests_of
 from measure import peers
-from measure.ceilings import clock, formats, give_back, machine, matmul_peak, on_meta, peak, read_bandwidth, sampling_limit
+from measure.ceilings import clock, formats, give_back, machine, matmul_peak, read_bandwidth, sampling_limit
 from measure.ladder import print_rows, rows_of, rungs
-from measure.runs import ROOT, WARM_UP, Work, a_peer, a_run, as_flags, chart, in_turn, process, processes, raw, small, steps_alone
-from measure.synthetic import SHAPES, never_ends, random_model, write_text, write_tokenizer, write_verifier
-from model import GPTConfig, add_lora
-from runtime import checkpoint, config, guard, hardware, optim
+from measure.reinforcement import bench_grpo, bench_rewards, grpo_case, grpo_work
+from measure.runs import ROOT, WARM_UP, a_run, as_flags, chart, in_turn, process, processes, raw, small
+from measure.synthetic import SHAPES, never_ends, random_model, write_tokenizer
+from measure.training import bench_training, sft_work, train_work
+from model import GPTConfig
+from runtime import config, guard, hardware, optim
 from runtime.config import BadInput
-from runtime.rewards import Pool
-from runtime.tokenizer import Tokenizer
 
 SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 
@@ -87,8 +82,6 @@ class Config:
     json: bool = False                       # all figures as the last line too
 
 
-GRPO = {"llama-50m": ("4x8", 50, 32), "gpt2": ("64x8", 50, 94)}          # work, prompt_tokens, max_new_tokens: what takes TRL some seconds
-GRPO_ELSE = ("8x8", 50, 64)                                              # a step on two cores; of other shapes
 STEPS = {"train": 20, "sft": 8, "grpo": 6}
 TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")          # knobs of bench.py even where a script has them too
 FOLDER = "bench_results"
@@ -117,85 +110,6 @@ def hand_over(stage, arguments):
             raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it out"
                            f"{', and say with --steps= how many' if knob in ('max_steps', 'num_epochs') else ''}.")
     return Handed(files, flags, cfg, frozenset(flagged.union(*(config.read_file(file) for file in files))))
-
-
-# --- training on text, and fine-tuning ---
-
-def train_work(cfg, hw, folder, handed):
-    """train.py from scratch, on ids that are made up, unless a --dataset= is handed over."""
-    folder, steps, script, knobs = Path(folder), cfg.steps or STEPS["train"], handed.config, {}
-    shape = None if handed.files and cfg.model == "auto" else SHAPES[model_of(cfg, hw)]
-    if shape is not None:
-        c = GPTConfig(**shape)
-        follows = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()          # from knobs that may be handed over
-        knobs = {f.name: getattr(c, f.name) for f in fields(script) if hasattr(c, f.name) and f.name not in follows | {"dropout"}}
-        knobs["bias"] = c.qkv_bias
-    if cfg.ladder or cfg.ablate or cfg.peers:
-        knobs |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}          # as the guides have it, and the peers
-    made = []
-    if "dataset" not in {flag[2:].partition("=")[0] for flag in handed.flags}:
-        named = script.tokenizer or "bytes"
-        n_vocab = 50257 if named == "gpt2" else Tokenizer(named).n_vocab if "tokenizer" in handed.given or shape is None else c.vocab_size
-        if n_vocab != 257 and (named == "gpt2" or "tokenizer" not in handed.given):
-            write_tokenizer(folder, n_vocab)                             # GPT-2's own would have to be downloaded
-            made = as_flags(tokenizer=folder)
-        made += as_flags(dataset=write_text(folder / "text", n_vocab, cfg.seed), data_dir=folder / "tokens")
-    defaults = as_flags(**{k: v for k, v in knobs.items() if k not in handed.given})
-    T, sequences = knobs.get("block_size", script.block_size) if "block_size" not in handed.given else script.block_size, script.sequences
-    arguments = [*defaults, *handed.files, *handed.flags, *made, *steps_alone(cfg, folder, steps),
-                 *as_flags(init_from="scratch", num_epochs=None, patience=0, eval_interval=10**9, eval_tokens=T, dtype=hw.dtype)]
-    what = f"{sequences} sequences of {T} tokens a step"
-    return Work("train.py", arguments, folder, what, "tokens/s", steps, cfg.ranks or 1, sequences, script)
-
-
-def sft_work(cfg, hw, folder, handed):
-    """train.py on examples of unit conversion, as many as the steps need once, from random weights that are exported to the folder."""
-    folder, steps = Path(folder), cfg.steps or STEPS["sft"]
-    recipe = [] if handed.files else [str(ROOT / "config/rft.py")]
-    script = config.load(type(handed.config), recipe + handed.files + handed.flags)
-    task, path = tasks.load("unit_conversion"), folder / "rft.json"
-    questions = task.questions("train", n=script.sequences * (WARM_UP + steps))
-    path.write_text(json.dumps([[q["question"], q["answer"], task.solution(q)] for q in questions]))
-    rate = as_flags(learning_rate=1e-3, warmup_steps=2) if cfg.ladder or cfg.ablate else as_flags(learning_rate=1e-4)
-    arguments = [*recipe, *rate, *handed.files, *handed.flags, *steps_alone(cfg, folder, steps), *as_flags(
-        init_from=folder, tokenizer="bytes", dataset=path, num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)]
-    return Work("train.py", arguments, folder, f"{script.sequences} examples of unit conversion a step", "tokens/s", steps, cfg.ranks or 1,
-                script.sequences, script)
-
-
-def bench_training(cfg, hw, folder, handed, say):
-    """Tokens a second (of examples without padding) within steps, the fetching of batches included: of theirs without. Peers of train have
-    the same shape and text; of sft the same weights, rows and labels. Both sides AdamW."""
-    work, runs = prepare(cfg, hw, folder, handed), []
-    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}")
-
-    def ours():
-        runs.append(a_run(work))
-        return runs[-1]["rate"]
-
-    def theirs(peer):
-        settings, c = runs[-1]["settings"], checkpoint.read_model(work.out)["architecture"]
-        if peer == "nanogpt" and not peers.is_gpt2(c):
-            raise BadInput("--peers=nanogpt is GPT-2's architecture alone: give --model=gpt2 or gpt2-1m, and no knob that changes it.")
-        model = folder
-        if cfg.stage == "train" and peer == "trainer" and not (model := Path(folder) / "peer").exists():
-            hf.export(random_model(GPTConfig(**c), hardware.setup("cpu", compile=False)), model)
-        data = Path(folder) / ("text" if cfg.stage == "train" else "rft.json")
-        return a_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=c, model=str(model), data=str(data),
-                      lora_rank=settings["lora_rank"], block_size=settings["block_size"], batch_size=settings["batch_size"],
-                      accumulation=settings["gradient_accumulation_steps"])
-    rates = in_turn({"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in cfg.peers}, cfg.repeats, work.unit, say)
-    about, rate = checkpoint.read_model(work.out), statistics.median(rates["nanoRFT"])
-    model = on_meta(GPTConfig(**about["architecture"]))
-    if about["lora"]:
-        add_lora(model, **about["lora"])
-    flops = model.flops_per_token(runs[0]["units"] / work.sequences)     # at the length that sequences have on average
-    step = statistics.median(run["step_s"] for run in runs)
-    limit, mfu = matmul_peak(hw) / flops, rate * flops / peak(hw)
-    say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at a large product's speed {limit:,.0f} tokens/s")
-    return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "mfu": mfu, "step_s": step,
-            "flops_per_token": flops, "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
-            "settings": runs[0]["settings"], "repeats": raw(runs), "also": f"MFU {mfu:.1%}, a step {1e3 * step:,.0f} ms"}
 
 
 # --- rejection sampling ---
@@ -240,96 +154,6 @@ def bench_datagen(cfg, hw, folder, handed, say):
     say(f"{sampled:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
     return {"what": what, "unit": unit, "rates": rates, "limit": limit, "share": rate / limit, "tokens_per_s": f["tokens_per_s"],
             "also": f"{f['tokens_per_s']:,.0f} new tokens/s, {processes(ranks)}"}
-
-
-# --- reinforcement learning: whole steps, rollout, reward and update ---
-
-def grpo_case(cfg, handed):
-    """(prompts, samples of each, new tokens, tokens of a prompt): of bench.py's knobs, config files and flags, defaults, in that order."""
-    work, prompt_tokens, new = GRPO.get(cfg.model, GRPO_ELSE)
-    prompts, samples = map(int, (cfg.work or work).split("x"))
-    script = {k: getattr(handed.config, k) for k in handed.given}
-    if not cfg.work:
-        prompts, samples = script.get("prompts_per_step", prompts), script.get("k_samples", samples)
-    return prompts, samples, cfg.max_new_tokens or script.get("max_new_tokens", new), cfg.prompt_tokens or prompt_tokens
-
-
-def grpo_work(cfg, hw, folder, handed):
-    """grpo.py on prompts of one length and with a verifier that grades by a hash; samples never end before max_new_tokens."""
-    folder, steps = Path(folder), cfg.steps or STEPS["grpo"]
-    prompts, samples, new, prompt_tokens = grpo_case(cfg, handed)
-    rng, c = random.Random(cfg.seed), GPTConfig(**SHAPES[cfg.model])
-    texts = ["".join(rng.choices(ascii_lowercase + " 0123456789", k=prompt_tokens)) for _ in range(prompts * (WARM_UP + steps))]
-    (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts))
-    write_verifier(folder / "score.py", cfg.verifier_ms)
-    threads = torch.get_num_threads()
-    ranks = cfg.ranks or (threads if hw.device.type == "cpu" and small(c) and prompts % threads == 0 else 1)
-    arguments = [*as_flags(learning_rate=1e-6, warmup_steps=0), *handed.files, *handed.flags, *steps_alone(cfg, folder, steps), *as_flags(
-        init_from=folder, task=folder / "score.py", dataset=folder / "questions.jsonl", num_questions=None, tokenizer=None, few_shot=None,
-        prompts_per_step=prompts, k_samples=samples, max_new_tokens=new, eval_interval=0, dtype=hw.dtype)]
-    what = (f"{prompts} prompts of {prompt_tokens} tokens x {samples} samples of {new}"
-            + (f", a verifier of {cfg.verifier_ms:g} ms" if cfg.verifier_ms else ""))
-    return Work("grpo.py", arguments, folder, what, "completions/s", steps, ranks, prompts * samples, handed.config)
-
-
-def bench_grpo(cfg, hw, folder, handed, say):
-    """Completions a second of whole steps (rollout, reward, update), by the seconds that grpo.py logs, and of TRL's GRPOTrainer from the
-    start of its steps to their end: neither with the start of the process, TRL's without fetching questions and logging. Same weights,
-    prompts, reward, group size, learning rate and loss (dapo's, clipped alike, no KL, advantages not scaled), one AdamW step a rollout;
-    that samples don't end early is checked on both sides. grpo.py leaves samples without any advantage out of its update: here there are
-    none."""
-    work, (prompts, samples, new, prompt_tokens), c, runs = grpo_work(cfg, hw, folder, handed), grpo_case(cfg, handed), \
-        GPTConfig(**SHAPES[cfg.model]), []
-    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; {processes(work.ranks)} here"
-        + (f", {cfg.peer_ranks} of TRL's" if cfg.peers else ""))
-
-    def ours():
-        runs.append(a_run(work))
-        same = {(s["completion_tokens"], s["completion_tokens_max"], s["zero_variance"]) for s in runs[-1]["steps"]}
-        if same != {(new, new, 0)}:
-            raise guard.Failure(f"grpo.py did other work than was asked for, completions of {same} tokens: leave out knobs that change it.")
-        return runs[-1]["rate"]
-
-    def theirs(peer):
-        return a_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"), model=str(folder),
-                      max_new_tokens=new, task=f"{folder}/score.py", data=f"{folder}/questions.jsonl", prompts=prompts, samples=samples)
-    called = {"trl_fp32": "TRL's GRPOTrainer, fp32", "trl_bf16": "TRL's GRPOTrainer, bf16"}
-    sides = {"nanoRFT": ours} | {called[name]: functools.partial(theirs, name) for name in cfg.peers}
-    rates = in_turn(sides, cfg.repeats, work.unit, say)
-    update = (prompts * prompt_tokens + work.sequences * new) * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw)
-    least = sampling_limit(c, hw, prompts, prompt_tokens, samples, new)[0] + update
-    rate, limit, step = statistics.median(rates["nanoRFT"]), work.sequences / least, statistics.median(run["step_s"] for run in runs)
-    say(f"{rate / limit:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {1e3 * step:,.0f} ms sampling takes at least "
-        f"{1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
-    counted = [logged for run in runs for logged in run["steps"][WARM_UP:]]
-    parts = {k: statistics.median(logged[k] for logged in counted) for k in ("rollout_s", "reward_s", "update_s", "sync_s")}
-    return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "step_s": step, "parts": parts,
-            "settings": runs[0]["settings"], "repeats": raw(runs),
-            "also": f"a step {1e3 * step:,.0f} ms, of which rollout {1e3 * parts['rollout_s']:,.0f}, update {1e3 * parts['update_s']:,.0f}"}
-
-
-# --- verifiers ---
-
-def bench_rewards(cfg, hw, folder, handed, say):
-    """Completions a second that worker processes grade, and the caller itself, with a verifier that takes about verifier_ms of an idle
-    core, always the same work. Without the start of the workers, which grpo.py has once a run."""
-    path = Path(folder) / "slow.py"
-    write_verifier(path, cfg.verifier_ms)
-    pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
-    what = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {processes(cfg.reward_workers)}"
-    say(what)
-    with Pool(str(path), cfg.reward_workers) as workers, Pool(str(path), 1, kind="serial") as serial:
-        def rate(pool):
-            began = time.perf_counter()
-            grades = pool.score(pairs)
-            seconds = time.perf_counter() - began
-            assert [grade.score for grade in grades] == [zlib.crc32(text.encode()) / 2**32 for _, text in pairs], "wrong grades"
-            return len(pairs) / seconds
-        sides = {"nanoRFT": lambda: rate(workers), "one after the other": lambda: rate(serial)}
-        rates = in_turn(sides, cfg.repeats, "completions/s", say, warm_up=1)
-    limit = min(cfg.reward_workers, os.cpu_count()) / max(1e-9, cfg.verifier_ms / 1000)
-    share = statistics.median(rates["nanoRFT"]) / limit
-    return {"what": what, "unit": "completions/s", "rates": rates, "limit": limit, "share": share, "also": what}
 
 
 # --- sampling ---
@@ -592,14 +416,13 @@ def model_of(cfg, hw):
 
 def with_defaults(cfg):
     """Config with the values that depend on the stage."""
-    work, prompt_tokens, new = ("2x10,8x8,32x1", 120, 60)
-    grpo = cfg.stage == "grpo"
+    steps = 3 if cfg.profile else STEPS.get(cfg.stage)
     slow = None if cfg.stage == "overview" else 5.0 if cfg.stage == "rewards" or cfg.ladder or cfg.ablate else 0.0
-    cfg = replace(cfg, repeats=cfg.repeats or (1 if cfg.stage == "overview" else 3), steps=cfg.steps or (3 if cfg.profile else None),
+    cfg = replace(cfg, repeats=cfg.repeats or (1 if cfg.stage == "overview" else 3), steps=cfg.steps or steps,
                   verifier_ms=slow if cfg.verifier_ms is None else cfg.verifier_ms)
-    if grpo or cfg.stage == "overview":                  # a config file may say more: see grpo_case
+    if cfg.stage in ("grpo", "overview"):                # a config file may say more: see grpo_case
         return cfg
-    return replace(cfg, work=cfg.work or work, prompt_tokens=cfg.prompt_tokens or prompt_tokens, max_new_tokens=cfg.max_new_tokens or new)
+    return replace(cfg, work=cfg.work or "2x10,8x8,32x1", prompt_tokens=cfg.prompt_tokens or 120, max_new_tokens=cfg.max_new_tokens or 60)
 
 
 def check(cfg):

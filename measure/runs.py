@@ -39,9 +39,9 @@ class Work:
         return self.folder / "run"
 
 
-def steps_alone(cfg, folder, steps):
+def steps_alone(cfg, folder):
     """Flags of a run that does nothing but steps, and logs each."""
-    return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + steps, log_interval=1, save_interval=10**9,
+    return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + cfg.steps, log_interval=1, save_interval=10**9,
                     save_only_model=True, seed=cfg.seed, device=cfg.device)
 
 
