@@ -15,7 +15,7 @@ import bench
 import grpo
 import train
 from conftest import ROOT, environment
-from measure import ceilings, ladder, peers, runs, synthetic
+from measure import ceilings, ladder, peers, runs, sampling, synthetic
 from model import GPT, GPTConfig
 from runtime import hardware
 from runtime.config import BadInput
@@ -52,7 +52,7 @@ def in_process(monkeypatch):
                 return said.getvalue()
             assert importlib.import_module(Path(start[0]).stem).main(list(map(str, arguments))) in fine
         return said.getvalue()
-    for module in (runs, bench):                         # that call it
+    for module in (runs, sampling):                      # that call it
         monkeypatch.setattr(module, "process", call)
     yield
     for number, handler in handlers:
