@@ -17,10 +17,8 @@ Of train.py, datagen.py and grpo.py the real scripts run, as processes, and what
 Whatever is compared has the same weights or shapes, data and precision and is taken in turn. Each call leaves all its figures, with what
 they were measured on, in bench_results/ as JSON and as a chart. Knobs, as --key=value:
 """
-import contextlib
 import functools
 import importlib
-import io
 import json
 import re
 import shlex
@@ -32,22 +30,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 import hf
 from measure import peers
 from measure.ceilings import formats, give_back, machine, matmul_peak, read_bandwidth
-from measure.ladder import print_rows, rows_of, rungs
+from measure.ladder import bench_rungs
+from measure.profiling import bench_profile
 from measure.reinforcement import bench_grpo, bench_rewards, grpo_case, grpo_work
-from measure.runs import WARM_UP, a_run, chart, raw
+from measure.runs import chart
 from measure.sampling import bench_datagen, bench_generate
 from measure.synthetic import SHAPES, never_ends, random_model, write_tokenizer
 from measure.training import bench_training, sft_work, train_work
 from model import GPTConfig
-from runtime import config, guard, hardware, optim
+from runtime import config, guard, hardware
 from runtime.config import BadInput
-
-SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 
 
 @dataclass
@@ -79,6 +75,7 @@ class Config:
     json: bool = False                       # all figures as the last line too
 
 
+SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 STEPS = {"train": 20, "sft": 8, "grpo": 6}
 TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")          # knobs of bench.py even where a script has them too
 FOLDER = "bench_results"
@@ -107,105 +104,6 @@ def hand_over(stage, arguments):
             raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it out"
                            f"{', and say with --steps= how many' if knob in ('max_steps', 'num_epochs') else ''}.")
     return Handed(files, flags, cfg, frozenset(flagged.union(*(config.read_file(file) for file in files))))
-
-
-# --- one optimisation at a time ---
-
-def bench_rungs(cfg, hw, folder, handed, say):
-    """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A row whose run turns out to
-    have had the settings of the row that it is compared with (torch.compile failed, say) is left out."""
-    work = prepare(cfg, hw, folder, handed)
-    given = {k: getattr(work.config, k) for k in handed.given - {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}}
-    given = {k: value for k, value in given.items() if value is not None}
-    rows, runs, failed = rows_of(rungs(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder), {}, {}
-    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {len(rows)} rows x {cfg.repeats} in turn, on {hw.name}")
-    for name, knobs in tqdm([row for _ in range(cfg.repeats) for row in rows], "runs", leave=False, disable=None):
-        try:
-            if name not in failed:
-                runs.setdefault(name, []).append(a_run(work, knobs))
-        except (BadInput, guard.Failure) as e:
-            if name == rows[0][0]:
-                raise
-            failed[name] = str(e)
-    table = []
-    for name, knobs in rows:
-        if name in failed:
-            say(f"{name}: left out, it failed: {failed[name]}")
-            continue
-        mine, settings = runs[name], runs[name][0]["settings"]
-        before = (table[-1] if cfg.ladder else table[0]) if table else None
-        if before and settings == before["settings"]:
-            say(f"{name}: left out, it had no effect here.")
-            continue
-
-        def times(other):
-            """As fast as another row, run by run."""
-            return statistics.median(a["rate"] / b["rate"] for a, b in zip(mine, runs[other])) if other else None
-        speed = times(before and before["name"])
-        table.append({
-            "name": name, "knobs": knobs, "settings": settings, "step_s": statistics.median(r["step_s"] for r in mine),
-            "rate": statistics.median(r["rate"] for r in mine), "rates": [r["rate"] for r in mine],
-            "gain": speed if cfg.ladder or speed is None else 1 / speed, "in_all": times(rows[0][0]) if before and cfg.ladder else None,
-            "peak_memory_gb": statistics.median(r["peak_memory_gb"] for r in mine), "loss": statistics.median(r["loss"] for r in mine),
-            "repeats": raw(mine)})
-    exact = next((row["loss"] for row in table if row["settings"]["dtype"] == "fp32"), None)
-    for row in table:
-        row["off_fp32"] = None if exact is None or cfg.stage == "grpo" else row["loss"] / exact - 1
-    print_rows(table, work.unit, cfg.ladder, cfg.stage != "grpo", say)
-    return {"what": work.what, "unit": work.unit, "rows": table, "failed": failed, "rates": {row["name"]: row["rates"] for row in table}}
-
-
-# --- where the time goes ---
-
-def bench_profile(cfg, hw, folder, handed, say):
-    """The script runs in this process, its main called with the arguments that a process would get; what every optimizer step ends with,
-    optim.apply_step, is wrapped to start torch.profiler after WARM_UP steps and to stop it `steps` later. The script has no part in it."""
-    work, done = prepare(cfg, hw, folder, handed), 0
-    if cfg.ranks and cfg.ranks > 1:
-        raise BadInput("--profile looks into one process: leave --ranks out.")
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (hw.device.type == "cuda")
-    profiler, apply_step = torch.profiler.profile(activities=activities, profile_memory=cfg.memory), optim.apply_step
-
-    def counted(*arguments):
-        nonlocal done
-        result, done = apply_step(*arguments), done + 1
-        if done == WARM_UP:
-            profiler.start()
-        if done == WARM_UP + work.steps:
-            profiler.stop()
-        return result
-    optim.apply_step = counted
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            code = importlib.import_module(work.script.removesuffix(".py")).main(list(map(str, work.arguments)))
-    finally:
-        optim.apply_step = apply_step
-    if code or done < WARM_UP + work.steps:
-        raise guard.Failure(f"{work.script} made {done} optimizer steps instead of {WARM_UP + work.steps}, so there is no profile.")
-    profiler.export_chrome_trace(str(trace := cfg.output.with_suffix(".trace.json")))
-    cuda = hw.device.type == "cuda"
-    side = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = [event for event in profiler.key_averages()         # on a GPU kernels, of which operations would count the time again
-              if not cuda or event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)]
-    events.sort(key=lambda event: -getattr(event, side))
-    whole = sum(getattr(event, side) for event in events)
-    table = [{"name": e.key, "calls": e.count, "ms_a_step": getattr(e, side) / 1e3 / work.steps, "share": getattr(e, side) / max(1, whole)}
-             for e in events[:15]]
-    say(f"\n{work.what}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: {whole / 1e3 / work.steps:,.1f} ms a step in "
-        f"{'kernels' if cuda else 'operations, without what they call'}")
-    say(f"{'':58} {'calls a step':>12} {'ms a step':>10} {'share':>6}")
-    for row in table:
-        say(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} {row['share']:6.1%}")
-    found = {"what": work.what, "consumers": table, "trace": str(trace), "ms_a_step": whole / 1e3 / work.steps}
-    if cfg.memory:
-        kept = f"self_{'device' if cuda else 'cpu'}_memory_usage"
-        takers = sorted(profiler.key_averages(), key=lambda event: -abs(getattr(event, kept)))[:15]
-        found["memory"] = [{"name": e.key, "mib_a_step": getattr(e, kept) / 2**20 / work.steps} for e in takers]
-        say(f"\n{'memory taken, less what was given back':58} {'MiB a step':>12}")
-        for row in found["memory"]:
-            say(f"{row['name'][:58]:58} {row['mib_a_step']:12,.2f}")
-    say(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
-    return found
 
 
 # --- all of it at a glance ---
@@ -241,13 +139,10 @@ def bench_overview(cfg, hw, folder, handed, say):
 
 STAGES = {"overview": bench_overview, "train": bench_training, "sft": bench_training, "generate": bench_generate, "datagen": bench_datagen,
           "grpo": bench_grpo, "rewards": bench_rewards}
+WORK = {"train": train_work, "sft": sft_work, "grpo": grpo_work}         # of a stage that --ladder, --ablate and --profile look into
 
 
 # --- the call ---
-
-def prepare(cfg, hw, folder, handed):
-    return {"train": train_work, "sft": sft_work, "grpo": grpo_work}[cfg.stage](cfg, hw, folder, handed)
-
 
 def model_of(cfg, hw):
     """The name of a shape."""
@@ -342,8 +237,12 @@ def main(argv):
     print(f"{cfg.stage}{f', {mode}' if mode else ''}: {f'{what}; ' if what else ''}{facts['hardware']}, torch {facts['torch']}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         put_weights(cfg, hw, folder, print)
-        function = bench_profile if mode == "profile" else bench_rungs if mode else STAGES[cfg.stage]
-        figures = function(cfg, hw, folder, handed, functools.partial(print, flush=True))
+        say = functools.partial(print, flush=True)
+        if mode:
+            look = bench_profile if mode == "profile" else bench_rungs
+            figures = look(cfg, hw, WORK[cfg.stage](cfg, hw, folder, handed), handed, say)
+        else:
+            figures = STAGES[cfg.stage](cfg, hw, folder, handed, say)
     record = {"stage": cfg.stage, "mode": mode, "model": what, "command": shlex.join(["python", "bench.py", *argv]), "device": hw.name,
               "dtype": hw.dtype} | facts | figures
     if "rates" in figures:
