@@ -1,7 +1,13 @@
-"""From the plainest way of training to the fastest, one optimisation at a time: their knobs, and what they buy in tables and charts."""
+"""From the plainest way of training to the fastest, one optimisation at a time: their knobs, runs in turn, what each buys."""
 import platform
 import statistics
 from typing import NamedTuple
+
+from tqdm import tqdm
+
+from measure.runs import WARM_UP, a_run, raw
+from runtime import guard
+from runtime.config import BadInput
 
 
 class Rung(NamedTuple):
@@ -74,25 +80,44 @@ def print_rows(table, unit, ladder, losses, say):
            "No column compares losses, which are zero by construction, or gradients: in another precision other tokens are sampled."))
 
 
-def chart(path, title, rates, unit):
-    """Bars of medians, from least to most a line each; one sentence without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("The chart is left out, because matplotlib is not installed: pip install matplotlib, to have it.")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(rates)), layout="constrained")
-    names, middle = list(rates)[::-1], [statistics.median(values) for values in rates.values()][::-1]
-    around = [[m - min(rates[n]) for n, m in zip(names, middle)], [max(rates[n]) - m for n, m in zip(names, middle)]]
-    axis.barh(names, middle, xerr=around, color="C0", ecolor="0.3", capsize=3)
-    for y, (name, m) in enumerate(zip(names, middle)):
-        axis.annotate(f"  {m:,.1f}" if m < 1000 else f"  {m:,.0f}", (max(rates[name]), y), va="center", fontsize=9)
-    axis.margins(x=0.12)
-    axis.set_xlabel(f"{unit}; median, least and most of the runs")
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return str(path)
+def bench_rungs(cfg, hw, work, handed, say):
+    """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A row whose run turns out to
+    have had the settings of the row that it is compared with (torch.compile failed, say) is left out."""
+    given = {k: getattr(work.config, k) for k in handed.given - {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}}
+    given = {k: value for k, value in given.items() if value is not None}
+    rows, runs, failed = rows_of(rungs(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder), {}, {}
+    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {len(rows)} rows x {cfg.repeats} in turn, on {hw.name}")
+    for name, knobs in tqdm([row for _ in range(cfg.repeats) for row in rows], "runs", leave=False, disable=None):
+        try:
+            if name not in failed:
+                runs.setdefault(name, []).append(a_run(work, knobs))
+        except (BadInput, guard.Failure) as e:
+            if name == rows[0][0]:
+                raise
+            failed[name] = str(e)
+    table = []
+    for name, knobs in rows:
+        if name in failed:
+            say(f"{name}: left out, it failed: {failed[name]}")
+            continue
+        mine, settings = runs[name], runs[name][0]["settings"]
+        before = (table[-1] if cfg.ladder else table[0]) if table else None
+        if before and settings == before["settings"]:
+            say(f"{name}: left out, it had no effect here.")
+            continue
+
+        def times(other):
+            """As fast as another row, run by run."""
+            return statistics.median(a["rate"] / b["rate"] for a, b in zip(mine, runs[other])) if other else None
+        speed = times(before and before["name"])
+        table.append({
+            "name": name, "knobs": knobs, "settings": settings, "step_s": statistics.median(r["step_s"] for r in mine),
+            "rate": statistics.median(r["rate"] for r in mine), "rates": [r["rate"] for r in mine],
+            "gain": speed if cfg.ladder or speed is None else 1 / speed, "in_all": times(rows[0][0]) if before and cfg.ladder else None,
+            "peak_memory_gb": statistics.median(r["peak_memory_gb"] for r in mine), "loss": statistics.median(r["loss"] for r in mine),
+            "repeats": raw(mine)})
+    exact = next((row["loss"] for row in table if row["settings"]["dtype"] == "fp32"), None)
+    for row in table:
+        row["off_fp32"] = None if exact is None or cfg.stage == "grpo" else row["loss"] / exact - 1
+    print_rows(table, work.unit, cfg.ladder, cfg.stage != "grpo", say)
+    return {"what": work.what, "unit": work.unit, "rows": table, "failed": failed, "rates": {row["name"]: row["rates"] for row in table}}

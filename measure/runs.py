@@ -1,0 +1,142 @@
+"""The real scripts as processes: what they are asked to do, what they log, and runs of several sides in turn, as lines and as a chart."""
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from runtime import guard, plot
+from runtime.config import BadInput
+
+ROOT = Path(__file__).parent.parent
+WARM_UP = 2                                  # steps in which memory is taken and shapes are seen for the first time
+
+
+def as_flags(**knobs):
+    return [f"--{key}={value}" for key, value in knobs.items()]
+
+
+@dataclass
+class Work:
+    """What a script is asked to do: bench.py's defaults, then the files and flags that were handed over, then what is measured."""
+    script: str
+    arguments: list
+    folder: Path                             # of all that belongs to it; the run's is in it
+    what: str                                # it is, for people
+    unit: str
+    steps: int                               # that count
+    ranks: int = 1
+    sequences: int = 0                       # of a step
+    config: Any = None                       # the script's, as files and flags make it
+
+    @property
+    def out(self):
+        return self.folder / "run"
+
+
+def steps_alone(cfg, folder):
+    """Flags of a run that does nothing but steps, and logs each."""
+    return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + cfg.steps, log_interval=1, save_interval=10**9,
+                    save_only_model=True, seed=cfg.seed, device=cfg.device)
+
+
+def small(c):
+    """So small that a process for each core is fastest on a CPU (README)."""
+    return c.n_layer * c.n_embd**2 < 2e6
+
+
+def processes(n):
+    return f"{n} process{'es' * (n != 1)}"
+
+
+def process(start, arguments, ranks=1, name=None, fine=(0,)):
+    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no failure."""
+    launch, env = [sys.executable], os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    if ranks > 1:
+        launch, env = launch + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"], env | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *start, *map(str, arguments)], capture_output=True, text=True, env=env)
+    said = (done.stderr.strip().splitlines() or ["without a word"])[-1].removeprefix("error: ")
+    if done.returncode == 2 and ranks == 1:
+        raise BadInput(said)
+    if done.returncode not in fine:
+        raise guard.Failure(f"{name or start[-1]} ended with {done.returncode}: {said}")
+    return done.stdout
+
+
+def a_run(work, knobs=None):
+    """Run the script once and read what it logs: {seconds: of each step that counts, step_s: their median, rate: median of units a second,
+    peak_memory_gb, loss: of the last step, grad_norm: of the first, settings: every knob and what became of it}."""
+    knobs = dict(knobs or {})
+    process([str(ROOT / work.script)], work.arguments + as_flags(**{k: v for k, v in knobs.items() if k != "processes"}),
+            knobs.get("processes", work.ranks), work.script)
+    lines, log = plot.read(work.out), (work.out / "training.log").read_text()
+    settings, steps = next(line["config"] for line in lines if "config" in line), [line for line in lines if "lr" in line]
+    settings |= {"compile": "compile on" in log and "torch.compile failed" not in log, "micro_batch": steps[-1].get("micro_batch"),
+                 "processes": int(re.search(r"^(\d+) x ", log, re.M)[1])}
+    each = settings["prompts_per_step"] * settings["k_samples"] if work.script == "grpo.py" else None
+    seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(steps)][WARM_UP - 1:]
+    units = [each or b["tokens"] - a["tokens"] for a, b in pairwise(steps)][WARM_UP - 1:]
+    if len(seconds) != work.steps:
+        raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so there is nothing to compare.")
+    return {"seconds": seconds, "step_s": statistics.median(seconds), "rate": statistics.median(n / s for n, s in zip(units, seconds)),
+            "units": statistics.fmean(units), "peak_memory_gb": steps[-1]["peak_memory_gb"], "loss": steps[-1]["loss"],
+            "grad_norm": steps[0]["grad_norm"], "settings": settings, "steps": steps}
+
+
+def raw(runs):
+    """What of runs is kept in the record."""
+    return [{key: run[key] for key in ("seconds", "step_s", "rate", "peak_memory_gb", "loss", "grad_norm")} for run in runs]
+
+
+def in_turn(sides, repeats, unit, say, warm_up=0):
+    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; say medians and ratios; the rates."""
+    rates = {name: [] for name in sides}
+    for repeat in range(warm_up + repeats):
+        for name, side in sides.items():
+            rate = side()
+            rates[name] += [rate] if repeat >= warm_up else []
+    ours = rates["nanoRFT"]
+    say(f"nanoRFT: {statistics.median(ours):,.1f} {unit} ({min(ours):,.1f}-{max(ours):,.1f})")
+    for name in [name for name in rates if name != "nanoRFT"]:
+        ratios = sorted(a / b for a, b in zip(ours, rates[name]))
+        say(f"{name}: {statistics.median(rates[name]):,.1f} {unit}; nanoRFT is {statistics.median(ratios):.2f} times as fast "
+            f"({ratios[0]:.2f}-{ratios[-1]:.2f})")
+    return rates
+
+
+def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
+    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up."""
+    path = work.folder / "job.json"
+    path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": cfg.device,
+                                "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
+    seconds = json.loads(process(["-m", "measure.peers"], [path], ranks, peer).splitlines()[-1])["seconds"]
+    return units / statistics.median(seconds[WARM_UP:])
+
+
+def chart(path, title, rates, unit):
+    """Bars of medians, from least to most a line each; one sentence without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("The chart is left out, because matplotlib is not installed: pip install matplotlib, to have it.")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(rates)), layout="constrained")
+    names, middle = list(rates)[::-1], [statistics.median(values) for values in rates.values()][::-1]
+    around = [[m - min(rates[n]) for n, m in zip(names, middle)], [max(rates[n]) - m for n, m in zip(names, middle)]]
+    axis.barh(names, middle, xerr=around, color="C0", ecolor="0.3", capsize=3)
+    for y, (name, m) in enumerate(zip(names, middle)):
+        axis.annotate(f"  {m:,.1f}" if m < 1000 else f"  {m:,.0f}", (max(rates[name]), y), va="center", fontsize=9)
+    axis.margins(x=0.12)
+    axis.set_xlabel(f"{unit}; median, least and most of the runs")
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return str(path)
