@@ -50,7 +50,8 @@ from runtime.config import BadInput
 class Config:
     stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards"] = "overview"
     model: Literal["auto", "smollm2-360m", "gpt2", "gpt2-1m", "1m", "llama-1m", "llama-50m"] = "auto"     # a shape, with random weights.
-                                             # auto: generate smollm2-360m; else gpt2 on a GPU, llama-1m elsewhere; train: a config file's
+                                             # auto: generate smollm2-360m; train a config file's; else gpt2 on a GPU, elsewhere
+                                             # llama-1m, of train alone 1m, beside peers gpt2-1m
     run: str = ""                            # datagen: a model that can answer, instead
     ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more a row
     ablate: bool = False                     # train, sft, grpo: everything on, then each left out once
@@ -66,7 +67,7 @@ class Config:
     max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60, or GRPO's
     slots: int | None = None                 # generate; None: all samples at once, at most 512
     completions: int = 256                   # rewards
-    verifier_ms: float | None = None         # rewards, grpo: of a core's time for each completion; None: 5, of grpo without --ladder 0
+    verifier_ms: float | None = None         # rewards, grpo: of a core's time for each completion; None: 5, of plain grpo 0
     reward_workers: int = 2                  # rewards: processes
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"

@@ -142,8 +142,11 @@ def bench_datagen(cfg, hw, folder, handed, say):
         said = process([str(ROOT / "datagen.py")], arguments, ranks, "datagen.py", fine=(0, 1))       # 1: nothing was right
         if not (last := [line for line in said.splitlines() if line.startswith("{")]):
             raise guard.Failure("datagen.py failed: run it by itself to see why.")
-        done.append(f := json.loads(last[-1]))
-        return (f["verdicts"].get("verified", 0) if cfg.run else f["attempts"]) / f["seconds"]
+        done.append(json.loads(last[-1]))
+        return units(done[-1]) / done[-1]["seconds"]
+
+    def units(f):
+        return f["verdicts"].get("verified", 0) if cfg.run else f["attempts"]
     sides = {"nanoRFT": ours}
     if cfg.peers:
         hf.export(found.load(), f"{folder}/peer")
@@ -157,8 +160,7 @@ def bench_datagen(cfg, hw, folder, handed, say):
     f = done[-1]
     sampled = f["tokens_per_s"] * f["seconds"] / f["attempts"]
     least, *_ = sampling_limit(found.config, hw, len(prompts), statistics.fmean(map(len, prompts)), oversample, sampled)
-    rate = statistics.median(rates["nanoRFT"])
-    limit = rate * f["seconds"] / least
+    rate, limit = statistics.median(rates["nanoRFT"]), units(f) / least
     say(f"{sampled:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
     return {"what": what, "unit": unit, "rates": rates, "limit": limit, "share": rate / limit, "tokens_per_s": f["tokens_per_s"],
             "also": f"{f['tokens_per_s']:,.0f} new tokens/s, {processes(ranks)}"}

@@ -56,9 +56,11 @@ def write_tokenizer(folder, n_vocab):
     letters = [chr(b if b in printed else next(others)) for b in range(256)]
     words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    special = {"id": n_vocab - 1, "content": END_OF_TEXT, "special": True} | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = {"id": n_vocab - 1, "content": END_OF_TEXT, "special": True}
+    special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     (Path(folder) / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
+        "decoder": byte_level,
         "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate([*letters, *words, END_OF_TEXT])}, "merges": []}}))
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))

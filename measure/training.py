@@ -29,7 +29,10 @@ def train_work(cfg, hw, folder, handed):
     if cfg.ladder or cfg.ablate or cfg.peers:
         knobs |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}          # as the guides have it, and the peers
     made = []
-    if "dataset" not in {flag[2:].partition("=")[0] for flag in handed.flags}:
+    if "dataset" in {flag[2:].partition("=")[0] for flag in handed.flags}:
+        if cfg.peers:
+            raise BadInput("The peers train on a text that bench.py makes up: leave --dataset out, or --peers.")
+    else:
         named = script.tokenizer or "bytes"
         n_vocab = 50257 if named == "gpt2" else Tokenizer(named).n_vocab if "tokenizer" in handed.given or shape is None else c.vocab_size
         if n_vocab != 257 and (named == "gpt2" or "tokenizer" not in handed.given):
