@@ -86,8 +86,8 @@ class NormOnCPU(torch.autograd.Function):
 
 
 def rms_norm(x, gain, eps):
-    """gain [D], or one for each head [H, D]."""
-    if x.device.type == "cpu" and torch.is_grad_enabled():
+    """gain [D], or one for each head [H, D]. Without a gradient in sight, in the engine, F.rms_norm is as fast on a CPU."""
+    if x.device.type == "cpu" and not torch.is_inference_mode_enabled():
         return NormOnCPU.apply(x, gain, eps)
     shape, gain = x.shape[-1:], gain.to(x.dtype)                         # one dtype: the fused kernel
     return F.rms_norm(x, shape, gain, eps) if gain.ndim == 1 else F.rms_norm(x, shape, eps=eps) * gain
@@ -214,8 +214,7 @@ class MLP(nn.Module):
             return self.down(F.silu(self.gate(x)) * self.up(x))
         if self.kind in ("gelu", "gelu_tanh"):
             return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
-        x = self.up(x)
-        return self.down(SquaredReLU.apply(x) if torch.is_grad_enabled() else F.relu(x).square())
+        return self.down(SquaredReLU.apply(self.up(x)))
 
 
 class Block(nn.Module):

@@ -59,7 +59,7 @@ def test_what_is_trained_on_is_the_completion_and_its_end_and_it_follows_the_pro
             prompt = prompts.prompt_ids(tokenizer, question)
             assert e.ids.tolist() == prompt + tokenizer.encode(reasoning).tolist() + [tokenizer.end]
             assert np.flatnonzero(e.trained).tolist() == list(range(len(prompt), len(e.ids)))
-            x, y = examples.padded([e, e])
+            x, y = examples.padded([e, e], e.length)
             assert x[0, len(prompt) - 1] == prompt[-1] and y[0, :len(prompt) - 1].eq(IGNORE).all()
             assert y[1, len(prompt) - 1:].tolist() == e.ids[len(prompt):].tolist()       # each id is the target of the one before
 
@@ -231,6 +231,7 @@ def test_memory_that_is_short_halves_the_cells_of_a_micro_batch(rft):
     parts = [x for step in range(4) for x, _ in b[step]]
     assert max(x.numel() for x in parts) <= 2 * b.longest and max(x.shape[1] for x in parts) == b.longest
     assert max(map(len, parts)) > 2          # of the short ones more go together
+    assert {x.shape[1] % 8 for x in parts if x.shape[1] < b.longest} == {0}
 
 
 @pytest.mark.parametrize("content, words", [
