@@ -86,8 +86,9 @@ class NormOnCPU(torch.autograd.Function):
 
 
 def rms_norm(x, gain, eps):
-    """gain [D], or one for each head [H, D]. Without a gradient in sight, in the engine, F.rms_norm is as fast on a CPU."""
-    if x.device.type == "cpu" and not torch.is_inference_mode_enabled():
+    """gain [D], or one for each head [H, D]. In the engine, where no gradient will be asked for, F.rms_norm is as fast on a CPU."""
+    in_engine = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()              # which Dynamo can't ask
+    if x.device.type == "cpu" and not in_engine:
         return NormOnCPU.apply(x, gain, eps)
     shape, gain = x.shape[-1:], gain.to(x.dtype)                         # one dtype: the fused kernel
     return F.rms_norm(x, shape, gain, eps) if gain.ndim == 1 else F.rms_norm(x, shape, eps=eps) * gain
