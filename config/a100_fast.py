@@ -4,7 +4,7 @@
     python train.py config/a100_fast.py --dataset=FOLDER        # your own text, or no network
 
 123,588,864 parameters; 98.3M tokens, 0.83 epochs of WikiText-103.
-Memory, computed: 20.8 GiB at a micro-batch of 32, before compiling, which keeps less.
+Memory, computed: 15.1 GiB at a micro-batch of 32, before compiling, which keeps less.
 Time, computed: 10 minutes on one A100, if it runs at 45% MFU.
 Goal: a token perplexity of at most 40. Not run on a GPU yet.
 The guide that this shape comes from calls it 85M, and expects 45 minutes, 20 GB, and a token perplexity below 800.

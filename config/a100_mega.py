@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 train.py config/a100_mega.py    # the same run on eight
 
 772,275,968 parameters; 1966.1M tokens, 16.66 epochs of WikiText-103.
-Memory, computed: 35.2 GiB at a micro-batch of 8, before compiling, which keeps less.
+Memory, computed: 28.2 GiB at a micro-batch of 8, before compiling, which keeps less.
 Time, computed: 1214 minutes on one A100, if it runs at 45% MFU.
 Goal: below a100_max's perplexity, if its regularisation carries it that far. Not run on a GPU yet.
 The guide that this shape comes from calls it 750M, and expects 12 hours, 70 GB, and a token perplexity below 450; at an

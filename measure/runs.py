@@ -70,7 +70,8 @@ def process(start, arguments, ranks=1, name=None, fine=(0,)):
 
 def a_run(work, knobs=None):
     """Run the script once and read what it logs: {seconds: of each step that counts, step_s: their median, rate: median of units a second,
-    peak_memory_gb, loss: of the last step, grad_norm: of the first, settings: every knob and what became of it}."""
+    fastest: of the fastest step, peak_memory_gb, loss: of the last step, grad_norm: of the first, settings: every knob and what became of
+    it}."""
     knobs = dict(knobs or {})
     process([str(ROOT / work.script)], work.arguments + as_flags(**{k: v for k, v in knobs.items() if k != "processes"}),
             knobs.get("processes", work.ranks), work.script)
@@ -81,16 +82,17 @@ def a_run(work, knobs=None):
     each = settings["prompts_per_step"] * settings["k_samples"] if work.script == "grpo.py" else None
     seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(steps)][WARM_UP - 1:]
     units = [each or b["tokens"] - a["tokens"] for a, b in pairwise(steps)][WARM_UP - 1:]
+    rates = [n / s for n, s in zip(units, seconds)]
     if len(seconds) != work.steps:
         raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so there is nothing to compare.")
-    return {"seconds": seconds, "step_s": statistics.median(seconds), "rate": statistics.median(n / s for n, s in zip(units, seconds)),
+    return {"seconds": seconds, "step_s": statistics.median(seconds), "rate": statistics.median(rates), "fastest": max(rates),
             "units": statistics.fmean(units), "peak_memory_gb": steps[-1]["peak_memory_gb"], "loss": steps[-1]["loss"],
             "grad_norm": steps[0]["grad_norm"], "settings": settings, "steps": steps}
 
 
 def raw(runs):
     """What of runs is kept in the record."""
-    return [{key: run[key] for key in ("seconds", "step_s", "rate", "peak_memory_gb", "loss", "grad_norm")} for run in runs]
+    return [{key: run[key] for key in ("seconds", "step_s", "rate", "fastest", "peak_memory_gb", "loss", "grad_norm")} for run in runs]
 
 
 def in_turn(sides, repeats, unit, say, warm_up=0):
