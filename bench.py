@@ -58,8 +58,8 @@ class Config:
     profile: bool = False                    # train, sft, grpo: what takes the time of a few steps, and a trace for chrome://tracing
     memory: bool = False                     # with --profile: what takes and gives back memory too, with its timeline in the trace
     peers: bool | str = False                # others' ways too: all that are installed, or names with a comma (measure/peers.py)
-    steps: int | None = None                 # that count, after WARM_UP which don't; None: train 20, sft 8, grpo 6, with --profile 3
-    repeats: int | None = None               # runs of each side or row, in turn; the median counts; None: 3, of the overview 1
+    steps: int | None = None                 # that count, after WARM_UP which don't; None: train 12, sft 6, grpo 6, with --profile 3
+    repeats: int | None = None               # runs of each side or row, in turn; None: 3, with --ladder or --ablate 5, of the overview 1
     ranks: int | None = None                 # processes of ours; None: datagen and grpo one a thread for a small model on a CPU, else 1
     peer_ranks: int = 1                      # grpo: processes of TRL's
     work: str | None = None                  # prompts x samples of each; of generate several cases; None: 2x10,8x8,32x1, or GRPO's
@@ -77,7 +77,7 @@ class Config:
 
 
 SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
-STEPS = {"train": 20, "sft": 8, "grpo": 6}
+STEPS = {"train": 12, "sft": 6, "grpo": 6}
 TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")          # knobs of bench.py even where a script has them too
 FOLDER = "bench_results"
 
@@ -160,7 +160,8 @@ def with_defaults(cfg):
     """Config with the values that depend on the stage."""
     steps = 3 if cfg.profile else STEPS.get(cfg.stage)
     slow = None if cfg.stage == "overview" else 5.0 if cfg.stage == "rewards" or cfg.ladder or cfg.ablate else 0.0
-    cfg = replace(cfg, repeats=cfg.repeats or (1 if cfg.stage == "overview" else 3), steps=cfg.steps or steps,
+    repeats = 1 if cfg.stage == "overview" else 5 if cfg.ladder or cfg.ablate else 3
+    cfg = replace(cfg, repeats=cfg.repeats or repeats, steps=cfg.steps or steps,
                   verifier_ms=slow if cfg.verifier_ms is None else cfg.verifier_ms)
     if cfg.stage in ("grpo", "overview"):                # a config file may say more: see grpo_case
         return cfg
