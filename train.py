@@ -89,7 +89,7 @@ class Config:
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
     tf32: bool = True                        # fp32 products on tensor cores
-    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from about two minutes on)
+    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from about five minutes on)
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
