@@ -180,6 +180,8 @@ def check(cfg):
         raise BadInput(f"--{modes[0]} is for --stage=train, sft or grpo: choose one of them.")
     if modes and cfg.peers:
         raise BadInput(f"--{modes[0]} looks at our own runs alone: leave --peers out.")
+    if cfg.profile and (cfg.ranks or 1) > 1:
+        raise BadInput("--profile looks into one process: leave --ranks out.")
     if cfg.run and cfg.stage != "datagen":
         raise BadInput(f"--stage={cfg.stage} takes random weights of --model=: leave --run out.")
     one_case, work = cfg.stage == "grpo", cfg.work or "8x8"

@@ -90,7 +90,8 @@ def examples_loss(model, held_out, batch_size, hardware):
     """As text_loss, of the answers of examples.Examples, over all ranks."""
     held_out = sorted(held_out, key=lambda e: e.length)
     mine, longest = held_out[distributed.rank()::distributed.world_size()], held_out[-1].length
-    return loss_of(model, (examples.padded(mine[i:i + batch_size], longest) for i in range(0, len(mine), batch_size)), hardware)
+    parts = (mine[i:i + batch_size] for i in range(0, len(mine), batch_size))
+    return loss_of(model, (examples.padded(part, examples.width(part[-1].length, longest)) for part in parts), hardware)
 
 
 @torch.no_grad()

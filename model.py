@@ -120,8 +120,8 @@ def make_norm(config):
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding, halves layout (as Llama's): x [B, T, heads, D], cos and sin [T, 1, D] as `rotations` gives them. Three kernels,
-    where the two halves written out would be seven."""
+    """Rotary embedding, halves layout (as Llama's): x [B, T, heads, D], cos and sin [T, 1 or heads, D] as `GPT.turns` gives them. Three
+    kernels, where the two halves written out would be seven."""
     a, b = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((b, a), dim=-1), sin)
 
@@ -178,8 +178,8 @@ class Attention(nn.Module):
             self.k_norm = nn.Parameter(torch.ones(D))
 
     def heads(self, x, cos, sin):
-        """x [B, T, C] -> queries [B, T, H, D], keys and values [B, T, K, D], normed and turned. cos, sin [T, 1, D], or
-        [B, T, 1, D] where rows stand at positions of their own."""
+        """x [B, T, C] -> queries [B, T, H, D], keys and values [B, T, K, D], normed and turned. cos, sin: what
+        GPT.turns gives."""
         c, (B, T, _) = self.config, x.shape
         H, K, D = c.n_head, c.n_kv_head, c.head_dim
         qk, v = self.qkv(x).view(B, T, H + 2 * K, D).split((H + K, K), dim=2)     # queries and keys share what follows
@@ -315,14 +315,15 @@ class GPT(nn.Module):
         return self.final_norm(h)
 
     def turns(self, position, h):
-        """cos and sin at these positions, for `rotate`. On a CPU once for each head, in the heads' format: a product with [T, 1, D] goes
-        over memory D channels at a time (of 32 x 256 x 4 heads in bf16, both ways: 1.6 ms instead of 2.2, two Zen 5 cores)."""
+        """cos and sin at positions [T] or [B, T]: [T, 1, D], or [B, T, 1, D]. On a CPU once for each head that turns, [..., H + K, D] in h's
+        format: a product with [T, 1, D] goes over memory D channels at a time (of 32 x 256 x 4 heads in bf16, both ways: 1.6 ms
+        instead of 2.2, two Zen 5 cores)."""
         if self.cos is None:
             return None, None
         tables, c = (self.cos[position], self.sin[position]), self.config
-        if h.device.type != "cpu":
-            return tables
-        return (t.to(h.dtype).expand(*t.shape[:-2], c.n_head + c.n_kv_head, -1).contiguous() for t in tables)
+        if h.device.type == "cpu":
+            tables = (t.to(h.dtype).expand(*t.shape[:-2], c.n_head + c.n_kv_head, -1).contiguous() for t in tables)
+        return tuple(tables)
 
     def continued(self, x, prompts):
         """`hidden` [B, T, C] of rows x [B, T] that continue Prompts, without attention's dropout. A prompt is computed once for all its

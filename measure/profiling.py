@@ -7,14 +7,11 @@ import torch
 
 from measure.runs import WARM_UP
 from runtime import guard, optim
-from runtime.config import BadInput
 
 
 def bench_profile(cfg, hw, work, handed, say):
     """The script runs in this process, its main called with the arguments that a process would get; what every optimizer step ends with,
     optim.apply_step, is wrapped to start torch.profiler after WARM_UP steps and to stop it `steps` later. The script has no part in it."""
-    if cfg.ranks and cfg.ranks > 1:
-        raise BadInput("--profile looks into one process: leave --ranks out.")
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (hw.device.type == "cuda")
     profiler, apply_step, done = torch.profiler.profile(activities=activities, profile_memory=cfg.memory), optim.apply_step, 0
 

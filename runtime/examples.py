@@ -163,21 +163,22 @@ class Batches(torch.utils.data.Dataset):
     def __getitem__(self, step):
         mine, parts = self.of_step(step)[self.rank::self.world_size], []
         while mine:
-            n = max(1, min(self.rows, self.micro_batch * self.longest // width(mine, self.longest)))
-            parts.append(padded(mine[:n], self.longest))
+            T = width(mine[0].length, self.longest)
+            n = max(1, min(self.rows, self.micro_batch * self.longest // T))
+            parts.append(padded(mine[:n], T))
             mine = mine[n:]
         return parts or [(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE))]       # a rank too many
 
 
-def width(examples, longest):
-    """T of a micro-batch, a multiple of 8 or `longest`, the length of the longest example that there is. For a product of a shape that it
-    has not seen oneDNN takes half a millisecond more; few shapes make fine-tuning on a CPU about 8% faster."""
-    return min(longest, -(-max(e.length for e in examples) // 8) * 8)
+def width(length, longest):
+    """T of a micro-batch whose longest example has that length: the next multiple of 8, but no more than the `longest` of all data. For a
+    product of a shape that it has not seen oneDNN takes half a millisecond more; few shapes make fine-tuning on a CPU about 8% faster
+    (NOTES.md)."""
+    return min(longest, -(-length // 8) * 8)
 
 
-def padded(examples, longest):
+def padded(examples, T):
     """x, y [rows, T]; y is IGNORE where nothing is trained on: prompts, and cells past an example's end, by its length."""
-    T = width(examples, longest)
     x, y = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), IGNORE)
     for row, e in enumerate(examples):
         x[row, :e.length] = e.ids[:-1]

@@ -280,7 +280,8 @@ def test_rewards(capsys):
     (["--ladder"], "is for --stage=train, sft or grpo"),
     (["--stage=train", "--ladder", "--ablate"], "give one of them"), (["--stage=train", "--ladder", "--peers"], "leave --peers out"),
     (["--stage=rewards", "--peers"], "has no peers"), (["--stage=train", "--peers=trl"], "choose from nanogpt, trainer"),
-    (["--stage=train", "--memory"], "a part of --profile"), (["--stage=train", "--output=x.txt"], "should end in .json")])
+    (["--stage=train", "--memory"], "a part of --profile"), (["--stage=train", "--profile", "--ranks=2"], "into one process"),
+    (["--stage=train", "--peers=nanogpt", "--dataset=x.txt"], "leave --dataset out"), (["--stage=train", "--output=x.txt"], "should end in .json")])
 def test_bad_input(argv, sentence):
     with pytest.raises(BadInput, match=sentence):
         bench.main(argv)
