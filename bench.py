@@ -78,6 +78,10 @@ class Config:
 
 SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 STEPS = {"train": 12, "sft": 6, "grpo": 6}
+ONLY_IN = {                                  # knobs of bench.py that some stages know alone
+    "run": "datagen", "ranks": "train sft datagen grpo", "peer_ranks": "grpo", "steps": "overview train sft grpo", "slots": "generate",
+    "work": "overview generate grpo", "prompt_tokens": "overview generate grpo", "max_new_tokens": "overview generate datagen grpo",
+    "completions": "overview rewards", "reward_workers": "overview rewards", "verifier_ms": "overview rewards grpo"}
 TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")          # knobs of bench.py even where a script has them too
 FOLDER = "bench_results"
 
@@ -180,10 +184,15 @@ def check(cfg):
         raise BadInput(f"--{modes[0]} is for --stage=train, sft or grpo: choose one of them.")
     if modes and cfg.peers:
         raise BadInput(f"--{modes[0]} looks at our own runs alone: leave --peers out.")
+    if cfg.peers and cfg.stage in ("train", "sft") and (cfg.ranks or 1) > 1:
+        raise BadInput("The peers of training are one process: leave --ranks out.")
     if cfg.profile and (cfg.ranks or 1) > 1:
         raise BadInput("--profile looks into one process: leave --ranks out.")
-    if cfg.run and cfg.stage != "datagen":
-        raise BadInput(f"--stage={cfg.stage} takes random weights of --model=: leave --run out.")
+    for knob, stages in ONLY_IN.items():
+        if cfg.stage not in stages.split() and getattr(cfg, knob) != getattr(Config, knob):
+            raise BadInput(f"--{knob} means nothing to --stage={cfg.stage}, only to {', '.join(stages.split())}: leave it out.")
+    if cfg.profile and cfg.repeats:
+        raise BadInput("--profile looks into one run: leave --repeats out.")
     one_case, work = cfg.stage == "grpo", cfg.work or "8x8"
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + ("" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"), work):
         raise BadInput(f"--work={work} is not prompts x samples: write for example --work={'8x8' if one_case else '2x10,32x1'}.")
@@ -236,7 +245,11 @@ def main(argv):
     mode = next((mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)), None)
     name = "_".join(filter(None, (cfg.stage, mode, hw.device.type, facts["date"][:19].replace(":", ""))))
     cfg.output = Path(cfg.output or f"{FOLDER}/{name}.json")
-    cfg.output.parent.mkdir(parents=True, exist_ok=True)
+    try:                                                 # now, not after half an hour
+        cfg.output.parent.mkdir(parents=True, exist_ok=True)
+        cfg.output.touch()
+    except OSError as e:
+        raise BadInput(f"{cfg.output} can't be written ({e.strerror}): name another file with --output=.") from None
     what = cfg.run or ("" if cfg.stage == "rewards" else cfg.model if cfg.model != "auto" else " ".join(handed.files))
     print(f"{cfg.stage}{f', {mode}' if mode else ''}: {f'{what}; ' if what else ''}{facts['hardware']}, torch {facts['torch']}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

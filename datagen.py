@@ -188,7 +188,7 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
     for (key, index), record in attempts.records.items():
         if key in by_question:
             by_question[key][index] = record
-    new, fresh, waiting, kept, began = [], [], deque(), 0, time.perf_counter()
+    new, fresh, waiting, kept = [], [], deque(), 0
     total = sum(cfg.oversample - len(by_question[key]) for key in keys)
     bar = tqdm(total=total, desc="sampling", unit=" samples", disable=None if rank == 0 else True)
 
@@ -217,7 +217,7 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
             file.flush()
             bar.update(len(new) - bar.n)
 
-        handed = began
+        handed = began = time.perf_counter()
         for s in engine.generate(missing(cfg, requests, by_question, keys), speak):
             question, ids = questions[s.request.key], s.ids[:-1] if s.ids[-1] in tokenizer.stop else s.ids
             record = {"number": s.request.key, "sample": s.index, "question": question["question"], "answer": question["answer"],
@@ -336,7 +336,7 @@ def main(argv):
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
         engine = Engine(model, cfg.slots, len(longest.ids) + cfg.max_new_tokens, sampling, cfg.seed,
-                        hw.torch_dtype if hw.dtype == "bf16" else None, cfg.deterministic, tokenizer.decode)
+                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
         engine.check(longest)
 
     known = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OF_THIS_CALL and (k != "slots" or cfg.deterministic)}

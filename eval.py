@@ -262,7 +262,7 @@ def evaluate_task(cfg):
             sampling = dataclasses.replace(sampling, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
             context = max(len(request.ids) for request in asked) + cfg.max_new_tokens
             engine = Engine(found.load(device=hw.device), 64 if cfg.deterministic else None, context, sampling, cfg.seed,
-                            hardware.DTYPES[dtype], cfg.deterministic, tokenizer.decode)
+                            hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
             total, began = cfg.num_samples * len(asked[distributed.rank()::distributed.world_size()]), time.perf_counter()
             with tqdm(total=total, desc=name, unit="answer", leave=False, disable=None if distributed.is_main() else True) as bar:
                 grades.append(ask(engine, tokenizer, questions, asked, pool, lambda now: bar.update(now.samples - bar.n)))

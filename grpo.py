@@ -417,7 +417,7 @@ def open_engine(cfg, hw, state, context, longest, tokenizer, task, say):
         lambda: memory.advice(model, hw, context, to_come, "lower --max_new_tokens, --max_prompt_tokens or --few_shot"), say)
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
-    dtype = torch.bfloat16 if hw.dtype == "bf16" else torch.float32    # fp16 is too narrow to sample in
+    dtype = hw.sampling_dtype
     needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, to_come).values())
     most = slots_that_fit(model.config, context, dtype, hw.device, needed + dtype.itemsize * model.n_params())
     slots = cfg.slots or min(share, most, now.slots or share)
@@ -493,7 +493,8 @@ def main(argv):
             f"them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} learning rate {cfg.learning_rate:g}"
             f"{f', beta {cfg.beta:g}' if cfg.beta else ', no reference'}.\n"
             f"Not by default: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(cfg).items() if v != getattr(Config, k)) or '-'}")
-    log.metrics(step=now.step, config=dataclasses.asdict(cfg))
+    log.metrics(step=now.step, config=dataclasses.asdict(cfg), settings=hw.settings | {
+        "ranks": world, "engine": f"{engine.dtype}", "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs})
 
     def sample(places):
         def meanwhile(rollouts):
@@ -567,6 +568,7 @@ def main(argv):
                 return 1
             engine.load(model)
             stopping = stop.requested()                   # one small exchange between the ranks
+            hw.wait()
             spent["update"], spent["sync"] = t2 - t1, clock() - t2
             seconds = clock() - t0
             now.step, now.seconds, now.slots = now.step + 1, now.seconds + seconds, engine.slots

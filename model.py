@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -77,10 +78,11 @@ class NormOnCPU(torch.autograd.Function):
         return normed * g
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         normed, scale, g = ctx.saved_tensors
         p = dy * normed
-        dgain = p.flatten(0, -1 - g.ndim).sum(0).to(ctx.dtype)
+        dgain = p.flatten(0, -1 - g.ndim).sum(0).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         along = (p * g).sum(-1, keepdim=True)                            # of the gradient, which the norm takes out
         return torch.addcmul(dy * g, normed, along, value=-1 / normed.shape[-1]).mul_(scale), dgain, None
 
@@ -90,8 +92,9 @@ def rms_norm(x, gain, eps):
     in_engine = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()              # which Dynamo can't ask
     if x.device.type == "cpu" and not in_engine:
         return NormOnCPU.apply(x, gain, eps)
-    shape, gain = x.shape[-1:], gain.to(x.dtype)                         # one dtype: the fused kernel
-    return F.rms_norm(x, shape, gain, eps) if gain.ndim == 1 else F.rms_norm(x, shape, eps=eps) * gain
+    shape, gain, autocast = x.shape[-1:], gain.to(x.dtype), torch.is_autocast_enabled(x.device.type)         # one dtype: the fused kernel,
+    with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():                  # of which a GPU's autocast makes fp32
+        return F.rms_norm(x, shape, gain, eps) if gain.ndim == 1 else F.rms_norm(x, shape, eps=eps) * gain
 
 
 class RMSNorm(nn.RMSNorm):
@@ -109,6 +112,7 @@ class SquaredReLU(torch.autograd.Function):
         return positive.square()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         positive, = ctx.saved_tensors
         return torch.addcmul(dy.new_zeros(()), dy, positive, value=2)
@@ -462,6 +466,7 @@ class HeadAndLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, scale):
         dh, dw = ctx.saved_tensors
         dh = None if dh is None else (dh.float() * scale).to(ctx.dtypes[0])

@@ -38,8 +38,7 @@ class Config:
 def make_engine(cfg, model, tokenizer, hw, context, slots):
     """Every rank makes one, so that all refuse what can't be sampled."""
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (cfg.stop,) if cfg.stop else ())
-    return Engine(model, slots, context, sampling, cfg.seed, hw.torch_dtype if hw.dtype == "bf16" else None,     # fp16: too narrow
-                  cfg.deterministic, tokenizer.decode)
+    return Engine(model, slots, context, sampling, cfg.seed, hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
 
 
 def talk(cfg, model, tokenizer, hw):

@@ -306,7 +306,7 @@ def main(argv):
     log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
     fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
     log.say(start_up(cfg, hw, model, batches, about, now, steps))
-    log.metrics(step=now.step, config=dataclasses.asdict(cfg))
+    log.metrics(step=now.step, config=dataclasses.asdict(cfg), settings=hw.settings | {"ranks": world, "num_workers": workers(cfg, hw)})
     ddp = fast if world == 1 else DistributedDataParallel(
         fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
 
@@ -352,6 +352,8 @@ def main(argv):
         lr = now.lr_factor * optim.lr_at(now.step, steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule, cfg.cooldown)
         grad_norm, finite = optim.apply_step(optimizers, state.scaler, lr, cfg.grad_clip)
         stopping = stop.requested()                       # one small exchange between the ranks
+        if (now.step + 1) % cfg.log_interval == 0:
+            hw.wait()                                     # else the log's own time would hide the optimizer's
         t3 = time.perf_counter()
         now.step += 1
         now.tokens += tokens

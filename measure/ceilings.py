@@ -1,11 +1,13 @@
 """What this machine can do at most, measured: products of matrices, reading memory, and the least time that sampling takes by them."""
 import contextlib
 import datetime
+import importlib.util
 import os
 import platform
 import re
 import subprocess
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -19,12 +21,31 @@ MEASURED = {}                                # in this process: {(device, format
 
 def clock(function, hw):
     """(seconds, result); the device is done when it starts and when it stops."""
-    wait = torch.cuda.synchronize if hw.device.type == "cuda" else lambda: None
-    wait()
+    hw.wait()
     began = time.perf_counter()
     result = function()
-    wait()
+    hw.wait()
     return time.perf_counter() - began, result
+
+
+def once(function, hw):
+    """Seconds that it takes, at best: on a CPU of five calls; a GPU, whose clock rises under load, works half a second, and then counts
+    by itself what 20 calls take that wait for nothing."""
+    if hw.device.type != "cuda":
+        return min(clock(function, hw)[0] for _ in range(5))
+    until = time.perf_counter() + 0.5
+    while time.perf_counter() < until:
+        clock(function, hw)
+    found = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(20):
+            function()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3 / 20)
+    return min(found)
 
 
 def give_back(hw):
@@ -37,7 +58,7 @@ def read_bandwidth(hw):
     """Bytes/s that reading 1 GiB reaches."""
     if (hw.device, "bytes") not in MEASURED:
         big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
-        MEASURED[hw.device, "bytes"] = big.nbytes / min(clock(lambda: big.max(), hw)[0] for _ in range(5))
+        MEASURED[hw.device, "bytes"] = big.nbytes / once(big.max, hw)
         del big
         give_back(hw)
     return MEASURED[hw.device, "bytes"]
@@ -54,7 +75,7 @@ def matmul_peak(hw, format=None):
         if format == "fp32" and Packed.works(hw.device, a.dtype):        # the faster one on most processors
             ways.append(Packed())
             ways[1].pack(a)
-        MEASURED[hw.device, format] = 2 * n**3 / min(clock(lambda: way(a), hw)[0] for _ in range(5) for way in ways)
+        MEASURED[hw.device, format] = 2 * n**3 / min(once(lambda: way(a), hw) for way in ways)
         torch.set_float32_matmul_precision(before)
         del a, ways
         give_back(hw)
@@ -79,6 +100,11 @@ def peak(hw):
     return hw.peak_tflops * 1e12 if hw.peak_tflops else matmul_peak(hw)
 
 
+def devices(hw, ranks):
+    """How many times its peak so many processes have: GPUs are one each, the cores of a CPU are shared."""
+    return ranks if hw.device.type == "cuda" else 1
+
+
 def machine(hw):
     """What figures are of no use without."""
     name = hw.name
@@ -92,6 +118,7 @@ def machine(hw):
                               capture_output=True, text=True)
     return {"hardware": name, "cores": os.cpu_count(), "memory_gb": round(hw.memory_size_gb(), 1), "python": platform.python_version(),
             "torch": torch.__version__, "cuda": torch.version.cuda if hw.device.type == "cuda" else None,
+            "packages": {name: version(name) for name in ("transformers", "trl", "accelerate", "peft") if importlib.util.find_spec(name)},
             "commit": done.stdout.strip() or None if done and done.returncode == 0 else None,
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds")}
 
@@ -106,7 +133,8 @@ def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
     each step weights, keys and values at the speed of reading memory."""
     model, in_flight = on_meta(c), min(slots, prompts * samples)
     in_blocks = sum(p.numel() for p in model.blocks.parameters())
-    weights, per_token = (in_blocks + model.head_weight.numel()) * hw.torch_dtype.itemsize, cache_bytes(c, 0, 64, hw.torch_dtype) / 64
+    dtype, format = hw.sampling_dtype, "bf16" if hw.dtype == "bf16" else "tf32" if hw.tf32 else "fp32"
+    weights, per_token = (in_blocks + model.head_weight.numel()) * dtype.itemsize, cache_bytes(c, 0, 64, dtype) / 64
     floor = (weights + in_flight * (prompt_tokens + new / 2) * per_token) / read_bandwidth(hw)
     steps = floor * new * prompts * samples / in_flight
-    return 2 * in_blocks * prompts * prompt_tokens / matmul_peak(hw) + steps, steps, in_flight
+    return 2 * in_blocks * prompts * prompt_tokens / matmul_peak(hw, format) + steps, steps, in_flight

@@ -26,7 +26,7 @@ def rungs(stage, hw, script, given, processes):
     if stage == "grpo":
         found = [Rung("TF32", {"tf32": (False, hw.tf32)}), precision, Rung("parallel rewards", {"reward_pool": ("serial", "process")}),
                  compiled, Rung("CUDA graphs", {"cuda_graphs": (not cuda, True)}),
-                 Rung(f"{processes} processes", {"processes": (1, processes)})]
+                 Rung(f"{processes} processes", {"ranks": (1, processes)})]
     else:
         rows, passes = script.batch_size, script.gradient_accumulation_steps
         few = max(n for n in range(1, max(1, rows // 4) + 1) if rows % n == 0)
@@ -60,7 +60,7 @@ def rows_of(found, ladder):
 def print_rows(table, unit, ladder, losses, say):
     """table: a row of bench_rungs a line."""
     columns = {"name": "", "step": "s/step (min-max)", "rate": unit, "fastest": "fastest", "gain": "gain" if ladder else "it buys",
-               "in_all": "in all", "peak_memory_gb": "peak GiB", "loss": "loss", "off_fp32": "off fp32"}
+               "turns": "of turns", "in_all": "in all", "peak_memory_gb": "peak GiB", "loss": "loss", "off_fp32": "off fp32"}
     forms = {"rate": ",.1f", "fastest": ",.1f", "gain": ".2f", "in_all": ".2f", "peak_memory_gb": ".2f", "loss": ".4f",
              "off_fp32": "+.2%"}
     for key in (() if ladder else ("in_all",)) + (() if losses else ("loss", "off_fp32")):
@@ -68,7 +68,8 @@ def print_rows(table, unit, ladder, losses, say):
     lines = [list(columns.values())]
     for row in table:
         each = [run["step_s"] for run in row["repeats"]]
-        row = row | {"step": f"{row['step_s']:.3f} ({min(each):.3f}-{max(each):.3f})"}
+        row = row | {"step": f"{row['step_s']:.3f} ({min(each):.3f}-{max(each):.3f})",
+                     "turns": row["turns"] and f"{min(row['turns']):.2f}-{max(row['turns']):.2f}"}
         lines.append(["-" if row[key] is None else format(row[key], forms.get(key, "")) for key in columns])
         lines[-1][-1] += " !" if abs(row["off_fp32"] or 0) > 0.05 else ""
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -76,15 +77,16 @@ def print_rows(table, unit, ladder, losses, say):
     for line in lines:
         say("  ".join([line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]))
     say(("Gain: over the row above; in all: over the first. " if ladder else "It buys: everything on, over the row. ")
-        + "Speeds are medians of steps, then of runs; ratios\nare of the fastest steps: what else a machine does only ever adds "
-        + "to a step's time, so that these repeat.\n"
+        + "Speeds are medians of steps, then of runs; ratios\nare of the fastest steps of all runs, which repeat best (NOTES.md); "
+        + "of turns: least and most of the same for the runs of a turn.\n"
         + ("Loss: of the last step; off fp32: from that of the first row in fp32, ! above 5%." if losses else
            "No column compares losses, which are zero by construction, or gradients: in another precision other tokens are sampled."))
 
 
 def bench_rungs(cfg, hw, work, handed, say):
     """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A row whose run turns out to
-    have had the settings of the row that it is compared with (torch.compile failed, say) is left out."""
+    have had the settings of the row that it is compared with (torch.compile failed, say) is left out; one that fails counts as far as it
+    came."""
     given = {k: getattr(work.config, k) for k in handed.given - {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}}
     given = {k: value for k, value in given.items() if value is not None}
     rows, runs, failed = rows_of(rungs(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder), {}, {}
@@ -94,13 +96,14 @@ def bench_rungs(cfg, hw, work, handed, say):
             if name not in failed:
                 runs.setdefault(name, []).append(a_run(work, knobs))
         except (BadInput, guard.Failure) as e:
-            if name == rows[0][0]:
+            if name == rows[0][0] and name not in runs:
                 raise
             failed[name] = str(e)
     table = []
     for name, knobs in rows:
         if name in failed:
-            say(f"{name}: left out, it failed: {failed[name]}")
+            say(f"{name}: {f'{len(runs[name])} runs, then' if name in runs else 'left out,'} it failed: {failed[name]}")
+        if name not in runs:
             continue
         mine, settings = runs[name], runs[name][0]["settings"]
         before = (table[-1] if cfg.ladder else table[0]) if table else None
@@ -109,10 +112,14 @@ def bench_rungs(cfg, hw, work, handed, say):
             continue
         fastest = max(run["fastest"] for run in mine)
         speed = before and fastest / before["fastest"]
+        turns = before and [a["fastest"] / b["fastest"] for a, b in zip(mine, before["repeats"])]
+        if settings.get("micro_batch", 0) != (expected := knobs.get("batch_size", settings.get("micro_batch", 0))):
+            name += f" (micro-batch {settings['micro_batch']}: {expected} does not fit)"
         table.append({
             "name": name, "knobs": knobs, "settings": settings, "step_s": statistics.median(r["step_s"] for r in mine),
             "rate": statistics.median(r["rate"] for r in mine), "rates": [r["rate"] for r in mine], "fastest": fastest,
             "gain": speed if cfg.ladder or speed is None else 1 / speed,
+            "turns": turns if cfg.ladder or turns is None else [1 / turn for turn in turns],
             "in_all": fastest / table[0]["fastest"] if before and cfg.ladder else None,
             "peak_memory_gb": statistics.median(r["peak_memory_gb"] for r in mine), "loss": statistics.median(r["loss"] for r in mine),
             "repeats": raw(mine)})

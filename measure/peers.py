@@ -23,7 +23,7 @@ from runtime.tokenizer import Tokenizer
 PEERS = {                                    # of a stage: {peer: the packages that it needs}
     "train": {"nanogpt": (), "trainer": ("transformers", "accelerate")},
     "sft": {"trainer": ("transformers", "accelerate"), "trl": ("transformers", "trl")},
-    "generate": {"generate": ("transformers",), "generate_batch": ("transformers",)},
+    "generate": {"generate": ("transformers",), "static": ("transformers",), "generate_batch": ("transformers",)},
     "datagen": {"generate": ("transformers",)},
     "grpo": {"trl_fp32": ("transformers", "trl"), "trl_bf16": ("transformers", "trl")},
 }
@@ -61,12 +61,14 @@ def quiet():
 
 class Generate:
     """transformers' generate: the prompts as one batch, num_return_sequences samples of each."""
-    name = "generate"
+    name, last = "generate", False
 
     def __init__(self, folder, hw):
-        self.model = quiet().AutoModelForCausalLM.from_pretrained(folder, dtype=hw.torch_dtype).to(hw.device).eval()
+        self.model = quiet().AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype).to(hw.device).eval()
         self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
         self.device = hw.device
+        if self.name == "static":
+            self.options["cache_implementation"] = "static"
 
     def run(self, prompts, samples, new):
         """Tokens sampled."""
@@ -77,9 +79,14 @@ class Generate:
         return out[:, x.shape[1]:].numel()
 
 
+class Static(Generate):
+    """With a static cache, which transformers compiles for on a GPU."""
+    name = "static"
+
+
 class GenerateBatch(Generate):
     """transformers' continuous batching: a request a sample. Run once, after the others, because its threads stay."""
-    name = "generate_batch"
+    name, last = "generate_batch", True
 
     def run(self, prompts, samples, new):
         from transformers import GenerationConfig
@@ -89,7 +96,7 @@ class GenerateBatch(Generate):
         return sum(len(o.generated_tokens) for o in out.values())
 
 
-SAMPLERS = {kind.name: kind for kind in (Generate, GenerateBatch)}
+SAMPLERS = {kind.name: kind for kind in (Generate, Static, GenerateBatch)}
 
 
 def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, new):

@@ -14,13 +14,14 @@ def bench_profile(cfg, hw, work, handed, say):
     optim.apply_step, is wrapped to start torch.profiler after WARM_UP steps and to stop it `steps` later. The script has no part in it."""
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (hw.device.type == "cuda")
     profiler, apply_step, done = torch.profiler.profile(activities=activities, profile_memory=cfg.memory), optim.apply_step, 0
+    each = getattr(work.config, "inner_epochs", 1) * getattr(work.config, "mini_batches", 1)        # of the optimizers, in a step of grpo.py
 
     def counted(*arguments):
         nonlocal done
         result, done = apply_step(*arguments), done + 1
-        if done == WARM_UP:
+        if done == each * WARM_UP:
             profiler.start()
-        if done == WARM_UP + work.steps:
+        if done == each * (WARM_UP + work.steps):
             profiler.stop()
         return result
     optim.apply_step = counted
@@ -29,8 +30,8 @@ def bench_profile(cfg, hw, work, handed, say):
             code = importlib.import_module(work.script.removesuffix(".py")).main(list(map(str, work.arguments)))
     finally:
         optim.apply_step = apply_step
-    if code or done < WARM_UP + work.steps:
-        raise guard.Failure(f"{work.script} made {done} optimizer steps instead of {WARM_UP + work.steps}, so there is no profile.")
+    if code or done < each * (WARM_UP + work.steps):
+        raise guard.Failure(f"{work.script} made {done} optimizer steps instead of {each * (WARM_UP + work.steps)}, so there is no profile.")
     profiler.export_chrome_trace(str(trace := cfg.output.with_suffix(".trace.json")))
     cuda = hw.device.type == "cuda"
     side = "self_device_time_total" if cuda else "self_cpu_time_total"

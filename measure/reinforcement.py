@@ -11,7 +11,7 @@ from string import ascii_lowercase
 
 import torch
 
-from measure.ceilings import matmul_peak, on_meta, sampling_limit
+from measure.ceilings import devices, matmul_peak, on_meta, sampling_limit
 from measure.runs import WARM_UP, Work, a_peer, a_run, as_flags, in_turn, processes, raw, small, steps_alone
 from measure.synthetic import SHAPES, write_verifier
 from model import GPTConfig
@@ -73,8 +73,9 @@ def bench_grpo(cfg, hw, folder, handed, say):
     called = {"trl_fp32": "TRL's GRPOTrainer, fp32", "trl_bf16": "TRL's GRPOTrainer, bf16"}
     sides = {"nanoRFT": ours} | {called[name]: functools.partial(theirs, name) for name in cfg.peers}
     rates = in_turn(sides, cfg.repeats, work.unit, say)
-    update = (prompts * prompt_tokens + work.sequences * new) * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw)
-    least = sampling_limit(c, hw, prompts, prompt_tokens, samples, new)[0] + update
+    n = devices(hw, work.ranks)
+    update = (prompts * prompt_tokens + work.sequences * new) * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw) / n
+    least = sampling_limit(c, hw, -(-prompts // n), prompt_tokens, samples, new)[0] + update
     rate, limit, step = statistics.median(rates["nanoRFT"]), work.sequences / least, statistics.median(run["step_s"] for run in runs)
     say(f"{rate / limit:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {1e3 * step:,.0f} ms sampling takes at least "
         f"{1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
@@ -102,6 +103,6 @@ def bench_rewards(cfg, hw, folder, handed, say):
             return len(pairs) / seconds
         sides = {"nanoRFT": lambda: rate(workers), "one after the other": lambda: rate(serial)}
         rates = in_turn(sides, cfg.repeats, "completions/s", say, warm_up=1)
-    limit = min(cfg.reward_workers, os.cpu_count()) / max(1e-9, cfg.verifier_ms / 1000)
+    limit = min(cfg.reward_workers, os.cpu_count()) * statistics.median(rates["one after the other"])
     share = statistics.median(rates["nanoRFT"]) / limit
     return {"what": what, "unit": "completions/s", "rates": rates, "limit": limit, "share": share, "also": what}

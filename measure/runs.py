@@ -1,7 +1,6 @@
 """The real scripts as processes: what they are asked to do, what they log, and runs of several sides in turn, as lines and as a chart."""
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -54,9 +53,10 @@ def processes(n):
     return f"{n} process{'es' * (n != 1)}"
 
 
-def process(start, arguments, ranks=1, name=None, fine=(0,)):
-    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no failure."""
-    launch, env = [sys.executable], os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
+    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no failure; env: more of it."""
+    launch, path = [sys.executable], os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"PYTHONPATH": path} | (env or {})
     if ranks > 1:
         launch, env = launch + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"], env | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*launch, *start, *map(str, arguments)], capture_output=True, text=True, env=env)
@@ -70,15 +70,16 @@ def process(start, arguments, ranks=1, name=None, fine=(0,)):
 
 def a_run(work, knobs=None):
     """Run the script once and read what it logs: {seconds: of each step that counts, step_s: their median, rate: median of units a second,
-    fastest: of the fastest step, peak_memory_gb, loss: of the last step, grad_norm: of the first, settings: every knob and what became of
-    it}."""
+    fastest: of the fastest step, peak_memory_gb, loss: of the last step, grad_norm: of the first, settings: every knob, and where the
+    script says so what became of it}."""
     knobs = dict(knobs or {})
-    process([str(ROOT / work.script)], work.arguments + as_flags(**{k: v for k, v in knobs.items() if k != "processes"}),
-            knobs.get("processes", work.ranks), work.script)
-    lines, log = plot.read(work.out), (work.out / "training.log").read_text()
-    settings, steps = next(line["config"] for line in lines if "config" in line), [line for line in lines if "lr" in line]
-    settings |= {"compile": "compile on" in log and "torch.compile failed" not in log, "micro_batch": steps[-1].get("micro_batch"),
-                 "processes": int(re.search(r"^(\d+) x ", log, re.M)[1])}
+    process([str(ROOT / work.script)], work.arguments + as_flags(**{k: v for k, v in knobs.items() if k != "ranks"}),
+            knobs.get("ranks", work.ranks), work.script)
+    lines = plot.read(work.out)
+    steps, settings = [line for line in lines if "lr" in line], next(x["config"] | x["settings"] for x in lines if "config" in x)
+    if "batch_size" in settings:             # asked for, in pieces
+        settings["micro_batch"] = steps[-1]["micro_batch"]
+        del settings["batch_size"], settings["gradient_accumulation_steps"]
     each = settings["prompts_per_step"] * settings["k_samples"] if work.script == "grpo.py" else None
     seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(steps)][WARM_UP - 1:]
     units = [each or b["tokens"] - a["tokens"] for a, b in pairwise(steps)][WARM_UP - 1:]
@@ -96,11 +97,19 @@ def raw(runs):
 
 
 def in_turn(sides, repeats, unit, say, warm_up=0):
-    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; say medians and ratios; the rates."""
+    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; say medians and ratios; the rates. A peer that
+    fails is left out, and the others go on."""
     rates = {name: [] for name in sides}
     for repeat in range(warm_up + repeats):
-        for name, side in sides.items():
-            rate = side()
+        for name in list(rates):
+            try:
+                rate = sides[name]()
+            except guard.Failure as e:
+                if name == "nanoRFT":
+                    raise
+                say(f"{name}: left out, it failed: {e}")
+                del rates[name]
+                continue
             rates[name] += [rate] if repeat >= warm_up else []
     ours = rates["nanoRFT"]
     say(f"nanoRFT: {statistics.median(ours):,.1f} {unit} ({min(ours):,.1f}-{max(ours):,.1f})")
@@ -112,11 +121,15 @@ def in_turn(sides, repeats, unit, say, warm_up=0):
 
 
 def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
-    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up."""
-    path = work.folder / "job.json"
-    path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": cfg.device,
+    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up. One process sees one
+    GPU alone, for transformers would take all of them."""
+    path, env = work.folder / "job.json", {}
+    if hw.device.type == "cuda" and ranks == 1:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        env = {"CUDA_VISIBLE_DEVICES": seen.split(",")[hw.device.index] if seen else str(hw.device.index)}
+    path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": hw.device.type,
                                 "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
-    seconds = json.loads(process(["-m", "measure.peers"], [path], ranks, peer).splitlines()[-1])["seconds"]
+    seconds = json.loads(process(["-m", "measure.peers"], [path], ranks, peer, env=env).splitlines()[-1])["seconds"]
     return units / statistics.median(seconds[WARM_UP:])
 
 

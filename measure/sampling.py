@@ -10,7 +10,7 @@ import tasks
 from engine import Engine, Packed, Request, Sampling, draw, uniform
 from eval import requests_of
 from measure import peers
-from measure.ceilings import clock, matmul_peak, read_bandwidth, sampling_limit
+from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
 from measure.runs import ROOT, as_flags, in_turn, process, processes, small
 from measure.synthetic import SHAPES, random_model
 from model import GPTConfig
@@ -18,11 +18,11 @@ from runtime import guard
 
 
 class Ours:
-    name = "engine"
+    name, last = "engine", False
 
     def __init__(self, model, cfg, hw, rows):
         slots = cfg.slots or min(rows, 512)
-        self.engine = Engine(model, slots, cfg.prompt_tokens + cfg.max_new_tokens, Sampling(), cfg.seed, hw.torch_dtype)
+        self.engine = Engine(model, slots, cfg.prompt_tokens + cfg.max_new_tokens, Sampling(), cfg.seed, hw.sampling_dtype)
 
     def run(self, prompts, samples, new):
         requests = [Request(p, samples, i, new) for i, p in enumerate(prompts)]
@@ -30,8 +30,8 @@ class Ours:
 
 
 def split(engine, prompts, samples, new, total, hw, B, groups):
-    """(seconds of a run by part: its prompts, the draws, and its other decoding, each measured alone; the rest is the host's;
-    seconds of a step in the middle of a run)"""
+    """(seconds of a run by part: its prompts, the draws (where they are not part of a step's CUDA graph), and its other decoding, each measured
+    alone; the rest is the host's; seconds of a step in the middle of a run)"""
     def a_step():
         engine.tick.zero_()
         engine.launch(B, groups)
@@ -45,6 +45,8 @@ def split(engine, prompts, samples, new, total, hw, B, groups):
     rounds = new * len(prompts) * samples / B
     step, one_draw = statistics.median(steps), statistics.median(draws)
     parts = {"prefill": prefill, "decode": rounds * (step - one_draw), "draw": rounds * one_draw}
+    if engine.cuda_graphs:
+        parts = {"prefill": prefill, "decode": rounds * step}
     return parts | {"host": total - sum(parts.values())}, step
 
 
@@ -71,7 +73,7 @@ def bench_generate(cfg, hw, folder, handed, say):
     bandwidth, flops = read_bandwidth(hw), matmul_peak(hw)
     torch.manual_seed(cfg.seed)
     model = random_model(c, hw)
-    say(f"{model.n_params():,} parameters, {hw.dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens a "
+    say(f"{model.n_params():,} parameters, {hw.sampling_dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens a "
         f"sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
     others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers]
     for P, N in [map(int, case.split("x")) for case in cfg.work.split(",")]:
@@ -80,8 +82,10 @@ def bench_generate(cfg, hw, folder, handed, say):
         for repeat in range(cfg.repeats + 1):             # the first is a warm-up, in which shapes are recorded
             for side in sides:
                 try:
-                    if side.name in failed or side.name == "generate_batch" and repeat < cfg.repeats:
+                    if side.name in failed or side.last and repeat < cfg.repeats:
                         continue
+                    if side.last:
+                        side.run(prompts, N, cfg.max_new_tokens)         # its own warm-up
                     seconds, tokens = clock(lambda: side.run(prompts, N, cfg.max_new_tokens), hw)
                     assert tokens == P * N * cfg.max_new_tokens, f"{tokens} tokens"
                     if repeat:
@@ -159,7 +163,8 @@ def bench_datagen(cfg, hw, folder, handed, say):
     rates = in_turn(sides, cfg.repeats, unit, say, warm_up=1 if len(sides) > 1 else 0)
     f = done[-1]
     sampled = f["tokens_per_s"] * f["seconds"] / f["attempts"]
-    least, *_ = sampling_limit(found.config, hw, len(prompts), statistics.fmean(map(len, prompts)), oversample, sampled)
+    share = -(-len(prompts) // devices(hw, ranks))                       # of the questions, on each
+    least, *_ = sampling_limit(found.config, hw, share, statistics.fmean(map(len, prompts)), oversample, sampled)
     rate, limit = statistics.median(rates["nanoRFT"]), units(f) / least
     say(f"{sampled:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
     return {"what": what, "unit": unit, "rates": rates, "limit": limit, "share": rate / limit, "tokens_per_s": f["tokens_per_s"],

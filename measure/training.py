@@ -8,7 +8,7 @@ from pathlib import Path
 import hf
 import tasks
 from measure import peers
-from measure.ceilings import matmul_peak, on_meta, peak
+from measure.ceilings import devices, matmul_peak, on_meta, peak
 from measure.runs import ROOT, WARM_UP, Work, a_peer, a_run, as_flags, in_turn, raw, steps_alone
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig, add_lora
@@ -71,7 +71,7 @@ def bench_training(cfg, hw, folder, handed, say):
         runs.append(a_run(work))
         return runs[-1]["rate"]
 
-    def theirs(peer):
+    def theirs(peer):                        # in micro-batches as large as ours had to be
         settings, c = runs[-1]["settings"], checkpoint.read_model(work.out)["architecture"]
         if peer == "nanogpt" and not peers.is_gpt2(c):
             raise BadInput("--peers=nanogpt is GPT-2's architecture alone: give --model=gpt2 or gpt2-1m, and no knob that changes it.")
@@ -80,8 +80,8 @@ def bench_training(cfg, hw, folder, handed, say):
             hf.export(random_model(GPTConfig(**c), hardware.setup("cpu", compile=False)), model)
         data = Path(folder) / ("text" if cfg.stage == "train" else "rft.json")
         return a_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=c, model=str(model), data=str(data),
-                      lora_rank=settings["lora_rank"], block_size=settings["block_size"], batch_size=settings["batch_size"],
-                      accumulation=settings["gradient_accumulation_steps"])
+                      lora_rank=settings["lora_rank"], block_size=settings["block_size"], batch_size=settings["micro_batch"],
+                      accumulation=work.sequences // settings["micro_batch"])
     rates = in_turn({"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in cfg.peers}, cfg.repeats, work.unit, say)
     about, rate = checkpoint.read_model(work.out), statistics.median(rates["nanoRFT"])
     model = on_meta(GPTConfig(**about["architecture"]))
@@ -89,7 +89,8 @@ def bench_training(cfg, hw, folder, handed, say):
         add_lora(model, **about["lora"])
     flops = model.flops_per_token(runs[0]["units"] / work.sequences)     # at the length that sequences have on average
     step = statistics.median(run["step_s"] for run in runs)
-    limit, mfu = matmul_peak(hw) / flops, rate * flops / peak(hw)
+    n = devices(hw, work.ranks)
+    limit, mfu = n * matmul_peak(hw) / flops, rate * flops / peak(hw) / n
     say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at a large product's speed {limit:,.0f} tokens/s")
     return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "mfu": mfu, "step_s": step,
             "flops_per_token": flops, "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),

@@ -75,6 +75,16 @@ class Hardware:
     def torch_dtype(self):
         return DTYPES[self.dtype]
 
+    @property
+    def sampling_dtype(self):
+        """Of weights and cache where answers are sampled: bf16, or fp32, since fp16 is too narrow."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    @property
+    def settings(self):
+        """What was chosen, or had to be, for the log."""
+        return {"device": self.name, "dtype": self.dtype, "tf32": self.tf32, "attention": self.attention_kernel, "compile": self.compile}
+
     def autocast(self):
         """Matrix products in dtype; weights stay fp32."""
         if self.dtype == "fp32":
@@ -84,6 +94,11 @@ class Hardware:
     def scaler(self):
         """GradScaler that does nothing unless dtype is fp16."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == "fp16")
+
+    def wait(self):
+        """Until the device is done with what it was given, as a CPU always is."""
+        if self.device.type in ("cuda", "mps"):
+            getattr(torch, self.device.type).synchronize()
 
     def mfu(self, tokens_per_s, flops_per_token):
         """Model FLOPs utilisation of one device, 0 to 1; None if its peak is not known."""

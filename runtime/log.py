@@ -75,7 +75,7 @@ class Log:
             self.append("training.log", text)
 
     def metrics(self, **values):
-        """values: `step`, and numbers, None, or the config."""
+        """values: `step`, and numbers, None, or the run's config and settings."""
         if self.main:
             self.append("metrics.jsonl", json.dumps({k: finite(v) for k, v in values.items()}))
             numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "step"}

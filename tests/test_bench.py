@@ -1,5 +1,6 @@
 """bench.py, tiny: its stages without peers, the ladder's rows, the profile; TRL's side of grpo where TRL is installed."""
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -17,7 +18,7 @@ import train
 from conftest import ROOT, environment
 from measure import ceilings, ladder, peers, runs, sampling, synthetic
 from model import GPT, GPTConfig
-from runtime import hardware
+from runtime import guard, hardware
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 
@@ -43,9 +44,9 @@ def in_process(monkeypatch):
     """The scripts' main is called instead of a process for each: the same records in a twentieth of the time."""
     real, handlers = runs.process, [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
 
-    def call(start, arguments, ranks=1, name=None, fine=(0,)):
+    def call(start, arguments, ranks=1, name=None, fine=(0,), env=None):
         if ranks > 1 or start[0] == "-m" and name != "nanogpt":
-            return real(start, arguments, ranks, name, fine)
+            return real(start, arguments, ranks, name, fine, env)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             if start[0] == "-m":
                 peers.main(arguments[0])
@@ -82,7 +83,7 @@ def test_train_hands_knobs_on(in_process, capsys, tmp_path):
     out, figures = said(capsys, "--stage=train", "--steps=2", "--repeats=2", "--dtype=fp32", str(tmp_path / "mine.py"), "--batch_size=4",
                         "--block_size=16", "--output=deep/figures.json")
     settings, rates = figures["settings"], figures["rates"]["nanoRFT"]
-    assert (settings["n_layer"], settings["batch_size"], settings["learning_rate"], settings["n_embd"]) == (1, 4, 0.003, 128)
+    assert (settings["n_layer"], settings["micro_batch"], settings["learning_rate"], settings["n_embd"]) == (1, 4, 0.003, 128)
     assert "4 sequences of 16 tokens a step" in out and len(rates) == 2 and figures["unit"] == "tokens/s"
     assert [len(run["seconds"]) for run in figures["repeats"]] == [2, 2] and figures["repeats"][0]["rate"] == rates[0]
     assert figures["mfu"] == pytest.approx(sum(rates) / 2 * figures["flops_per_token"] / 1e11)
@@ -119,11 +120,11 @@ def test_each_row_of_the_ladder_changes_one_thing(stage, in_process, capsys):
         "plain", "+ mixed precision", "+ no checkpointing", "+ loader processes", "+ micro-batch 2 -> 8", "+ fused AdamW",
         "+ attention kernel", "+ memory kept"]
     changed = [{k for k in b["settings"] if a["settings"][k] != b["settings"][k]} for a, b in zip(rows, rows[1:])]
-    assert changed == [{"dtype"}, {"gradient_checkpointing"}, {"num_workers"}, {"batch_size", "gradient_accumulation_steps", "micro_batch"},
+    assert changed == [{"dtype"}, {"gradient_checkpointing"}, {"num_workers"}, {"micro_batch"},
                        {"fused_adamw"}, {"attention"}, {"keep_memory"}]
     plain, best = rows[0]["settings"], rows[-1]["settings"]
-    assert (plain["dtype"], plain["compile"], plain["optimizer"], plain["batch_size"]) == ("fp32", False, "adamw", 2)
-    assert (best["dtype"], best["gradient_checkpointing"], best["batch_size"], best["gradient_accumulation_steps"]) == ("bf16", False, 8, 1)
+    assert (plain["dtype"], plain["compile"], plain["optimizer"], plain["micro_batch"]) == ("fp32", False, "adamw", 2)
+    assert (best["dtype"], best["gradient_checkpointing"], best["micro_batch"], best["attention"]) == ("bf16", False, 8, "math")
     assert all(row["step_s"] > 0 and row["peak_memory_gb"] > 0 and abs(row["off_fp32"]) < 0.05 for row in rows)
     assert all(len(row["repeats"]) == 1 + (stage == "train") for row in rows)
     assert rows[0]["gain"] is None and rows[0]["off_fp32"] == 0 and rows[-1]["in_all"] > 0 and "off fp32" in out
@@ -134,9 +135,9 @@ def test_ladder_of_grpo(in_process, capsys):
     out, figures = said(capsys, *GRPO, "--ladder", "--dtype=bf16", "--verifier_ms=0.1", "--ranks=2")
     rows = figures["rows"]
     assert [row["name"] for row in rows] == ["plain, fp32", "+ mixed precision, bf16", "+ parallel rewards", "+ 2 processes"]
-    changed = [{k for k in b["settings"] if a["settings"][k] != b["settings"][k]} for a, b in zip(rows, rows[1:])]
-    assert changed == [{"dtype"}, {"reward_pool"}, {"processes"}]
-    assert rows[0]["settings"]["processes"] == 1 and rows[-1]["settings"]["processes"] == 2 and "zero by construction" in out
+    changed = [{k for k in b["settings"] if a["settings"][k] != b["settings"][k]} - {"device"} for a, b in zip(rows, rows[1:])]    # its threads
+    assert changed == [{"dtype", "engine", "attention"}, {"reward_pool"}, {"ranks"}]
+    assert rows[0]["settings"]["ranks"] == 1 and rows[-1]["settings"]["ranks"] == 2 and "zero by construction" in out
 
 
 def test_ablation(in_process, capsys):
@@ -146,7 +147,7 @@ def test_ablation(in_process, capsys):
     assert [row["name"] for row in rows] == ["everything on", "without mixed precision, bf16", "without micro-batch 2 -> 8",
                                              "without attention kernel"]
     changed = [{k for k in row["settings"] if rows[0]["settings"][k] != row["settings"][k]} for row in rows[1:]]
-    assert changed == [{"dtype"}, {"batch_size", "gradient_accumulation_steps", "micro_batch"}, {"attention"}]
+    assert changed == [{"dtype", "attention"}, {"micro_batch"}, {"attention"}]           # auto: the kernel that is fastest at a dtype
     assert rows[1]["off_fp32"] == 0 and rows[0]["off_fp32"] != 0 and rows[0]["gain"] is None and rows[1]["gain"] > 0 and "it buys" in out
 
 
@@ -164,6 +165,35 @@ def test_a_row_without_effect_is_left_out(in_process, capsys, monkeypatch):
                         "--keep_memory=false", "--gradient_checkpointing=true")
     assert [row["name"] for row in figures["rows"]] == ["plain, fp32", "+ micro-batch 2 -> 8", "+ attention kernel"]
     assert "+ torch.compile: left out" in out
+
+
+def test_what_fails_is_said_and_the_rest_counts(in_process, capsys, monkeypatch):
+    real, calls = ladder.a_run, []
+
+    def a_run(work, knobs):
+        calls.append(knobs["attention"])
+        if knobs["attention"] == "auto" and calls.count("auto") > 1:
+            raise guard.Failure("no memory left")
+        return real(work, knobs)
+    monkeypatch.setattr(ladder, "a_run", a_run)
+    out, figures = said(capsys, *TRAIN, "--repeats=3", "--ladder", "--dtype=fp32", "--num_workers=0", "--fused_adamw=false",
+                        "--keep_memory=false", "--gradient_checkpointing=true")
+    assert "+ attention kernel: 1 runs, then it failed: no memory left" in out and calls.count("auto") == 2
+    assert [len(row["repeats"]) for row in figures["rows"]] == [3, 3, 1] and len(figures["rows"][-1]["turns"]) == 1
+
+
+def test_a_peer_that_fails_is_left_out(capsys):
+    rates = {"nanoRFT": iter((6.0, 4.0)), "good": iter((2.0, 2.0)), "bad": iter((1.0,))}
+
+    def side(name):
+        try:
+            return next(rates[name])
+        except StopIteration:
+            raise guard.Failure("out of memory") from None
+    measured = runs.in_turn({name: functools.partial(side, name) for name in rates}, 2, "tokens/s", print)
+    out = capsys.readouterr().out
+    assert measured == {"nanoRFT": [6.0, 4.0], "good": [2.0, 2.0]} and "bad: left out, it failed: out of memory" in out
+    assert "good: 2.0 tokens/s; nanoRFT is 2.50 times as fast (2.00-3.00)" in out
 
 
 def test_rungs_of_a_gpu():
@@ -271,7 +301,10 @@ def test_rewards(capsys):
 
 
 @pytest.mark.parametrize("argv, sentence", [
-    (["--stage=grpo", "--run=out/x"], "leave --run out"), (["--stage=grpo", "--work=8x8,2x2"], "write for example --work=8x8"),
+    (["--stage=grpo", "--run=out/x"], "--run means nothing to --stage=grpo, only to datagen"),
+    (["--stage=train", "--work=3x3"], "--work means nothing"), (["--stage=generate", "--ranks=2"], "--ranks means nothing"),
+    (["--stage=train", "--profile", "--repeats=2"], "leave --repeats out"), (["--stage=sft", "--peers", "--ranks=2"], "leave --ranks out"),
+    (["--stage=rewards", "--output=/dev/null/x.json"], "can't be written"), (["--stage=grpo", "--work=8x8,2x2"], "write for example --work=8x8"),
     (["--stage=grpo", "--prompt_tokens=300"], "has 256 positions"), (["--stage=grpo", "--steps=0"], "at least 1"),
     (["--stage=grpo", "--work=8x1"], "at least 2"), (["--stage=train", "--bath_size=3"], "did you mean batch_size"),
     (["--stage=train", "--batch_size=x"], "should be a whole number"), (["--stage=train", "none.py"], "no config file none.py"),

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, IGNORE, GPTConfig, HeadAndLoss, SquaredReLU, attend, rms_norm, rotate
@@ -166,6 +167,31 @@ def test_norm_on_a_cpu_equals_pytorch_s(heads, dtype, within):
     y2.backward(dy.to(dtype))
     for mine, exact in ((y2, y), (x2.grad, x.grad), (gain2.grad, gain.grad)):
         assert mine.dtype == dtype and (mine - exact).norm() < within * exact.norm()
+
+
+def test_norm_on_a_gpu_keeps_its_format():
+    """Autocast there has rms_norm among what is computed in fp32, which would make queries, keys and what a linear layer reads fp32."""
+    with FakeTensorMode():
+        x, gain = torch.empty(2, 3, 8, device="cuda", dtype=torch.bfloat16), torch.empty(8, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            assert F.rms_norm(x, (8,)).dtype == torch.float32
+            assert rms_norm(x, gain, 1e-5).dtype == rms_norm(x, gain.expand(3, 8), 1e-5).dtype == torch.bfloat16
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+
+def test_no_wrong_second_derivatives():
+    """Backward passes written by hand can't be differentiated again, and say so."""
+    x, gain = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    for y in (rms_norm(x, gain, 1e-5), SquaredReLU.apply(x)):
+        first, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.sum().backward()
+    frozen = torch.ones(8)
+    rms_norm(x, frozen, 1e-5).sum().backward()
+    assert frozen.grad is None and x.grad is not None
 
 
 def test_squared_relu_equals_what_it_says():
