@@ -1,10 +1,11 @@
 """The same work as others do it, for bench.py --peers: a plain training loop as nanoGPT has it, transformers' generate, generate_batch and
 Trainer, TRL's SFTTrainer and GRPOTrainer.
 
-    python -m measure.peers JOB.json         a training peer in a process of its own; the seconds of its steps as the last line
+    python -m measure.peers JOB.json         a peer in a process of its own; the seconds of its steps as the last line
 """
 import importlib.util
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ PEERS = {                                    # of a stage: {peer: the packages t
     "train": {"nanogpt": (), "trainer": ("transformers", "accelerate")},
     "sft": {"trainer": ("transformers", "accelerate"), "trl": ("transformers", "trl")},
     "generate": {"generate": ("transformers",), "static": ("transformers",), "generate_batch": ("transformers",)},
-    "datagen": {"generate": ("transformers",)},
+    "datagen": {"generate_32": ("transformers",), "generate_512": ("transformers",)},         # sequences at a time
     "grpo": {"trl_fp32": ("transformers", "trl"), "trl_bf16": ("transformers", "trl")},
 }
 
@@ -54,6 +55,7 @@ def quiet():
     import transformers
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     return transformers
 
 
@@ -61,7 +63,7 @@ def quiet():
 
 class Generate:
     """transformers' generate: the prompts as one batch, num_return_sequences samples of each."""
-    name, last = "generate", False
+    name = "generate"
 
     def __init__(self, folder, hw):
         self.model = quiet().AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype).to(hw.device).eval()
@@ -84,25 +86,13 @@ class Static(Generate):
     name = "static"
 
 
-class GenerateBatch(Generate):
-    """transformers' continuous batching: a request a sample. Run once, after the others, because its threads stay."""
-    name, last = "generate_batch", True
-
-    def run(self, prompts, samples, new):
-        from transformers import GenerationConfig
-        settings = GenerationConfig(max_new_tokens=new, eos_token_id=-1, **self.options)
-        out = self.model.generate_batch(inputs=[p for p in prompts for _ in range(samples)], generation_config=settings,
-                                        progress_bar=False)
-        return sum(len(o.generated_tokens) for o in out.values())
+SAMPLERS = {kind.name: kind for kind in (Generate, Static)}
 
 
-SAMPLERS = {kind.name: kind for kind in (Generate, Static, GenerateBatch)}
-
-
-def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, new):
-    """How many samples transformers' generate and the verifier find right: questions in micro-batches of about 32 sequences, padded on the
-    left; an answer ends at the end-of-text token."""
-    verified, per_call = 0, max(1, 32 // samples)
+def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, new, at_once):
+    """How many samples transformers' generate and the verifier find right: questions in batches of at_once sequences, padded on the left; an
+    answer ends at the end-of-text token."""
+    verified, per_call = 0, max(1, at_once // samples)
     for first in range(0, len(prompts), per_call):
         group = prompts[first:first + per_call]
         T = max(map(len, group))
@@ -117,7 +107,7 @@ def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, n
     return verified
 
 
-# --- training, each in a process of its own, with TF32 and a CPU's memory kept as for ours; job: what bench.py wrote ---
+# --- each in a process of its own, with TF32 and a CPU's memory kept as for ours; job: what bench.py wrote ---
 # They return the seconds of their steps.
 
 class PlainBlock(nn.Module):
@@ -280,14 +270,31 @@ def grpo_trainer(job, hw):
     return seconds()
 
 
-TRAINERS = {"nanogpt": nanogpt, "trainer": trainer, "trl": sft_trainer, "trl_fp32": grpo_trainer, "trl_bf16": grpo_trainer}
+def generate_batch(job, hw):
+    """Not of steps: of a warm-up and a run of transformers' continuous batching, a request a sample. Its threads would stay, and disturb
+    others, in the process of bench.py."""
+    from transformers import GenerationConfig
+    peer, times = Generate(job["model"], hw), []
+    settings = GenerationConfig(max_new_tokens=job["max_new_tokens"], eos_token_id=-1, **peer.options)
+    for _ in range(2):
+        hw.wait()
+        began = time.perf_counter()
+        out = peer.model.generate_batch(inputs=[p for p in job["prompts"] for _ in range(job["samples"])], generation_config=settings,
+                                        progress_bar=False, persistent_manager=True)
+        times.append(time.perf_counter() - began)
+        assert all(len(o.generated_tokens) == job["max_new_tokens"] for o in out.values()), "not the work that was asked for"
+    peer.model.destroy_cached_continuous_batching_manager()
+    return times
+
+
+ALONE = {"generate_batch": generate_batch, "nanogpt": nanogpt, "trainer": trainer, "trl": sft_trainer, "trl_fp32": grpo_trainer, "trl_bf16": grpo_trainer}
 
 
 def main(path):
     job = json.loads(Path(path).read_text())
     hw = hardware.setup(job["device"], job["dtype"], job.get("tf32", True), compile=False)
     torch.manual_seed(job["seed"])
-    seconds = TRAINERS[job["peer"]](job, hw)
+    seconds = ALONE[job["peer"]](job, hw)
     if distributed.is_main():
         print(json.dumps({"seconds": seconds}))
 

@@ -1,7 +1,9 @@
 """What sampling reaches beside its limit and transformers: the engine, with what its time goes to, and datagen.py."""
+import functools
 import gc
 import json
 import statistics
+from pathlib import Path
 
 import torch
 
@@ -18,7 +20,7 @@ from runtime import guard
 
 
 class Ours:
-    name, last = "engine", False
+    name = "engine"
 
     def __init__(self, model, cfg, hw, rows):
         slots = cfg.slots or min(rows, 512)
@@ -38,7 +40,7 @@ def split(engine, prompts, samples, new, total, hw, B, groups):
     with torch.inference_mode():
         prefill = clock(lambda: engine.prefill([(i % engine.slots, p[:-1]) for i, p in enumerate(prompts)]), hw)[0]
         a_step()
-        steps = [clock(a_step, hw)[0] for _ in range(5)]
+        steps = [clock(a_step, hw)[0] for _ in range(15)]
         logits = torch.randn(B, engine.c.vocab_size, device=hw.device)
         noise = engine.state[2, :B]
         draws = [clock(lambda: draw(logits, uniform(noise, noise), engine.sampling), hw)[0] for _ in range(5)]
@@ -67,6 +69,14 @@ def products(engine, B, C, hw):
         return statistics.median(clock(all_of_them, hw)[0] for _ in range(5))
 
 
+def alone(cfg, hw, folder, **job):
+    """[seconds] of transformers' generate_batch, once after a warm-up."""
+    path = Path(folder) / "job.json"
+    path.write_text(json.dumps({"peer": "generate_batch", "model": str(folder), "max_new_tokens": cfg.max_new_tokens, "device": hw.device.type,
+                                "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
+    return json.loads(process(["-m", "measure.peers"], [path], name="generate_batch").splitlines()[-1])["seconds"][1:]
+
+
 def bench_generate(cfg, hw, folder, handed, say):
     """Tokens a second of the engine and of transformers, beside the limit, with what a run's time goes to."""
     c, cases, rates = GPTConfig(**SHAPES[cfg.model]), [], {}
@@ -75,17 +85,14 @@ def bench_generate(cfg, hw, folder, handed, say):
     model = random_model(c, hw)
     say(f"{model.n_params():,} parameters, {hw.sampling_dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens a "
         f"sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
-    others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers]
+    others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers if name in peers.SAMPLERS]
     for P, N in [map(int, case.split("x")) for case in cfg.work.split(",")]:
         prompts = torch.randint(c.vocab_size, (P, cfg.prompt_tokens)).tolist()
         sides, times, failed = [Ours(model, cfg, hw, P * N), *others], {}, {}
+
         for repeat in range(cfg.repeats + 1):             # the first is a warm-up, in which shapes are recorded
-            for side in sides:
+            for side in [side for side in sides if side.name not in failed]:
                 try:
-                    if side.name in failed or side.last and repeat < cfg.repeats:
-                        continue
-                    if side.last:
-                        side.run(prompts, N, cfg.max_new_tokens)         # its own warm-up
                     seconds, tokens = clock(lambda: side.run(prompts, N, cfg.max_new_tokens), hw)
                     assert tokens == P * N * cfg.max_new_tokens, f"{tokens} tokens"
                     if repeat:
@@ -101,14 +108,19 @@ def bench_generate(cfg, hw, folder, handed, say):
         B, groups = engine.shape([int(context)] * in_flight)           # of a step in the middle of a run
         C = groups[0][2]
         parts, step = split(engine, prompts, N, cfg.max_new_tokens, ours, hw, B, groups)
-        alone = products(engine, B, C, hw) if hw.device.type == "cpu" else None
+        least = products(engine, B, C, hw) if hw.device.type == "cpu" else None
+        if "generate_batch" in cfg.peers:
+            try:
+                times["generate_batch"] = alone(cfg, hw, folder, prompts=prompts, samples=N)
+            except guard.Failure as e:
+                failed["generate_batch"] = str(e)
         row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "mbu": mbu, "step_ms": 1e3 * step,
-               "floor_ms": 1e3 * floor, "overhead_ms": alone and 1e3 * (step - alone), **{f"{k}_s": v for k, v in parts.items()},
+               "floor_ms": 1e3 * floor, "overhead_ms": least and 1e3 * (step - least), **{f"{k}_s": v for k, v in parts.items()},
                "seconds": times, "failed": failed}
         say(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}, MBU {mbu:.0%}; "
             + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
             + f"; a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
-            + (f", products alone {1e3 * alone:.2f})" if alone else ")"))
+            + (f", products alone {1e3 * least:.2f})" if least else ")"))
         for peer in [name for name in times if name != "engine"]:
             ratios = sorted(b / a for a, b in zip(times["engine"][-len(times[peer]):], times[peer]))
             row[f"over_{peer}"] = statistics.median(ratios)
@@ -156,10 +168,13 @@ def bench_datagen(cfg, hw, folder, handed, say):
         hf.export(found.load(), f"{folder}/peer")
         peer = peers.Generate(f"{folder}/peer", hw)
 
-        def loop():
-            seconds, verified = clock(lambda: peers.verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, oversample, new), hw)
+        def loop(at_once):
+            seconds, verified = clock(lambda: peers.verified_in_a_loop(
+                peer, hw, tokenizer, task, questions, prompts, oversample, new, at_once), hw)
             return (verified if cfg.run else len(prompts) * oversample) / seconds
-        sides["loop over generate"] = loop
+        for name in cfg.peers:
+            at_once = int(name.removeprefix("generate_"))
+            sides[f"loop over generate, {at_once} sequences at a time"] = functools.partial(loop, at_once)
     rates = in_turn(sides, cfg.repeats, unit, say, warm_up=1 if len(sides) > 1 else 0)
     f = done[-1]
     sampled = f["tokens_per_s"] * f["seconds"] / f["attempts"]

@@ -254,6 +254,23 @@ def test_train_beside_a_plain_loop(in_process, capsys):
         bench.main([*TRAIN, "--device=cpu", "--peers=nanogpt"])
 
 
+def test_sampling_beside_transformers(capsys):
+    pytest.importorskip("transformers")
+    out, figures = said(capsys, "--stage=generate", "--model=llama-1m", "--work=2x2,3x1", "--prompt_tokens=8", "--max_new_tokens=4",
+                        "--repeats=2", "--dtype=fp32", "--peers=generate,static")
+    assert {name: len(rates) for name, rates in figures["rates"].items()} == {
+        f"{case} {side}": 2 for case in ("2x2", "3x1") for side in ("nanoRFT", "generate", "static")}
+    assert out.count("times as fast") == 4 and "failed (" not in out
+
+
+def test_rejection_sampling_beside_transformers(in_process, capsys):
+    pytest.importorskip("transformers")
+    out, figures = said(capsys, "--stage=datagen", "--model=llama-1m", "--num_questions=3", "--oversample=2", "--max_new_tokens=4",
+                        "--repeats=1", "--dtype=fp32", "--ranks=1", "--peers")
+    assert figures["rates"].keys() == {"nanoRFT", *(f"loop over generate, {n} sequences at a time" for n in (32, 512))}
+    assert all(len(rates) == 1 and rates[0] > 0 for rates in figures["rates"].values()) and out.count("times as fast") == 2
+
+
 def test_the_plain_loop_is_our_gpt2():
     """The same number of weights, and the same loss when they have the same values."""
     c = GPTConfig(**synthetic.SHAPES["gpt2-1m"] | {"vocab_size": 320})           # without padding, which only ours leaves out of the loss
