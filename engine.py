@@ -116,8 +116,11 @@ def uniform(stream, position):
 
 
 def invert(p, u):
-    """The first id [B] at which the running sum of p [B, V] reaches the share u [B] of the whole. First the block of 256 ids,
+    """The first id [B] at which the running sum of p [B, V] reaches the share u [B] of the whole. Of many ids first the block of 256,
     then the id in it: running sums of all V in float64 would take three times as long."""
+    if p.shape[-1] <= 512:
+        upto = p.cumsum(-1, dtype=torch.float64)
+        return torch.searchsorted(upto, u[:, None] * upto[:, -1:])[:, 0]
     p = F.pad(p, (0, -p.shape[-1] % 256)).unflatten(1, (-1, 256))
     upto = p.sum(-1).double().cumsum(-1)
     target = (u * upto[:, -1])[:, None]
@@ -272,7 +275,11 @@ class Engine:
 
         def numbers(*shape, dtype=torch.long):
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        self.state = numbers(3, slots)                                 # newest token, its position, the sample's noise
+        self.state = numbers(2, slots)                                 # newest token, its position
+        # The sample's noise at each position, drawn when it gets its slot: in a step that would be twenty small kernels.
+        self.noise = torch.zeros(slots, self.context, dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device)
+        self.places = torch.arange(T, device=self.device)
+        self.seen, self.unseen = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=self.device)
         self.tick = numbers(1)                                         # steps since the last look, whose results these are:
         self.new_ids, self.new_logprobs = numbers(self.poll, slots), numbers(self.poll, 2, slots, dtype=torch.float32)
         # The host's notes of each slot: tokens of the prompt, new ones so far, new ones at most; what they are.
@@ -327,7 +334,7 @@ class Engine:
     def step(self, B, groups):
         """One more token of rows 0 ... B-1. groups: (first row, last row + 1, places of the cache that these rows read). Nothing here
         waits for the device."""
-        token, position, noise = self.state[:, :B]
+        token, position = self.state[:, :B]
         biases = [self.bias(position[first:last], C) for first, last, C in groups]
         where = (self.place[:B] + position[:, None]).flatten()
         caches = [self.remembered(k, v, groups, where, biases) for k, v in zip(self.k, self.v)]
@@ -335,8 +342,9 @@ class Engine:
             h = self.model.hidden(token[:, None], position[:, None], caches)[:, 0]
         logits = self.model.logits(h, self.head)
         if self.device.type == "mps":                                  # which has no float64
-            logits, noise = logits.cpu(), noise.cpu()
-        ids, logprobs = draw(logits, uniform(noise, position.to(noise.device)), self.sampling)
+            logits = logits.cpu()
+        noise = self.noise[:B].gather(1, position[:, None].to(self.noise.device))[:, 0]
+        ids, logprobs = draw(logits, noise, self.sampling)
         full = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(-1) if self.sampling.full_logprobs else logprobs
         self.new_ids[:, :B].index_copy_(0, self.tick, ids[None].to(self.device))
         self.new_logprobs[:, :, :B].index_copy_(0, self.tick, torch.stack((logprobs, full))[None].to(self.device))
@@ -347,9 +355,7 @@ class Engine:
     def bias(self, position, C):
         """-inf for the places past each row's position, else 0: [B, K, G, C], on a CPU [B K, G, C]."""
         B, K, G = len(position), self.c.n_kv_head, self.c.n_head // self.c.n_kv_head
-        bias = torch.zeros(B, 1, C, dtype=self.dtype, device=self.device)
-        bias.masked_fill_(torch.arange(C, device=self.device) > position[:, None, None], -math.inf)
-        bias = bias[:, None].expand(B, K, G, C)
+        bias = torch.where(self.places[:C] > position[:, None], self.unseen, self.seen)[:, None, None].expand(B, K, G, C)
         return bias.flatten(0, 1) if self.device.type == "cpu" else bias
 
     def remembered(self, keys, values, groups, where, biases):
@@ -486,8 +492,10 @@ class Engine:
         if placed:
             slots = [slot for p in placed for slot in p.slots]
             new = torch.tensor([[r.request.ids[-1], len(r.request.ids) - 1, r.request.key, r.index] for r in (rows[s] for s in slots)]).T
-            new = torch.stack((new[0], new[1], stream(self.seed, new[2], new[3])))
-            self.state[:, torch.tensor(slots, device=self.device)] = new.to(self.device)
+            self.state[:, torch.tensor(slots, device=self.device)] = new[:2].to(self.device)
+            first, last = int(new[1].min()), min(self.context, max(len(p.request.ids) + p.request.max_new_tokens for p in placed))
+            noise = uniform(stream(self.seed, new[2], new[3])[:, None], torch.arange(first, last))
+            self.noise[torch.tensor(slots, device=self.noise.device), first:last] = noise.to(self.noise.device)
             for p in placed:
                 n = len(p.request.ids)
                 self.prompt[p.slots], self.count[p.slots], self.limit[p.slots] = n, 0, min(p.request.max_new_tokens, self.context - n)
@@ -498,8 +506,12 @@ class Engine:
                 i, last_slot = rows.index(None), len(rows)
                 rows[i] = last
                 self.copy(last_slot, [i], self.prompt[last_slot] + self.count[last_slot])
-                for notes in (self.state.T, self.prompt, self.count, self.limit, self.ids, self.logprobs):
+                for notes in self.notes():
                     notes[i] = notes[last_slot]
+
+    def notes(self):
+        """What is kept of each slot beside the cache, slots first."""
+        return self.state.T, self.noise, self.prompt, self.count, self.limit, self.ids, self.logprobs
 
     def reach(self, n):
         """Room for n places a row, where they grow."""
@@ -531,7 +543,7 @@ class Engine:
         index = torch.from_numpy(order)
         for cache in (*self.k, *self.v):
             cache[:len(rows)] = cache.index_select(0, index)
-        for notes in (self.state.T, self.prompt, self.count, self.limit, self.ids, self.logprobs):
+        for notes in self.notes():
             notes[:len(rows)] = notes[index if isinstance(notes, torch.Tensor) else order]
         rows[:] = [rows[i] for i in order]
 
@@ -559,7 +571,7 @@ class Engine:
         slots, count, room = np.arange(B)[:, None], self.count[:B], (self.limit - self.count)[:B]
         places = count[:, None] + np.arange(steps)
         self.ids[slots, places] = ids
-        for kind in (0, 1):
+        for kind in range(1 + self.sampling.full_logprobs):
             self.logprobs[slots, kind, places] = logprobs[:, kind]
         stops = (ids[..., None] == np.array(self.sampling.stop)).any(-1) & (np.arange(steps) < room[:, None])         # np.isin is slower
         stopped = stops.any(1)

@@ -9,7 +9,7 @@ import torch
 
 import hf
 import tasks
-from engine import Engine, Packed, Request, Sampling, draw, uniform
+from engine import Engine, Packed, Request, Sampling, draw
 from eval import requests_of
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
@@ -42,8 +42,7 @@ def split(engine, prompts, samples, new, total, hw, B, groups):
         a_step()
         steps = [clock(a_step, hw)[0] for _ in range(15)]
         logits = torch.randn(B, engine.c.vocab_size, device=hw.device)
-        noise = engine.state[2, :B]
-        draws = [clock(lambda: draw(logits, uniform(noise, noise), engine.sampling), hw)[0] for _ in range(5)]
+        draws = [clock(lambda: draw(logits, engine.noise[:B, 0], engine.sampling), hw)[0] for _ in range(5)]
     rounds = new * len(prompts) * samples / B
     step, one_draw = statistics.median(steps), statistics.median(draws)
     parts = {"prefill": prefill, "decode": rounds * (step - one_draw), "draw": rounds * one_draw}

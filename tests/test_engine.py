@@ -4,9 +4,10 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from conftest import ROOT, environment
-from engine import Engine, Request, Sampling, cache_bytes, draw, stream, uniform
+from engine import Engine, Request, Sampling, cache_bytes, draw, invert, stream, uniform
 from model import GPT, GPTConfig, add_lora, merged
 from runtime import memory
 
@@ -202,6 +203,7 @@ def test_memory_is_what_the_arithmetic_says():
     """In a process of its own: the growth of its resident set."""
     code = """
 import torch
+import torch.nn.functional as F
 from engine import Engine, Request, cache_bytes
 from model import GPT, GPTConfig
 from runtime import hardware
@@ -396,6 +398,15 @@ def test_noise_is_uniform_and_distinct():
     counts = torch.histc(u, 100, 0, 1)
     assert ((counts - 2000) ** 2 / 2000).sum() < 150                    # chi-square, 99 degrees of freedom: p = 0.0007
     assert abs(torch.corrcoef(torch.stack((u[:-1], u[1:])))[0, 1]) < 0.01
+
+
+def test_ids_among_few_and_among_many_are_the_same():
+    """Of a large vocabulary the block is found first; with ids of probability 0 behind them, the same ones are."""
+    torch.manual_seed(0)
+    p, u = torch.randn(500, 512).mul(3).softmax(-1), torch.rand(500, dtype=torch.float64)
+    p[:, ::3] = 0
+    few, many = invert(p, u), invert(F.pad(p, (0, 1)), u)
+    assert few.equal(many) and (p.gather(1, few[:, None]) > 0).all() and len(few.unique()) > 100
 
 
 @pytest.mark.parametrize("s", [Sampling(), Sampling(temperature=0.5), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(min_p=0.2),
