@@ -248,6 +248,8 @@ def main(argv):
     try:                                                 # now, not after half an hour
         cfg.output.parent.mkdir(parents=True, exist_ok=True)
         cfg.output.touch()
+        if not cfg.output.stat().st_size:
+            cfg.output.unlink()
     except OSError as e:
         raise BadInput(f"{cfg.output} can't be written ({e.strerror}): name another file with --output=.") from None
     what = cfg.run or ("" if cfg.stage == "rewards" else cfg.model if cfg.model != "auto" else " ".join(handed.files))

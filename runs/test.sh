@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 also="pytest pytest-xdist matplotlib tensorboard transformers peft chess rapidfuzz"; source runs/setup.sh
 
-exec "$python" -m pytest -q -n 2 --dist loadfile tests "$@"
+exec "$python" -m pytest -q -n 2 --dist worksteal tests "$@"

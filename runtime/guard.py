@@ -26,6 +26,9 @@ def run(main):
     except Failure as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(1)
+    except KeyboardInterrupt:                # a second Ctrl-C, or one where there is nothing to save
+        print("error: interrupted.", file=sys.stderr, flush=True)
+        os._exit(130)
     distributed.close()
     sys.exit(code)
 

@@ -4,6 +4,7 @@ import functools
 import importlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -225,6 +226,16 @@ def test_profile():
     assert len(figures["consumers"]) == 15 and "p.trace.json" in done.stdout and figures["consumers"][0]["name"][:58] in done.stdout
     assert figures["consumers"] == sorted(figures["consumers"], key=lambda row: -row["ms_a_step"])
     assert any(row["mib_a_step"] > 0 for row in figures["memory"]) and any(e.get("name") == "[memory]" for e in trace["traceEvents"])
+
+
+def test_interrupted():
+    """Ctrl-C goes to bench.py and to the script that it has started."""
+    with subprocess.Popen([sys.executable, str(ROOT / "bench.py"), *TRAIN, "--steps=100000", "--device=cpu", "--output=i.json"], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), start_new_session=True) as process:
+        assert any("steps a run" in line for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said.strip() == "error: interrupted." and not Path("i.json").exists()
 
 
 def test_grpo_without_a_peer(in_process, monkeypatch, capsys):
