@@ -520,7 +520,7 @@ class Engine:
             self.lay_out(min(bucket(n, 16), bucket(self.context, 64)), T)
 
     def shape(self, needed):
-        """(B, groups) of a step of rows that need so many places of the cache each (a list). On a CPU, where attention takes most of a
+        """(B, groups) of a step of rows that need so many places of the cache each (a list or array). On a CPU, where attention takes most of a
         small model's step, they are in groups that read no more than their furthest row needs."""
         needed = np.asarray(needed)                                    # Python's max would take 27 us longer, of 512
         self.reach(int(needed.max()))

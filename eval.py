@@ -252,7 +252,6 @@ def evaluate_task(cfg):
     with refused():
         sampling, task = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p), tasks.load(cfg.task)
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
-    dtype = "bf16" if hw.dtype == "bf16" else "fp32"                   # fp16 is too narrow to sample in
     questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions))
     models = [prepare(cfg, name, task, questions) for name in cfg.models]            # all of them before hours are spent on one
     say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature {cfg.temperature:g}; % [95% interval]")
@@ -269,7 +268,7 @@ def evaluate_task(cfg):
             seconds, (tokens,) = time.perf_counter() - began, distributed.sum([engine.now.tokens])
             rows.append(accuracy(grades[-1]) | {
                 "model": name, "task": cfg.task, "split": split, "num_samples": cfg.num_samples, "temperature": cfg.temperature,
-                "few_shot": few_shot, "dtype": dtype, "seconds": seconds, "tokens": int(tokens), "tokens_per_s": tokens / seconds})
+                "few_shot": few_shot, "dtype": hw.sampling_format, "seconds": seconds, "tokens": int(tokens), "tokens_per_s": tokens / seconds})
             if rows[1:]:
                 rows[-1] |= difference(grades[0], grades[-1])
             report(rows[-1], grades[-1], max(map(len, cfg.models)), many, heading=not rows[1:])

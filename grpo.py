@@ -568,7 +568,7 @@ def main(argv):
                 return 1
             engine.load(model)
             stopping = stop.requested()                   # one small exchange between the ranks
-            hw.wait()
+            hw.wait()                                     # for the weights that the engine takes over: they are this step's time
             spent["update"], spent["sync"] = t2 - t1, clock() - t2
             seconds = clock() - t0
             now.step, now.seconds, now.slots = now.step + 1, now.seconds + seconds, engine.slots

@@ -66,7 +66,7 @@ def read_bandwidth(hw):
 
 def matmul_peak(hw, format=None):
     """FLOP/s of a product of large matrices in bf16, fp16, tf32 or fp32; None: in what hw computes in."""
-    format = format or format_of(hw)
+    format = format or hw.product_format()
     if (hw.device, format) not in MEASURED:
         n, before = 8192 if hw.device.type == "cuda" else 2048, torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if format == "tf32" else "highest")
@@ -89,10 +89,6 @@ def formats(hw):
     half = getattr(torch.cpu, "_is_avx512_fp16_supported", bool)() or getattr(torch.cpu, "_is_amx_fp16_supported", bool)()
     return ["fp32", *(["bf16"] if hw.device.type == "cpu" and hardware.cpu_multiplies_bf16() else []),
             *(["fp16"] if hw.device.type == "mps" or hw.device.type == "cpu" and half else [])]
-
-
-def format_of(hw):
-    return "tf32" if hw.dtype == "fp32" and hw.tf32 else hw.dtype
 
 
 def peak(hw):
@@ -133,7 +129,7 @@ def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
     each step weights, keys and values at the speed of reading memory."""
     model, in_flight = on_meta(c), min(slots, prompts * samples)
     in_blocks = sum(p.numel() for p in model.blocks.parameters())
-    dtype, format = hw.sampling_dtype, "bf16" if hw.dtype == "bf16" else "tf32" if hw.tf32 else "fp32"
+    dtype, format = hw.sampling_dtype, hw.product_format(hw.sampling_format)
     weights, per_token = (in_blocks + model.head_weight.numel()) * dtype.itemsize, cache_bytes(c, 0, 64, dtype) / 64
     floor = (weights + in_flight * (prompt_tokens + new / 2) * per_token) / read_bandwidth(hw)
     steps = floor * new * prompts * samples / in_flight

@@ -185,8 +185,7 @@ def clock_of(transformers, hw):
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *_, **__):
-            if hw.device.type == "cuda":
-                torch.cuda.synchronize()
+            hw.wait()
             times.append(time.perf_counter())
         on_step_end = on_step_begin
     return Clock(), lambda: [end - begin for begin, end in zip(times[::2], times[1::2])]
@@ -274,7 +273,7 @@ def generate_batch(job, hw):
     """Not of steps: of a warm-up and a run of transformers' continuous batching, a request a sample. Its threads would stay, and disturb
     others, in the process of bench.py."""
     from transformers import GenerationConfig
-    peer, times = Generate(job["model"], hw), []
+    peer, times = Generate(job["folder"], hw), []
     settings = GenerationConfig(max_new_tokens=job["max_new_tokens"], eos_token_id=-1, **peer.options)
     for _ in range(2):
         hw.wait()
@@ -287,7 +286,8 @@ def generate_batch(job, hw):
     return times
 
 
-ALONE = {"generate_batch": generate_batch, "nanogpt": nanogpt, "trainer": trainer, "trl": sft_trainer, "trl_fp32": grpo_trainer, "trl_bf16": grpo_trainer}
+ALONE = {"generate_batch": generate_batch, "nanogpt": nanogpt, "trainer": trainer, "trl": sft_trainer, "trl_fp32": grpo_trainer,
+         "trl_bf16": grpo_trainer}
 
 
 def main(path):

@@ -121,16 +121,20 @@ def in_turn(sides, repeats, unit, say, warm_up=0):
 
 
 def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
-    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up. One process sees one
-    GPU alone, for transformers would take all of them."""
-    path, env = work.folder / "job.json", {}
+    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up."""
+    seconds = seconds_of(peer, cfg, hw, work.folder, ranks, steps=WARM_UP + work.steps, **job)
+    return units / statistics.median(seconds[WARM_UP:])
+
+
+def seconds_of(peer, cfg, hw, folder, ranks=1, **job):
+    """What a peer in a process of its own took, step by step. One process sees one GPU alone, for transformers would take all of them."""
+    path, env = Path(folder) / "job.json", {}
     if hw.device.type == "cuda" and ranks == 1:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         env = {"CUDA_VISIBLE_DEVICES": seen.split(",")[hw.device.index] if seen else str(hw.device.index)}
-    path.write_text(json.dumps({"peer": peer, "folder": str(work.folder), "steps": WARM_UP + work.steps, "device": hw.device.type,
-                                "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
-    seconds = json.loads(process(["-m", "measure.peers"], [path], ranks, peer, env=env).splitlines()[-1])["seconds"]
-    return units / statistics.median(seconds[WARM_UP:])
+    path.write_text(json.dumps({"peer": peer, "folder": str(folder), "device": hw.device.type, "dtype": hw.dtype, "tf32": hw.tf32,
+                                "seed": cfg.seed} | job))
+    return json.loads(process(["-m", "measure.peers"], [path], ranks, peer, env=env).splitlines()[-1])["seconds"]
 
 
 def chart(path, title, rates, unit):

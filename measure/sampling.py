@@ -3,7 +3,6 @@ import functools
 import gc
 import json
 import statistics
-from pathlib import Path
 
 import torch
 
@@ -13,7 +12,7 @@ from engine import Engine, Packed, Request, Sampling, draw
 from eval import requests_of
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
-from measure.runs import ROOT, as_flags, in_turn, process, processes, small
+from measure.runs import ROOT, as_flags, in_turn, process, processes, seconds_of, small
 from measure.synthetic import SHAPES, random_model
 from model import GPTConfig
 from runtime import guard
@@ -68,14 +67,6 @@ def products(engine, B, C, hw):
         return statistics.median(clock(all_of_them, hw)[0] for _ in range(5))
 
 
-def alone(cfg, hw, folder, **job):
-    """[seconds] of transformers' generate_batch, once after a warm-up."""
-    path = Path(folder) / "job.json"
-    path.write_text(json.dumps({"peer": "generate_batch", "model": str(folder), "max_new_tokens": cfg.max_new_tokens, "device": hw.device.type,
-                                "dtype": hw.dtype, "tf32": hw.tf32, "seed": cfg.seed} | job))
-    return json.loads(process(["-m", "measure.peers"], [path], name="generate_batch").splitlines()[-1])["seconds"][1:]
-
-
 def bench_generate(cfg, hw, folder, handed, say):
     """Tokens a second of the engine and of transformers, beside the limit, with what a run's time goes to."""
     c, cases, rates = GPTConfig(**SHAPES[cfg.model]), [], {}
@@ -88,7 +79,6 @@ def bench_generate(cfg, hw, folder, handed, say):
     for P, N in [map(int, case.split("x")) for case in cfg.work.split(",")]:
         prompts = torch.randint(c.vocab_size, (P, cfg.prompt_tokens)).tolist()
         sides, times, failed = [Ours(model, cfg, hw, P * N), *others], {}, {}
-
         for repeat in range(cfg.repeats + 1):             # the first is a warm-up, in which shapes are recorded
             for side in [side for side in sides if side.name not in failed]:
                 try:
@@ -110,7 +100,8 @@ def bench_generate(cfg, hw, folder, handed, say):
         least = products(engine, B, C, hw) if hw.device.type == "cpu" else None
         if "generate_batch" in cfg.peers:
             try:
-                times["generate_batch"] = alone(cfg, hw, folder, prompts=prompts, samples=N)
+                times["generate_batch"] = seconds_of("generate_batch", cfg, hw, folder, prompts=prompts, samples=N,
+                                                     max_new_tokens=cfg.max_new_tokens)[1:]        # the first is a warm-up
             except guard.Failure as e:
                 failed["generate_batch"] = str(e)
         row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "mbu": mbu, "step_ms": 1e3 * step,

@@ -69,16 +69,25 @@ class Hardware:
     @property
     def peak_tflops(self):
         """At dtype; None if not known."""
-        return self.peaks.get("tf32" if self.dtype == "fp32" and self.tf32 else self.dtype)
+        return self.peaks.get(self.product_format())
 
     @property
     def torch_dtype(self):
         return DTYPES[self.dtype]
 
+    def product_format(self, dtype=None):
+        """In which products of dtype, None: hw's own, are computed: tf32 where that takes the place of fp32."""
+        dtype = dtype or self.dtype
+        return "tf32" if dtype == "fp32" and self.tf32 else dtype
+
+    @property
+    def sampling_format(self):
+        """Of weights and cache where answers are sampled: bf16, or fp32, since fp16 is too narrow."""
+        return "bf16" if self.dtype == "bf16" else "fp32"
+
     @property
     def sampling_dtype(self):
-        """Of weights and cache where answers are sampled: bf16, or fp32, since fp16 is too narrow."""
-        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        return DTYPES[self.sampling_format]
 
     @property
     def settings(self):
