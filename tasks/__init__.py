@@ -23,7 +23,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from tasks import _numbers
+from tasks import _equations
 
 PROMPT = "Question: {}\n"
 SPLITS = ("train", "valid", "test")
@@ -123,7 +123,7 @@ class Task:
 
     def signature(self, completion):
         """Two solutions with the same signature are the same solution; of a task that does not say, the equations decide."""
-        return self.call("signature")(completion) if hasattr(self.module, "signature") else _numbers.signature(completion)
+        return self.call("signature")(completion) if hasattr(self.module, "signature") else _equations.signature(completion)
 
     def reward(self, question, completion):
         """(score, {part name: bool}); ValueError for a score that is none."""

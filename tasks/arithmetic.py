@@ -1,6 +1,6 @@
 """Arithmetic with whole numbers, in one step or two: `What is 12 * 34 - 5?`. The solution goes digit by digit. The argument is the
 number of digits, 1 to 9 (default 2)."""
-from tasks import _numbers, _questions
+from tasks import _answers, _questions
 
 INSTRUCTION = ("Work the question out digit by digit in short equations such as 12 * 30 = 360. Then give the number alone within "
                "<answer></answer>.")
@@ -57,4 +57,4 @@ def documents(split, seed=0, argument=None):
 
 
 def reward(question, completion):
-    return _numbers.grade(question, completion)
+    return _answers.grade(question, completion)

@@ -52,6 +52,7 @@ STEP = re.compile(r"([^+]{1,100})\+(-?[0-9]\.[0-9]{1,3})\+([01])\+([01])")
 POLICY = re.compile(rf"M:((?: {UCI}){{1,{CANDIDATES}}})  E:((?: {PAWNS}){{1,{CANDIDATES}}})  B: ({UCI})")
 NEAR = 0.5                           # pawns that evaluations may be off, on average, and count as right
 BEST = 0.05                          # pawns that the chosen move may be worse than the best
+BLIND_FLAGS = "0.001", "0", "0"      # of most moves: what can be said without looking
 LOST = 3.0                           # pawns more than that, and evaluations or the chosen move earn nothing
 
 
@@ -252,7 +253,8 @@ def examples(n, argument=None):
 # --- the verifier ---
 
 def reward(question, completion):
-    """(score, parts); the score is 1.0 if and only if all parts are true. An answer that has not the form gets nothing.
+    """Return (score, parts); the score is 1.0 if and only if all parts are true. An answer that has not the form gets nothing,
+    and neither does what can be said without looking at the position: partial credit is counted from there, see `beyond`.
 
     A: 0.05 for the form, up to 0.35 for a FEN nearer to the right one than the old FEN is (by edits), 0.4 for the right one, 0.2 for
     reward and flags, a third each, in an answer whose position is possible at all. Parts: formatted, legal_fen, fen, flags.
@@ -261,6 +263,12 @@ def reward(question, completion):
     """
     text = completion[:LONGEST_TEXT].partition(STOP)[0].strip()
     return (grade_step if question["kind"] == "A" else grade_policy)(question, text)
+
+
+def beyond(points, blind):
+    """Return the score of an answer with so many points of 1: how far it is from those of an answer that does not look at the
+    position (blind) toward 1, at most 0.99."""
+    return min(0.99, max(0.0, points - blind) / (1 - blind))
 
 
 def grade_step(question, text):
@@ -272,10 +280,15 @@ def grade_step(question, text):
     parts |= {"formatted": True, "legal_fen": possible(fen), "fen": fen == right, "flags": flags == truth}
     if all(parts.values()):
         return 1.0, parts
-    copied = Levenshtein.normalized_similarity(question["fen"], right)             # 1.0 after an illegal move: nothing is nearer
-    nearer = (Levenshtein.normalized_similarity(fen, right) - copied) / (1 - copied) if copied < 1 else parts["fen"]
-    same = fmean(a == b for a, b in zip(flags, truth)) if parts["legal_fen"] else 0
-    return min(0.99, 0.05 + 0.35 * max(0.0, nearer) + 0.4 * parts["fen"] + 0.2 * same), parts
+    blind = step_points(question["fen"], BLIND_FLAGS, question["fen"], right, truth)
+    return beyond(step_points(fen, flags, question["fen"], right, truth), blind), parts
+
+
+def step_points(fen, flags, old, right, truth):
+    copied = Levenshtein.normalized_similarity(old, right)             # 1.0 after an illegal move: nothing is nearer
+    nearer = (Levenshtein.normalized_similarity(fen, right) - copied) / (1 - copied) if copied < 1 else fen == right
+    same = fmean(a == b for a, b in zip(flags, truth)) if possible(fen) else 0
+    return 0.05 + 0.35 * max(0.0, nearer) + 0.4 * (fen == right) + 0.2 * same
 
 
 def possible(fen):
@@ -297,11 +310,18 @@ def grade_policy(question, text):
         return 0.0, parts
     off = {move: abs(pawns - truth[move]) for move, pawns in zip(moves, evaluations) if move in truth}
     error = fmean([*off.values(), *[LOST + NEAR] * (wanted - len(off))])
-    regret = max(truth.values()) - (truth[choice] if choice in off else -MATE - LOST)
+    highest = max(truth.values())
+    regret = highest - (truth[choice] if choice in off else -MATE - LOST)
     parts = {"formatted": True, "legal": len(off) == wanted and choice in off, "evaluations": error <= NEAR, "best": regret <= BEST}
     if all(parts.values()):
         return 1.0, parts
-    return min(0.99, 0.05 + 0.15 * len(off) / wanted + 0.3 * graded(error - NEAR) + 0.5 * graded(regret - BEST)), parts
+    any_move = fmean(graded(highest - pawns - BEST) for pawns in truth.values())
+    blind = policy_points(1.0, fmean(map(abs, truth.values())), any_move)              # any legal moves, all of them at 0.00
+    return beyond(policy_points(len(off) / wanted, error, graded(regret - BEST)), blind), parts
+
+
+def policy_points(legal, error, choice):
+    return 0.05 + 0.15 * legal + 0.3 * graded(error - NEAR) + 0.5 * choice
 
 
 def graded(pawns):

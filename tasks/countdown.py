@@ -5,16 +5,14 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from tasks import _numbers, _questions
+from tasks import _answers, _numbers, _questions
 
 INSTRUCTION = ("Try sums, differences, products and quotients in short equations such as 25 - 3 = 22. Then give the expression alone, "
                "with each number used once, within <answer></answer>.")
 LARGEST = 50                         # number
 HIGHEST = 999                        # number to make
 DEEPEST = 20                         # open parentheses
-EXPRESSION = re.compile(r"<answer>([^<]{0,200})</answer>")
 TOKEN = re.compile(r"\s*([0-9]{1,6}(?![0-9])|[-+*/()])")
-SPELLED = str.maketrans("×÷−", "*/-")
 
 
 def check(argument):
@@ -54,13 +52,13 @@ def documents(split, seed=0, argument=None):
 
 
 def reward(question, completion):
-    """(score, parts): whether the answer is an expression (answered), uses the numbers it should (numbers) and makes what it should
-    (correct), and whether there are equations before it, all of them true (reasoned)."""
+    """Return (score, parts): whether the answer is an expression (answered), uses the numbers it should (numbers) and makes
+    what it should (correct), and whether the equations before it are all true and lead there (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     found = parse(completion)
     parts = {"answered": found is not None, "numbers": found is not None and Counter(found[1]) == Counter(question["numbers"])}
     parts["correct"] = parts["numbers"] and found[0] == int(question["answer"])
-    parts["reasoned"] = _numbers.all_true(_numbers.before_answer(completion, EXPRESSION))
+    parts["reasoned"] = _answers.reasoned(question, completion, found and found[0], question["numbers"])
     return float(parts["correct"]), parts
 
 
@@ -71,10 +69,13 @@ def signature(completion):
 
 
 def parse(completion):
-    """(value, its numbers, normal spelling) of the expression in the first <answer>...</answer>; None if there is none."""
-    found = EXPRESSION.search(completion)
-    text = found[1].translate(SPELLED).strip() if found else ""
-    tokens, end = [], 0
+    """Return (value, its numbers, normal spelling) of the expression in the first <answer>...</answer>, which may be followed
+    by an equals sign and its value; None if there is none."""
+    found = _answers.ANSWER.search(completion)
+    text = _numbers.normal(_numbers.unwrapped(found[1])).replace("x", "*").strip().removesuffix(".") if found else ""
+    text, equals, result = (part.strip() for part in text.partition("="))
+    tokens = []
+    end = 0
     while end < len(text):
         token = TOKEN.match(text, end)
         if not token:
@@ -84,6 +85,8 @@ def parse(completion):
     try:
         value, spelled = chain(tokens[::-1], "+-", 0, last=True)
     except (ValueError, IndexError, ZeroDivisionError):
+        return None
+    if equals and _numbers.number(result) != value:
         return None
     return value, [int(token) for token in tokens if token.isdecimal()], spelled
 

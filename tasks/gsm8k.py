@@ -5,7 +5,7 @@ Of what trains a tenth is split off for validation, and another for the test whe
 import json
 from pathlib import Path
 
-from tasks import _numbers, _questions
+from tasks import _answers, _equations, _numbers, _questions
 
 INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give the number alone within "
                "<answer></answer>.")
@@ -71,7 +71,7 @@ def questions(split, seed=0, n=None, argument=None):
 
 
 def solution(question):
-    return f"{_numbers.NOTE.sub('', question['worked'])}\nAnswer: <answer>{question['answer']}</answer>"
+    return f"{_equations.NOTE.sub('', question['worked'])}\nAnswer: <answer>{question['answer']}</answer>"
 
 
 def documents(split, argument=None):
@@ -79,4 +79,4 @@ def documents(split, argument=None):
 
 
 def reward(question, completion):
-    return _numbers.grade(question, completion.replace("<answer>$", "<answer>"), tolerance=1e-3)
+    return _answers.grade(question, completion, tolerance=1e-3, prefix="$")

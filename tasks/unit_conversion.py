@@ -15,36 +15,11 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
-from tasks import _numbers, _questions
+from tasks import _answers, _numbers, _questions
+from tasks._units import UNITS
 
 INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = 6000. Then give the number "
                "alone within <answer></answer>.")
-UNITS = (     # what each level adds: {quantity: {unit: size in the quantity's smallest unit of level 1; of speed, in metres per hour}}
-    {
-        "length": {"mm": 1, "cm": 10, "m": 1000, "km": 1_000_000},
-        "mass": {"mg": 1, "gram": 1000, "kg": 1_000_000, "tonne": 1_000_000_000},
-        "time": {"second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800},
-        "data": {"bit": 1, "byte": 8, "kB": 8000, "MB": 8_000_000},
-        "volume": {"ml": 1, "cl": 10, "dl": 100, "litre": 1000},
-    },
-    {
-        "length": {"dm": 100, "micrometre": Fraction(1, 1000)},
-        "mass": {"microgram": Fraction(1, 1000), "quintal": 100_000_000},
-        "time": {"ms": Fraction(1, 1000), "fortnight": 1_209_600, "month": 2_629_800, "year": 31_557_600, "decade": 315_576_000,
-                 "century": 3_155_760_000},                          # a year has 365.25 days, a month is a twelfth of it
-        "data": {"kbit": 1000, "Mbit": 1_000_000, "GB": 8_000_000_000, "TB": 8_000_000_000_000},
-        "volume": {"hl": 100_000, "m3": 1_000_000},
-    },
-    {
-        "length": {"inch": Fraction("25.4"), "foot": Fraction("304.8"), "yard": Fraction("914.4"), "mile": 1_609_344},
-        "mass": {"ounce": Fraction("28349.523125"), "pound": Fraction("453592.37"), "stone": Fraction("6350293.18")},
-        "data": {"KiB": 8192, "MiB": 8_388_608, "GiB": 8_589_934_592},
-        "volume": {"cup": Fraction("236.5882365"), "pint": Fraction("473.176473"), "quart": Fraction("946.352946"),
-                   "gallon": Fraction("3785.411784")},               # of the US
-        "speed": {"m/s": 3600, "km/h": 1000, "mph": Fraction("1609.344"), "knot": 1852, "ft/s": Fraction("1097.28")},
-        "temperature": {"celsius": 0, "fahrenheit": 0, "kelvin": 0},
-    },
-)
 TO_CELSIUS = {"celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]], "kelvin": [[("-", Fraction("273.15"))]]}
 FROM_CELSIUS = {"celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]], "kelvin": [[("+", Fraction("273.15"))]]}
 PHRASINGS = (        # level 1 has the first five
@@ -284,7 +259,7 @@ def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
             spoil = other_digit if kind == "digit" else other_point
             wrong = i, lambda result: spoil(result, rng)
         text, value = worked(Fraction(question["n"]), [*steps[:i], (fact, operations), *steps[i + 1:]], wrong, question["level"] == 1)
-        if value and not _numbers.close(float(value), float(question["answer"]), 1e-3):
+        if value and not _numbers.close(value, Fraction(question["answer"]), Fraction(1, 1000)):
             return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
 
 
@@ -362,13 +337,14 @@ def rows(path):
 
 
 def reward(question, completion):
-    """(score, parts). The score is 1.0 if the answer is within 5% of the right one, both rounded to three decimals, which is loose; the
-    parts say whether there is an answer (answered), whether it is right to 0.1% (exact), and whether the text before it has
-    equations, all of them true (reasoned)."""
+    """Return (score, parts). The score is 1.0 if the answer is within 5% of the right one, which is loose; the parts say whether
+    there is an answer (answered), whether it is right to 0.1% (exact), and whether the text before it has equations, all of them
+    true, that lead from the question to the answer (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
-    value, correct = _numbers.answer(completion), float(question["answer"])
-    answered = value is not None
-    parts = {"answered": answered, "correct": answered and _numbers.close(value, correct, 0.05),
-             "exact": answered and _numbers.close(value, correct, 1e-3),
-             "reasoned": _numbers.all_true(_numbers.before_answer(completion))}
+    value = _answers.answer(completion, _answers.asked_unit(question))
+    right = Fraction(question["answer"])
+    parts = {"answered": value is not None,
+             "correct": value is not None and _numbers.close(value, right, 0.05),
+             "exact": value is not None and _numbers.close(value, right, Fraction(1, 1000)),
+             "reasoned": _answers.reasoned(question, completion, value)}
     return float(parts["correct"]), parts

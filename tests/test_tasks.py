@@ -13,7 +13,7 @@ import pytest
 
 import tasks
 from conftest import ROOT
-from tasks import _numbers, _questions, countdown, unit_conversion
+from tasks import _equations, _questions, _units, countdown, unit_conversion
 
 EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) ([*/]) ([\d.]+) = ([\d.]+)\.\n"
                      r"Answer: <answer>([\d.]+)</answer>\n")
@@ -86,7 +86,7 @@ def test_seven_in_ten_worked_examples_are_true_and_the_others_have_one_wrong_ste
             truth = Fraction(n) * sizes[frm] / sizes[to]
             away = abs(Fraction(answer) - truth) / truth
             steps = [sign == "*", Fraction(ratio) == Fraction(sizes[frm], sizes[to]),
-                     _numbers.all_true(f"{n} {sign} {factor} = {product}")]
+                     _equations.all_true(f"{n} {sign} {factor} = {product}")]
             assert (away == 0) == all(steps) and (all(steps) or (sum(steps) == 2 and away > 1e-3))
             wrong, beyond = wrong + (away > 0), beyond + (away > 0.05)
         assert 0.25 < wrong / len(matches) < 0.35 and beyond > 0.95 * wrong
@@ -359,11 +359,13 @@ def test_countdown_takes_each_number_once():
     task = tasks.load("countdown")
     q = {"question": "", "answer": "46", "numbers": [3, 7, 25]}
     right, other_value, other_numbers = (True, True, True), (True, True, False), (True, False, False)
-    for text, expected in (("7 * 3 + 25", right), ("25+7×3", right), ("25 - 3 * 7", other_value), ("46", other_numbers),
+    for text, expected in (("7 * 3 + 25", right), ("25+7×3", right), ("25 + 7·3", right), ("25 + 7 x 3", right), ("7 * 3 + 25.", right),
+                           ("7 * 3 + 25 = 46", right), ("**7 ⋅ 3 + 25**", right), (r"\boxed{7 \times 3 + 25}", right),
+                           ("25 − 3 × 7 = 4", other_value), ("25 - 3 * 7", other_value), ("46", other_numbers),
                            ("25 + 7 + 7 + 7", other_numbers), ("7 * 3 + 25 + 0", other_numbers)):
         score, parts = task.reward(q, f"<answer>{text}</answer>")
         assert (score, parts["answered"], parts["numbers"], parts["correct"]) == (float(expected == right), *expected), text
-    for text in ("25 + 3 7", "7 * 3 + 25 = 46", "(7 * 3 + 25", "7 * 3 + 25)", "", "7 ** 3 + 25", "-3 + 7 * 25", "3 / (7 - 7)", "7 * + 3", "()"):
+    for text in ("25 + 3 7", "7 * 3 + 25 = 47", "7 * 3 + 25 =", "46 = 7 * 3 + 25", "7 * 3 or 25", "(7 * 3 + 25", "7 * 3 + 25)", "", "7 ** 3 + 25", "-3 + 7 * 25", "3 / (7 - 7)", "7 * + 3", "()"):
         score, parts = task.reward(q, f"<answer>{text}</answer>")
         assert score == 0.0 and not parts["answered"] and not parts["correct"], text
     same = {task.signature(f"Try.\n<answer>{text}</answer>") for text in ("7 * 3 + 25", "25+(3×7)", "((25) + 7*3)", "(07 * 3) + 25")}
@@ -456,9 +458,9 @@ def test_equations_are_read_as_arithmetic():
         expected = eval(expression.replace(",", ""))
         for sign, spelled in (("*", "×"), ("/", "÷"), ("*", "x"), ("*", r"\times"), ("-", "−"), (" ", "")):
             written = expression.replace(sign, spelled) if rng.random() < 0.5 else expression
-            [(left, right)] = _numbers.equations(f"so {written} = 12.5.")
+            [(left, right)] = _equations.equations(f"so {written} = 12.5.")
             assert left == pytest.approx(expected, rel=1e-9, abs=1e-9) and right == 12.5
-    assert _numbers.all_true("3 + 4 * 2 = 11 and 10 / 4 = 2.5") and not _numbers.all_true("no equation")
+    assert _equations.all_true("3 + 4 * 2 = 11 and 10 / 4 = 2.5") and not _equations.all_true("no equation")
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -470,27 +472,114 @@ def test_equations_are_read_as_arithmetic():
     ("- 5 + 3 = 8\n- 1 + 1 = 2", "5+3=8 1+1=2"), (r"\(6 \times 1,000 = **6000**\)", "6*1000=6000"), ("3 - (-2) = 5", "3-(-2)=5"),
     (".5 * 20 = 10.", "0.5*20=10"), ("7-day trips: 2-1=1", "2-1=1")])
 def test_equations_of_honest_people_are_true(text, expected):
-    assert _numbers.all_true(text) and _numbers.signature(text) == expected
+    assert _equations.all_true(text) and _equations.signature(text) == expected
 
 
 @pytest.mark.parametrize("text", [
     "2x + 3 = 7", "x - 3 + 5 = 10", "3(x + 2) = 9", "2 * y = 5", "2^3 + 1 = 8", "9**9**9 = 1", "5 times 3 + 2 = 16", "3! + 1 = 8",
-    "4 weeks = 4 * 7 days", "1 km/h = 1000 m per hour", "5 + three = 9", "5 = 5", "(" * 30 + "1 + 1" + ")" * 30 + " = 3", "1 +/ 2 = 4",
+    "4 boxes = 4 * 12 eggs", "1 km/h = 1000 m per hour", "5 + three = 9", "5 = 5", "(" * 30 + "1 + 1" + ")" * 30 + " = 3", "1 +/ 2 = 4",
     "8:30 + 2 = 11", "5 + = 5", "() = 1 + 1", "2 + 5) * 3 = 20", "1 + " + "9" * 50 + " = 3", "f(3) + 1 = 8"])
 def test_what_can_not_be_read_is_no_equation(text):
-    assert _numbers.equations(text) == [] and not _numbers.all_true(text)
+    assert _equations.equations(text) == [] and not _equations.all_true(text)
+
+
+@pytest.mark.parametrize("text", [
+    "6 * 1000 = 6000 = 9", "1 + 1 = 2 = 3 = 4", "1) 6 * 1000 = 7.", "a) 6 * 1000 = 7", "(1) 6 * 1000 = 7", "2) -40 * 9 / 5 = 7",
+    "6 * 1000\n= 7", "6 * 1000 =\n7", "6 *\n1000 = 7", "6 * 1000 == 7", "6 ⋅ 1000 = 7", "6 ∙ 1000 ≈ 7", "６ × 1000 ＝ 7".replace("６", "6"),
+    r"\frac{6}{1} = 7", r"\dfrac{6}{2} \cdot \text{ } 2 = 7", r"$6 \times 1{,}000 = 7$", "½ + ½ = 2", "6 kg = 7 * 1000 gram", "6 kg = 7 * 1000",
+    "1 kg = 100 gram", "1 hour = 61 minutes", "6 * 1000 = 6000 gram = 9 kg", "6 * 1 000 = 7 000", "10/3 = 3.34", "1/3 = 0.4", "10 / 3 = 3",
+    "100 - 30% = 71", "2 hours every day for a total of 2*3 = 7 hours", "0.05 / 2 = 0.0"])
+def test_no_way_of_writing_it_makes_a_false_equation_pass(text):
+    assert not _equations.all_true(f"6 * 1000 = 6000. {text}") and not _equations.all_true(f"{text}\n6 * 1000 = 6000.")
+
+
+@pytest.mark.parametrize("text", [
+    "1) 6 * 1000 = 6000.", "a) 6 * 1000 = 6000", "6 * 1000\n= 6000", "6 ⋅ 1000 = 6 000", r"\frac{6}{2} = 3", "10/3 = 3.33", "2/3 = 66.67%",
+    "100 - 30% = 70", "100% - 20% = 80%", "100 + 5% = 105", "4 weeks = 4 * 7 days = 28 days", "6 kg = 6 * 1000 = 6000 gram",
+    "2 * 500 gram = 1 kg", "60 minutes * 60 = 3600 seconds", "60 * 60 = 3600 = 1 hour", "1/4 = 0.25 = 25%", "4 * 3 = 12 = 1 dozen",
+    "2 hours every day for a total of 2*3 = 6 hours", "1 + 1 = 2 and 1 month = 30 days", "Day 2 = 15 and 1 + 1 = 2", "5 feet 6 inches = 66 inches"])
+def test_what_honest_people_write_is_not_false(text):
+    assert _equations.all_true(f"1 + 1 = 2. {text}")
+
+
+def test_some_equation_leads_from_the_question_to_the_answer(stories):
+    task = tasks.load("unit_conversion")
+    q = {"question": "How many hour are there per 344 day?", "answer": "8256", "n": "344", "from": "day", "to": "hour", "level": 1}
+    for text, honest in (
+            (task.solution(q).partition("Answer")[0], True), ("344 * 24 = 8256.", True), ("24 * 344 = 8256 hours", True),
+            ("8256 = 344 * 24", True), ("A day has 24 hours, half of it 12. 344 * 12 = 4128. 2 * 4128 = 8256.", True),
+            ("x = 344 * 24. x * 1 = y. 344 * 24 = 8256", True), ("0 * 0 = 0.", False), ("1 + 1 = 2.", False), ("344 + 0 = 344.", False),
+            ("8256 * 1 = 8256.", False), ("1 day = 24 hour.", False), ("0 * 344 = 0. 8256 + 0 = 8256.", False), ("", False),
+            ("344 * 24 = 8256 = 9", False), ("344 * 24 = 8256. 1 day = 25 hours", False)):
+        score, parts = task.reward(q, f"{text} <answer>8256</answer>")
+        assert score == 1.0 and parts["exact"] and parts["reasoned"] == honest, text
+    words = {"question": "Ann has twice as many as half a dozen apples. How many?", "answer": "12"}
+    for text, honest in (("12 / 2 = 6. 6 * 2 = 12.", True), ("5 + 7 = 12", False)):
+        assert tasks.load("gsm8k:" + stories[6:]).reward(words, f"{text} <answer>12</answer>")[1]["reasoned"] == honest, text
+    q = {"question": "", "answer": "46", "numbers": [3, 7, 25]}
+    for text, honest in (("7 * 3 = 21. 21 + 25 = 46.", True), ("40 + 6 = 46", False), ("7 - 3 = 4", False)):
+        assert tasks.load("countdown").reward(q, f"{text} <answer>7 * 3 + 25</answer>")[1]["reasoned"] == honest, text
+
+
+@pytest.mark.parametrize("right, value, loose, exact", [
+    ("0.001", "0.00149", False, False), ("0.0003", "0", False, False), ("0.0003", "-0.0004", False, False), ("0.0003", "1e-300", False, False),
+    ("0.0003", "0.0003", True, True), ("0.0003", "0.00031", True, False), ("0.001", "0.0010009", True, True), ("0", "0", True, True),
+    ("0", "0.0004", False, False), ("6000", "6005.9", True, True), ("6000", "6006.1", True, False), ("-40", "40", False, False)])
+def test_a_tenth_of_a_percent_is_that_of_small_answers_too(right, value, loose, exact):
+    score, parts = tasks.load("unit_conversion").reward({"question": "", "answer": right}, f"<answer>{value}</answer>")
+    assert (score, parts["exact"]) == (float(loose), exact)
+
+
+FORMS = ["1 000", "1,000", "+1000", "1000.", "1000.0", "**1000**", r"\boxed{1000}", "$1000$", r"$\boxed{1{,}000}$", "10^3", "1e3", "1.0 * 10^3",
+         "1 × 10^3", " 1000 ", "1\u202f000", "\\(1000\\)"]
+
+
+@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "stories"])
+def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
+    task = tasks.load(stories if spec == "stories" else spec)
+
+    def paid(text, **question):
+        return task.reward({"question": "", "answer": "1000"} | question, f"<answer>{text}</answer>")[0]
+    for text in FORMS:
+        assert paid(text) == 1.0, text
+    for text in ("5 or 6", "1000 or 1001", "1000, 2000", "1 0000", "10 00", "1000 km", "~1000", "x = 1000", "2000/2", "10^3^1", "1000!", "1000 1", "",
+                 "10^999", "1000**", "ten", "$$", "1e400", "1000 - 0"):
+        assert paid(text) == 0.0, text
+    for right, texts in (("0.5", (".5", "½", "1/2", "0.50", r"\frac{1}{2}")), ("-40", ("−40", "-40", "- 40")), ("2.5", ("2½", "2 1/2", "5/2"))):
+        for text in texts:
+            assert paid(text, answer=right) == 1.0, text
+    assert task.reward({"question": "", "answer": "1000"}, "<Answer>1000</ANSWER>")[0] == 1.0
+    asked = {"question": "How many km is that?"}
+    for text, score in (("1000 km", 1.0), ("1000 kilometres", 1.0), ("1000km.", 1.0), ("1,000 km", 1.0), ("1000 m", 0.0), ("1000 km or 1 m", 0.0)):
+        assert paid(text, **asked) == score, text
+    assert paid("1000 clips", question="How many clips?") == paid("1000%", question="What percent?") == 1.0 == paid("1000 g", to="gram")
+    assert paid("1000 clip", question="How many boxes?") == 0.0
+
+
+def test_what_a_model_is_trained_on_has_one_form():
+    for spec in ("unit_conversion:3", "arithmetic"):
+        task = tasks.load(spec)
+        answers = [re.search("<answer>(.*)</answer>", task.solution(q))[1] for q in task.questions("train", n=300)]
+        assert all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", text) for text in answers)
+
+
+def test_units_are_known_by_their_names():
+    for names, quantity in ((("kg", "kilogram", "Kilograms", "kilos"), "mass"), (("m", "metres", "meter"), "length"), (("h", "hrs", "hours"), "time"),
+                            (("inch", "inches"), "length"), (("feet", "foot", "ft"), "length"), (("l", "liter", "litres"), "volume")):
+        assert len({_units.size_of(name) for name in names}) == 1 and _units.size_of(names[0])[0] == quantity
+    assert _units.size_of("clips") is None is _units.size_of("celsius") and _units.size_of("MB") != _units.size_of("Mbit")
 
 
 @pytest.mark.parametrize("text", ["2 + 2 = 5", "48/2 = <<48/2=25>>24", "1 / (2 - 2) = 1", "1 / 0 = 0", "10% * 50 = 500", "100 / 3 = 33",
                                   "2 * 3 = 6 = 5 + 2", "1e300 * 1e300 = 1", "1 + 1 = 1e999%"])
 def test_false_is_false(text):
-    assert _numbers.equations(text) and not _numbers.all_true("1 + 1 = 2. " + text)
+    assert _equations.equations(text) and not _equations.all_true("1 + 1 = 2. " + text)
 
 
 def test_signatures_are_of_what_is_computed():
-    one = _numbers.signature("First 2 × 3.50 = 7.0 km.\nThen 7+1,000 = 1007.")
-    assert one == _numbers.signature("2*3.5=<<2*3.5=7>>7, so 7 + 1000 = 1007.00") == "2*3.5=7 7+1000=1007"
-    assert one not in (_numbers.signature("7 + 1000 = 1007. 2 * 3.5 = 7"), _numbers.signature("3.5 * 2 = 7. 7 + 1000 = 1007"))
+    one = _equations.signature("First 2 × 3.50 = 7.0 km.\nThen 7+1,000 = 1007.")
+    assert one == _equations.signature("2*3.5=<<2*3.5=7>>7, so 7 + 1000 = 1007.00") == "2*3.5=7 7+1000=1007"
+    assert one not in (_equations.signature("7 + 1000 = 1007. 2 * 3.5 = 7"), _equations.signature("3.5 * 2 = 7. 7 + 1000 = 1007"))
 
 
 def test_bad_arguments_are_bad_input_to_a_stage():

@@ -1,0 +1,69 @@
+"""The answer that a completion gives between <answer> tags, and its grade."""
+import re
+from fractions import Fraction
+
+from tasks import _equations, _numbers
+
+ANSWER = re.compile(r"<answer>([^<]{0,200})</answer>", re.IGNORECASE)
+HOW_MANY = re.compile(r"\bhow many ([^\W\d_]{1,40})", re.IGNORECASE)
+WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+                 "eighteen nineteen".split(), range(1, 20)))
+WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
+WORDS |= dict(zip("third fourth fifth sixth seventh eighth ninth tenth".split(), range(3, 11)))
+WORDS |= {"hundred": 100, "thousand": 1000, "million": 1_000_000, "dozen": 12, "half": 2, "quarter": 4, "once": 1, "twice": 2,
+          "double": 2, "thrice": 3, "triple": 3, "minute": 60, "hour": 60, "day": 24, "week": 7, "year": 12}
+
+
+def answer(completion, unit=None, prefix=""):
+    """Return the number in the first <answer>...</answer>, a Fraction, or None if there is none. unit, prefix: see
+    _numbers.number."""
+    found = ANSWER.search(completion)
+    return _numbers.number(found[1], unit, prefix) if found else None
+
+
+def before_answer(completion):
+    """Return what stands before the first answer, all of it where there is none."""
+    found = ANSWER.search(completion)
+    return completion[:found.start()] if found else completion
+
+
+def asked_unit(question):
+    """Return the unit that an answer to a question may carry, or None."""
+    if "to" in question:
+        return question["to"]
+    text = question.get("question", "")
+    if "percent" in text or "%" in text:
+        return "%"
+    found = HOW_MANY.search(text)
+    return found and found[1]
+
+
+def numbers_in(text):
+    """Return the numbers of a question, those written as words among them."""
+    text = _numbers.normal(text)
+    found = [float(_numbers.ungrouped(digits)) for digits in re.findall(_numbers.NUMBER, text)]
+    words = re.findall(r"[a-z]+", text.lower())
+    return found + [WORDS[name] for word in words if (name := word if word in WORDS else word.removesuffix("s")) in WORDS]
+
+
+def reasoned(question, completion, value, numbers=None):
+    """Return whether the text before the answer leads there: see _equations.reasoned. value: the completion's answer or
+    None; numbers: of the question, None: those in its text."""
+    answers = [] if value is None else [float(value), float(Fraction(question["answer"]))]
+    if "cent" in question.get("question", "").lower():                           # in cents, percent
+        answers += [answer / 100 for answer in answers]
+    known = numbers_in(question.get("question", "")) if numbers is None else numbers
+    return _equations.reasoned(before_answer(completion), answers, known)
+
+
+def grade(question, completion, tolerance=0.0, prefix=""):
+    """Return (score, parts) of a completion whose answer should be a number: whether there is one (answered), whether it is
+    the right one up to that share of it (correct), and whether the text before it has equations, all of them true, that
+    lead from the question's numbers to the answer (reasoned)."""
+    completion = completion[:_numbers.LONGEST_TEXT]
+    value = answer(completion, asked_unit(question), prefix)
+    right = Fraction(question["answer"].replace(",", ""))
+    parts = {"answered": value is not None,
+             "correct": value is not None and _numbers.close(value, right, tolerance),
+             "reasoned": reasoned(question, completion, value)}
+    return float(parts["correct"]), parts

@@ -1,0 +1,338 @@
+"""Equations in what a model writes, and whether they are true.
+
+An equation is two sides of numbers and + - * / ( ) with an equals sign between them. Numbers may have a currency before
+them and a unit after them, as in `3 boxes * $2 per box = $6`. Of a chain (`6 * 2 = 12 = 3 * 4`) every link is one. Units
+that are known relate the sides where the numbers do not: `6 kg = 6 * 1000 gram` and `1 kg = 1000 gram` are true. What
+can't be read like that (2x + 3 = 7, 2^3 = 8) is no equation, and neither true nor false.
+"""
+import math
+import re
+from collections import namedtuple
+
+from tasks import _numbers, _units
+from tasks._numbers import LONGEST, LONGEST_TEXT, NUMBER
+
+DEEPEST = 20                         # open parentheses
+MOST = 300                           # equals signs of a text: a text with more is not read, and not true; honest ones have 50
+TOLERANCE = 1e-3                     # share of the larger side by which two sides may differ
+ROUNDED = 0.1                        # rounding to the digits that are written may change a number by less than this share
+
+NOTE = re.compile(r"<<([^<>]{0,200})>>")             # GSM8K's annotations, <<48/2=24>>: equations of their own
+# What ends a statement: the end of a line or a clause, and signs that no side of an equation has.
+BREAK = re.compile(r"[^\w\s.,()=+*/$€£%\\'’^√²³:-]|\n|\.(?![0-9])|,(?![0-9]{3}(?![0-9]))|:(?![0-9])")
+# What stands before the first statement of a point in a list: `- `, `1) `, `(b) `.
+MARKER = re.compile(r"\s*(?:[-*+]\s|(?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=\S)|"
+                    r"\((?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=[$(.0-9a-zA-Z]))")
+LETTER = r"[^\W\d_]"
+TOKEN = re.compile(rf"""
+      (?P<glued>(?<=[0-9)])(?=\ ?\())                                # 5(3 + 2) is a product
+    | (?P<minus>(?<![\w)%])-(?=[$(.0-9]))                            # of a negative number, if nothing is before it
+    | (?P<sign>[xX](?=[ ]?[$(.0-9])|[-/](?!{LETTER})|\+|\*(?!\*))
+    | (?P<space>(?:[\s$€£\\])+|\*\*+)                                # ** is bold type
+    | (?P<number>{NUMBER})
+    | (?P<percent>%|percent\b)
+    | (?P<variable>(?<=[0-9)])(?![ghlmst])[a-zA-Z](?!\w)|(?<!\w){LETTER}(?=\())    # 2y + 3, f(3)
+    | (?P<word>[-/]?{LETTER}[\w'’]*(?:[-/]{LETTER}[\w'’]*)*)
+    | (?P<open>\() | (?P<close>\)) | (?P<equals>=+) | (?P<other>.)
+""", re.VERBOSE)
+SIGNS = {"x": "*", "X": "*", "": "*"}
+SPOKEN = {"times", "plus", "minus", "divided", "multiplied", "by", "of", "more", "less", "than", "over"}     # arithmetic in words
+NO_VARIABLES = set("aghlmst")        # single letters that may stand between a number and a sign, `$5 a day * 3`
+RATES = {"per", "a", "an", "each", "every", "apiece"}        # after them, a unit is not that of the number
+
+# values: readings, of which `100 - 30%` has two, floats that may be infinite or NaN. spelled: in one way for all.
+# literals: the numbers in it. step: the place value of the last digit of a single number with decimals, else 0.
+# cut: a parenthesis that was never opened ended it; open: some stay open.
+Expression = namedtuple("Expression", "values spelled literals operators percent step open cut")
+# One side of an equals sign. left, right: the Expressions that it is to what follows and what precedes it, or None.
+# units: of these two, a known unit, "" for none, None for words that are no known unit. label: words come first.
+Side = namedtuple("Side", "left right left_unit right_unit label")
+# operands: the numbers that are computed with; results: those on the other side. computed: whether there are operators.
+Equation = namedtuple("Equation", "left right true computed spelled operands results")
+TOO_MANY = Equation(math.nan, math.nan, False, True, "", [], [math.nan])
+
+
+def equations(text):
+    """Return [(left side's value, right side's value)] of every equation in a text, NaN or infinite where a side has no
+    finite value."""
+    return [(e.left, e.right) for e in read(text)]
+
+
+def all_true(text):
+    """Return whether there is an equation with an operator in a text, and all equations hold."""
+    found = list(read(text))
+    return any(e.computed for e in found) and all(e.true for e in found)
+
+
+def reasoned(text, answers, known=()):
+    """Return whether all equations in a text hold and one of them leads from the question to the answer: it computes with
+    a known number, and its result is an answer (rounded to a whole one, perhaps), or stands in a later equation that
+    leads there, or in one that can't be read (`2x = 90 - 10`).
+
+    answers: numbers, one of which has to be reached; none: any result will do. known: the numbers of the question, which
+    also count digit by digit (344 as 300, 40 and 4), as percentages and as shares (half); none: any number will do."""
+    found = list(read(text, unread=True))
+    if not all(e.true for e in found):
+        return False
+    begin = {spelled(form) for number in known for form in forms_of(number)}
+    steps = [(e, {*map(spelled, e.operands)}, {*map(spelled, e.results)}) for e in found]
+    for e, operands, _ in steps:
+        if not e.results and begin & operands:       # what can't be read hands on all its numbers
+            begin |= operands
+    needed = set()
+    for e, operands, results in reversed(steps):
+        if not answers or not results or needed & results or any(reaches(r, a) for r in e.results for a in answers):
+            if e.computed and (not begin or begin & operands):
+                return True
+            needed |= (operands or results) - {"0"}        # which adds nothing
+    return False
+
+
+def reaches(result, answer):
+    """Whether an answer is a result, or the whole number before or after it; signs aside, which stand apart from numbers."""
+    result, answer = abs(result), abs(answer)
+    return near(result, answer) or float(answer).is_integer() and 1 <= result and abs(result - answer) < 1
+
+
+def forms_of(number):
+    """Yield a number as a calculation may begin with it: as it is, as a percentage, as a share, and as the value of each digit."""
+    yield number
+    yield number / 100
+    if number:
+        yield 1 / number
+    if float(number).is_integer() and abs(number) < 1e15:
+        digits = str(abs(int(number)))
+        yield from (int(digit) * 10**i for i, digit in enumerate(reversed(digits)) if digit != "0")
+
+
+def near(a, b, step=0.0):
+    """Whether two numbers are equal but for TOLERANCE, or for rounding to a digit of the value `step`."""
+    difference, larger = abs(a - b), max(abs(a), abs(b))
+    return difference <= TOLERANCE * larger or difference <= 0.500001 * step and difference <= ROUNDED * larger
+
+
+def spelled(number):
+    """Return the text by which numbers are compared, without their sign."""
+    return f"{abs(float(number)):.12g}"
+
+
+def signature(text):
+    """Return the equations of a text, as one text, however their numbers, signs and spaces are written; the text itself if
+    it has none."""
+    text = text[:LONGEST_TEXT]
+    return " ".join(e.spelled for e in read(NOTE.sub("", text)) if e.computed) or " ".join(text.split())
+
+
+# --- reading ---
+
+def read(text, unread=False):
+    """Yield the Equations of a text; with `unread` also those that can't be read, which have no values (and are true)."""
+    if text.count("=") > MOST:
+        yield TOO_MANY
+        return
+    for part in [NOTE.sub("", text), *NOTE.findall(text)]:
+        for statement in BREAK.split(_numbers.normal(joined(part))):
+            if "=" not in statement:
+                continue
+            sides = [side_of(tokens) for tokens in tokens_of_sides(statement)]
+            computed = any(e and e.operators for side in sides for e in (side.left, side.right))
+            links = [link(left, right, computed) for left, right in zip(sides, sides[1:])]
+            yield from filter(None, links)
+            if unread and not all(links):
+                numbers = [float(_numbers.ungrouped(digits)) for digits in re.findall(NUMBER, statement)]
+                yield Equation(None, None, True, False, "", numbers, [])
+
+
+def joined(text):
+    """Return a text without the line breaks that fall within an equation: before or after an equals sign, or after another
+    sign at a line's end."""
+    lines = [[]]
+    for line in text.split("\n"):
+        line = line.strip()
+        if not line:
+            continue
+        if lines[-1] and not line.startswith("=") and lines[-1][-1][-1] not in "=+-*/×÷⋅·−":
+            lines.append([])
+        lines[-1].append(line)
+    return "\n".join(map(" ".join, lines))
+
+
+def link(left, right, chained):
+    """Return the Equation between two neighbouring Sides, or None if there is none. chained: some side of the statement has
+    an operator, so that numbers without one are results and not a label or a definition."""
+    a, b = left.left, right.right
+    if not a or not b or a.cut or b.open or left.label and not a.operators:
+        return None                                  # a label: `total 5 = 5 * 1`
+    factors = factors_of(a, b, left.left_unit, right.right_unit, chained)
+    if factors is None:
+        return None
+    right_values = (*b.values, 100 * b.values[0]) if b.percent and not b.operators else b.values    # 50 / 200 * 100 = 25%
+    true = any(near(f * x, y, max(f * a.step, b.step)) for f in factors for x in a.values for y in right_values)
+    operands = [n for e in (a, b) if e.operators for n in e.literals]
+    results = [n for e in (a, b) if not e.operators for n in e.literals] or [*a.values, *b.values, *b.literals]
+    return Equation(a.values[0], b.values[0], true, bool(operands), f"{a.spelled}={b.spelled}", operands, results)
+
+
+def factors_of(a, b, unit_a, unit_b, chained):
+    """Return the factors by one of which the left Expression has to be taken to equal the right one: 1, and what units ask
+    for; None where the sides need not be equal."""
+    known = sorted({unit_a, unit_b} - {"", None})
+    kinds = {_units.size_of(unit)[0] for unit in known}
+    if a.operators:                                  # `60 minutes * 60 = 3600 seconds`, `2 * 500 gram = 1 kg`
+        return [1.0, ratio(unit_a, unit_b)] if len(known) == 2 and len(kinds) == 1 else [1.0]
+    if unit_a is None or len(kinds) > 1:             # `4 boxes = 4 * 12 eggs`, `1 hour = 60 km`
+        return None
+    if b.operators and not unit_a:                   # `12 = 4 * 3 eggs`
+        return [1.0]
+    if unit_b is None:
+        return None
+    if unit_a and unit_b:                            # `4 weeks = 4 * 7 days`, `1 kg = 1000 gram`
+        return [1.0, ratio(unit_a, unit_b)] if b.operators else [ratio(unit_a, unit_b)]
+    if not chained:                                  # `5 = 5`, `total = 5`
+        return None
+    if known:                                        # `6 kg = 6 * 1000`, `60 * 60 = 3600 = 1 hour`, in some unit of the kind
+        size = _units.size_of(known[0])[1]
+        ratios = [float(size / other) for other in _units.SIZES_OF_KIND[kinds.pop()]]
+        return [1.0, *(ratios if unit_a else [1 / r for r in ratios])]
+    return [1.0]
+
+
+def ratio(unit_a, unit_b):
+    return float(_units.size_of(unit_a)[1] / _units.size_of(unit_b)[1])
+
+
+def tokens_of_sides(statement):
+    """Return the statement's tokens, [(kind, text)], cut at the equals signs."""
+    start = 0
+    while marker := MARKER.match(statement, start):
+        start = marker.end()
+    sides = [[]]
+    for token in TOKEN.finditer(statement, start):
+        if token.lastgroup == "equals":
+            sides.append([])
+        elif token.lastgroup != "space":
+            sides[-1].append((token.lastgroup, token[0]))
+    return sides
+
+
+def side_of(tokens):
+    """Return the Side that tokens are."""
+    runs = stretches(tokens)
+    (first, right_unit), (last, left_unit) = runs[0], runs[-1]
+    right = expression(first)
+    left = right if len(runs) == 1 else expression(last)
+    return Side(left, right, left_unit, right_unit, label=len(runs) > 1)
+
+
+def stretches(side):
+    """Return [(tokens without words, unit)], the side cut where there is a number after mere words: of `24 clips in May and
+    48 + 24` the first is what an equals sign before it means, the last what one after it means. A unit is the one word
+    after a stretch's last number, if it is known; "" where there is no word, None for other words."""
+    runs, said, inside = [[]], [], []                # said: the words since the last token that is none
+    units = []
+
+    def unit():
+        if not said:
+            return None if inside else ""            # `3 boxes * 12`
+        known = _units.canonical(said[0])
+        return known if _units.size_of(known) and not RATES & {*said[1:]} else None
+    for kind, text in [*side, ("end", "")]:
+        if kind == "word":
+            said.append(text.strip("-/"))
+            continue
+        run = runs[-1]
+        words = [word.lower() for word in said]
+        if words:
+            if (run and len(words[0]) == 1 and words[0] not in NO_VARIABLES) or (not run and kind == "sign"):
+                run.append(("other", text))          # 2 y + 3, y + 3
+            if words == ["of"] and run and (run[-1][0] == "percent" or ("sign", "/") in run[-2:-1]):
+                run.append(("sign", "*"))            # 20% of 50, 1/2 of 10
+            elif kind in ("number", "open") or (kind == "minus" and not run):
+                if run and set(words) <= SPOKEN:
+                    run.append(("other", text))
+                else:
+                    units.append(unit())
+                    runs.append([])
+                    inside = []
+            elif kind != "end":
+                inside = said
+        if kind != "end":
+            said = []
+            runs[-1].append((kind, text))
+    units.append(unit())
+    return list(zip(runs, units))
+
+
+def expression(tokens):
+    """Return the Expression that tokens are, or None if they are none. A percentage that is added or taken away has two
+    readings: 0.3, and three tenths of what stands before it."""
+    found = evaluate(tokens)
+    if found and found.operators and any(kind == "percent" for kind, _ in tokens):
+        found = found._replace(values=found.values + evaluate(tokens, relative=True).values)
+    return found
+
+
+def evaluate(tokens, relative=False):
+    """Return the Expression that tokens are, * and / before + and -; None if they are none. If parentheses stay open it is
+    the innermost part, which may be a left side; what is before a parenthesis that was never opened may be a right one:
+    `(3 + 4 = 7)`. relative: how percentages are read, see `expression`."""
+    stack = [[0.0, 0.0, "+", 1, 0, 0, 0]]            # of each open expression: see operand; operators; starts in both lists
+    spelled, literals, complete, cut = [], [], False, False          # complete: an operand has just ended
+    step = 0.0
+    for kind, text in tokens:
+        if complete and kind in ("sign", "minus", "glued"):
+            stack[-1][2] = sign = SIGNS.get(text, text)
+            stack[-1][4] += 1
+            complete = False
+            spelled.append(sign)
+        elif complete and kind == "percent":
+            frame = stack[-1]
+            whole = frame[0] if relative and frame[2] in "+-" and frame[0] else 1.0
+            frame[1] *= 100 if frame[2] == "/" else 0.01 * whole
+            step *= 0.01
+            spelled.append("%")
+        elif complete and kind == "close" and len(stack) > 1:
+            total, product, _, _, operators, *_ = stack.pop()
+            stack[-1][4] += operators
+            operand(stack[-1], total + product)
+            spelled.append(")")
+        elif complete and kind == "close":
+            cut = True
+            break
+        elif not complete and kind == "minus" and stack[-1][3] == 1:
+            stack[-1][3] = -1
+            spelled.append("-")
+        elif not complete and kind == "number" and len(text) <= LONGEST:
+            plain = _numbers.ungrouped(text)
+            value = float(plain)
+            decimals = plain.partition(".")[2]
+            step = 10.0 ** -len(decimals) if decimals.isdecimal() else 0.0
+            complete = True
+            operand(stack[-1], value)
+            spelled.append(f"{value:.12g}")
+            literals.append(value)
+        elif not complete and kind == "open" and len(stack) <= DEEPEST:
+            spelled.append("(")
+            stack.append([0.0, 0.0, "+", 1, 0, len(spelled), len(literals)])
+        else:
+            return None
+    if not complete:
+        return None
+    total, product, _, _, operators, start, first = stack[-1]
+    value = total + product if math.isfinite(total + product) else math.nan
+    return Expression((value,), "".join(spelled[start:]), literals[first:], operators, spelled[-1] == "%",
+                      0.0 if operators else step, len(stack) > 1, cut)
+
+
+def operand(frame, value):
+    """Take a number into an expression [sum, last product, sign before the number, 1 or -1 by its own minus, ...]. A
+    division by zero makes it NaN for good."""
+    value *= frame[3]
+    frame[3] = 1
+    if frame[2] == "*":
+        frame[1] *= value
+    elif frame[2] == "/":
+        frame[1] = frame[1] / value if value else math.nan
+    else:
+        frame[0] += frame[1]
+        frame[1] = -value if frame[2] == "-" else value
