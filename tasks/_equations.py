@@ -84,7 +84,7 @@ def reasoned(text, answers, known=()):
         if not answers or not results or needed & results or any(reaches(r, a) for r in e.results for a in answers):
             if e.computed and (not begin or begin & operands):
                 return True
-            needed |= (operands or results) - {"0"}        # which adds nothing
+            needed |= operands or results
     return False
 
 
