@@ -21,7 +21,7 @@ import torch
 
 import grpo
 import hf
-from conftest import ROOT, environment, flags, largest_difference, metrics, trained, weights
+from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
 from model import GPT, IGNORE, GPTConfig
 from runtime import checkpoint, guard, optim
@@ -883,6 +883,7 @@ def test_and_then_stops_with_the_last_rollouts_on_disk(learn, monkeypatch):
     (file,) = out.glob("bad_batch*.pt")
     rollouts = torch.load(file, weights_only=True)["rollouts"]
     assert len(rollouts) == 16 and all(len(r["ids"]) == len(r["logprobs"]) == len(r["reference"]) for r in rollouts)
+    assert not unknown(out)
 
 
 @pytest.mark.parametrize("saving", [1, 10**6])
@@ -987,6 +988,7 @@ def test_the_metrics_have_their_keys_and_are_true(learn, watched):
     assert first["config"]["k_samples"] == 4 and set(metrics(out, "val_accuracy")) == {0, 1, 2}
     samples = (out / "samples.txt").read_text()
     assert samples.count("--> reward") == 6 and samples.count("of 5 right") == 3 and "step 1/2" in (out / "training.log").read_text()
+    assert not unknown(out)
 
 
 REWARD_ALONE = """
