@@ -279,8 +279,8 @@ def read_tensors(folder):
 
 
 def export(model, folder, tokenizer=None):
-    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters merged, and the
-    tokenizer if it is Hugging Face's."""
+    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters merged, and
+    the tokenizer for its AutoTokenizer."""
     c = model.config
     hf, own, tensors = write_config(c), merged(model), {}
     if tokenizer:
