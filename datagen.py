@@ -130,8 +130,8 @@ class Attempts:
             except (ValueError, TypeError, KeyError):
                 if number < len(lines) - 1 or path == self.path and number == 0:
                     anew = "--overwrite to begin anew, or " if number else ""
-                    raise BadInput(f"Line {number + 1} of {path} can't be read: mend or delete it, give {anew}"
-                                   "another --output=.") from None
+                    raise BadInput(f"Line {number + 1} of {path} can't be read: mend or delete it, give "
+                                   f"{anew}another --output=.") from None
                 break                        # the last, cut short, or nothing after the last end of line
             if number:
                 if not (row["error"] or "").startswith(("timed out", "the worker died")):          # those may fare better

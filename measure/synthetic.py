@@ -53,7 +53,8 @@ def write_tokenizer(folder, n_vocab):
     """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion decoded), the end of text."""
     words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
     vocab = {token: i for i, token in enumerate([*byte_letters(), *words, END_OF_TEXT])}
-    (Path(folder) / "tokenizer.json").write_text(json.dumps(byte_level(vocab, [], n_vocab - 1, use_regex=False)))
+    content = byte_level(vocab, [], n_vocab - 1, use_regex=False)
+    (Path(folder) / "tokenizer.json").write_text(json.dumps(content))
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))
 

@@ -13,12 +13,12 @@ for argument in "$@"; do
     esac
 done
 refuse() { echo "error: $1" >&2; exit 2; }
-[ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (is a variable not set?): give a path."
+[ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (is a variable not set?): give it."
 # An earlier quickstart is known by its file of seconds; without that, nothing is replaced.
 for name in seconds greedy.txt sampled.txt summary.json summary.png; do
     [ ! -e "$out/$name" ] ||
         { [ -f "$out/seconds" ] && ! grep -qvE '^[a-z]+ [0-9.]+ [0-9.]+$' "$out/seconds"; } ||
-        refuse "$out/$name is there and not the quickstart's: move it elsewhere, or choose another --out_dir=."
+        refuse "$out/$name is there and not the quickstart's: move it elsewhere, or give another --out_dir=."
 done
 also="matplotlib"; source runs/setup.sh
 ask="--task=unit_conversion --max_new_tokens=144"

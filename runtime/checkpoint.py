@@ -28,9 +28,9 @@ from safetensors.torch import load_file, save_file
 
 from runtime.config import BadInput
 
-# All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be there,
-# unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known; they are
-# replaced, so that they are never missing.
+# All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
+# there, unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known;
+# they are replaced, so that they are never missing.
 KNOWN_BY = ("model.json", "config.json")
 WRITTEN = (*KNOWN_BY, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
            "base.sha256", "base.partial", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
@@ -55,6 +55,15 @@ def write_atomically(path, content):
     fsync(temporary)
     temporary.rename(path)
     fsync(Path(path).parent)
+
+
+def inside(folder, name):
+    """Give folder / name; BadInput if a name that a file gave leads out of the folder (links may)."""
+    path = Path(name) if isinstance(name, str) and "\0" not in name else None
+    if not path or not path.name or path.is_absolute() or ".." in path.parts:
+        raise BadInput(f"{folder} names {str(name)[:80]!r} as a file of its own, which is no path in it: get "
+                       "it again.")
+    return Path(folder) / name
 
 
 def sha256(path):
@@ -131,6 +140,8 @@ def damage(out_dir, step):
     if not expected:
         return "meta.json is missing or unreadable"
     for name, digest in expected.items():
+        if Path(name).name != name:
+            return f"meta.json names {name}, which is no file beside it"
         if not (folder / name).is_file():
             return f"{name} is missing"
         if sha256(folder / name) != digest:
@@ -206,12 +217,12 @@ def choose(out_dir, say=print):
 
 
 def is_run(folder):
-    """Whether open_run's model.json and config.json are there; the first alone if a run was killed meanwhile."""
+    """Tell whether open_run's model.json and config.json are there (or the first alone: killed between)."""
     def has(name, *keys):
         return {*keys} <= json.loads((Path(folder) / name).read_bytes()).keys()
     try:
-        alone = not (Path(folder) / "config.json").exists()
-        return has("model.json", "architecture", "tokenizer") and (alone or has("config.json", "out_dir", "init_from"))
+        killed = not (Path(folder) / "config.json").exists()
+        return has("model.json", "architecture", "tokenizer") and (killed or has("config.json", "out_dir"))
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 

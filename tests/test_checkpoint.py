@@ -71,6 +71,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, name, how):
     assert step == 1 and "step 2" in said[0]
 
 
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a/b"])
+def test_a_checkpoint_that_names_files_elsewhere_is_damaged(tmp_path, name):
+    save(tmp_path, 1)
+    (tmp_path / "secret").write_text("")
+    meta = tmp_path / "checkpoints/step_00000001/meta.json"
+    about = json.loads(meta.read_text())
+    about["sha256"][name] = checkpoint.sha256(tmp_path / "secret")
+    meta.write_text(json.dumps(about))
+    assert "no file beside it" in checkpoint.damage(tmp_path, 1)
+
+
 def test_a_part_of_a_checkpoint_is_never_taken_for_one(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoints" / "partial").mkdir()
@@ -133,7 +144,7 @@ def files(folder):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", [
-    "checkpoints/precious.pt", "checkpoints/step_00000010/model.safetensors", "tensorboard/events.out.tfevents.7",
+    "checkpoints/precious.pt", "checkpoints/step_00000010/model.safetensors", "tensorboard/notes.txt",
     "config.json", "model.json", *PLAIN])
 def test_a_file_that_is_not_a_run_s_is_named_and_stays(tmp_path, name, overwrite):
     put(tmp_path, name)
@@ -149,12 +160,12 @@ def test_all_files_in_the_way_are_named_and_others_are_not(tmp_path):
 
 
 def test_overwriting_a_run_removes_what_runs_write_and_nothing_else(tmp_path):
-    mine = ["checkpoints/best/precious.pt", "checkpoints/precious.pt", "checkpoints/step_1",
-            "checkpoints/step_00000001.bak/w.pt", "notes.txt", "run.log", "slurm-7.out", "tensorboard/notes.txt",
+    mine = ["checkpoints/best/precious.pt", "checkpoints/precious.pt", "checkpoints/step_1", "notes.txt",
+            "checkpoints/step_00000001.bak/w.pt", "run.log", "slurm-7.out", "tensorboard/notes.txt",
             "wandb/run-1/files/output.log"]
     put(tmp_path, "slurm-7.out", "run.log")
     checkpoint.open_run(tmp_path, CONFIG, MODEL)          # files with other names do not matter
-    put(tmp_path, *mine, *PLAIN, "tensorboard/events.out.tfevents.1.host.2.0", "checkpoints/partial/model.safetensors")
+    put(tmp_path, *mine, *PLAIN, "tensorboard/events.out.tfevents.1.host.2.0", "checkpoints/partial/w.safetensors")
     save(tmp_path, 1)
     (tmp_path / "elsewhere").mkdir()
     put(tmp_path, "elsewhere/model.safetensors")

@@ -233,7 +233,7 @@ def test_bytes_are_as_they_were_and_so_are_run_folders_of_old(tmp_path):
 
 @pytest.fixture
 def small_gpt2(monkeypatch):
-    """Makes gpt2 a tiktoken encoding of its kind with a small vocabulary; [[left, right]], the merges that are in it."""
+    """Makes gpt2 a tiktoken encoding of its kind with a small vocabulary; [[left, right]], its merges."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.train_from_iterator(LEARNT, trainers.BpeTrainer(
@@ -246,7 +246,7 @@ def small_gpt2(monkeypatch):
 
 
 def assert_transformers_reads(tokenizer, folder):
-    """An export that AutoTokenizer loads and that gives the same ids and the same texts, whatever the model's type."""
+    """An export that AutoTokenizer loads and that gives the same ids and the same texts."""
     transformers = pytest.importorskip("transformers")
     folder.mkdir()
     tokenizer.export(folder)
@@ -282,6 +282,12 @@ def test_gpt2_s_merges_are_found_again_and_go_to_transformers(small_gpt2, tmp_pa
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="GPT-2's own files are not here")
 def test_the_whole_of_gpt2_goes_to_transformers(tmp_path):
     assert_transformers_reads(Tokenizer("gpt2"), tmp_path / "out")
+
+
+def test_a_run_s_tokenizer_lies_in_its_folder(tmp_path):
+    about = Tokenizer(write(tmp_path / "elsewhere")).describe() | {"name": str(tmp_path / "elsewhere")}
+    with pytest.raises(BadInput, match="which no run has"):
+        Tokenizer.of_run(tmp_path, about)
 
 
 def spoiled(folder, name, content):
