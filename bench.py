@@ -202,6 +202,19 @@ def check(cfg):
         raise BadInput(f"--output={cfg.output} should end in .json.")
 
 
+def check_output(path):
+    """BadInput if a file is there, or where chart and trace go, that no earlier record names as its own."""
+    try:
+        record = json.loads(path.read_bytes())
+        ours = record["command"].startswith("python bench.py")
+        own = [path, record.get("chart"), record.get("trace")] if ours else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        own = []
+    for file in (path, path.with_suffix(".png"), path.with_suffix(".trace.json")):
+        if file.exists() and file.name not in [Path(one).name for one in own if one]:
+            raise config.in_the_way(file, "bench.py's")
+
+
 def put_weights(cfg, hw, folder, say):
     """Random weights of the shape, and for grpo a tokenizer, exported to the folder, where a stage begins with such."""
     if cfg.stage in ("train", "rewards", "overview") or cfg.run or cfg.stage == "generate" and not cfg.peers:
@@ -245,6 +258,7 @@ def main(argv):
     mode = next((mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)), None)
     name = "_".join(filter(None, (cfg.stage, mode, hw.device.type, facts["date"][:19].replace(":", ""))))
     cfg.output = Path(cfg.output or f"{FOLDER}/{name}.json")
+    check_output(cfg.output)
     try:                                                 # now, not after half an hour
         cfg.output.parent.mkdir(parents=True, exist_ok=True)
         cfg.output.touch()

@@ -80,7 +80,9 @@ def lock(path):
     """A file that stays locked while it is open: a second run that wrote here would take this one's away. None without such locks."""
     with contextlib.suppress(ImportError):
         import fcntl
-        file = open(path, "w")
+        file = open(path, "a")
+        if file.tell():
+            raise config.in_the_way(path, "an empty lock of datagen.py's")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -88,15 +90,28 @@ def lock(path):
         return file
 
 
+def is_log(path):
+    """Whether a file begins as a log of attempts does."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return {"config", "tokenizer", "model", "questions"} <= json.loads(file.readline()).keys()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
 class Attempts:
     """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what ranks have added to it since
-    in files of their own, which the next to open it puts together. A line that a crash cut short is dropped."""
+    in files of their own, which the next to open it puts together. A line that a crash cut short is dropped.
+    An output without a log beside it is not datagen.py's, and stays."""
 
     def __init__(self, output, header, overwrite):
         self.path, self.header, self.records = examples.attempts_path(output), header, {}
         for path in [self.path, *self.parts()]:
             if path.exists() and not overwrite:
                 self.read(path)
+        for path in [Path(output), self.path, *self.parts()]:
+            if path.exists() and not (is_log(self.path) or is_log(path)):
+                raise config.in_the_way(path, f"datagen.py's, which has its log of attempts in {self.path}")
         self.write()
         if overwrite:
             Path(output).unlink(missing_ok=True)
@@ -104,7 +119,7 @@ class Attempts:
             path.unlink()
 
     def parts(self):
-        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part*"))
+        return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part[0-9]*"))
 
     def read(self, path):
         lines = path.read_bytes().split(b"\n")
@@ -113,9 +128,10 @@ class Attempts:
                 row = json.loads(line)
                 which = (row["number"], row["sample"]) if number else None
             except (ValueError, TypeError, KeyError):
-                if number < len(lines) - 1 or number == 0 and len(lines) > 1:
-                    raise BadInput(f"Line {number + 1} of {path} can't be read: mend or delete it, give --overwrite to begin anew, or "
-                                   "another --output=.") from None
+                if number < len(lines) - 1 or path == self.path and number == 0:
+                    anew = "--overwrite to begin anew, or " if number else ""
+                    raise BadInput(f"Line {number + 1} of {path} can't be read: mend or delete it, give "
+                                   f"{anew}another --output=.") from None
                 break                        # the last, cut short, or nothing after the last end of line
             if number:
                 if not (row["error"] or "").startswith(("timed out", "the worker died")):          # those may fare better

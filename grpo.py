@@ -34,7 +34,7 @@ from runtime.log import Log, check_installed, duration
 from runtime.rewards import Pool
 from runtime.rollouts import (Batch, Rollout, alike, cells, figures_of, flops, micro_batches, next_places, note_logprobs, padded,
                               question_at, read_questions)
-from runtime.state import State, lora
+from runtime.state import State, check_task, lora
 
 
 @dataclass
@@ -432,6 +432,7 @@ def main(argv):
     distributed.init()
     cfg = config.load(Config, argv, frozen=FROZEN)
     check(cfg)
+    distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
     world, resuming = distributed.world_size(), cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic, cfg.keep_memory)

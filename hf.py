@@ -266,21 +266,22 @@ def read_json(path):
 
 def read_tensors(folder):
     """{name: function that reads the tensor} of model.safetensors, or of the shards that its index names."""
-    index = folder / "model.safetensors.index.json"
-    shards = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
-    tensors = {}
-    for shard in shards:
+    index, tensors = folder / "model.safetensors.index.json", {}
+    shards = read_json(index).get("weight_map") if index.exists() else {"": "model.safetensors"}
+    if not isinstance(shards, dict):
+        raise BadInput(f"{index} has no weight_map: get it again.")
+    for shard in sorted({checkpoint.inside(folder, name) for name in shards.values()}):
         try:
-            file = safe_open(folder / shard, framework="pt")
+            file = safe_open(shard, framework="pt")
         except (OSError, SafetensorError) as e:
-            raise BadInput(f"{folder / shard} can't be read ({e}): get it again.") from None
+            raise BadInput(f"{shard} can't be read ({e}): get it again.") from None
         tensors |= {name: (lambda file=file, name=name: file.get_tensor(name)) for name in file.keys()}
     return tensors
 
 
 def export(model, folder, tokenizer=None):
-    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters merged, and the
-    tokenizer if it is Hugging Face's."""
+    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters
+    merged, and the tokenizer for its AutoTokenizer."""
     c = model.config
     hf, own, tensors = write_config(c), merged(model), {}
     if tokenizer:

@@ -27,7 +27,7 @@ from model import GPT, GPTConfig, add_lora, blank
 from runtime import checkpoint, config, data, distributed, examples, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
-from runtime.state import State, lora
+from runtime.state import State, check_task, lora
 from runtime.tokenizer import Tokenizer
 
 
@@ -266,6 +266,7 @@ def main(argv):
     distributed.init()
     cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA, saved_of=knobs_of)
     check(cfg)
+    distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
     rank, world = distributed.rank(), distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from model import blank
-from runtime.tokenizer import END_OF_TEXT
+from runtime.tokenizer import END_OF_TEXT, byte_letters, byte_level
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=True)
 MILLION = dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128)
@@ -51,17 +51,10 @@ def write_text(folder, n_vocab, seed, tokens=2**20):
 
 def write_tokenizer(folder, n_vocab):
     """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion decoded), the end of text."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}           # GPT-2's letters for bytes: the others come after 255
-    others = iter(range(256, 512))
-    letters = [chr(b if b in printed else next(others)) for b in range(256)]
     words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    special = {"id": n_vocab - 1, "content": END_OF_TEXT, "special": True}
-    special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    (Path(folder) / "tokenizer.json").write_text(json.dumps({
-        "version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate([*letters, *words, END_OF_TEXT])}, "merges": []}}))
+    vocab = {token: i for i, token in enumerate([*byte_letters(), *words, END_OF_TEXT])}
+    content = byte_level(vocab, [], n_vocab - 1, use_regex=False)
+    (Path(folder) / "tokenizer.json").write_text(json.dumps(content))
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))
 

@@ -12,9 +12,18 @@ for argument in "$@"; do
         *) echo "error: quickstart.sh takes --out_dir=, --data_dir=, --seed= and --grpo_steps=, not $argument; train.py --help lists the knobs of training." >&2; exit 2 ;;
     esac
 done
+refuse() { echo "error: $1" >&2; exit 2; }
+[ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (is a variable not set?): give it."
+# An earlier quickstart is known by its file of seconds; without that, nothing is replaced.
+for name in seconds greedy.txt sampled.txt summary.json summary.png; do
+    [ ! -e "$out/$name" ] ||
+        { [ -f "$out/seconds" ] && ! grep -qvE '^[a-z]+ [0-9.]+ [0-9.]+$' "$out/seconds"; } ||
+        refuse "$out/$name is there and not the quickstart's: move it elsewhere, or give another --out_dir=."
+done
 also="matplotlib"; source runs/setup.sh
 ask="--task=unit_conversion --max_new_tokens=144"
-mkdir -p "$out"; : > "$out/seconds"; rm -f "$out"/summary.*
+mkdir -p "$out"
+rm -f "$out/greedy.txt" "$out/sampled.txt" "$out/summary.json" "$out/summary.png"; : > "$out/seconds"
 
 # So small a model is sampled fastest by a process for each core; a GPU takes one.
 each_core="$python"

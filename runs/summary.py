@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from runtime import hardware
+from runtime import config, guard, hardware, plot
 
 FIGURES = {"greedy": "greedy", "sampled": "one sample, T = 1", "pass_at_8": "best of 8 samples"}
 
@@ -54,7 +54,11 @@ def draw(summary, intervals, path):
 
 def main(folder):
     summary, intervals = summarise(folder)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    path = folder / "summary.json"
+    if path.exists() and b"total_seconds" not in path.read_bytes():
+        raise config.in_the_way(path, "the quickstart's", "folder")
+    plot.check_output(folder / "summary.png")
+    path.write_text(json.dumps(summary, indent=1))
     print(f"\n{'':6}{'greedy':>9}{'sampled':>9}{'pass@8':>9}{'seconds':>10}")
     for stage in summary["stages"]:
         print(f"{stage['name']:6}" + "".join(f"{100 * stage[key]:8.1f}%" for key in FIGURES) + f"{stage['seconds']:10.0f}")
@@ -67,4 +71,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    guard.run(lambda: main(Path(sys.argv[1])))

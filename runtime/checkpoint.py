@@ -7,6 +7,9 @@
                                       with a KL term: the reference's weights
             samples.txt               of grpo.py: answers to the same questions as training goes on
             metrics.jsonl training.log
+            bad_batch_step_5_rank_0.pt                    what a run that diverged was learning from
+            tensorboard/ wandb/ wandb_id                  with --tensorboard, --wandb
+            retreat.json              of several ranks that ran out of memory: the micro-batch to go on with
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
                                       meta.json           step, validation loss, config, SHA-256 of the files beside it
@@ -24,6 +27,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from runtime.config import BadInput
+
+# All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
+# there, unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known;
+# they are replaced, so that they are never missing.
+KNOWN_BY = ("model.json", "config.json")
+WRITTEN = (*KNOWN_BY, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
+           "base.sha256", "base.partial", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
+           "checkpoints/step_" + 8 * "[0-9]", "checkpoints/partial", "tensorboard/events.out.tfevents.*")
 
 
 # --- files that are whole or not there ---
@@ -44,6 +55,15 @@ def write_atomically(path, content):
     fsync(temporary)
     temporary.rename(path)
     fsync(Path(path).parent)
+
+
+def inside(folder, name):
+    """Give folder / name; BadInput if a name that a file gave leads out of the folder (links may)."""
+    path = Path(name) if isinstance(name, str) and "\0" not in name else None
+    if not path or not path.name or path.is_absolute() or ".." in path.parts:
+        raise BadInput(f"{folder} names {str(name)[:80]!r} as a file of its own, which is no path in it: get "
+                       "it again.")
+    return Path(folder) / name
 
 
 def sha256(path):
@@ -89,7 +109,7 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
 
 def steps(out_dir):
     """The steps that have a checkpoint, in order."""
-    found = [re.fullmatch(r"step_(\d+)", p.name) for p in Path(out_dir, "checkpoints").glob("step_*")]
+    found = [re.fullmatch(r"step_(\d{8,})", p.name) for p in Path(out_dir, "checkpoints").glob("step_*")]
     return sorted(int(m[1]) for m in found if m)
 
 
@@ -120,6 +140,8 @@ def damage(out_dir, step):
     if not expected:
         return "meta.json is missing or unreadable"
     for name, digest in expected.items():
+        if Path(name).name != name:
+            return f"meta.json names {name}, which is no file beside it"
         if not (folder / name).is_file():
             return f"{name} is missing"
         if sha256(folder / name) != digest:
@@ -194,22 +216,40 @@ def choose(out_dir, say=print):
     return step
 
 
+def is_run(folder):
+    """Tell whether open_run's model.json and config.json are there (or the first alone: killed between)."""
+    def has(name, *keys):
+        return {*keys} <= json.loads((Path(folder) / name).read_bytes()).keys()
+    try:
+        killed = not (Path(folder) / "config.json").exists()
+        return has("model.json", "architecture", "tokenizer") and (killed or has("config.json", "out_dir"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def clear(out_dir, overwrite):
+    """Remove what an earlier run left in a folder; BadInput if it may not be, or if it is not a run's."""
+    folder = Path(out_dir)
+    if not is_run(folder):
+        if taken := sorted({path.name for name in WRITTEN for path in folder.glob(name.partition("/")[0])}):
+            raise BadInput(f"{out_dir} holds {', '.join(taken)}, not a run's, but in the way of one: move it "
+                           "elsewhere, or choose another --out_dir= (--overwrite replaces runs alone).")
+    elif ((folder / "metrics.jsonl").exists() or steps(out_dir)) and not overwrite:
+        raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
+                       "--overwrite, or choose another --out_dir=.")
+    for name in WRITTEN[len(KNOWN_BY):]:
+        for path in list(folder.glob(name)):
+            whole = name.startswith("checkpoints/") and path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path) if whole else path.unlink()
+
+
 def open_run(out_dir, config, model, overwrite=False, resume=False):
     """Write config.json and model.json; refuse an out_dir that holds a run (metrics or checkpoints) unless it is to be
-    overwritten or resumed."""
+    overwritten or resumed, and one that holds other files by the names of a run's."""
     folder = Path(out_dir)
     try:
         if not resume:
-            if (folder / "config.json").exists() and not (folder / "model.json").exists():
-                raise BadInput(f"{out_dir} holds a config.json that is not a run's: choose another --out_dir=.")
-            if ((folder / "metrics.jsonl").exists() or steps(out_dir)) and not overwrite:
-                raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
-                               "--overwrite, or choose another --out_dir=.")
-            for name in ("checkpoints", "tensorboard"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("config.json", "model.json", "metrics.jsonl", "training.log", "retreat.json", "wandb_id", "tokenizer.json", "samples.txt",
-                         "base.safetensors", "base.sha256"):
-                (folder / name).unlink(missing_ok=True)
+            clear(out_dir, overwrite)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "model.json", json.dumps(model, indent=1).encode())
         write_atomically(folder / "config.json", json.dumps(config, indent=1).encode())

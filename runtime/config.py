@@ -16,10 +16,17 @@ from pathlib import Path
 
 
 OF_THIS_CALL = ("out_dir", "init_from", "overwrite", "eval_only")      # not taken over from the run that is resumed
+# Knobs that are paths: an empty one would be the current directory.
+PATHS = "out_dir data_dir output init_from dataset tokenizer model models runs paths run".split()
 
 
 class BadInput(Exception):
     """Something the user can mend. The message is one sentence: what is wrong and what to do. Exit code 2."""
+
+
+def in_the_way(path, whose, knob="--output="):
+    """The BadInput for a file where one is to be written that would replace one of ours alone."""
+    return BadInput(f"{path} is there and not {whose}: move it elsewhere, or choose another {knob}.")
 
 
 def load(Config, argv, frozen=(), positional=None, saved_of=None):
@@ -52,6 +59,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
             given[positional] = arg
         else:
             raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form --key=value.")
+    check_paths(given, fields)
 
     values = {name: f.default for name, f in fields.items()}
     init_from = given.get("init_from", values.get("init_from", "scratch"))
@@ -64,6 +72,15 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
                                "out, or start from scratch.")
         values |= {key: saved[key] for key in fields if key in saved and key not in OF_THIS_CALL}
     return Config(**(values | given))
+
+
+def check_paths(given, fields):
+    """BadInput if a path that was given is an empty text, as a shell makes of a variable that is not set."""
+    for name in PATHS:
+        paths = given.get(name)
+        for path in paths if isinstance(paths, tuple) else [paths]:
+            if isinstance(path, str) and not path.strip() and path != fields[name].default:
+                raise BadInput(f"--{name} is empty (is a variable not set?): give a path, or leave it out.")
 
 
 def read_saved(out_dir):

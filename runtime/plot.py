@@ -76,12 +76,19 @@ def draw(runs, x, output):
     figure.savefig(output, dpi=120)
 
 
+def check_output(path):
+    """BadInput if a file is there that matplotlib did not draw, which signs all but .jpg."""
+    if Path(path).exists() and b"Matplotlib" not in Path(path).read_bytes():
+        raise config.in_the_way(path, "a picture of matplotlib's")
+
+
 def main(argv):
     cfg = config.load(Config, argv, positional="runs")
     if not cfg.runs:
         raise BadInput("Which runs? python -m runtime.plot out/a out/b")
     output = cfg.output or Path(cfg.runs[0]) / "curves.png"
     try:
+        check_output(output)
         draw({str(run): read(run) for run in cfg.runs}, cfg.x, output)
     except (OSError, ValueError) as e:                    # no such folder, no such format
         reason = getattr(e, "strerror", None) or e

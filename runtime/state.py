@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+import tasks
 from model import adapters, load_adapters
 from runtime import checkpoint, distributed
 from runtime.config import BadInput
@@ -32,6 +33,34 @@ def lora(cfg):
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")} if cfg.lora_rank else None
 
 
+def own_task(cfg):
+    """Give {file, sha256} of the task file of one's own that a run executes, None without."""
+    kind, _, name = ("task:" + cfg.task if hasattr(cfg, "task") else cfg.dataset).partition(":")
+    file = tasks.own_file(name) if kind == "task" else ""
+    try:
+        return {"file": file, "sha256": checkpoint.sha256(file)} if file else None
+    except OSError:                                           # loading the task will say so
+        return None
+
+
+def check_task(cfg, argv):
+    """Say which task file of one's own a resumed run is about to execute. BadInput if it is not as the run
+    noted it, unless the command line names it."""
+    found = own_task(cfg) if cfg.init_from == "resume" else None
+    if not found:
+        return
+    model, file = checkpoint.read_model(cfg.out_dir), found["file"]
+    about, knob = "as the run noted it", "--task=" if hasattr(cfg, "task") else "--dataset=task:"
+    if "task" not in model:
+        about = "of which the run noted no digest"
+    elif not isinstance(model["task"], dict) or model["task"].get("sha256") != found["sha256"]:
+        about = f"not as the run noted it, because {knob} names it"
+        if not any(arg.startswith(knob) for arg in argv):
+            raise BadInput(f"{file} is not the task file that the run in {cfg.out_dir} noted: put that back, "
+                           f"name the new one with {knob}{file}, or start a new run with --init_from=.")
+    print(f"Executing {file}, {about}.", flush=True)
+
+
 class State:
     """Model, optimizers, loss scale (`scaler`), `progress` and `nonfinite`; the first two are given, and changed in place."""
 
@@ -43,9 +72,10 @@ class State:
     def open_run(self, tokenizer, resuming, keep_base=False):
         """The run folder, with all that is needed to use the model; keep_base: also the weights as they are now, beside which an
         adapter stands, and which a reference goes on to have."""
-        checkpoint.open_run(self.cfg.out_dir, dataclasses.asdict(self.cfg), {
-            "architecture": dataclasses.asdict(self.model.config), "tokenizer": tokenizer.describe(), "lora": lora(self.cfg)},
-            self.cfg.overwrite, resume=resuming)
+        cfg, about = dataclasses.asdict(self.cfg), {
+            "architecture": dataclasses.asdict(self.model.config), "tokenizer": tokenizer.describe(),
+            "lora": lora(self.cfg), "task": own_task(self.cfg)}
+        checkpoint.open_run(self.cfg.out_dir, cfg, about, self.cfg.overwrite, resuming)
         if not resuming:
             tokenizer.save(self.cfg.out_dir)
             trained = adapters(self.model)

@@ -51,6 +51,9 @@ class Tokenizer:
     @classmethod
     def of_run(cls, folder, about):
         """The tokenizer that `save` put into a run folder; about: what describe() said then."""
+        if about["name"] not in (FILE, *BUILT_IN):
+            raise BadInput(f"model.json in {folder} names the tokenizer {about['name']}, which no run has: "
+                           "restore it.")
         tokenizer = cls(Path(folder) / FILE if about["name"] == FILE else about["name"], about)
         if tokenizer.n_vocab != about["n_vocab"]:
             raise BadInput(f"{FILE} in {folder} has {tokenizer.n_vocab} ids, and the run was made with {about['n_vocab']}: put "
@@ -68,16 +71,23 @@ class Tokenizer:
             write_atomically(Path(folder) / FILE, self.encoding.content)
 
     def export(self, folder):
-        """As `save`, with the files beside it that transformers reads."""
-        if self.name in BUILT_IN:
-            return
+        """Write a tokenizer.json, and the file beside it that transformers reads, for the same ids as here.
+
+        To transformers a text that spells <|endoftext|> is text too, by split_special_tokens; to the library
+        tokenizers, which reads no such setting, it is the end of the text.
+        """
+        built_in = self.name in BUILT_IN
         named = {"eos_token": self.eos, "pad_token": self.pad, "bos_token": self.bos}
-        settings = {k: self.encoding.hf.id_to_token(i) for k, i in named.items() if i is not None}
+        spelled = self.encoding.decode if built_in else lambda ids: self.encoding.hf.id_to_token(*ids)
+        settings = {k: spelled([i]) for k, i in named.items() if i is not None}
         if self.template["name"] == "chatml":
             settings["chat_template"] = chatml_jinja(self.template["system"], self.bos is not None)
+        if built_in:
+            write_atomically(Path(folder) / FILE, json.dumps(tokenizer_json(self.encoding)).encode())
+            settings["split_special_tokens"] = True
         self.save(folder)
-        write_atomically(Path(folder) / "tokenizer_config.json", json.dumps(
-            settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1).encode())
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        write_atomically(Path(folder) / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
 
     def encode(self, text):
         """Token ids as a uint32 array. Special tokens written out in the text are ordinary text."""
@@ -155,6 +165,43 @@ def load_bytes():
 
 
 BUILT_IN = {"gpt2": load_gpt2, "bytes": load_bytes}
+
+
+def byte_letters():
+    """Give the 256 characters that byte-level vocabularies have for bytes: the byte's own if it prints, else
+    the next from U+0100 on."""
+    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in prints else next(others)) for byte in range(256)]
+
+
+def byte_level(vocab, merges, end, use_regex):
+    """Give the tokenizer.json, as a dictionary, of byte-level BPE. vocab: {token in byte_letters: id};
+    merges: [[left, right]] of such, in order; end: the end of text's id; use_regex: split texts as GPT-2 does."""
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+    special = {"id": end, "content": END_OF_TEXT, "special": True}
+    special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": split,
+            "post_processor": None, "decoder": split,
+            "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+
+
+def tokenizer_json(encoding):
+    """Give the tokenizer.json, as a dictionary, of one of BUILT_IN. tiktoken keeps no merges: a token's is of
+    the two parts that are left when its bytes are merged in the order of rank."""
+    ranks, letters, merges = encoding._mergeable_ranks, byte_letters(), []
+
+    def written(token):
+        return "".join(letters[byte] for byte in token)
+    for token in sorted(ranks, key=ranks.get):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            _, i = min((ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            merges.append([written(part) for part in parts])
+    vocab = {written(token): rank for token, rank in ranks.items()}
+    return byte_level(vocab, merges, encoding.eot_token, use_regex=encoding.name == "gpt2")
 
 
 # --- Hugging Face's files ---

@@ -27,17 +27,24 @@ from tasks import _equations
 
 PROMPT = "Question: {}\n"
 SPLITS = ("train", "valid", "test")
+NAMES = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
+OWN = r"(?s)(.+?\.py)(?::(.*))?"
+
+
+def own_file(spec):
+    """Give the path of the .py file that `load` would execute, "" if the spec names none."""
+    own = re.fullmatch(OWN, spec)
+    return own[1] if own and spec.partition(":")[0] not in NAMES else ""
 
 
 def load(spec):
     """The Task of NAME[:ARGUMENT] or path/to/file.py[:ARGUMENT]; LookupError, ValueError or OSError, one sentence, if none."""
-    known = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
     name, colon, argument = spec.partition(":")
-    if name in known:
+    if name in NAMES:
         return Task(spec, importlib.import_module(f"tasks.{name}"), argument if colon else None)
-    own = re.fullmatch(r"(?s)(.+?\.py)(?::(.*))?", spec)
+    own = re.fullmatch(OWN, spec)
     if not own:
-        raise LookupError(f"There is no task {name}; there is {', '.join(known)}, or give the path of a .py file of yours.")
+        raise LookupError(f"There is no task {name}; there is {', '.join(NAMES)}, or give the path of a .py file of yours.")
     file, argument = own.groups()
     if not Path(file).is_file():
         raise FileNotFoundError(f"There is no file {file}: a task is a name or the path of a .py file with a function reward.")

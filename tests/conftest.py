@@ -63,6 +63,13 @@ def metrics(out_dir, key="loss"):
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+def unknown(out_dir):
+    """The files of a run's folder that runtime.checkpoint.WRITTEN does not list."""
+    from runtime import checkpoint
+    listed = {path for pattern in checkpoint.WRITTEN for path in Path(out_dir).glob(pattern)}
+    return [path for path in Path(out_dir).rglob("*") if path.is_file() and not {path, path.parent} & listed]
+
+
 def largest_difference(a, b):
     assert a.keys() == b.keys()
     return max((a[k] - b[k]).abs().max().item() for k in a)

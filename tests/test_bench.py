@@ -348,6 +348,25 @@ def test_bad_input(argv, sentence):
         bench.main(argv)
 
 
+@pytest.mark.parametrize("name", ["f.json", "f.png", "f.trace.json"])
+def test_a_file_that_bench_did_not_write_is_named_and_stays(tmp_path, name):
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(BadInput, match=f"{name} is there"):
+        bench.main(["--stage=rewards", "--output=f.json"])
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_an_earlier_record_is_replaced_with_what_it_names(tmp_path):
+    for name in ("f.png", "f.trace.json"):
+        (tmp_path / name).write_text("")
+    record = {"command": "python bench.py --output=f.json", "chart": "f.png"}
+    (tmp_path / "f.json").write_text(json.dumps(record | {"trace": "f.trace.json"}))
+    bench.check_output(tmp_path / "f.json")
+    (tmp_path / "f.json").write_text(json.dumps(record))
+    with pytest.raises(BadInput, match="f.trace.json is there"):
+        bench.check_output(tmp_path / "f.json")
+
+
 def test_a_script_s_own_sentence():
     """What its Config admits and the script refuses: the process's sentence and exit code are passed on."""
     with pytest.raises(BadInput, match="^n_embd=32 is not divisible by n_head=3: change one of them.$"):

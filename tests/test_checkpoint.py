@@ -1,3 +1,5 @@
+import json
+import re
 import subprocess
 import sys
 
@@ -7,6 +9,11 @@ import torch
 from conftest import ROOT
 from runtime import checkpoint
 from runtime.config import BadInput
+
+
+PLAIN = ["training.log", "metrics.jsonl", "tokenizer.json", "samples.txt", "base.safetensors", "base.sha256",
+         "wandb_id", "retreat.json", "bad_batch_step_5_rank_0.pt"]
+CONFIG, MODEL = {"out_dir": "out", "init_from": "scratch"}, {"architecture": {}, "tokenizer": {}}
 
 
 def save(out_dir, step, value=1.0, **kw):
@@ -64,6 +71,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, name, how):
     assert step == 1 and "step 2" in said[0]
 
 
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a/b"])
+def test_a_checkpoint_that_names_files_elsewhere_is_damaged(tmp_path, name):
+    save(tmp_path, 1)
+    (tmp_path / "secret").write_text("")
+    meta = tmp_path / "checkpoints/step_00000001/meta.json"
+    about = json.loads(meta.read_text())
+    about["sha256"][name] = checkpoint.sha256(tmp_path / "secret")
+    meta.write_text(json.dumps(about))
+    assert "no file beside it" in checkpoint.damage(tmp_path, 1)
+
+
 def test_a_part_of_a_checkpoint_is_never_taken_for_one(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoints" / "partial").mkdir()
@@ -103,14 +121,66 @@ def test_a_stranger_s_pickle_is_not_run(tmp_path):
 
 
 def test_a_folder_with_a_run_is_not_overwritten_unasked(tmp_path):
-    checkpoint.open_run(tmp_path, {"a": 1}, {})
+    checkpoint.open_run(tmp_path, CONFIG | {"a": 1}, MODEL)
     save(tmp_path, 1)
     with pytest.raises(BadInput, match="--overwrite"):
-        checkpoint.open_run(tmp_path, {"a": 2}, {})
-    checkpoint.open_run(tmp_path, {"a": 2}, {}, resume=True)
+        checkpoint.open_run(tmp_path, CONFIG | {"a": 2}, MODEL)
+    checkpoint.open_run(tmp_path, CONFIG | {"a": 2}, MODEL, resume=True)
     assert checkpoint.steps(tmp_path) == [1]
-    checkpoint.open_run(tmp_path, {"a": 2}, {}, overwrite=True)
+    checkpoint.open_run(tmp_path, CONFIG | {"a": 2}, MODEL, overwrite=True)
     assert checkpoint.steps(tmp_path) == []
+
+
+def put(folder, *names):
+    """Files of the user's, each with something in it."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"precious": 1}')
+
+
+def files(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", [
+    "checkpoints/precious.pt", "checkpoints/step_00000010/model.safetensors", "tensorboard/notes.txt",
+    "config.json", "model.json", *PLAIN])
+def test_a_file_that_is_not_a_run_s_is_named_and_stays(tmp_path, name, overwrite):
+    put(tmp_path, name)
+    with pytest.raises(BadInput, match=rf"holds {re.escape(name.partition('/')[0])}, not a run's"):
+        checkpoint.open_run(tmp_path, CONFIG, MODEL, overwrite)
+    assert files(tmp_path) == [name] and (tmp_path / name).read_text() == '{"precious": 1}'
+
+
+def test_all_files_in_the_way_are_named_and_others_are_not(tmp_path):
+    put(tmp_path, "config.json", "model.json", "samples.txt", "slurm-7.out", "checkpoints/precious.pt")
+    with pytest.raises(BadInput, match="holds checkpoints, config.json, model.json, samples.txt, not"):
+        checkpoint.open_run(tmp_path, CONFIG, MODEL)
+
+
+def test_overwriting_a_run_removes_what_runs_write_and_nothing_else(tmp_path):
+    mine = ["checkpoints/best/precious.pt", "checkpoints/precious.pt", "checkpoints/step_1", "notes.txt",
+            "checkpoints/step_00000001.bak/w.pt", "run.log", "slurm-7.out", "tensorboard/notes.txt",
+            "wandb/run-1/files/output.log"]
+    put(tmp_path, "slurm-7.out", "run.log")
+    checkpoint.open_run(tmp_path, CONFIG, MODEL)          # files with other names do not matter
+    put(tmp_path, *mine, *PLAIN, "tensorboard/events.out.tfevents.1.host.2.0", "checkpoints/partial/w.safetensors")
+    save(tmp_path, 1)
+    (tmp_path / "elsewhere").mkdir()
+    put(tmp_path, "elsewhere/model.safetensors")
+    (tmp_path / "checkpoints/step_00000002").symlink_to(tmp_path / "elsewhere")
+    checkpoint.open_run(tmp_path, CONFIG | {"seed": 7}, MODEL, overwrite=True)
+    assert files(tmp_path) == sorted([*mine, "config.json", "elsewhere/model.safetensors", "model.json"])
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+    checkpoint.open_run(tmp_path, CONFIG, MODEL)          # which is a run that has not logged a step yet
+
+
+def test_a_run_that_was_killed_before_its_config_was_written_is_known(tmp_path):
+    checkpoint.open_run(tmp_path, CONFIG, MODEL)
+    (tmp_path / "config.json").unlink()
+    checkpoint.open_run(tmp_path, CONFIG, MODEL)
+    assert files(tmp_path) == ["config.json", "model.json"]
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):

@@ -1,3 +1,4 @@
+import importlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +66,30 @@ def test_a_wrong_flag_is_one_sentence(flag, word):
 def test_a_wrong_file_is_one_sentence(tmp_path, text, word):
     (tmp_path / "c.py").write_text(text)
     with pytest.raises(BadInput, match=word):
+        load(str(tmp_path / "c.py"))
+
+
+@pytest.mark.parametrize("script, argv", [
+    ("train", ["--out_dir="]), ("train", ["--data_dir="]), ("train", ["--dataset="]), ("train", ["--init_from="]),
+    ("train", ["--out_dir= "]), ("train", ["--init_from=resume", "--out_dir="]), ("grpo", ["--out_dir="]),
+    ("grpo", ["--dataset="]), ("datagen", ["--output="]), ("eval", ["out/a", "--data_dir="]),
+    ("bench", ["--output="]), ("runtime.plot", ["out/a", "--output="])])
+def test_an_empty_path_is_one_sentence(script, argv):
+    script, name = importlib.import_module(script), argv[-1][2:].partition("=")[0]
+    with pytest.raises(BadInput, match=f"^--{name} is empty .*not set.*leave it out.$"):
+        script.main(argv)
+
+
+@pytest.mark.parametrize("script, argv", [
+    ("hf", ["out/a", ""]), ("hf", ["", "out"]), ("eval", ["", "--task=countdown"]), ("runtime.plot", [""])])
+def test_an_empty_name_is_one_sentence(script, argv):
+    with pytest.raises(BadInput, match="is empty"):
+        importlib.import_module(script).main(argv)
+
+
+def test_an_empty_path_in_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "c.py").write_text('out_dir = ""')
+    with pytest.raises(BadInput, match="out_dir is empty"):
         load(str(tmp_path / "c.py"))
 
 

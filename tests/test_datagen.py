@@ -12,6 +12,7 @@ import pytest
 import datagen
 from conftest import ROOT, environment, flags, trained
 from runtime import examples
+from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 
 # A task that a model which has seen a little text solves now and then: an even number of letters before the first "a".
@@ -31,6 +32,7 @@ def reward(question, completion):
 def signature(completion):
     return completion
 '''
+HEADER = {"config": {}, "tokenizer": {}, "model": "", "questions": ""}
 DATAGEN = dict(oversample=6, keep_per_question=2, temperature=1.0, max_new_tokens=12, dtype="fp32", num_questions=30, reward_workers=1)
 
 
@@ -199,6 +201,33 @@ def test_a_verifier_that_was_edited_refuses_old_verdicts_and_a_broken_log_is_nam
         done = generate(output, base, own, code=2, num_questions=3)
         assert words in done.stderr and done.stderr.count("\n") == 1
         assert examples.attempts_path(output).read_text() == "".join(spoiled)         # nothing is lost
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["rft.json", "rft.attempts.jsonl", "rft.attempts.jsonl.part0"])
+@pytest.mark.parametrize("content", ['[["a", 1, "by hand"]]', '{"by": "hand"}\n{"and": "more"}\n', ""])
+def test_a_file_that_datagen_did_not_write_is_named_and_stays(tmp_path, name, content, overwrite):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput, match=f"{name} "):
+        datagen.Attempts(tmp_path / "rft.json", HEADER, overwrite)
+    assert (tmp_path / name).read_text() == content and len(list(tmp_path.iterdir())) == 1
+
+
+def test_overwriting_removes_what_datagen_wrote_and_nothing_else(tmp_path):
+    datagen.Attempts(tmp_path / "rft.json", HEADER, False).part(0).close()
+    mine = ["rft.attempts.jsonl.part-of-mine", "rft.json.bak", "rft.txt"]
+    for name in ["rft.json", "rft.attempts.jsonl.part1", *mine]:  # the second was killed before it had a line
+        (tmp_path / name).write_text("")
+    attempts = datagen.Attempts(tmp_path / "rft.json", HEADER | {"model": "another"}, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*mine, "rft.attempts.jsonl"])
+    assert json.loads(attempts.path.read_text())["model"] == "another"
+
+
+def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):
+    (tmp_path / "lock").write_text("mine")
+    with pytest.raises(BadInput, match="not an empty lock"):
+        datagen.lock(tmp_path / "lock")
+    assert (tmp_path / "lock").read_text() == "mine"
 
 
 def test_answers_of_any_kind_are_written_as_they_are():

@@ -21,12 +21,15 @@ import torch
 
 import grpo
 import hf
-from conftest import ROOT, environment, flags, largest_difference, metrics, trained, weights
+import train
+from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
 from model import GPT, IGNORE, GPTConfig
 from runtime import checkpoint, guard, optim
+from runtime.config import BadInput
 from runtime.rewards import Grade
 from runtime.rollouts import Rollout, micro_batches, padded, question_at, read_questions
+from runtime.state import check_task, own_task
 from runtime.tokenizer import Tokenizer
 from test_model import GPT2, LLAMA, QWEN, ids, tiny
 
@@ -79,10 +82,10 @@ def write(folder, text, name="letters.py"):
 @pytest.fixture
 def learn(base, letters, tmp_path):
     """A run in this process, which saves the seconds that importing torch takes. Returns its folder; what it said is in `learn.said`."""
-    def learn(name="run", code=0, **knobs):
+    def learn(name="run", code=0, argv=None, **knobs):
         out, err = io.StringIO(), io.StringIO()
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        argv = flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / name) | knobs)
+        argv = argv or flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / name) | knobs)
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
                 guard.run(lambda: grpo.main(argv))
@@ -883,6 +886,7 @@ def test_and_then_stops_with_the_last_rollouts_on_disk(learn, monkeypatch):
     (file,) = out.glob("bad_batch*.pt")
     rollouts = torch.load(file, weights_only=True)["rollouts"]
     assert len(rollouts) == 16 and all(len(r["ids"]) == len(r["logprobs"]) == len(r["reference"]) for r in rollouts)
+    assert not unknown(out)
 
 
 @pytest.mark.parametrize("saving", [1, 10**6])
@@ -987,6 +991,7 @@ def test_the_metrics_have_their_keys_and_are_true(learn, watched):
     assert first["config"]["k_samples"] == 4 and set(metrics(out, "val_accuracy")) == {0, 1, 2}
     samples = (out / "samples.txt").read_text()
     assert samples.count("--> reward") == 6 and samples.count("of 5 right") == 3 and "step 1/2" in (out / "training.log").read_text()
+    assert not unknown(out)
 
 
 REWARD_ALONE = """
@@ -1012,6 +1017,46 @@ def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
     dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))
     learn(**knobs, code=2, max_new_tokens=6, eval_interval=11, max_steps=12, init_from="resume")
     assert "questions have changed" in learn.error
+
+
+def test_a_resumed_run_says_which_task_file_it_executes_and_refuses_another(learn, tmp_path):
+    own, trace = write(tmp_path, TASK, "own.py"), tmp_path / "executed"
+    out = learn(task=own, max_steps=1)
+    noted = json.loads((out / "model.json").read_text())["task"]
+    assert noted == {"file": str(own), "sha256": checkpoint.sha256(own)}
+    assert "Executing" not in learn.said                             # its user has just named it
+    again = ["--init_from=resume", f"--out_dir={out}"]
+    learn(argv=[*again, "--max_steps=2"])
+    assert learn.said.startswith(f"Executing {own}, as the run noted it.\n")
+    own.write_text(f"{TASK}\nopen({str(trace)!r}, 'w').close()\n")
+    learn(code=2, argv=[*again, "--max_steps=3"])
+    assert f"{own} is not the task file that the run in {out} noted" in learn.error
+    assert learn.error.count("\n") == 1 and not trace.exists() and not learn.said
+    learn(argv=[*again, "--max_steps=3", f"--task={own}"])            # who names it wants it
+    assert f"Executing {own}, not as the run noted it" in learn.said and trace.exists()
+    learn(argv=[*again, "--max_steps=4"])
+    assert f"Executing {own}, as the run noted it." in learn.said
+    about = json.loads((out / "model.json").read_text())
+    del about["task"]                                                 # as in run folders of old
+    (out / "model.json").write_text(json.dumps(about | {"task": None}))
+    learn(code=2, argv=[*again, "--max_steps=5"])                    # the run had none of its own
+    (out / "model.json").write_text(json.dumps(about))
+    learn(argv=[*again, "--max_steps=5"])
+    assert f"Executing {own}, of which the run noted no digest." in learn.said
+
+
+def test_so_does_training_on_the_text_of_a_task(tmp_path, capsys):
+    own = write(tmp_path, TASK, "own.py")
+    cfg = train.Config(out_dir=str(tmp_path), init_from="resume", dataset=f"task:{own}:argument")
+    (tmp_path / "model.json").write_text(json.dumps({"task": own_task(cfg)}))
+    check_task(cfg, [])
+    assert capsys.readouterr().out == f"Executing {own}, as the run noted it.\n"
+    own.write_text(TASK + "\n")
+    with pytest.raises(BadInput, match="is not the task file.*--dataset=task:"):
+        check_task(cfg, ["--max_steps=3"])
+    for dataset in ("task:countdown", str(own), "task:missing.py"):
+        check_task(dataclasses.replace(cfg, dataset=dataset), [])
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("knobs", [{}, dict(optimizer="muon"), dict(loss_type="dr_grpo", lora_rank=4, learning_rate=0.03)], ids=["default", "muon", "lora"])

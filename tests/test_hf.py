@@ -123,6 +123,37 @@ def test_shards_are_read(folder):
     assert (logits(hf.load(folder), X) - logits(theirs("llama, tied, grouped heads"), X)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("name", ["../b/model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors",
+                                  "", ".", "a\0b", 3, None, ["model.safetensors"]])
+def test_shards_outside_the_folder_are_refused(folder, name):
+    index = folder / "model.safetensors.index.json"
+    about = json.loads(index.read_text())
+    about["weight_map"]["lm_head.weight"] = name
+    index.write_text(json.dumps(about))
+    with pytest.raises(BadInput, match="no path in it"):
+        hf.load(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, 3, "model.safetensors", ["model.safetensors"]])
+def test_an_index_without_shards_is_one_sentence(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(BadInput, match="has no weight_map"):
+        hf.load(folder)
+
+
+def test_shards_may_be_links_and_lie_in_folders(folder, tmp_path_factory):
+    """As in the hub's cache, where every file is a link out of its folder."""
+    blobs, index = tmp_path_factory.mktemp("blobs"), folder / "model.safetensors.index.json"
+    (folder / "part").mkdir()
+    for shard in list(folder.glob("*.safetensors")):
+        shard.rename(blobs / shard.name)
+        (folder / "part" / shard.name).symlink_to(blobs / shard.name)
+    about = json.loads(index.read_text())
+    about["weight_map"] = {name: f"part/{shard}" for name, shard in about["weight_map"].items()}
+    index.write_text(json.dumps(about))
+    assert hf.load(folder).n_params()
+
+
 def spoil(folder, change):
     shard = sorted(folder.glob("*.safetensors"))[0]
     tensors = load_file(shard)

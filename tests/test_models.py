@@ -10,7 +10,9 @@ import torch
 import hub
 from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
 from hf import find, load
+from runs import summary
 from runtime import checkpoint
+from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 from test_tokenizer import SMOL, write
 
@@ -129,6 +131,11 @@ def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
     script("hf.py", tmp_path / "a", tmp_path / "out")
     x = torch.arange(32)[None]
     assert (load(tmp_path / "out")(x) - load(tmp_path / "a")(x)).abs().max() < 1e-6
+    theirs, ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), list("the naïve cat".encode())
+    assert theirs("the naïve cat").input_ids == ids and theirs.eos_token_id == 256
+    assert find(tmp_path / "out").tokenizer().encode("the naïve cat").tolist() == ids
+    for name in ("tokenizer.json", "tokenizer_config.json"):             # such as exports of old have none
+        (tmp_path / "out" / name).unlink()
     out = script("sample.py", tmp_path / "out", "--tokenizer=bytes", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
     assert out == script("sample.py", tmp_path / "a", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
     done = subprocess.run(command("", 1, "sample.py", defaults={})[:-1] + [str(tmp_path / "out")], env=environment(), capture_output=True,
@@ -279,6 +286,41 @@ def test_a_chat_model_climbs_the_ladder(source, tmp_path):
     figures = json.loads(script("eval.py", tmp_path / "tuned", source, f"--task={task}", "--num_questions=10", "--max_new_tokens=60", "--json",
                                 "--few_shot=0").splitlines()[-1])
     assert [m["questions"] for m in figures["models"]] == [10, 10] and "difference" in figures["models"][1]
+
+
+@pytest.mark.parametrize("knob, words", [
+    ("--out_dir=", "is empty"), ("--data_dir=", "is empty"), ("--out_dir={}", "summary.json is there"),
+    ("--out_dir={}/other", "seconds is there")])
+def test_the_quickstart_does_not_begin_over_files_of_others(tmp_path, knob, words):
+    (tmp_path / "other").mkdir()
+    for path in (tmp_path / "summary.json", tmp_path / "other/seconds"):
+        path.write_text("precious")
+    done = subprocess.run(["bash", ROOT / "runs/quickstart.sh", knob.format(tmp_path)],
+                          env=environment(PYTHON="false"), capture_output=True, text=True)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}
+
+
+def test_an_earlier_quickstart_is_replaced_and_nothing_else(tmp_path):
+    out, python = tmp_path / "out", tmp_path / "python"
+    out.mkdir()
+    (out / "seconds").write_text("base 12.5 1.25\n")
+    for name in ("greedy.txt", "summary.json", "summary.csv"):
+        (out / name).write_text(name)
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || exit 9\n')         # which fails at the first stage
+    python.chmod(0o755)
+    done = subprocess.run(["bash", ROOT / "runs/quickstart.sh", f"--out_dir={out}"],
+                          env=environment(PYTHON=str(python)), capture_output=True)
+    left = {path.name: path.read_text() for path in out.iterdir()}
+    assert done.returncode == 9 and left == {"seconds": "", "summary.csv": "summary.csv"}
+
+
+def test_a_summary_of_others_is_named_and_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, []))
+    (tmp_path / "summary.json").write_text("precious")
+    with pytest.raises(BadInput, match="summary.json is there"):
+        summary.main(tmp_path)
+    assert (tmp_path / "summary.json").read_text() == "precious"
 
 
 def test_the_quickstarts_summary(tmp_path):

@@ -1,5 +1,6 @@
 """Text to ids, and prompts: what a tokenizer.json gives is what the library and transformers give."""
 import json
+import os
 import pickle
 import random
 import sys
@@ -7,6 +8,8 @@ import threading
 
 import numpy as np
 import pytest
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 
 pytest.importorskip("tokenizers")
 from tokenizers import AddedToken, Tokenizer as Library
@@ -14,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime import data, texts
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
+from runtime.tokenizer import BUILT_IN, Tokenizer, byte_letters
 
 END, START, STOP, BOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"
 LEARNT = ["Question: how many gram are there per 6 kg? user\nassistant\nsystem\n\nYou are a helpful assistant.\n\n\n 42 3.14\n 5",
@@ -226,6 +229,65 @@ def test_bytes_are_as_they_were_and_so_are_run_folders_of_old(tmp_path):
     assert not list(tmp_path.iterdir())
     old = Tokenizer.of_run(tmp_path, {"name": "bytes", "n_vocab": 257, "eos": 256, "stop": [256], "pad": 256})
     assert old.describe() == tokenizer.describe() and old.prompt_ids("") == [256] and old.answer_ids("a") == [97, 256]
+
+
+@pytest.fixture
+def small_gpt2(monkeypatch):
+    """Makes gpt2 a tiktoken encoding of its kind with a small vocabulary; [[left, right]], its merges."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.train_from_iterator(LEARNT, trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+    ranks = {bytes(map(byte_of.get, token)): i for token, i in library.get_vocab().items()}
+    monkeypatch.setitem(BUILT_IN, "gpt2", lambda: tiktoken.Encoding(
+        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END: len(ranks)}))
+    return json.loads(library.to_str())["model"]["merges"]
+
+
+def assert_transformers_reads(tokenizer, folder):
+    """An export that AutoTokenizer loads and that gives the same ids and the same texts."""
+    transformers = pytest.importorskip("transformers")
+    folder.mkdir()
+    tokenizer.export(folder)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert len(theirs) == tokenizer.n_vocab and {theirs.eos_token_id, theirs.pad_token_id} == {tokenizer.eos}
+    every = "".join(map(chr, range(0x3000)))
+    for text in LEARNT[:2] + unicode_texts(300) + ["", " ", "\n", "a .  b , c !", END, f"a{END} b", every]:
+        ids = tokenizer.encode(text).tolist()
+        assert theirs(text).input_ids == ids and theirs.decode(ids) == tokenizer.decode(ids) == text
+    assert theirs.decode([tokenizer.eos]) == END
+    assert theirs.decode([97, tokenizer.eos], skip_special_tokens=True) == tokenizer.decode([97])
+    rng = random.Random(0)
+    for _ in range(200):                     # halves of characters among them
+        ids = [rng.randrange(tokenizer.n_vocab) for _ in range(20)]
+        assert theirs.decode(ids) == tokenizer.decode(ids)
+    again = Tokenizer(folder)
+    assert again.encode(f"naïve {END}").tolist() == tokenizer.encode(f"naïve {END}").tolist()
+    assert (again.n_vocab, again.eos, again.stop, again.pad, again.bos, again.template) == (
+        tokenizer.n_vocab, tokenizer.eos, tokenizer.stop, tokenizer.pad, tokenizer.bos, tokenizer.template)
+
+
+def test_bytes_go_to_transformers(tmp_path):
+    assert_transformers_reads(Tokenizer("bytes"), tmp_path / "out")
+
+
+def test_gpt2_s_merges_are_found_again_and_go_to_transformers(small_gpt2, tmp_path):
+    assert_transformers_reads(Tokenizer("gpt2"), tmp_path / "out")
+    model = json.loads((tmp_path / "out/tokenizer.json").read_text())["model"]
+    assert model["merges"] == small_gpt2 and len(small_gpt2) > 80
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="GPT-2's own files are not here")
+def test_the_whole_of_gpt2_goes_to_transformers(tmp_path):
+    assert_transformers_reads(Tokenizer("gpt2"), tmp_path / "out")
+
+
+def test_a_run_s_tokenizer_lies_in_its_folder(tmp_path):
+    about = Tokenizer(write(tmp_path / "elsewhere")).describe() | {"name": str(tmp_path / "elsewhere")}
+    with pytest.raises(BadInput, match="which no run has"):
+        Tokenizer.of_run(tmp_path, about)
 
 
 def spoiled(folder, name, content):

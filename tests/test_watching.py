@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from conftest import ROOT, environment, metrics, trained
+from conftest import ROOT, environment, metrics, trained, unknown
 from runtime import log
+from runtime import plot as curves
 from runtime.config import BadInput
 
 
@@ -26,6 +27,7 @@ def test_tensorboard_gets_the_numbers_of_metrics_jsonl(tmp_path, text):
     for key in ("loss", "lr", "val_loss", "tokens_per_s"):
         seen = {e.step: e.value for e in events.Scalars(key)}
         assert seen == pytest.approx(metrics(tmp_path / "a", key), rel=1e-6) and len(seen) == len(events.Scalars(key))
+    assert not unknown(tmp_path / "a")
 
 
 def test_weights_and_biases_gets_a_run_of_its_own_that_a_resumed_one_continues(tmp_path, text):
@@ -54,6 +56,18 @@ def test_curves_of_two_runs(tmp_path, text, x):
     assert done.returncode == 0, done.stderr
     image = (tmp_path / "curves.png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 20_000
+
+
+def test_a_file_that_matplotlib_did_not_draw_is_not_drawn_over(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n')
+    for name in ("curves.png", "a.pdf"):
+        knobs = [str(tmp_path)] + ([f"--output={tmp_path / name}"] if name != "curves.png" else [])
+        assert curves.main(knobs) == curves.main(knobs) == 0             # its own is replaced
+        (tmp_path / name).write_bytes(b"precious")
+        with pytest.raises(BadInput, match=f"{name} is there"):
+            curves.main(knobs)
+        assert (tmp_path / name).read_bytes() == b"precious"
 
 
 def test_what_can_not_be_drawn_is_one_sentence(tmp_path):
