@@ -31,7 +31,7 @@ from eval import accuracy, few_shot_of, refused, requests_of, unseen_questions
 from runtime import config, distributed, examples, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
-from runtime.rewards import Grade, Pool
+from runtime.rewards import Grade, Pool, check_graded, load
 
 
 @dataclass
@@ -202,7 +202,9 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
         file.write(json.dumps(record) + "\n")
 
     def speak(now):
-        bar.set_postfix_str(f"{kept / max(1, len(new)):.0%} verified, {now.tokens_per_s:,.0f} tokens/s", refresh=False)
+        errors = f", {pool.counts['errors']} errors" if pool.counts["errors"] else ""
+        yielded = f"{kept / max(1, len(new)):.0%} verified"
+        bar.set_postfix_str(f"{yielded}, {now.tokens_per_s:,.0f} tokens/s{errors}", refresh=False)
 
     with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool, attempts.part(rank) as file, bar:
         def hand_over(wait=False):
@@ -330,7 +332,7 @@ def main(argv):
     if cfg.deterministic and cfg.slots is None:
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
     with refused():
-        task = tasks.load(cfg.task)
+        task = load(cfg.task)
         questions, dropped = distributed.on_main(lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
@@ -382,6 +384,8 @@ def finish(cfg, questions, attempts, shares, dropped):
     cost = {k: sum(c[k] for _, c, _ in shares) for k in ("tokens", "errors", "timeouts", "restarts")}
     cost |= {"seconds": max(c["seconds"] for _, c, _ in shares), "verified": sum(r["verdict"] == "verified" for new, *_ in shares for r in new)}
     rows, counted, solutions = choose(cfg, questions, attempts.records.values())
+    graded = [r for r in attempts.records.values() if r["verdict"] != "unfinished"]
+    check_graded(cfg.task, [Grade(r["score"], r["parts"], r["signature"], r["error"]) for r in graded])
     attempts.write()
     write_atomically(Path(cfg.output), ("[" + ",\n ".join(map(json.dumps, rows)) + "]\n").encode())
     for path in attempts.parts():

@@ -25,12 +25,11 @@ import torch
 from tqdm import tqdm
 
 import hf
-import tasks
 from engine import Engine, Request, Sampling
 from runtime import config, data, distributed, examples, guard, hardware
 from runtime.config import BadInput
 from runtime.prompts import prompt_ids
-from runtime.rewards import Pool
+from runtime.rewards import BrokenReward, Pool, check_graded, load
 
 Z = 1.959963984540054                        # of a normal distribution, 95% lies within so many standard deviations
 
@@ -157,10 +156,10 @@ def ask(engine, tokenizer, questions, requests, pool, progress=None, texts=None)
             mine += pool.collect()
         mine += pool.collect(wait=True)
     except (ValueError, FloatingPointError) as e:
-        error = str(e)
+        error = e if isinstance(e, BrokenReward) else ValueError(str(e))
     errors, shares, answers = zip(*distributed.gather((error, dict(zip(said, mine)), said if texts is not None else {})))
     if any(errors):
-        raise ValueError(next(filter(None, errors)))
+        raise next(filter(None, errors))
     for answer in answers if texts is not None else ():
         texts |= answer
     grades = {which: grade for share in shares for which, grade in share.items()}
@@ -250,7 +249,7 @@ def evaluate_task(cfg):
     """The figures of one model, or {"models": those of several}."""
     many, split = cfg.compare or len(cfg.models) > 1, "test" if cfg.split == "auto" else cfg.split
     with refused():
-        sampling, task = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p), tasks.load(cfg.task)
+        sampling, task = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p), load(cfg.task)
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
     questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions))
     models = [prepare(cfg, name, task, questions) for name in cfg.models]            # all of them before hours are spent on one
@@ -272,6 +271,7 @@ def evaluate_task(cfg):
             if rows[1:]:
                 rows[-1] |= difference(grades[0], grades[-1])
             report(rows[-1], grades[-1], max(map(len, cfg.models)), many, heading=not rows[1:])
+            check_graded(cfg.task, [grade for row in grades[-1] for grade in row])
             del engine
             gc.collect()                                               # its memory is the next one's
     return {"models": rows} if many else rows[0]

@@ -223,6 +223,22 @@ def test_a_verifier_that_fails_is_counted_and_not_taken_for_a_wrong_answer(base,
     assert all(r["question"].startswith("slow") for r in errors) and "errors" in done.stdout
 
 
+@pytest.mark.parametrize("body, knobs, error", [
+    ("raise KeyError('unit')", dict(num_questions=10), "KeyError: 'unit'"),
+    ("return None", dict(num_questions=2), "gave the score None"),
+    ("raise OSError('no')", dict(num_questions=10, ranks=2), "OSError: no")], ids=["raises", "few", "ranks"])
+def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(base, tmp_path, body, knobs, error):
+    task = tmp_path / "broken.py"
+    task.write_text(f"{TASK.partition('def reward')[0]}\ndef reward(question, completion):\n    {body}\n")
+    ranks, output = knobs.get("ranks", 1), tmp_path / "rft.json"
+    done = generate(output, base, task, code=2 if ranks == 1 else 1, max_new_tokens=30, **knobs)
+    own = [line for line in done.stderr.splitlines() if "The reward of the task" in line]
+    assert all(error in line for line in own), done.stderr
+    assert [line.startswith("error: ") for line in own] == [False] * ranks + [True], done.stderr
+    assert not output.exists() and "better model" not in done.stderr
+    assert ranks > 1 or done.stderr.count("\n") == 2
+
+
 def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
     trained(tmp_path / "tuned", made[0], defaults={}, config=ROOT / "config/rft.py", init_from=base, num_epochs=1, prompt="{}")
     kept = [r for r in log(made[0]) if r["kept"]]
@@ -232,7 +248,8 @@ def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
 
 @pytest.mark.parametrize("knobs, words", [
     (dict(output="/proc/nothing/rft.json"), "can't be written to"), (dict(output="rft.txt"), "should end in .json"),
-    (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"),
+    (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"),
+    (dict(num_questions=99), "99"),
     (dict(task="missing.py"), "missing.py"), (dict(few_shot=3), "has no solution"), (dict(init_from="nowhere/at-all"), "nowhere/at-all"),
     (dict(split="valid"), "has 0"), (dict(timeout=0), "timeout"), (dict(num_questions=1, split="valid"), "has 0"), (dict(oversample=0), "at least 1"), (dict(top_p=2.0), "top_p")])
 def test_what_can_not_be_done_is_one_sentence(base, task, tmp_path, knobs, words):
