@@ -43,7 +43,7 @@ class Config:
     overwrite: bool = False                  # begin anew instead of going on after the attempts that are logged
     # what is asked
     split: Literal["train", "valid"] = "train"
-    num_questions: int | None = 1000         # None: all there are
+    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 1,000; None: all
     few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
     oversample: int = 10                     # samples a question, at most
     keep_per_question: int = 4               # distinct verified solutions, at most
@@ -334,6 +334,8 @@ def main(argv):
     with refused():
         task = load(cfg.task)
         questions, dropped = distributed.on_main(lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
+        if cfg.num_questions == "auto":
+            cfg.num_questions = len(questions) + dropped             # which the log keeps
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())

@@ -45,7 +45,8 @@ class Config:
     # a task
     task: str = ""                           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
     compare: bool = False                    # several models, each against the first; implied when several are named
-    num_questions: int | None = 500          # the same for every model and seed; None: all that the task gives
+    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 500; None: all;
+                                             # the same for every model and seed
     num_samples: int = 1                     # a question
     few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
     max_new_tokens: int = 128
@@ -251,7 +252,7 @@ def evaluate_task(cfg):
     with refused():
         sampling, task = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p), load(cfg.task)
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
-    questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions))
+    questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions, most=500))
     models = [prepare(cfg, name, task, questions) for name in cfg.models]            # all of them before hours are spent on one
     say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature {cfg.temperature:g}; % [95% interval]")
     grades, rows = [], []
@@ -270,8 +271,8 @@ def evaluate_task(cfg):
                 "few_shot": few_shot, "dtype": hw.sampling_format, "seconds": seconds, "tokens": int(tokens), "tokens_per_s": tokens / seconds})
             if rows[1:]:
                 rows[-1] |= difference(grades[0], grades[-1])
-            report(rows[-1], grades[-1], max(map(len, cfg.models)), many, heading=not rows[1:])
             check_graded(cfg.task, [grade for row in grades[-1] for grade in row])
+            report(rows[-1], grades[-1], max(map(len, cfg.models)), many, heading=not rows[1:])
             del engine
             gc.collect()                                               # its memory is the next one's
     return {"models": rows} if many else rows[0]
@@ -289,11 +290,17 @@ def refused():
 
 
 @refused()
-def questions_of(task, split, n, seed=0):
-    """n questions of a task's split, at least one; BadInput if there are not so many."""
-    if questions := task.questions(split, seed, n):
-        return questions
-    raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another task.")
+def questions_of(task, split, n, seed=0, most=1000):
+    """n questions of a task's split, at least one; "auto": as many as there are, up to `most`. BadInput if
+    there are not so many."""
+    questions = task.questions(split, seed, most if n == "auto" else n, fewer=True)
+    if isinstance(n, int) and len(questions) < n:
+        raise ValueError(f"--num_questions={n} is more than there are: the split {split} of {task.name} has "
+                         f"{len(questions)} questions; lower --num_questions, or leave it out.")
+    if not questions:
+        raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another "
+                         "task.")
+    return questions
 
 
 def plain(text):

@@ -143,17 +143,23 @@ class Task:
                 raise ValueError(f"The task {self.name} gave the document {str(text)[:80]}: give texts.")
         return found
 
-    def questions(self, split, seed=0, n=None):
-        """n different questions of a split, a function of (split, seed); None: all, or the number that the task finds right."""
+    def questions(self, split, seed=0, n=None, fewer=False):
+        """n different questions of a split, a function of (split, seed); None: all, or the number that the
+        task finds right. fewer: all there are will do where there are less than n."""
         if split not in SPLITS:
             raise ValueError(f"The task {self.name} has no split {split}: choose train, valid or test.")
-        found = self.ask(list, "questions", split, seed=seed, n=n)
+        try:
+            found = self.ask(list, "questions", split, seed=seed, n=n)
+        except ValueError:                               # it may refuse to draw more than it has
+            if not fewer or n is None:
+                raise
+            found = self.ask(list, "questions", split, seed=seed, n=None)
         for q in found:
             if not isinstance(q, dict) or not isinstance(q.get("question"), str) or "answer" not in q \
                     or not can_be_json(q):
                 raise ValueError(f"The task {self.name} gave the question {str(q)[:80]}: a question is "
                                  '{"question": text, "answer": text}, with whatever else JSON can hold.')
-        if n is not None and len(found) < n:
+        if n is not None and len(found) < n and not fewer:
             raise ValueError(f"{n} questions of {self.name} were asked for, and the split {split} has {len(found)}.")
         return found[:n]
 

@@ -239,6 +239,15 @@ def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(base, tmp_path, 
     assert ranks > 1 or done.stderr.count("\n") == 2
 
 
+def test_a_task_of_few_questions_is_asked_all_of_them(base, task, tmp_path):
+    output = tmp_path / "rft.json"
+    done = generate(output, base, task, num_questions="auto", oversample=1, json=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    header = json.loads(examples.attempts_path(output).read_text().splitlines()[0])
+    assert (said["questions"], said["dropped"], header["config"]["num_questions"]) == (35, 1, 36)
+    assert datagen.Config.num_questions == "auto"
+
+
 def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
     trained(tmp_path / "tuned", made[0], defaults={}, config=ROOT / "config/rft.py", init_from=base, num_epochs=1, prompt="{}")
     kept = [r for r in log(made[0]) if r["kept"]]
@@ -249,7 +258,7 @@ def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
 @pytest.mark.parametrize("knobs, words", [
     (dict(output="/proc/nothing/rft.json"), "can't be written to"), (dict(output="rft.txt"), "should end in .json"),
     (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"),
-    (dict(num_questions=99), "99"),
+    (dict(num_questions=99), "--num_questions=99"),
     (dict(task="missing.py"), "missing.py"), (dict(few_shot=3), "has no solution"), (dict(init_from="nowhere/at-all"), "nowhere/at-all"),
     (dict(split="valid"), "has 0"), (dict(timeout=0), "timeout"), (dict(num_questions=1, split="valid"), "has 0"), (dict(oversample=0), "at least 1"), (dict(top_p=2.0), "top_p")])
 def test_what_can_not_be_done_is_one_sentence(base, task, tmp_path, knobs, words):

@@ -265,6 +265,16 @@ def test_a_verifier_that_always_fails_is_heard_and_ends_the_evaluation(model, tm
         assert f": {n} test questions x 1" in out and err.count("\n") == 1 and error in err
 
 
+def test_as_many_questions_as_there_are_unless_a_number_is_asked_for(task):
+    luck, plain = tasks.load(str(task)), tasks.load("arithmetic")
+    assert evaluation.Config.num_questions == "auto"
+    assert evaluation.questions_of(luck, "test", "auto", most=500) == luck.questions("test", n=24)
+    assert evaluation.questions_of(plain, "test", "auto", most=500) == plain.questions("test", n=500)
+    sentence = "^--num_questions=25 is more than there are: the split test of .* has 24 questions; lower --"
+    with pytest.raises(BadInput, match=sentence):
+        evaluation.questions_of(luck, "test", 25)
+
+
 def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
     tokenizer, luck = Tokenizer("bytes"), tasks.load(str(task))
     asked, questions = requests_of(tokenizer, luck, luck.questions("test", n=2)), luck.questions("test", n=2)

@@ -481,6 +481,21 @@ def test_what_fails_in_a_task_of_ones_own_is_a_sentence_that_names_the_line(tmp_
     assert words.replace("FILE", spec) in sentence and spec in sentence and "\n" not in sentence
 
 
+def test_as_many_questions_as_there_are_up_to_a_number(stories, tmp_path):
+    for spec, n in (("arithmetic", 500), (stories, 1000)):
+        task = tasks.load(spec)
+        assert task.questions("train", n=n, fewer=True) == task.questions("train", n=n)
+    assert len(task.questions("valid", n=1000, fewer=True)) == len(task.questions("valid")) < 1000
+    for last in ("[:n]", "", "[:n] if n is None or n < 37 else 1 / 0"):      # some refuse to draw too many
+        few = tasks.load(own(tmp_path, f"""
+def reward(question, completion): return 1
+def questions(split, n=None):
+    return [dict(question=str(i), answer="") for i in range(36)]{last}
+"""))
+        assert len(few.questions("train", n=1000, fewer=True)) == 36
+        assert len(few.questions("train", n=7, fewer=True)) == 7
+
+
 def test_tasks_do_not_import_torch():
     program = "\n".join(("import sys, tasks", "for name in ('unit_conversion', 'arithmetic', 'countdown', 'gsm8k'): tasks.load(name)",
                          "sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"))
