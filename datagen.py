@@ -69,8 +69,8 @@ OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")      
 
 
 def code_of(task):
-    """SHA-256 of what verifies: the task's file, and what tasks share."""
-    files = [Path(task.module.__file__), *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
+    """SHA-256 of what verifies: the task's file, its neighbours that it imports, and what tasks share."""
+    files = [*tasks.files_of(task), *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -384,10 +384,10 @@ def finish(cfg, questions, attempts, shares, dropped):
     for new, *_ in shares:
         attempts.records |= {(r["number"], r["sample"]): r for r in new}
     cost = {k: sum(c[k] for _, c, _ in shares) for k in ("tokens", "errors", "timeouts", "restarts")}
-    cost |= {"seconds": max(c["seconds"] for _, c, _ in shares), "verified": sum(r["verdict"] == "verified" for new, *_ in shares for r in new)}
-    rows, counted, solutions = choose(cfg, questions, attempts.records.values())
     graded = [r for r in attempts.records.values() if r["verdict"] != "unfinished"]
     check_graded(cfg.task, [Grade(r["score"], r["parts"], r["signature"], r["error"]) for r in graded])
+    cost |= {"seconds": max(c["seconds"] for _, c, _ in shares), "verified": sum(r["verdict"] == "verified" for new, *_ in shares for r in new)}
+    rows, counted, solutions = choose(cfg, questions, attempts.records.values())
     attempts.write()
     write_atomically(Path(cfg.output), ("[" + ",\n ".join(map(json.dumps, rows)) + "]\n").encode())
     for path in attempts.parts():

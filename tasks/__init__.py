@@ -1,5 +1,6 @@
 """Tasks: questions, worked examples, and a verifier each. One file per task; nothing here imports more than the standard library and
 the task's field library, so that reward workers start at once. Files that begin with an underscore are what tasks share.
+A file of the user's may import its neighbours; a name that a module of ours has too is ours.
 
 A task is a module with plain functions. Only `reward` must be there; those that need it take the spec's ARGUMENT as `argument`.
 
@@ -7,12 +8,15 @@ A task is a module with plain functions. Only `reward` must be there; those that
     questions(split, seed, n)               a list of n different {"question": str, "answer": str, ...}, None: all or a default number;
                                             of split "train", "valid" or "test", no two of which share a question
     solution(question)                      a worked and true completion for one of its questions
-    documents(split, seed)                  texts to pretrain on, for split "train" or "valid"
+    documents(split, seed)                  texts to pretrain on, for split "train" or "valid"; a question in
+                                            it has the form that it is asked in, PROMPT ("Question: {}\\n")
     examples(n)                             n fixed (question's text, completion) of split train, to be shown before a question
     signature(completion)                   a text that two completions share if they are the same solution
     check(argument)                         ValueError, OSError if the task can't be had with this argument
     PROMPT, INSTRUCTION, STOP               see Task
 """
+import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -47,11 +51,30 @@ def load(spec):
     found = importlib.util.spec_from_file_location(str(Path(file).resolve()), file)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module                     # dataclasses look their module up there
+    folder = str(Path(file).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)                          # last: its neighbours hide no module of ours
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as e:
         raise ValueError(f"The task {file} can't be loaded ({said(e, module.__file__)}): correct it.") from e
     return Task(spec, module, argument)
+
+
+def files_of(task):
+    """A task's file and those of its neighbours that it imports, and that these import; all of a package."""
+    found = [Path(task.module.__file__)]
+    for file in found:
+        with contextlib.suppress(SyntaxError):               # of a neighbour that may never be imported
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    names = [node.module]
+                for name in names:
+                    near = found[0].parent / name.partition(".")[0]
+                    files = [near.with_suffix(".py"), *sorted(near.rglob("*.py"))]
+                    found += [other for other in files if other.is_file() and other not in found]
+    return found
 
 
 def said(error, file=None):

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import datagen
+import tasks
 from conftest import ROOT, environment, flags, trained
 from runtime import examples
 from runtime.tokenizer import Tokenizer
@@ -246,6 +247,16 @@ def test_a_task_of_few_questions_is_asked_all_of_them(base, task, tmp_path):
     header = json.loads(examples.attempts_path(output).read_text().splitlines()[0])
     assert (said["questions"], said["dropped"], header["config"]["num_questions"]) == (35, 1, 36)
     assert datagen.Config.num_questions == "auto"
+
+
+def test_a_verifier_s_neighbours_are_a_part_of_it(tmp_path):
+    (tmp_path / "near_to_it.py").write_text("WORTH = 1")
+    text = "from near_to_it import WORTH\ndef reward(question, completion): return WORTH\n"
+    (tmp_path / "mine.py").write_text(text)
+    found = tasks.load(str(tmp_path / "mine.py"))
+    before = datagen.code_of(found)
+    (tmp_path / "near_to_it.py").write_text("WORTH = 0.5")
+    assert datagen.code_of(found) != before
 
 
 def test_what_is_kept_can_be_trained_on(made, base, tmp_path):

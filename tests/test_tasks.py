@@ -481,6 +481,29 @@ def test_what_fails_in_a_task_of_ones_own_is_a_sentence_that_names_the_line(tmp_
     assert words.replace("FILE", spec) in sentence and spec in sentence and "\n" not in sentence
 
 
+def test_a_task_may_import_its_neighbours_which_hide_nothing_of_ours(tmp_path):
+    """When it is loaded and later, here and in a worker."""
+    (tmp_path / "later").mkdir()
+    neighbours = {"near_by": "import nearer\nWORTH = nearer.WORTH", "nearer": "WORTH = 0.25",
+                  "later/of_all": "MORE = 0.5"}
+    ours = dict.fromkeys(("tasks", "measure", "runtime"), "raise RuntimeError('This hides one of ours.')")
+    for name, text in (neighbours | ours).items():
+        (tmp_path / f"{name}.py").write_text(text)
+    spec = own(tmp_path, "import near_by\nimport tasks, measure\ndef reward(question, completion):\n"
+                         "    from later.of_all import MORE\n    return near_by.WORTH + MORE\n")
+    program = f"""
+import tasks
+from runtime import rewards
+task = rewards.load({spec!r})
+print(task.reward({{}}, "")[0], *(file.name for file in tasks.files_of(task)))
+with rewards.Pool({spec!r}, 1) as pool:
+    print(*pool.score([({{}}, "")])[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    files = "mine.py near_by.py tasks.py measure.py of_all.py nearer.py"
+    assert done.stdout.splitlines() == [f"0.75 {files}", "0.75 {'correct': False}  None"], done.stderr
+
+
 def test_as_many_questions_as_there_are_up_to_a_number(stories, tmp_path):
     for spec, n in (("arithmetic", 500), (stories, 1000)):
         task = tasks.load(spec)
