@@ -31,7 +31,7 @@ from eval import accuracy, few_shot_of, refused, requests_of, unseen_questions
 from runtime import config, distributed, examples, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
-from runtime.rewards import Grade, Pool
+from runtime.rewards import Grade, Pool, check_graded, load
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Config:
     overwrite: bool = False                  # begin anew instead of going on after the attempts that are logged
     # what is asked
     split: Literal["train", "valid"] = "train"
-    num_questions: int | None = 1000         # None: all there are
+    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 1,000; None: all
     few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
     oversample: int = 10                     # samples a question, at most
     keep_per_question: int = 4               # distinct verified solutions, at most
@@ -69,8 +69,8 @@ OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")      
 
 
 def code_of(task):
-    """SHA-256 of what verifies: the task's file, and what tasks share."""
-    files = [Path(task.module.__file__), *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
+    """SHA-256 of what verifies: the task's file, its neighbours that it imports, and what tasks share."""
+    files = [*tasks.files_of(task), *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -218,7 +218,9 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
         file.write(json.dumps(record) + "\n")
 
     def speak(now):
-        bar.set_postfix_str(f"{kept / max(1, len(new)):.0%} verified, {now.tokens_per_s:,.0f} tokens/s", refresh=False)
+        errors = f", {pool.counts['errors']} errors" if pool.counts["errors"] else ""
+        yielded = f"{kept / max(1, len(new)):.0%} verified"
+        bar.set_postfix_str(f"{yielded}, {now.tokens_per_s:,.0f} tokens/s{errors}", refresh=False)
 
     with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool, attempts.part(rank) as file, bar:
         def hand_over(wait=False):
@@ -346,8 +348,10 @@ def main(argv):
     if cfg.deterministic and cfg.slots is None:
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
     with refused():
-        task = tasks.load(cfg.task)
+        task = load(cfg.task)
         questions, dropped = distributed.on_main(lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
+        if cfg.num_questions == "auto":
+            cfg.num_questions = len(questions) + dropped             # which the log keeps
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
@@ -396,6 +400,8 @@ def finish(cfg, questions, attempts, shares, dropped):
     for new, *_ in shares:
         attempts.records |= {(r["number"], r["sample"]): r for r in new}
     cost = {k: sum(c[k] for _, c, _ in shares) for k in ("tokens", "errors", "timeouts", "restarts")}
+    graded = [r for r in attempts.records.values() if r["verdict"] != "unfinished"]
+    check_graded(cfg.task, [Grade(r["score"], r["parts"], r["signature"], r["error"]) for r in graded])
     cost |= {"seconds": max(c["seconds"] for _, c, _ in shares), "verified": sum(r["verdict"] == "verified" for new, *_ in shares for r in new)}
     rows, counted, solutions = choose(cfg, questions, attempts.records.values())
     attempts.write()

@@ -25,12 +25,11 @@ import torch
 from tqdm import tqdm
 
 import hf
-import tasks
 from engine import Engine, Request, Sampling
 from runtime import config, data, distributed, examples, guard, hardware
 from runtime.config import BadInput
 from runtime.prompts import prompt_ids
-from runtime.rewards import Pool
+from runtime.rewards import BrokenReward, Pool, check_graded, load
 
 Z = 1.959963984540054                        # of a normal distribution, 95% lies within so many standard deviations
 
@@ -46,7 +45,8 @@ class Config:
     # a task
     task: str = ""                           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
     compare: bool = False                    # several models, each against the first; implied when several are named
-    num_questions: int | None = 500          # the same for every model and seed; None: all that the task gives
+    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 500; None: all;
+                                             # the same for every model and seed
     num_samples: int = 1                     # a question
     few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
     max_new_tokens: int = 128
@@ -157,10 +157,10 @@ def ask(engine, tokenizer, questions, requests, pool, progress=None, texts=None)
             mine += pool.collect()
         mine += pool.collect(wait=True)
     except (ValueError, FloatingPointError) as e:
-        error = str(e)
+        error = e if isinstance(e, BrokenReward) else ValueError(str(e))
     errors, shares, answers = zip(*distributed.gather((error, dict(zip(said, mine)), said if texts is not None else {})))
     if any(errors):
-        raise ValueError(next(filter(None, errors)))
+        raise next(filter(None, errors))
     for answer in answers if texts is not None else ():
         texts |= answer
     grades = {which: grade for share in shares for which, grade in share.items()}
@@ -250,9 +250,9 @@ def evaluate_task(cfg):
     """The figures of one model, or {"models": those of several}."""
     many, split = cfg.compare or len(cfg.models) > 1, "test" if cfg.split == "auto" else cfg.split
     with refused():
-        sampling, task = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p), tasks.load(cfg.task)
+        sampling, task = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p), load(cfg.task)
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
-    questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions))
+    questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions, most=500))
     models = [prepare(cfg, name, task, questions) for name in cfg.models]            # all of them before hours are spent on one
     say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature {cfg.temperature:g}; % [95% interval]")
     grades, rows = [], []
@@ -271,6 +271,7 @@ def evaluate_task(cfg):
                 "few_shot": few_shot, "dtype": hw.sampling_format, "seconds": seconds, "tokens": int(tokens), "tokens_per_s": tokens / seconds})
             if rows[1:]:
                 rows[-1] |= difference(grades[0], grades[-1])
+            check_graded(cfg.task, [grade for row in grades[-1] for grade in row])
             report(rows[-1], grades[-1], max(map(len, cfg.models)), many, heading=not rows[1:])
             del engine
             gc.collect()                                               # its memory is the next one's
@@ -289,11 +290,17 @@ def refused():
 
 
 @refused()
-def questions_of(task, split, n, seed=0):
-    """n questions of a task's split, at least one; BadInput if there are not so many."""
-    if questions := task.questions(split, seed, n):
-        return questions
-    raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another task.")
+def questions_of(task, split, n, seed=0, most=1000):
+    """n questions of a task's split, at least one; "auto": as many as there are, up to `most`. BadInput if
+    there are not so many."""
+    questions = task.questions(split, seed, most if n == "auto" else n, fewer=True)
+    if isinstance(n, int) and len(questions) < n:
+        raise ValueError(f"--num_questions={n} is more than there are: the split {split} of {task.name} has "
+                         f"{len(questions)} questions; lower --num_questions, or leave it out.")
+    if not questions:
+        raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another "
+                         "task.")
+    return questions
 
 
 def plain(text):
@@ -307,9 +314,7 @@ def unseen_questions(task, split, n, seed=0):
     questions = questions_of(task, split, n, seed)
     try:
         test = {plain(q["question"]) for q in task.questions("test")}
-    except (LookupError, ValueError) as e:
-        if isinstance(e, KeyError | IndexError):
-            raise
+    except ValueError as e:
         print(f"The task has no test split that could be read, so no question was compared with it ({e})", flush=True)
         test = set()
     kept = [q for q in questions if plain(q["question"]) not in test]

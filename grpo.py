@@ -24,14 +24,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import hf
-import tasks
 from engine import Engine, Sampling, slots_that_fit
 from eval import accuracy, ask, few_shot_of, refused, requests_of, unseen_questions
 from model import GPT, IGNORE, Prompts, adapters_off, add_lora, blank
 from runtime import checkpoint, config, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
-from runtime.rewards import Pool
+from runtime.rewards import BrokenReward, Pool, load
 from runtime.rollouts import (Batch, Rollout, alike, cells, figures_of, flops, micro_batches, next_places, note_logprobs, padded,
                               question_at, read_questions)
 from runtime.state import State, check_task, lora
@@ -46,7 +45,8 @@ class Config:
     seed: int = 0
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder with one
     # questions and their rewards
-    task: str = "unit_conversion"            # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with reward(question, completion)
+    task: str | None = None                  # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
+                                             # reward(question, completion); None: unit_conversion
     dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the task's questions
     num_questions: int | None = None         # to train on; None: all there are, or as the task finds right; of a dataset at most
     few_shot: int | None = None              # worked examples before each; None: of a run folder as many as it was trained with, of a
@@ -129,6 +129,9 @@ FROZEN = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
+    if cfg.dataset and cfg.task is None:
+        raise BadInput("--dataset needs the file that grades its answers: --task=my_reward.py.")
+    cfg.task = cfg.task or "unit_conversion"
     config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs mini_batches "
                             "overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval save_interval keep_last "
                             "num_questions reward_workers")
@@ -266,13 +269,11 @@ def penalty(cfg, length):
 def gather_groups(cfg, now, n, sample):
     """(groups to train on, all that were sampled) of this rank. n: questions; sample: places of the stream -> {place: group}. With
     dynamic sampling in rounds, until each rank has its share of groups that don't fare alike, or max_rounds are over.
-    FloatingPointError, on every rank, if sample returns None on one."""
+    FloatingPointError or BrokenReward, on every rank, if sample raises it on one."""
     share, kept, everything = cfg.prompts_per_step // distributed.world_size(), [], []
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
         mine = next_places(cfg, now, n)[distributed.rank() * share:]    # in one piece, so that mini-batches don't depend on the ranks
-        groups = sample(mine[:share])
-        if distributed.any(groups is None):
-            raise FloatingPointError
+        groups = distributed.together(lambda: sample(mine[:share]), FloatingPointError, BrokenReward)
         everything += groups.values()
         kept += [g for g in groups.values() if not cfg.dynamic_sampling or not alike(g)]
         if cfg.skip_solved:
@@ -445,7 +446,7 @@ def main(argv):
     cfg.tokenizer = tokenizer.describe()["name"]
     cfg.few_shot = 0 if cfg.few_shot is None and cfg.dataset else few_shot_of(cfg, found)
     with refused():
-        task = tasks.load(cfg.task)
+        task = load(cfg.task)
         questions, held_out, about = distributed.on_main(lambda: open_questions(cfg, task))
         train = asked(cfg, tokenizer, task, questions, cfg.k_samples, found.config.block_size)
         valid = asked(cfg, tokenizer, task, held_out, 1, found.config.block_size)
@@ -508,7 +509,7 @@ def main(argv):
             groups = roll_out(cfg, engine, tokenizer, pool, train, places, spent, meanwhile)
         except FloatingPointError:           # the last steps broke the weights
             pool.collect(wait=True)          # no one asks for these grades any more
-            return None
+            raise
         read.append(engine.bytes_read((len(r.prompt), len(r.ids)) for g in groups.values() for r in g))
         return groups
 
@@ -587,6 +588,7 @@ def main(argv):
                         f"{f[f'pass_at_{cfg.k_samples}']:.1%} | alike {f['zero_variance']:.0%} | entropy {f['entropy']:.3f} | "
                         f"{f['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: rollout {spent['rollout']:.1f}, "
                         f"update {spent['update']:.1f} | ETA {duration((cfg.max_steps - step) * now.seconds / step)}"
+                        + (f" | {f['errors']} errors" if f["errors"] else "")
                         + ("" if sums else " | nothing to learn: in each group all samples fare alike"))
             if stopping:                                  # first of all: whoever asked may not wait for an evaluation
                 state.save()
@@ -594,6 +596,8 @@ def main(argv):
             if valid and (step % cfg.eval_interval == 0 or last):
                 try:
                     wrong = examine()
+                except BrokenReward:
+                    raise
                 except ValueError as e:      # weights that no longer give finite logits: not saved, the next rollout goes back
                     log.say(f"step {step}: the evaluation failed ({e})")
                     if last:

@@ -9,7 +9,7 @@ import torch
 import hf
 import tasks
 from engine import Engine, Packed, Request, Sampling, draw
-from eval import requests_of
+from eval import questions_of, requests_of
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
 from measure.runs import ROOT, as_flags, in_turn, process, processes, seconds_of, small
@@ -133,7 +133,7 @@ def bench_datagen(cfg, hw, folder, handed, say):
     found, script = hf.find(cfg.run or folder), handed.config
     tokenizer, task = found.tokenizer(None if cfg.run else "bytes"), tasks.load("unit_conversion")
     asked, oversample, new = (script.num_questions if "num_questions" in handed.given else 100), script.oversample, cfg.max_new_tokens
-    questions = task.questions("train", n=asked)
+    questions = questions_of(task, "train", asked)
     prompts = [r.ids for r in requests_of(tokenizer, task, questions)]
     ranks = cfg.ranks or (torch.get_num_threads() if hw.device.type == "cpu" and small(found.config) else 1)
     shortest, *_, longest = sorted(map(len, prompts))

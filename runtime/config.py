@@ -118,7 +118,7 @@ def choices(hint):
     """The types or literal values that a field's annotation admits."""
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return [c for part in typing.get_args(hint) for c in choices(part)]
     return [hint]
 
@@ -161,10 +161,10 @@ def check_type(value, hint, what):
 
 
 def at_least(cfg, least, names):
-    """BadInput if one of the named knobs (None aside) is smaller than `least`."""
+    """BadInput if one of the named knobs (None and "auto" aside) is smaller than `least`."""
     for name in names.split():
         value = getattr(cfg, name)
-        if value is not None and value < least:
+        if value not in (None, "auto") and value < least:
             raise BadInput(f"--{name}={value} is too small: it must be at least {least}.")
 
 

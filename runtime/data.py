@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import tasks
 from model import IGNORE
-from runtime import texts
+from runtime import rewards, texts
 from runtime.checkpoint import fsync, write_atomically
 from runtime.config import BadInput
 from runtime.texts import SPLITS
@@ -53,7 +52,7 @@ def task_texts(name, only):
     if only not in (None, *SPLITS):
         raise BadInput(f"The text of the task {name} has no split {only}: choose another --split=.")
     try:
-        task = tasks.load(name)
+        task = rewards.load(name)
         found = {split: [texts.Documents(task.documents(split))] for split in ([only] if only else SPLITS)}
     except (LookupError, ValueError, OSError) as e:
         raise BadInput(str(e)) from e

@@ -65,6 +65,19 @@ def gather(value):
     return values
 
 
+def together(function, *kinds):
+    """What `function` returns on this rank. If it raises one of these kinds of exception on a rank, every
+    rank raises it, of several that of the first."""
+    result, error = None, None
+    try:
+        result = function()
+    except kinds as e:
+        error = e
+    if any(error is not None):
+        raise next(e for e in gather(error) if e is not None)
+    return result
+
+
 def on_main(function):
     """Run `function` on the first rank alone; every rank gets what it returned, or the BadInput that it raised."""
     if not dist.is_initialized():

@@ -1,10 +1,12 @@
-"""Completions to grades. A verifier may hang, crash or eat memory: it runs in processes of its own, and the run goes on.
+"""Completions to grades. A verifier may hang, crash or eat memory: it runs in processes of its own, and the
+run goes on, unless it fails for all of the first FIRST completions.
 
 `python -m runtime.rewards SPEC` is a worker. A line of its standard input is a list, in JSON, of [question, completion] pairs;
 its standard output has null once the task is loaded (or a sentence, if it can't be), then a line [score, parts, signature, error]
 for each. Pipes, and not multiprocessing, because that would import the caller into each worker, and torch with it.
 """
 import contextlib
+import functools
 import json
 import os
 import random
@@ -20,12 +22,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tasks
+from runtime.config import BadInput
+from tasks import said
 
 MEMORY = 4 * 2**30                   # bytes of address space that a worker may have
 LOADING = 120.0                      # seconds that a task may take to load
 MOST_AT_ONCE = 16                    # items that a quick worker is given in one go
 QUICK = 0.005                        # seconds an item: one that takes longer is given one at a time, for another may have the next
+FIRST = 32                           # grades that end the run if all of them are errors
+LOADED = 97                          # exit code of a process that only had to load a task
 KINDS = ("process", "thread", "serial")
+
+
+class BrokenReward(BadInput, ValueError):
+    """A reward that fails whatever it is given. The message is one sentence."""
 
 
 class Grade(NamedTuple):
@@ -55,10 +65,32 @@ def grade(task, question, completion):
         return Grade(0.0, {}, "", said(e))
 
 
-def said(error):
-    """An exception as one short line that can be printed, whatever the completion that it quotes."""
-    line = " ".join(f"{type(error).__name__}: {str(error)[:300]}".split()).removesuffix(":")
-    return line.encode(errors="backslashreplace").decode()
+def check_graded(spec, grades):
+    """BrokenReward if there are Grades and all of them are errors."""
+    if grades and all(graded.error for graded in grades):
+        raise BrokenReward(f"The reward of the task {spec} failed for all of {len(grades)} completions ("
+                           f"{grades[0].error}): mend reward(question, completion), or choose another task.")
+
+
+def load(spec):
+    """The Task of a spec, as tasks.load has it; ValueError too if it is a file that would end the process."""
+    if ".py" in spec:
+        try_to_load(spec, os.getcwd())
+    return tasks.load(spec)
+
+
+@functools.lru_cache
+def try_to_load(spec, folder):
+    """Import a task in a process of its own. If it ends or keeps that for ever, ValueError."""
+    try:
+        code = subprocess.run([sys.executable, "-m", "runtime.rewards", spec, folder, "try"], timeout=LOADING,
+                              cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.DEVNULL).returncode
+        problem = None if code == LOADED else f"it ends the process that imports it, with exit code {code}"
+    except subprocess.TimeoutExpired:
+        problem = f"importing it takes more than {LOADING:g} s"
+    if problem:
+        raise ValueError(f"The task {spec} can't be loaded ({problem}): let its file only define functions.")
 
 
 def pack(value):
@@ -72,9 +104,14 @@ def unpack(line):
 
 # --- a worker ---
 
-def main(spec, folder="."):
-    """Read items and write grades until the input ends. folder: where the spec's paths begin."""
+def main(spec, folder=".", only_try=False):
+    """Read items and write grades until the input ends. folder: where the spec's paths begin. only_try: load
+    the task, no more."""
     os.chdir(folder)
+    if only_try:
+        with contextlib.suppress(BaseException):             # which will be said where it happens again
+            tasks.load(spec)
+        os._exit(LOADED)
     me = os.getpid()
     items, grades = os.fdopen(os.dup(0), "rb", 2**16), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
@@ -130,7 +167,9 @@ class Pool:
     replaced, and so is one that dies: the completion in work gets an error for its grade, those behind it another worker.
     "thread", "serial": threads, or the caller itself. There a verifier that hangs can't be stopped, nor its memory limited.
     counts: "errors", grades collected that have one, whatever it is; "timeouts", those of them for the time;
-    "restarts", workers that were replaced. ValueError, LookupError or OSError with a sentence if the task can't be loaded.
+    "restarts", workers that were replaced. The first error is printed when it happens. ValueError,
+    LookupError or OSError with a sentence if the task can't be loaded; BrokenReward, of submit, collect and
+    score, once the first FIRST items have all failed.
     To be used by one thread, and to be closed; one that is not ends with the program.
     """
 
@@ -143,6 +182,8 @@ class Pool:
         self.spec, self.timeout, self.kind, self.folder = spec, timeout, kind, os.getcwd()
         self.counts = {"errors": 0, "timeouts": 0, "restarts": 0}
         self.pending, self.waiting = deque(), deque()        # futures not collected; (future, item) that no worker has
+        self.submitted, self.failed = 0, False               # failed: there was an error
+        self.first = {}                                      # {number: Grade} of the first FIRST submitted
         self.changed, self.loaded, self.ended = threading.Condition(), kind != "process", None
         self.task = tasks.load(spec) if self.loaded else None
         self.workers = [Worker(self) for _ in range(self.n)] if kind == "process" else []
@@ -197,18 +238,44 @@ class Pool:
         with self.changed:
             if self.ended:
                 raise self.ended
+            future.completion = completion
+            future.number = self.submitted
+            self.submitted += 1
             if self.kind != "serial":
                 self.waiting.append((future, item))
                 self.changed.notify()
         if self.kind == "serial":
-            future.set_result(grade(self.task, question, completion))
+            self.hand_over(future, grade(self.task, question, completion))
         return future
 
     def _take(self, future):
-        self.counts["errors"] += future.result().error is not None
-        return future.result()
+        graded = future.result()
+        if isinstance(self.ended, BrokenReward):
+            raise self.ended
+        self.counts["errors"] += graded.error is not None
+        return graded
 
     # --- for the workers' threads ---
+
+    def hand_over(self, future, graded):
+        """Give a future its Grade; print the first error; end the pool if all of the first FIRST are."""
+        with self.changed:
+            speak = graded.error is not None and not self.failed
+            self.failed = self.failed or speak
+            if future.number < FIRST:
+                self.first[future.number] = graded
+                if len(self.first) == FIRST:
+                    try:
+                        check_graded(self.spec, [self.first[number] for number in range(FIRST)])
+                    except BrokenReward as e:
+                        self.end(e)
+        if speak:
+            below = "\n" if sys.stderr.isatty() else ""      # a progress bar
+            text = f"{future.completion[:200]!r}{'...' if len(future.completion) > 200 else ''}"
+            with contextlib.suppress(OSError):               # no one listens
+                print(f"{below}The reward of the task {self.spec} failed ({graded.error}) and counts as 0, "
+                      f"of {text}", file=sys.stderr, flush=True)
+        future.set_result(graded)
 
     def batch(self, most):
         """Some of what waits, once there is something: a worker's share, `most` at most. Nothing at the end."""
@@ -219,7 +286,7 @@ class Pool:
     def serve(self):
         """Grade in a thread of this process."""
         while batch := self.batch(1):
-            batch[0][0].set_result(grade(self.task, *batch[0][1]))
+            self.hand_over(batch[0][0], grade(self.task, *batch[0][1]))
 
     def end(self, error, batch=()):
         """From here on, all that waits and all that will be asked gets this exception, or that with which it had ended before."""
@@ -258,7 +325,7 @@ class Worker:
             self.write(b"[" + b",".join(line for _, line in batch) + b"]\n")
             while batch:
                 graded = Grade(*unpack(self.read(self.pool.timeout)))
-                batch.popleft()[0].set_result(graded)
+                self.pool.hand_over(batch.popleft()[0], graded)
         except (TimeoutError, EOFError) as e:
             self.remove()
             with self.pool.changed:
@@ -266,7 +333,7 @@ class Worker:
                     raise self.pool.ended
                 self.pool.counts["restarts"] += 1
                 self.pool.counts["timeouts"] += isinstance(e, TimeoutError)
-                batch.popleft()[0].set_result(Grade(0.0, {}, "", str(e)))
+                self.pool.hand_over(batch.popleft()[0], Grade(0.0, {}, "", str(e)))
                 self.pool.waiting.extendleft(reversed(batch))
                 batch.clear()
                 self.pool.changed.notify_all()

@@ -1,5 +1,6 @@
 """Tasks: questions, worked examples, and a verifier each. One file per task; nothing here imports more than the standard library and
 the task's field library, so that reward workers start at once. Files that begin with an underscore are what tasks share.
+A file of the user's may import its neighbours; a name that a module of ours has too is ours.
 
 A task is a module with plain functions. Only `reward` must be there; those that need it take the spec's ARGUMENT as `argument`.
 
@@ -7,18 +8,24 @@ A task is a module with plain functions. Only `reward` must be there; those that
     questions(split, seed, n)               a list of n different {"question": str, "answer": str, ...}, None: all or a default number;
                                             of split "train", "valid" or "test", no two of which share a question
     solution(question)                      a worked and true completion for one of its questions
-    documents(split, seed)                  texts to pretrain on, for split "train" or "valid"
+    documents(split, seed)                  texts to pretrain on, for split "train" or "valid"; a question in
+                                            it has the form that it is asked in, PROMPT ("Question: {}\\n")
     examples(n)                             n fixed (question's text, completion) of split train, to be shown before a question
     signature(completion)                   a text that two completions share if they are the same solution
     check(argument)                         ValueError, OSError if the task can't be had with this argument
     PROMPT, INSTRUCTION, STOP               see Task
 """
+import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 import sys
+import traceback
+from collections.abc import Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -51,11 +58,46 @@ def load(spec):
     found = importlib.util.spec_from_file_location(str(Path(file).resolve()), file)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module                     # dataclasses look their module up there
+    folder = str(Path(file).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)                          # last: its neighbours hide no module of ours
     try:
         found.loader.exec_module(module)
-    except Exception as e:
-        raise ValueError(f"The task {file} can't be loaded ({type(e).__name__}: {e}): correct it.") from e
+    except (Exception, SystemExit) as e:
+        raise ValueError(f"The task {file} can't be loaded ({said(e, module.__file__)}): correct it.") from e
     return Task(spec, module, argument)
+
+
+def files_of(task):
+    """A task's file and those of its neighbours that it imports, and that these import; all of a package."""
+    found = [Path(task.module.__file__)]
+    for file in found:
+        with contextlib.suppress(SyntaxError):               # of a neighbour that may never be imported
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    names = [node.module]
+                for name in names:
+                    near = found[0].parent / name.partition(".")[0]
+                    files = [near.with_suffix(".py"), *sorted(near.rglob("*.py"))]
+                    found += [other for other in files if other.is_file() and other not in found]
+    return found
+
+
+def said(error, file=None):
+    """An exception as one short line that can be printed, whatever the text that it quotes; with the last
+    line of `file` that it came through."""
+    line = " ".join(f"{type(error).__name__}: {str(error)[:300]}".split()).removesuffix(":")
+    places = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line += f", line {places[-1]} of {Path(file).name}" if places else ""
+    return line.encode(errors="backslashreplace").decode()
+
+
+def can_be_json(value):
+    try:
+        return bool(json.dumps(value))
+    except (TypeError, ValueError):
+        return False
 
 
 class Task:
@@ -72,43 +114,87 @@ class Task:
         if not callable(getattr(module, "reward", None)):
             raise ValueError(f"The task {name} has no reward(question, completion): write one.")
         if hasattr(module, "check"):
-            module.check(argument)
+            self.sentence("check", module.check, argument)
         elif argument is not None and not any(self.takes(f, "argument") for f in vars(module).values() if inspect.isfunction(f)):
             raise ValueError(f"The task {name} has nothing that takes an argument: leave :{argument} out.")
         self.score = self.call("reward")
+        try:
+            inspect.signature(self.score).bind({}, "")
+        except TypeError as e:
+            raise ValueError(f"The reward of the task {name} can't be called as reward(question, completion) "
+                             f"({e}): let it take these two.") from None
+        except ValueError:                               # some built-in functions don't say what they take
+            pass
 
     def takes(self, function, keyword):
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:
+            return False
         return any(p.name == keyword or p.kind == p.VAR_KEYWORD for p in parameters)
 
     def call(self, function, **options):
         """The module's function, with the argument and those options that it takes."""
         found = getattr(self.module, function, None)
-        if found is None:
+        if not callable(found):
             raise ValueError(f"The task {self.name} has no {function}: write a function {function} in its file, or use another task.")
         return partial(found, **{k: v for k, v in (options | {"argument": self.argument}).items() if self.takes(found, k)})
+
+    def sentence(self, name, function, *given):
+        """What a function of the module returns. If one of the user's fails, ValueError with its line."""
+        try:
+            return function(*given)
+        except (Exception, SystemExit) as e:
+            if self.module.__name__.startswith("tasks."):
+                raise
+            what = said(e, self.module.__file__)
+            raise ValueError(f"{name}() of the task {self.name} failed ({what}): mend it.") from e
+
+    def ask(self, kind, name, *given, **options):
+        """The list or the str that the module's function gives; `sentence` if it can't."""
+        function = self.call(name, **options)
+
+        def answer():
+            found = function(*given)
+            if kind is list and isinstance(found, Iterable):
+                found = list(found)                      # a generator runs here
+            if not isinstance(found, kind):
+                raise TypeError(f"it returned {str(found)[:80]} and no {kind.__name__}")
+            return found
+        return self.sentence(name, answer)
 
     def documents(self, split, seed=0):
         """Texts to pretrain on, of split "train" or "valid"."""
         if split not in SPLITS[:2]:
             raise ValueError(f"The text of the task {self.name} has no split {split}: choose train or valid.")
-        return list(self.call("documents", seed=seed)(split))
+        found = self.ask(list, "documents", split, seed=seed)
+        for text in found:
+            if not isinstance(text, str):
+                raise ValueError(f"The task {self.name} gave the document {str(text)[:80]}: give texts.")
+        return found
 
-    def questions(self, split, seed=0, n=None):
-        """n different questions of a split, a function of (split, seed); None: all, or the number that the task finds right."""
+    def questions(self, split, seed=0, n=None, fewer=False):
+        """n different questions of a split, a function of (split, seed); None: all, or the number that the
+        task finds right. fewer: all there are will do where there are less than n."""
         if split not in SPLITS:
             raise ValueError(f"The task {self.name} has no split {split}: choose train, valid or test.")
-        found = list(self.call("questions", seed=seed, n=n)(split))
+        try:
+            found = self.ask(list, "questions", split, seed=seed, n=n)
+        except ValueError:                               # it may refuse to draw more than it has
+            if not fewer or n is None:
+                raise
+            found = self.ask(list, "questions", split, seed=seed, n=None)
         for q in found:
-            if not isinstance(q, dict) or not isinstance(q.get("question"), str) or "answer" not in q:
+            if not isinstance(q, dict) or not isinstance(q.get("question"), str) or "answer" not in q \
+                    or not can_be_json(q):
                 raise ValueError(f"The task {self.name} gave the question {str(q)[:80]}: a question is "
-                                 '{"question": text, "answer": text}.')
-        if n is not None and len(found) < n:
+                                 '{"question": text, "answer": text}, with whatever else JSON can hold.')
+        if n is not None and len(found) < n and not fewer:
             raise ValueError(f"{n} questions of {self.name} were asked for, and the split {split} has {len(found)}.")
         return found[:n]
 
     def solution(self, question):
-        return self.call("solution")(question)
+        return self.ask(str, "solution", question)
 
     def examples(self, n):
         """n (question's text, completion) of split train, always the same; of a task that does not choose them, the first whose
@@ -116,10 +202,15 @@ class Task:
         if n == 0:
             return []
         if hasattr(self.module, "examples"):
-            found = list(self.call("examples")(n))
+            found = self.ask(list, "examples", n)
+            for pair in found:
+                if not isinstance(pair, tuple | list) or [type(text) for text in pair] != [str, str]:
+                    raise ValueError(f"The task {self.name} gave the example {str(pair)[:80]}: an example is "
+                                     "(question's text, completion).")
         else:
             worked = ((q, self.solution(q)) for q in self.questions("train"))
-            found = list(islice(((q["question"], s) for q, s in worked if self.verified(*self.reward(q, s))), n))
+            graded = ((q, s, self.sentence("reward", self.reward, q, s)) for q, s in worked)
+            found = list(islice(((q["question"], s) for q, s, grade in graded if self.verified(*grade)), n))
         if len(found) < n:
             raise ValueError(f"{n} worked examples of {self.name} were asked for, and it has {len(found)}.")
         return found[:n]

@@ -21,6 +21,7 @@ class Config:
     compile: bool | None = None
     tied: bool = False
     optimizer: Literal["adamw", "muon"] = "adamw"
+    num_questions: int | Literal["auto"] | None = "auto"
 
 
 def load(*argv, **kw):
@@ -31,6 +32,9 @@ def test_values_get_their_field_s_type():
     cfg = load("--learning_rate=1", "--n_layer=2e1", "--n_kv_head=2", "--compile=False", "--tied", "--out_dir=a=b")
     assert (cfg.learning_rate, cfg.n_layer, cfg.n_kv_head, cfg.compile, cfg.tied, cfg.out_dir) == (1.0, 20, 2, False, True, "a=b")
     assert isinstance(cfg.learning_rate, float) and isinstance(cfg.n_layer, int)
+    found = [load(f"--num_questions={text}").num_questions for text in ("auto", "none", "7")]
+    assert found == ["auto", None, 7]
+    config.at_least(load(), 1, "num_questions n_kv_head")
     assert load("--n_kv_head=none").n_kv_head is None and load("--learning_rate=1e-3").learning_rate == 1e-3
 
 

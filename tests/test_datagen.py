@@ -10,6 +10,7 @@ import time
 import pytest
 
 import datagen
+import tasks
 from conftest import ROOT, environment, flags, trained
 from runtime import examples
 from runtime.config import BadInput
@@ -252,6 +253,41 @@ def test_a_verifier_that_fails_is_counted_and_not_taken_for_a_wrong_answer(base,
     assert all(r["question"].startswith("slow") for r in errors) and "errors" in done.stdout
 
 
+@pytest.mark.parametrize("body, knobs, error", [
+    ("raise KeyError('unit')", dict(num_questions=10), "KeyError: 'unit'"),
+    ("return None", dict(num_questions=2), "gave the score None"),
+    ("raise OSError('no')", dict(num_questions=10, ranks=2), "OSError: no")], ids=["raises", "few", "ranks"])
+def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(base, tmp_path, body, knobs, error):
+    task = tmp_path / "broken.py"
+    task.write_text(f"{TASK.partition('def reward')[0]}\ndef reward(question, completion):\n    {body}\n")
+    ranks, output = knobs.get("ranks", 1), tmp_path / "rft.json"
+    done = generate(output, base, task, code=2 if ranks == 1 else 1, max_new_tokens=30, **knobs)
+    own = [line for line in done.stderr.splitlines() if "The reward of the task" in line]
+    assert all(error in line for line in own), done.stderr
+    assert [line.startswith("error: ") for line in own] == [False] * ranks + [True], done.stderr
+    assert not output.exists() and "better model" not in done.stderr
+    assert ranks > 1 or done.stderr.count("\n") == 2
+
+
+def test_a_task_of_few_questions_is_asked_all_of_them(base, task, tmp_path):
+    output = tmp_path / "rft.json"
+    done = generate(output, base, task, num_questions="auto", oversample=1, json=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    header = json.loads(examples.attempts_path(output).read_text().splitlines()[0])
+    assert (said["questions"], said["dropped"], header["config"]["num_questions"]) == (35, 1, 36)
+    assert datagen.Config.num_questions == "auto"
+
+
+def test_a_verifier_s_neighbours_are_a_part_of_it(tmp_path):
+    (tmp_path / "near_to_it.py").write_text("WORTH = 1")
+    text = "from near_to_it import WORTH\ndef reward(question, completion): return WORTH\n"
+    (tmp_path / "mine.py").write_text(text)
+    found = tasks.load(str(tmp_path / "mine.py"))
+    before = datagen.code_of(found)
+    (tmp_path / "near_to_it.py").write_text("WORTH = 0.5")
+    assert datagen.code_of(found) != before
+
+
 def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
     trained(tmp_path / "tuned", made[0], defaults={}, config=ROOT / "config/rft.py", init_from=base, num_epochs=1, prompt="{}")
     kept = [r for r in log(made[0]) if r["kept"]]
@@ -261,7 +297,8 @@ def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
 
 @pytest.mark.parametrize("knobs, words", [
     (dict(output="/proc/nothing/rft.json"), "can't be written to"), (dict(output="rft.txt"), "should end in .json"),
-    (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"),
+    (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"),
+    (dict(num_questions=99), "--num_questions=99"),
     (dict(task="missing.py"), "missing.py"), (dict(few_shot=3), "has no solution"), (dict(init_from="nowhere/at-all"), "nowhere/at-all"),
     (dict(split="valid"), "has 0"), (dict(timeout=0), "timeout"), (dict(num_questions=1, split="valid"), "has 0"), (dict(oversample=0), "at least 1"), (dict(top_p=2.0), "top_p")])
 def test_what_can_not_be_done_is_one_sentence(base, task, tmp_path, knobs, words):

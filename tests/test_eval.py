@@ -253,6 +253,28 @@ def test_fixed_shapes_find_the_same_as_free_ones(model, task, capsys):
     assert found["accuracy"] == greedy["accuracy"]
 
 
+def test_a_verifier_that_always_fails_is_heard_and_ends_the_evaluation(model, tmp_path, capsys):
+    faults = (24, "return question['unit']", "KeyError: 'unit'"), (500, "pass", "gave the score None")
+    for n, body, error in faults:
+        path = tmp_path / f"broken_{n}.py"
+        head = TASK.partition("def reward")[0].replace("24 *", f"{n} *")
+        path.write_text(f"{head}\ndef reward(question, completion):\n    {body}\n")
+        with pytest.raises(BadInput, match=error):
+            evaluation.main([str(model), f"--task={path}", "--dtype=fp32", "--max_new_tokens=2"])
+        out, err = capsys.readouterr()
+        assert f": {n} test questions x 1" in out and err.count("\n") == 1 and error in err
+
+
+def test_as_many_questions_as_there_are_unless_a_number_is_asked_for(task):
+    luck, plain = tasks.load(str(task)), tasks.load("arithmetic")
+    assert evaluation.Config.num_questions == "auto"
+    assert evaluation.questions_of(luck, "test", "auto", most=500) == luck.questions("test", n=24)
+    assert evaluation.questions_of(plain, "test", "auto", most=500) == plain.questions("test", n=500)
+    sentence = "^--num_questions=25 is more than there are: the split test of .* has 24 questions; lower --"
+    with pytest.raises(BadInput, match=sentence):
+        evaluation.questions_of(luck, "test", 25)
+
+
 def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
     tokenizer, luck = Tokenizer("bytes"), tasks.load(str(task))
     asked, questions = requests_of(tokenizer, luck, luck.questions("test", n=2)), luck.questions("test", n=2)

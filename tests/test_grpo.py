@@ -25,7 +25,7 @@ import train
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
 from model import GPT, IGNORE, GPTConfig
-from runtime import checkpoint, guard, optim
+from runtime import checkpoint, guard, optim, rewards
 from runtime.config import BadInput
 from runtime.rewards import Grade
 from runtime.rollouts import Rollout, micro_batches, padded, question_at, read_questions
@@ -814,6 +814,31 @@ def test_a_verifier_that_fails_is_counted_and_pays_nothing(learn, tmp_path, watc
         assert line["reward"] == pytest.approx(sum(r.reward for r in step) / 16)
 
 
+@pytest.mark.parametrize("knobs, error", [
+    (dict(), "KeyError: 'unit'"), (dict(eval_interval=9, eval_questions=1), "KeyError: 'unit'"),
+    (dict(reward_pool="process", reward_workers=2, timeout=0.3), "timed out after 0.3 s")],
+    ids=["raises", "evaluated", "hangs"])
+def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(learn, tmp_path, monkeypatch, knobs, error):
+    body = "time.sleep(99)" if "timeout" in knobs else "return question['unit']"
+    monkeypatch.setattr(rewards, "FIRST", 8 if "timeout" in knobs else 32)
+    out = learn(code=2, task=task_file(tmp_path, body), max_steps=9, **knobs)
+    first, last = learn.error.splitlines()
+    assert first.startswith("The reward of the task ") and error in first
+    assert last.startswith("error: The reward of the task ") and error in last
+    steps = 0 if "timeout" in knobs else 1
+    assert len(lines(out)) == learn.said.count(" | 16 errors") == steps and checkpoint.steps(out) == []
+
+
+def test_a_verifier_that_fails_on_one_rank_ends_both(base, tmp_path):
+    """The first rank, which speaks for all, learns of it."""
+    task = task_file(tmp_path, "return 1 / (1 - int(os.environ['RANK']))", more="import os")
+    argv = command(tmp_path / "run", base, task, prompts_per_step=16)[1:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(torchrun + argv, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode and done.stderr.count("error: The reward of the task") == 1, done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
 def test_a_verifier_that_hangs_is_killed_and_counted_and_the_run_goes_on(learn, tmp_path):
     asked = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")][question_at(1, 36, 0)]
     task = task_file(tmp_path, f"if question['question'] == {asked!r} and len(completion) % 2: time.sleep(99)\n    return completion.count('t') / 12")
@@ -1102,6 +1127,18 @@ def test_ranks_that_can_not_share_the_prompts_say_so(learn, monkeypatch):
 def test_a_file_with_what_is_no_question_is_refused(learn, tmp_path, row, words):
     refusal(learn, words, dataset=write(tmp_path, f'{{"prompt": "the 0", "answer": 3}}\n\n{row}\n', "q.jsonl"))
     refusal(learn, "no question", dataset=write(tmp_path, "\n", "empty.jsonl"))
+
+
+def test_a_dataset_needs_its_verifier(learn, tmp_path):
+    dataset = write(tmp_path, '{"prompt": "the 1", "answer": 3}\n' * 3, "q.jsonl")
+    words = "--dataset needs the file that grades its answers: --task=my_reward.py"
+    refusal(learn, words, dataset=dataset, task=None)
+    assert not (tmp_path / "run").exists()
+    config = write(tmp_path, f"dataset = {str(dataset)!r}\ntask = 'my_reward.py'\n", "own.py")
+    for argv, task in (([], "unit_conversion"), ([str(config)], "my_reward.py")):
+        cfg = grpo.config.load(grpo.Config, argv)
+        grpo.check(cfg)
+        assert cfg.task == task              # before it is saved
 
 
 def test_tasks_that_have_nothing_to_ask_are_refused(learn, tmp_path):

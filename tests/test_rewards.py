@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 import tasks
 from conftest import ROOT
 from runtime import rewards
-from runtime.rewards import Grade, Pool, grade
+from runtime.config import BadInput
+from runtime.rewards import BrokenReward, Grade, Pool, grade
 
 MISCHIEF = """
 import ctypes, os, re, subprocess, sys, time
@@ -200,6 +202,63 @@ def test_what_a_verifier_raises_is_an_error_and_no_zero(pool, mischief):
     safe = [t for t in texts if t != "memory"]
     assert grade_all(mischief, safe, kind="serial") == grade_all(mischief, safe, kind="thread") == \
         [g for g, t in zip(grades, texts) if t != "memory"]
+
+
+BROKEN = {"raise": ("raise KeyError('unit')", "KeyError: 'unit'"), "None": ("pass", "gave the score None"),
+          "NaN": ("return float('nan')", "gave the score nan"), "exit": ("os._exit(3)", "the worker died"),
+          "sleep": ("time.sleep(60)", "timed out after 0.2 s")}
+
+
+@pytest.mark.parametrize("kind, fault", [("process", fault) for fault in BROKEN] + [
+    (kind, fault) for kind in ("thread", "serial") for fault in ("raise", "None", "NaN")])
+def test_a_reward_that_always_fails_is_heard_and_ends_the_run(tmp_path, capsys, monkeypatch, kind, fault):
+    if fault in ("exit", "sleep"):                           # each takes a new worker
+        monkeypatch.setattr(rewards, "FIRST", 8)
+    body, error = BROKEN[fault]
+    path = tmp_path / "broken.py"
+    path.write_text(f"import os, time\ndef reward(question, completion):\n    {body}\n")
+    began = time.monotonic()
+    broken = pytest.raises(BrokenReward, match=re.escape(error))
+    with broken as ended, Pool(str(path), 2, timeout=0.2, kind=kind) as pool:
+        for i in range(rewards.FIRST):                       # no more than these: none is left to raise at
+            pool.submit({}, f"{i} é\n" + "x" * 300)
+        pool.collect(wait=True)
+    assert time.monotonic() - began < 30
+    assert isinstance(ended.value, BadInput) and "\n" not in str(ended.value)
+    assert str(path) in str(ended.value) and "mend reward(question, completion)" in str(ended.value)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and error in said and len(said) < 600
+    assert re.search(r"of '\d+ é\\nx{190,}'\.\.\.$", said.strip())
+    for ask in (lambda: pool.submit({}, ""), lambda: pool.score([({}, "")])):
+        with pytest.raises(BrokenReward):
+            ask()
+
+
+@pytest.mark.parametrize("kind", rewards.KINDS)
+def test_a_reward_that_fails_less_often_is_said_once_and_the_run_goes_on(mischief, capfd, kind):
+    """Which completions are the first is a matter of their submission, and not of how long they take."""
+    with Pool(mischief, 2, kind=kind) as pool:
+        capfd.readouterr()
+        grades = pool.score([({"sleep": 0.5}, "fine")] + [({}, "raise")] * 50)
+        assert [g.error is None for g in grades] == [True] + [False] * 50 and pool.counts["errors"] == 50
+        assert pool.score([({}, "quit")] * 40)[0].error == "SystemExit: enough"
+    said = capfd.readouterr().err
+    assert said.count("of 'raise'") == said.count("failed (") == 1 and "SystemExit" not in said
+
+
+@pytest.mark.parametrize("body, words", [
+    ("import os; os._exit(0)", "ends the process that imports it, with exit code 0"),
+    ("import ctypes; ctypes.string_at(0)", "exit code -11"),
+    ("import sys; sys.exit('Say a level.')", "SystemExit: Say a level."),
+    ("raise SystemExit", "SystemExit, line 1 of mine.py"),
+    ("x = 1\nimport nothing_of_that_name", "nothing_of_that_name', line 2 of mine.py"),
+    ("while True: pass", "takes more than 1 s")])
+def test_a_task_that_ends_the_process_on_import_is_a_sentence(tmp_path, monkeypatch, body, words):
+    monkeypatch.setattr(rewards, "LOADING", 1 if "while" in body else 60)
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        rewards.load(str(tmp_path / "mine.py"))
+    assert "mine.py" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_what_a_verifier_prints_or_forks_is_no_grade(mischief, capfd):

@@ -438,6 +438,89 @@ def test_what_is_no_task_is_a_sentence(tmp_path):
         tasks.load(spec).questions("train")
 
 
+@pytest.mark.parametrize("head", [
+    "def reward(completion):", "def reward(question, completion, answer):", "class reward:",
+    "def reward(*, question, completion):", "def reward(question, argument, completion):"])
+def test_a_reward_that_can_not_be_called_is_refused_when_it_is_loaded(tmp_path, head):
+    with pytest.raises(ValueError, match=r"mine.py.* can't be called as reward\(question, completion\)"):
+        tasks.load(own(tmp_path, f"{head}\n    pass\n", ":2" if "argument" in head else ""))
+
+
+@pytest.mark.parametrize("text", [
+    "reward = max", "reward = lambda *given: 1", "def reward(q, c, strict=False): return 1", "reward = type"])
+def test_a_reward_that_can_be_called_is_taken(tmp_path, text):
+    assert callable(tasks.load(own(tmp_path, text)).score)
+
+
+THREE = "def questions(split): return [dict(question='q', answer='a')] * 3\ndef solution(question): "
+
+
+@pytest.mark.parametrize("text, ask, words", [
+    ("def questions(split):\n    x = {}\n    return x[split]", "questions",
+     "questions() of the task FILE failed (KeyError: 'train', line 4 of mine.py)"),
+    ("def questions(split): pass", "questions",
+     "questions() of the task FILE failed (TypeError: it returned None and no list)"),
+    ("def questions(split):\n    yield 1 / 0", "questions", "ZeroDivisionError: division by zero, line 3 "),
+    ("def questions(split): raise SystemExit", "questions", "SystemExit, line 2"),
+    ("def questions(): return []", "questions", "TypeError: questions()"),
+    ("def questions(split): raise ValueError('two\\nlines')", "questions", "ValueError: two lines, line 2"),
+    ("def questions(split): return [{'question': 'q', 'answer': {1}}]", "questions", "JSON can hold"),
+    ("questions = 7", "questions", "has no questions"),
+    ("def documents(split): return [b'']", "documents", "give texts"),
+    ("def documents(split): int('x')", "documents", "line 2 of mine.py"),
+    ("def examples(n): return ['ab'] * n", "examples", "an example is"),
+    ("def examples(n): return n", "examples", "it returned 2 and no list"),
+    (f"{THREE}return question['worked']", "examples", "solution() of the task FILE failed (KeyError: 'worke"),
+    (f"{THREE}pass", "examples", "it returned None and no str"),
+    (f"{THREE}return ''", "examples", "gave the score None"),
+    ("def check(argument): open(argument)", "load", "check() of the task FILE failed (TypeError: ")])
+def test_what_fails_in_a_task_of_ones_own_is_a_sentence_that_names_the_line(tmp_path, text, ask, words):
+    spec = own(tmp_path, f"def reward(question, completion): pass\n{text}\n")
+    with pytest.raises(ValueError) as error:
+        task = tasks.load(spec)
+        task.examples(2) if ask == "examples" else getattr(task, ask)("train")
+    sentence = str(error.value)
+    assert words.replace("FILE", spec) in sentence and spec in sentence and "\n" not in sentence
+
+
+def test_a_task_may_import_its_neighbours_which_hide_nothing_of_ours(tmp_path):
+    """When it is loaded and later, here and in a worker."""
+    (tmp_path / "later").mkdir()
+    neighbours = {"near_by": "import nearer\nWORTH = nearer.WORTH", "nearer": "WORTH = 0.25",
+                  "later/of_all": "MORE = 0.5"}
+    ours = dict.fromkeys(("tasks", "measure", "runtime"), "raise RuntimeError('This hides one of ours.')")
+    for name, text in (neighbours | ours).items():
+        (tmp_path / f"{name}.py").write_text(text)
+    spec = own(tmp_path, "import near_by\nimport tasks, measure\ndef reward(question, completion):\n"
+                         "    from later.of_all import MORE\n    return near_by.WORTH + MORE\n")
+    program = f"""
+import tasks
+from runtime import rewards
+task = rewards.load({spec!r})
+print(task.reward({{}}, "")[0], *(file.name for file in tasks.files_of(task)))
+with rewards.Pool({spec!r}, 1) as pool:
+    print(*pool.score([({{}}, "")])[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    files = "mine.py near_by.py tasks.py measure.py of_all.py nearer.py"
+    assert done.stdout.splitlines() == [f"0.75 {files}", "0.75 {'correct': False}  None"], done.stderr
+
+
+def test_as_many_questions_as_there_are_up_to_a_number(stories, tmp_path):
+    for spec, n in (("arithmetic", 500), (stories, 1000)):
+        task = tasks.load(spec)
+        assert task.questions("train", n=n, fewer=True) == task.questions("train", n=n)
+    assert len(task.questions("valid", n=1000, fewer=True)) == len(task.questions("valid")) < 1000
+    for last in ("[:n]", "", "[:n] if n is None or n < 37 else 1 / 0"):      # some refuse to draw too many
+        few = tasks.load(own(tmp_path, f"""
+def reward(question, completion): return 1
+def questions(split, n=None):
+    return [dict(question=str(i), answer="") for i in range(36)]{last}
+"""))
+        assert len(few.questions("train", n=1000, fewer=True)) == 36
+        assert len(few.questions("train", n=7, fewer=True)) == 7
+
+
 def test_tasks_do_not_import_torch():
     program = "\n".join(("import sys, tasks", "for name in ('unit_conversion', 'arithmetic', 'countdown', 'gsm8k'): tasks.load(name)",
                          "sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"))
