@@ -13,7 +13,7 @@ for argument in "$@"; do
     esac
 done
 refuse() { echo "error: $1" >&2; exit 2; }
-[ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (is a variable not set?): give it."
+[ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (is a variable not set?): name one."
 # An earlier quickstart is known by its file of seconds; without that, nothing is replaced.
 for name in seconds greedy.txt sampled.txt summary.json summary.png; do
     [ ! -e "$out/$name" ] ||

@@ -177,7 +177,7 @@ def byte_letters():
 
 def byte_level(vocab, merges, end, use_regex):
     """Give the tokenizer.json, as a dictionary, of byte-level BPE. vocab: {token in byte_letters: id};
-    merges: [[left, right]] of such, in order; end: the end of text's id; use_regex: split texts as GPT-2 does."""
+    merges: [[left, right]] of such, in order; end: the id of the end of text; use_regex: split as GPT-2 does."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     special = {"id": end, "content": END_OF_TEXT, "special": True}
     special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
