@@ -27,7 +27,7 @@ from tqdm import tqdm
 import hf
 import tasks
 from engine import Engine, Sampling
-from eval import accuracy, few_shot_of, refused, requests_of, unseen_questions
+from eval import accuracy, context_for, few_shot_of, refused, requests_of, unseen_questions
 from runtime import config, distributed, examples, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
@@ -125,7 +125,7 @@ class Attempts:
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines):
             try:
-                row = json.loads(line)
+                row = config.parse_json(line)
                 which = (row["number"], row["sample"]) if number else None
             except (ValueError, TypeError, KeyError):
                 if number < len(lines) - 1 or path == self.path and number == 0:
@@ -331,11 +331,12 @@ def fingerprint(model):
 
 def main(argv):
     cfg = config.load(Config, argv)
-    config.at_least(cfg, 1, "num_questions oversample keep_per_question max_new_tokens top_k slots reward_workers")
-    config.at_least(cfg, 0, "temperature seed few_shot")
+    config.at_least(cfg, 1, "oversample keep_per_question slots")
     config.at_least(cfg, 0.01, "timeout")
-    config.at_most(cfg, 1e6, "timeout")
-    config.at_most(cfg, 2**63 - 1, "seed")
+    config.at_most(cfg, 10**6, "timeout oversample")
+    config.at_most(cfg, 2**16, "slots")
+    config.check_sampling(cfg)
+    config.check_questions(cfg)
     if not cfg.output.endswith(".json"):
         raise BadInput(f"--output={cfg.output} should end in .json.")
     if cfg.temperature == 0 and cfg.oversample > 1:
@@ -355,8 +356,8 @@ def main(argv):
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
-        engine = Engine(model, cfg.slots, len(longest.ids) + cfg.max_new_tokens, sampling, cfg.seed,
-                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
+        engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed, hw.sampling_dtype,
+                        cfg.deterministic, tokenizer.decode)
         engine.check(longest)
 
     known = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OF_THIS_CALL and (k != "slots" or cfg.deterministic)}

@@ -53,9 +53,12 @@ class Sampling:
         object.__setattr__(self, "stop", tuple(self.stop))
         if isinstance(self.stop_strings, str) or "" in self.stop_strings:
             raise ValueError(f"stop_strings={self.stop_strings!r} should be a tuple of texts, none of them empty.")
-        if not self.temperature >= 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"{self} can't be sampled from: temperature is at least 0, top_k at least 1, top_p in (0, 1], min_p in "
-                             "[0, 1].")
+        for name, holds, needed in (("temperature", 0 <= self.temperature < math.inf, "at least 0"),
+                                    ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None"),
+                                    ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1"),
+                                    ("min_p", 0 <= self.min_p <= 1, "from 0 to 1")):
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)} can't be sampled from: it must be {needed}.")
 
 
 @dataclass

@@ -28,7 +28,7 @@ import hf
 from engine import Engine, Request, Sampling
 from runtime import config, data, distributed, examples, guard, hardware
 from runtime.config import BadInput
-from runtime.prompts import prompt_ids
+from runtime.prompts import context_of, prompt_ids
 from runtime.rewards import BrokenReward, Pool, check_graded, load
 
 Z = 1.959963984540054                        # of a normal distribution, 95% lies within so many standard deviations
@@ -125,9 +125,9 @@ def evaluation_line(result):
 def few_shot_of(cfg, found):
     """Worked examples before a question: for a model that was trained here as many as grpo.py trained it with, none after other
     training, for it has seen the form; four for any other."""
-    if cfg.few_shot is None:
-        return 4 if found.step is None else config.read_saved(found.folder).get("few_shot") or 0
-    return cfg.few_shot
+    if cfg.few_shot is not None or found.step is None:
+        return 4 if cfg.few_shot is None else cfg.few_shot
+    return config.check_type(config.read_saved(found.folder).get("few_shot"), int | None, f"{found.folder}/config.json: few_shot") or 0
 
 
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):
@@ -137,6 +137,12 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
     prompts = [prompt_ids(tokenizer, q["question"], task.prompt, [pair for pair in worked if pair[0] != q["question"]],
                           task.instruction if worked else None) for q in questions]
     return [Request(ids, num_samples, key, max_new_tokens) for key, ids in enumerate(prompts)]
+
+
+def context_for(cfg, requests, few_shot, found):
+    """context_of the longest of the prompts, before a model is asked."""
+    return context_of(max(len(request.ids) for request in requests), cfg.max_new_tokens, found.config.block_size,
+                      f"lower --few_shot, which is {few_shot}, or choose another model than {found.folder}")
 
 
 def ask(engine, tokenizer, questions, requests, pool, progress=None, texts=None):
@@ -257,9 +263,8 @@ def evaluate_task(cfg):
     say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature {cfg.temperature:g}; % [95% interval]")
     grades, rows = [], []
     with refused(), Pool(cfg.task, cfg.reward_workers) as pool:
-        for name, found, tokenizer, few_shot, asked in models:
+        for name, found, tokenizer, few_shot, asked, context in models:
             sampling = dataclasses.replace(sampling, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
-            context = max(len(request.ids) for request in asked) + cfg.max_new_tokens
             engine = Engine(found.load(device=hw.device), 64 if cfg.deterministic else None, context, sampling, cfg.seed,
                             hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
             total, began = cfg.num_samples * len(asked[distributed.rank()::distributed.world_size()]), time.perf_counter()
@@ -324,16 +329,12 @@ def unseen_questions(task, split, n, seed=0):
 
 
 def prepare(cfg, name, task, questions):
-    """(name, hf.Found, tokenizer, worked examples before a question, requests) of a model that can be asked."""
+    """(name, hf.Found, tokenizer, worked examples before a question, requests, tokens of a context) of a model that can be asked."""
     found = distributed.on_main(lambda: hf.find(name))
     tokenizer, few_shot = found.tokenizer(cfg.tokenizer), few_shot_of(cfg, found)
     with refused():
         asked = requests_of(tokenizer, task, questions, cfg.num_samples, cfg.max_new_tokens, few_shot)
-    longest, positions = max(len(request.ids) for request in asked), found.config.block_size
-    if longest >= positions:
-        raise BadInput(f"A prompt of {longest} tokens, {few_shot} worked examples included, leaves no room for an answer in the "
-                       f"{positions} positions of {name}: lower --few_shot, or choose another model.")
-    return name, found, tokenizer, few_shot, asked
+    return name, found, tokenizer, few_shot, asked, context_for(cfg, asked, few_shot, found)
 
 
 def report(row, grades, width, many, heading):
@@ -367,9 +368,10 @@ def main(argv):
         raise BadInput("A model is evaluated on a text or on a task: leave out --dataset or --task.")
     if cfg.dataset and (len(cfg.models) > 1 or cfg.compare):
         raise BadInput("Models are compared on a task: give --task= instead of --dataset=, or name one model.")
-    config.at_least(cfg, 1, "block_size stride batch_size eval_tokens num_questions num_samples max_new_tokens top_k reward_workers")
-    config.at_least(cfg, 0, "temperature few_shot seed")
-    config.at_most(cfg, 2**63 - 1, "seed")
+    config.at_least(cfg, 1, "block_size stride batch_size eval_tokens num_samples")
+    config.at_most(cfg, 10**6, "num_samples")
+    config.check_sampling(cfg)
+    config.check_questions(cfg)
     if cfg.num_samples > 1 and not cfg.temperature:
         raise BadInput(f"At temperature 0 all {cfg.num_samples} samples are the same: give --temperature=1, or leave --num_samples out.")
     distributed.init()

@@ -26,14 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 import hf
 from engine import Engine, Sampling, slots_that_fit
 from eval import accuracy, ask, few_shot_of, refused, requests_of, unseen_questions
-from model import GPT, IGNORE, Prompts, adapters_off, add_lora, blank
+from model import IGNORE, Prompts, adapters_off, blank
 from runtime import checkpoint, config, distributed, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration
+from runtime.prompts import context_of
 from runtime.rewards import BrokenReward, Pool, load
 from runtime.rollouts import (Batch, Rollout, alike, cells, figures_of, flops, micro_batches, next_places, note_logprobs, padded,
                               question_at, read_questions)
-from runtime.state import State, check_task, lora
+from runtime.state import State, adapt, check_task, check_training
 
 
 @dataclass
@@ -133,15 +134,16 @@ def check(cfg):
         raise BadInput("--dataset needs the file that grades its answers: --task=my_reward.py.")
     cfg.task = cfg.task or "unit_conversion"
     config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs mini_batches "
-                            "overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval save_interval keep_last "
-                            "num_questions reward_workers")
-    config.at_least(cfg, 0, "seed few_shot clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay "
+                            "overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval save_interval keep_last")
+    config.at_least(cfg, 0, "seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay "
                             "beta1 beta2 muon_momentum grad_clip lora_rank eval_interval shown_questions skip_solved")
     config.at_least(cfg, 0.01, "timeout temperature")
     config.below(cfg, 1, "clip_low beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
-    config.at_most(cfg, 2**63 - 1, "seed")
-    config.at_most(cfg, 1e6, "timeout")
+    config.at_most(cfg, 10**6, "timeout prompts_per_step k_samples eval_questions")
+    config.at_most(cfg, 2**16, "slots")
+    config.check_questions(cfg)
+    check_training(cfg)
     world = distributed.world_size()
     if cfg.k_samples == 1:
         raise BadInput("--k_samples=1 leaves nothing to compare a sample with: give at least 2.")
@@ -150,8 +152,6 @@ def check(cfg):
                        "mini-batches: change --prompts_per_step.")
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
         raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than --max_new_tokens={cfg.max_new_tokens}: lower it.")
-    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
-        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
     if cfg.init_from == "scratch":
         raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
     if cfg.init_from != "resume" and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
@@ -454,20 +454,15 @@ def main(argv):
         raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {found.config.block_size} positions of the "
                        "model: lower --few_shot, or choose another model.")
     longest = max(len(request.ids) for _, request in train + valid)
-    context = min(found.config.block_size, longest + cfg.max_new_tokens)
+    context = context_of(longest, cfg.max_new_tokens, found.config.block_size)
 
     torch.manual_seed(cfg.seed)
     shape = dataclasses.replace(found.config, dropout=0.0)             # the ratio is about the model that sampled
-    with torch.device("meta"):
-        memory.check_weights(GPT(shape), hw)
+    memory.check_weights(shape, hw.device)
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=hw.device)
     if not resuming:
         found.fill(model)
-    if cfg.lora_rank:
-        if resuming:
-            model.load_state_dict(checkpoint.load_base(cfg.out_dir, hw.device))
-        with refused():
-            add_lora(model, **lora(cfg))
+    adapt(cfg, model, hw.device, resuming)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.fused_adamw,
                              cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, cfg.tokens_per_micro_batch)

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import GPTConfig, LoRA, add_lora, blank, load_adapters, merged, scaled
-from runtime import checkpoint, config, guard, hub
-from runtime.config import BadInput
+from runtime import checkpoint, config, guard, hub, memory
+from runtime.config import BadInput, read_json
 from runtime.tokenizer import Tokenizer
 
 # Buffers that older files hold beside the weights: masks and rotary frequencies.
@@ -37,7 +37,7 @@ def read_config(hf):
             qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=hf.get("tie_word_embeddings", True))
     if kind not in ("llama", "qwen2", "qwen3"):
         raise BadInput(f"The model type {kind} is not known here: gpt2, llama, qwen2 and qwen3 are.")
-    refuse(hf, "use_sliding_window")
+    refuse(hf | {"layer_types": set(hf.get("layer_types") or ()) - {"full_attention"}}, "use_sliding_window", "layer_types")
     rope = hf.get("rope_parameters") or (hf.get("rope_scaling") or {}) | {"rope_theta": hf.get("rope_theta", 10000.0)}
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")} | {"rope_type": rope.get("rope_type") or
                                                                                   rope.get("type", "default")}
@@ -46,14 +46,14 @@ def read_config(hf):
     unknown = scaling.keys() - inspect.signature(scaled).parameters.keys()
     if unknown and scaling["rope_type"] != "default":
         raise BadInput(f"config.json scales rotary positions with {min(unknown)}, which model.py does not know: choose another model.")
-    bias = hf.get("attention_bias", False)
+    bias = hf.get("attention_bias") or False
     return GPTConfig(
         vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
         n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], n_kv_head=hf.get("num_key_value_heads"),
         head_dim=hf.get("head_dim"), mlp_hidden=hf["intermediate_size"], norm="rmsnorm", norm_eps=hf.get("rms_norm_eps", 1e-6),
-        position="rope", rope_theta=float(rope["rope_theta"]), rope_scaling=None if scaling["rope_type"] == "default" else scaling,
+        position="rope", rope_theta=rope["rope_theta"], rope_scaling=None if scaling["rope_type"] == "default" else scaling,
         qk_norm=kind == "qwen3", mlp=choice(hf, "hidden_act", {"silu": "swiglu", "relu": "relu2"}), qkv_bias=kind == "qwen2" or bias,
-        o_bias=kind != "qwen2" and bias, mlp_bias=hf.get("mlp_bias", False), tied_head=hf.get("tie_word_embeddings", False))
+        o_bias=kind != "qwen2" and bias, mlp_bias=hf.get("mlp_bias") or False, tied_head=hf.get("tie_word_embeddings", False))
 
 
 def refuse(hf, *knobs):
@@ -144,10 +144,10 @@ class Found:
     def tokenizer(self, name=None):
         """The model's own, or for Hugging Face's files the one of that name."""
         if self.step is not None:
-            about = self.about["tokenizer"]
-            if name not in (None, about["name"]):
-                raise BadInput(f"The run in {self.folder} has its own tokenizer, {about['name']}: leave --tokenizer out.")
-            return Tokenizer.of_run(self.folder, about)
+            tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
+            if name not in (None, own := self.about["tokenizer"]["name"]):
+                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own}: leave --tokenizer out.")
+            return tokenizer
         name = name or ("gpt2" if self.about["model_type"] == "gpt2" and not self.has_tokenizer else self.folder)
         tokenizer = Tokenizer(name)
         if tokenizer.n_vocab > self.config.vocab_size:
@@ -160,7 +160,8 @@ class Found:
         return self.step is not None or (self.folder / "tokenizer.json").exists()
 
     def load(self, *args, device="cpu"):
-        """GPT(config, *args) in fp32 with the weights."""
+        """GPT(config, *args) in fp32 with the weights; BadInput if they don't fit the memory."""
+        memory.check_weights(self.config, device)
         model = blank(self.config, *args, device=device)
         self.fill(model)
         return model
@@ -168,29 +169,29 @@ class Found:
     def fill(self, model):
         """Give a GPT(config) the weights; a run's adapters are merged."""
         if self.step is None:
-            return fill(model, self.folder, self.about)
-        weights = checkpoint.load_weights(self.folder, self.step)
-        if lora := self.about.get("lora"):
-            adapted = blank(self.config)
-            adapted.load_state_dict(checkpoint.load_base(self.folder))
-            load_adapters(add_lora(adapted, **lora), weights)
-            weights = merged(adapted)
-        model.load_state_dict(weights)
+            with checkpoint.loading(f"The model in {self.folder}"):
+                return fill(model, self.folder, self.about)
+        with checkpoint.loading(f"The checkpoint of step {self.step} in {self.folder}"):
+            weights = checkpoint.load_weights(self.folder, self.step)
+            if lora := self.about.get("lora"):
+                adapted = blank(self.config)
+                adapted.load_state_dict(checkpoint.load_base(self.folder))
+                load_adapters(add_lora(adapted, **lora), weights)
+                weights = merged(adapted)
+            model.load_state_dict(weights)
 
 
 def find(path_or_name, step=None):
     """Found: a run folder (at its best checkpoint, or that of `step`), a folder of Hugging Face's, or a name on the hub."""
-    if (Path(path_or_name) / "model.json").exists():
-        about = checkpoint.read_model(path_or_name)
-        if "architecture" not in about or "tokenizer" not in about:
-            raise BadInput(f"model.json in {path_or_name} describes no model: restore it, or give another run.")
-        return Found(Path(path_or_name), GPTConfig(**about["architecture"]), about, step or checkpoint.choose(path_or_name))
-    folder = Path(path_or_name) if Path(path_or_name).is_dir() else download(str(path_or_name))
-    about = read_json(folder / "config.json")
+    run = (Path(path_or_name) / "model.json").exists()
+    folder = Path(path_or_name) if run or Path(path_or_name).is_dir() else download(str(path_or_name))
+    about = checkpoint.read_model(folder) if run else read_json(folder / "config.json", "give the folder of a model")
     try:
-        return Found(folder, read_config(about), about)
-    except (KeyError, TypeError, ValueError) as e:
-        raise BadInput(f"{folder / 'config.json'} describes no model ({type(e).__name__}: {e}): get it again.") from None
+        shape = GPTConfig(**about["architecture"]) if run else read_config(about)
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        raise BadInput(f"{folder / ('model.json' if run else 'config.json')} describes no model ({type(e).__name__}: {e}): "
+                       f"{'restore it, or give another run' if run else 'get it again'}.") from None
+    return Found(folder, shape, about, step or checkpoint.choose(folder) if run else None)
 
 
 def to_resume(out_dir, weights_suffice=False):
@@ -254,22 +255,12 @@ def fill(model, folder, hf):
                        "for one: choose another model.")
 
 
-def read_json(path):
-    try:
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
-        return content
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): give the folder of a model.") from None
-
-
 def read_tensors(folder):
     """{name: function that reads the tensor} of model.safetensors, or of the shards that its index names."""
     index, tensors = folder / "model.safetensors.index.json", {}
-    shards = read_json(index).get("weight_map") if index.exists() else {"": "model.safetensors"}
+    shards = read_json(index, "get it again").get("weight_map") if index.exists() else {"": "model.safetensors"}
     if not isinstance(shards, dict):
-        raise BadInput(f"{index} has no weight_map: get it again.")
+        raise BadInput(f"{index} does not say which file holds which tensor: get it again.")
     for shard in sorted({checkpoint.inside(folder, name) for name in shards.values()}):
         try:
             file = safe_open(shard, framework="pt")

@@ -4,6 +4,7 @@ Shapes: B sequences, T positions, C = n_embd channels, H query heads, K key/valu
 The from-scratch default follows what small-model speed runs settled on: RMSNorm, rotary positions (Su et al. 2021),
 QK-norm (Henry et al. 2020), squared ReLU (So et al. 2021), zero-initialised output projections, untied head.
 """
+import inspect
 import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,20 @@ LINEARS = ("qkv", "out", "up", "gate", "down")       # of a block; what LoRA ada
 LOGITS_AT_A_TIME = {"cpu": 2**25, "cuda": 2**27}     # elements of a chunk of logits: 128 MiB, 512 MiB in fp32
 LOGPROBS = 2**25                             # of log-probabilities over all ids that are kept for the backward pass; more are computed
 LOGPROBS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**25}   # in such chunks, and there again. Up to four such tensors exist at once
+
+
+RULES = {                                    # {what fields of GPTConfig should be: (their names, whether a value is)}; None where it is
+    "a whole number from 1 to 2**31 - 1": ("vocab_size block_size n_head n_embd n_kv_head head_dim mlp_hidden",         # the default
+                                           lambda value: type(value) is int and 0 < value < 2**31),
+    "a whole number from 1 to 10,000": ("n_layer", lambda value: type(value) is int and 0 < value <= 10_000),
+    "a number above 0": ("norm_eps rope_theta", lambda value: type(value) in (int, float) and 0 < value < math.inf),
+    "a number of at least 0": ("logit_softcap dropout", lambda value: type(value) in (int, float) and 0 <= value < math.inf),
+    "true or false": ("qk_norm qkv_bias o_bias mlp_bias tied_head", lambda value: type(value) is bool),
+    "rmsnorm or layernorm": ("norm", ("rmsnorm", "layernorm").__contains__),
+    "rope or learned": ("position", ("rope", "learned").__contains__),
+    "relu2, gelu, gelu_tanh or swiglu": ("mlp", ("relu2", "gelu", "gelu_tanh", "swiglu").__contains__),
+    "an object": ("rope_scaling", lambda value: type(value) is dict),
+}
 
 
 @dataclass
@@ -48,9 +63,19 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        self.n_kv_head = self.n_kv_head or self.n_head
+        """Fills in what is None; ValueError for what can't be computed, whatever file it was read from."""
+        for rule, (names, holds) in RULES.items():
+            for name in names.split():
+                value = getattr(self, name)
+                if not holds(value) and (value is not None or getattr(GPTConfig, name) is not None):
+                    raise ValueError(f"{name}={str(value)[:80]} should be {rule}")
+        for key, value in (self.rope_scaling or {}).items():
+            if key not in inspect.signature(scaled).parameters or value not in ("linear", "llama3") and (
+                    key == "rope_type" or type(value) not in (int, float) or not 0 < value < math.inf):
+                raise ValueError(f"rope_scaling has {str(key)[:80]}={str(value)[:80]}, which is not computed here")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
@@ -497,6 +522,8 @@ def add_lora(model, rank, alpha=None, linears=LINEARS):
     chosen = [m for name, m in model.blocks.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in linears]
     if rank < 1:
         raise ValueError(f"Adapters of rank {rank} hold nothing: give a rank of 1 or more.")
+    if rank > model.config.n_embd:
+        raise ValueError(f"Adapters of rank {rank} hold more than the {model.config.n_embd} channels of the model: lower the rank.")
     if not set(linears) <= set(LINEARS) or not chosen:
         raise ValueError(f"linears={linears} names what the blocks lack: choose from qkv, out, up, down and swiglu's gate.")
     if any(isinstance(m, LoRA) for m in model.modules()):

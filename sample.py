@@ -13,6 +13,7 @@ from typing import Literal
 import hf
 from engine import Engine, Request, Sampling
 from runtime import config, distributed, guard, hardware
+from runtime.prompts import context_of
 
 
 @dataclass
@@ -74,9 +75,9 @@ def main(argv):
     cfg = config.load(Config, argv, positional="model")
     if not cfg.model:
         raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
-    config.at_least(cfg, 1, "num_samples max_new_tokens top_k")
-    config.at_least(cfg, 0, "temperature seed")
-    config.at_most(cfg, 2**63 - 1, "seed")
+    config.at_least(cfg, 1, "num_samples")
+    config.at_most(cfg, 10**6, "num_samples")
+    config.check_sampling(cfg)
     distributed.init()
     rank, world = distributed.rank(), distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
@@ -90,7 +91,8 @@ def main(argv):
     prompt, first, last = tokenizer.prompt_ids(cfg.prompt, cfg.system), *(cfg.num_samples * r // world for r in (rank, rank + 1))
     try:
         slots = 64 if cfg.deterministic else max(1, min(last - first, 64))
-        engine = make_engine(cfg, model, tokenizer, hw, len(prompt) + cfg.max_new_tokens, slots)
+        context = context_of(len(prompt), cfg.max_new_tokens, found.config.block_size)
+        engine = make_engine(cfg, model, tokenizer, hw, context, slots)
         engine.check(Request(prompt))
         samples = list(engine.generate([Request(prompt, last - first, 0, cfg.max_new_tokens, first)] if last > first else []))
     except (ValueError, FloatingPointError) as e:

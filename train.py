@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf
 from eval import evaluation_line, examples_loss, text_loss
-from model import GPT, GPTConfig, add_lora, blank
+from model import GPT, GPTConfig, blank
 from runtime import checkpoint, config, data, distributed, examples, guard, hardware, memory, optim
 from runtime.config import BadInput
 from runtime.log import Log, check_installed, duration, shown
-from runtime.state import State, check_task, lora
+from runtime.state import State, adapt, check_task, check_training
 from runtime.tokenizer import Tokenizer
 
 
@@ -127,18 +127,20 @@ def check(cfg):
                             "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience lora_rank valid_share num_epochs")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")
     config.at_most(cfg, 1, "cooldown")
-    config.at_most(cfg, 2**63 - 1, "seed")
+    config.at_most(cfg, 256, "num_workers prefetch")
+    check_training(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no place for the question: put {{}} into it.")
     if cfg.num_epochs == 0:
         raise BadInput("--num_epochs=0 would train nothing: it must be above 0.")
     if cfg.lora_rank and cfg.init_from == "scratch":
         raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave --lora_rank out.")
-    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
-        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
     if cfg.init_from not in ("scratch", "resume") and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
         raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue its run with "
                        "--init_from=resume.")
+    if cfg.sequences > 2**20:
+        raise BadInput(f"--batch_size={cfg.batch_size} x --gradient_accumulation_steps={cfg.gradient_accumulation_steps} is more than "
+                       "2**20 sequences a step: lower one of them.")
     if cfg.sequences % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step evenly: change "
                        "--batch_size or --gradient_accumulation_steps.")
@@ -149,11 +151,11 @@ def check(cfg):
 
 def knobs_of(model):
     """The knobs that a model to start from settles, or block_size suggests: a run's, or those that describe Hugging Face's files."""
-    if (Path(model) / "model.json").exists():
-        saved = config.read_saved(model)
-        return {k: saved[k] for k in [*ARCHITECTURE, "block_size"]}
-    shape = distributed.on_main(lambda: hf.find(model)).config
-    return {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE} | {"block_size": min(1024, shape.block_size)}
+    knobs, saved = [*ARCHITECTURE, "block_size"], config.read_saved(model) if (Path(model) / "model.json").exists() else {}
+    if not saved.keys() >= set(knobs):                        # Hugging Face's, or a run of grpo.py
+        shape = distributed.on_main(lambda: hf.find(model)).config
+        saved = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE} | {"block_size": min(1024, shape.block_size)} | saved
+    return {k: saved[k] for k in knobs}
 
 
 def architecture(cfg, tokenizer):
@@ -169,19 +171,12 @@ def build_model(cfg, hw, tokenizer, found, resuming):
     shape = dataclasses.replace(found.config, dropout=cfg.dropout) if found else architecture(cfg, tokenizer)
     if cfg.block_size > shape.block_size:
         raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the model: lower it.")
-    with torch.device("meta"):
-        memory.check_weights(GPT(shape), hw)              # before any of it is taken
+    memory.check_weights(shape, hw.device)                # before any of it is taken
     knobs = hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks
     model = blank(shape, *knobs, device=hw.device) if found else GPT(shape, *knobs).to(hw.device)
     if found and not resuming:
         found.fill(model)
-    if cfg.lora_rank:
-        if resuming:
-            model.load_state_dict(checkpoint.load_base(cfg.out_dir, hw.device))
-        try:
-            add_lora(model, **lora(cfg))
-        except ValueError as e:
-            raise BadInput(str(e)) from None
+    adapt(cfg, model, hw.device, resuming)
     return model
 
 

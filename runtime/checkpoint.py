@@ -14,10 +14,12 @@
                                       state.pt            optimizer, scaler (absent with save_only_model)
                                       meta.json           step, validation loss, config, SHA-256 of the files beside it
 """
+import contextlib
 import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -26,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from runtime.config import BadInput
+from runtime.config import BadInput, read_json
 
 # All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
 # there, unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known;
@@ -114,10 +116,14 @@ def steps(out_dir):
 
 
 def read_meta(out_dir, step):
+    """meta.json of a checkpoint; {} if it can't be read, or is not as `save` wrote it."""
     try:
-        return json.loads((Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "meta.json").read_text())
-    except (OSError, ValueError):
+        meta = read_json(Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "meta.json", "restore it")
+    except BadInput:
         return {}
+    digests, loss = meta.get("sha256"), meta.get("val_loss")
+    whole = isinstance(digests, dict) and all(isinstance(d, str) for d in digests.values()) and type(loss) in (float, int, type(None))
+    return meta if whole else {}
 
 
 def best(out_dir, last=math.inf):
@@ -144,8 +150,11 @@ def damage(out_dir, step):
             return f"meta.json names {name}, which is no file beside it"
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if sha256(folder / name) != digest:
-            return f"{name} fails its checksum"
+        try:
+            if sha256(folder / name) != digest:
+                return f"{name} fails its checksum"
+        except OSError as e:
+            return f"{name} can't be read: {e.strerror}"
     return None
 
 
@@ -157,6 +166,17 @@ def newest_intact(out_dir, say=print):
             return step
         say(f"The checkpoint of step {step} in {out_dir} is damaged ({problem}); trying the one before.")
     return None
+
+
+@contextlib.contextmanager
+def loading(what):
+    """What a file's content raises that is not a model's, or not this model's, as BadInput. what: it is, with its folder."""
+    try:
+        yield
+    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError, LookupError,
+            AttributeError) as e:
+        raise BadInput(f"{what} can't be loaded ({' '.join(f'{type(e).__name__}: {e}'.split())[:300]}): put back the files of one "
+                       "model as they were written, or choose another.") from None
 
 
 def load_weights(out_dir, step, device="cpu"):
@@ -177,8 +197,8 @@ def load_base(out_dir, device="cpu"):
     file = Path(out_dir) / "base.safetensors"
     try:
         problem = None if sha256(file) == file.with_suffix(".sha256").read_text() else "it fails its checksum"
-    except OSError as e:
-        problem = e.strerror
+    except (OSError, ValueError) as e:
+        problem = getattr(e, "strerror", None) or e
     if problem:
         raise BadInput(f"{file}, the weights that the run began with, can't be used ({problem}): start again from its model with "
                        "--overwrite.")
@@ -192,18 +212,14 @@ def load_state(out_dir, step):
 
 def has_state(out_dir, step):
     """Whether training can go on from the checkpoint, and not only be started from its weights."""
-    return "state.pt" in read_meta(out_dir, step)["sha256"]
+    return "state.pt" in read_meta(out_dir, step).get("sha256", {})
 
 
 # --- run folders ---
 
 def read_model(out_dir):
     """model.json of a run: architecture, tokenizer, prompt template."""
-    try:
-        return json.loads((Path(out_dir) / "model.json").read_text())
-    except (OSError, ValueError):
-        raise BadInput(f"{out_dir} is not a run folder (no readable model.json there): give the out_dir of a training "
-                       "run.") from None
+    return read_json(Path(out_dir) / "model.json", "restore it, or give the out_dir of another run")
 
 
 def choose(out_dir, say=print):

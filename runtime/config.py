@@ -18,6 +18,7 @@ from pathlib import Path
 OF_THIS_CALL = ("out_dir", "init_from", "overwrite", "eval_only")      # not taken over from the run that is resumed
 # Knobs that are paths: an empty one would be the current directory.
 PATHS = "out_dir data_dir output init_from dataset tokenizer model models runs paths run".split()
+LARGEST = 2**63 - 1                  # whole number, as torch and NumPy hold them
 
 
 class BadInput(Exception):
@@ -40,6 +41,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
     hints = typing.get_type_hints(Config)
     given = {}
     for arg in argv:
+        if any("\ud800" <= c <= "\udfff" for c in arg):     # where Python keeps what it can't decode; it can't be printed or encoded
+            raise BadInput(f"{ascii(arg)} is not UTF-8: write it in UTF-8.")
         if arg in ("-h", "--help"):
             print(help_text(Config))
             sys.exit(0)
@@ -70,7 +73,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
             if key in given and key in saved and given[key] != saved[key]:
                 raise BadInput(f"{key}={given[key]} can't go on from {run}, which has {key}={saved[key]}; leave it "
                                "out, or start from scratch.")
-        values |= {key: saved[key] for key in fields if key in saved and key not in OF_THIS_CALL}
+        values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
+                   for key in fields if key in saved and key not in OF_THIS_CALL}
     return Config(**(values | given))
 
 
@@ -88,10 +92,26 @@ def read_saved(out_dir):
     path = Path(out_dir) / "config.json"
     if not path.is_file():
         raise BadInput(f"{out_dir} is not the folder of a run (it has no config.json): give the out_dir of one.")
+    return read_json(path, "restore it, or start a new run")
+
+
+def read_json(path, advice):
+    """The object that a JSON file holds. BadInput, which ends with the advice, if it can't be read or holds none."""
     try:
-        return json.loads(path.read_text())
-    except ValueError as e:
-        raise BadInput(f"{path} is not readable JSON ({e}); restore it, or start a new run.") from None
+        return parse_json(Path(path).read_bytes(), dict)
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): {advice}.") from None
+
+
+def parse_json(text, kind=object):
+    """What a JSON text, or its bytes, stands for; ValueError if it is none, is nested too deep to be read, or is no `kind`."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"it is not readable JSON: {e}") from None
+    if not isinstance(content, kind):
+        raise ValueError(f"it holds a {type(content).__name__}, and no object")
+    return content
 
 
 def read_file(path):
@@ -146,6 +166,8 @@ def parse(text, hint, what):
 def check_type(value, hint, what):
     options = choices(hint)
     kind = type(value)
+    if kind is int and abs(value) > LARGEST:
+        raise BadInput(f"{what} is too large: a whole number is at most 2**63 - 1.")
     if any(value is o or (isinstance(o, str) and value == o) for o in options) or kind in options:
         if not (kind is float and not math.isfinite(value)):
             return value
@@ -154,9 +176,10 @@ def check_type(value, hint, what):
     if kind is int and float in options:
         return float(value)
     wanted = [o if isinstance(o, str) else "None" if o is type(None) else
-              {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[o] for o in options]
+              {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "an object"}[o]
+              for o in options]
     near = difflib.get_close_matches(str(value), [o for o in options if isinstance(o, str)], n=1)
-    raise BadInput(f"{what}={value} should be {', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
+    raise BadInput(f"{what}={str(value)[:80]} should be {', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
                    f"{f'; did you mean {near[0]}?' if near else '.'}")
 
 
@@ -169,10 +192,11 @@ def at_least(cfg, least, names):
 
 
 def at_most(cfg, most, names):
-    """BadInput if one of the named knobs is larger than `most`."""
+    """BadInput if one of the named knobs (None aside) is larger than `most`."""
     for name in names.split():
-        if getattr(cfg, name) > most:
-            raise BadInput(f"--{name}={getattr(cfg, name)} is too large: it must be at most {most}.")
+        value = getattr(cfg, name)
+        if value is not None and value > most:
+            raise BadInput(f"--{name}={value} is too large: it must be at most {most}.")
 
 
 def below(cfg, limit, names):
@@ -180,6 +204,22 @@ def below(cfg, limit, names):
     for name in names.split():
         if getattr(cfg, name) >= limit:
             raise BadInput(f"--{name}={getattr(cfg, name)} is too large: it must be below {limit}.")
+
+
+def check_sampling(cfg):
+    """BadInput for knobs of sample.py, eval.py and datagen.py that can't be sampled with."""
+    at_least(cfg, 1, "max_new_tokens top_k")
+    at_least(cfg, 0, "temperature seed min_p")
+    at_most(cfg, 1, "top_p min_p")
+
+
+def check_questions(cfg):
+    """BadInput for knobs of eval.py, datagen.py and grpo.py that no task can give, before one draws questions for minutes."""
+    at_least(cfg, 1, "num_questions reward_workers")
+    at_least(cfg, 0, "few_shot")
+    at_most(cfg, 10**7, "num_questions")
+    at_most(cfg, 1000, "few_shot")
+    at_most(cfg, 256, "reward_workers")
 
 
 def help_text(Config):

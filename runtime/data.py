@@ -18,7 +18,7 @@ from tqdm import tqdm
 from model import IGNORE
 from runtime import rewards, texts
 from runtime.checkpoint import fsync, write_atomically
-from runtime.config import BadInput
+from runtime.config import BadInput, read_json
 from runtime.texts import SPLITS
 
 FORMAT = 2                           # of the prepared folder
@@ -76,7 +76,7 @@ def prepare_texts(dataset, found, tokenizer, data_dir):
 
     meta = {"source": str(dataset), "sha256": digest.hexdigest(), **tokenizer.describe(),
             "dtype": "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"}
-    made = read_json(folder / "partial.json")
+    made = what_is_said(folder / "partial.json")
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         shards = whole_shards(folder, made.get(split, []), meta["dtype"])
@@ -91,7 +91,7 @@ def prepare_texts(dataset, found, tokenizer, data_dir):
 
 def is_prepared(folder):
     """Whether a finished preparation stands there, with files as long as meta.json says."""
-    meta = read_json(folder / "meta.json")
+    meta = what_is_said(folder / "meta.json")
     try:
         return all(whole_shards(folder, meta[s]["shards"], meta["dtype"]) == meta[s]["shards"] for s in SPLITS)
     except (KeyError, TypeError):
@@ -111,12 +111,11 @@ def whole_shards(folder, shards, dtype):
     return whole
 
 
-def read_json(path):
-    """The object in a file; {} if there is none that can be read."""
+def what_is_said(path):
+    """The object in a file; {} if there is none that can be read: then it is written anew."""
     try:
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    except (OSError, ValueError):
+        return read_json(path, "delete it")
+    except BadInput:
         return {}
 
 
@@ -225,7 +224,7 @@ class TokenFile:
     None if not known."""
 
     def __init__(self, folder, split):
-        self.folder, meta = Path(folder), read_json(Path(folder) / "meta.json")
+        self.folder, meta = Path(folder), read_json(Path(folder) / "meta.json", "delete it")
         self.dtype, self.shards = meta["dtype"], meta[split]["shards"]
         self.words, self.bytes = meta[split].get("words"), meta[split].get("bytes")
         self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards]).tolist()

@@ -1,7 +1,7 @@
 """Questions with chosen answers, for fine-tuning: read, turned into ids of which some are trained on, and cut into batches that are
 a pure function of (seed, step)."""
 import hashlib
-import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 
 from model import IGNORE
 from runtime import prompts
-from runtime.config import BadInput
+from runtime.config import BadInput, parse_json
 
 
 @dataclass
@@ -34,7 +34,7 @@ def are(dataset, text_key="text"):
         return path.suffix == ".json" and not dataset.startswith("task:")
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
-            row = json.loads(next((line for line in f if line.strip()), "{}"))
+            row = parse_json(next((line for line in f if line.strip()), "{}"))
     except (OSError, ValueError):
         return False
     return isinstance(row, dict) and text_key not in row and ("messages" in row or {"prompt", "completion"} <= row.keys())
@@ -64,17 +64,29 @@ def read(dataset, tokenizer, form=None):
 
 def read_rows(path, lines=True):
     """The list of what a file's lines hold as JSON; not by lines: what the whole does. BadInput if that can't be read."""
+    where = path
     try:
         text = Path(path).read_text("utf-8")
-        return [json.loads(line) for line in text.split("\n") if line.strip()] if lines else json.loads(text)
+        if not lines:
+            return parse_json(text)
+        rows = []
+        for number, line in enumerate(text.split("\n"), 1):
+            where = f"Line {number} of {path}"
+            rows += [parse_json(line)] if line.strip() else []
+        return rows
     except (OSError, ValueError) as e:
-        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
+        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
+
+
+def is_answer(value):
+    """Whether it is one: JSON's NaN and Infinity, as Python writes and reads them, are none."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def of_list(row, tokenizer, form, sampled):
     if not isinstance(row, list) or len(row) not in (2, 3) or not all(isinstance(x, str) for x in (row[0], *row[2:])) or \
-            not isinstance(row[1], str | int | float) or isinstance(row[1], bool) or row[1] != row[1] or not str(row[-1]).strip():
-        raise ValueError("it should be [question, answer, reasoning] or [question, answer]")
+            not isinstance(row[1], str | int | float) or isinstance(row[1], bool) or not is_answer(row[1]) or not str(row[-1]).strip():
+        raise ValueError("it should be [question, answer, reasoning] or [question, answer], and the answer a text or a finite number")
     completion = row[2] if len(row) == 3 else f"<answer>{row[1]}</answer>"
     ids = sampled.get((row[0], completion)) or tokenizer.encode(completion).tolist()
     return example([(prompts.prompt_ids(tokenizer, row[0], form), False), (ids + [tokenizer.end], True)], row[0])
@@ -109,7 +121,7 @@ def logged(path, tokenizer):
     this tokenizer, without those of a token that ended it); encoding a completion again could give other ids. (None, {}) without a log."""
     try:
         with open(attempts_path(path), encoding="utf-8") as f:
-            header, rows = json.loads(next(f)), [json.loads(line) for line in f]
+            header, rows = parse_json(next(f)), [parse_json(line) for line in f]
         ids = {(row["question"], row["completion"]): row["ids"] for row in rows if row["verdict"] == "verified"}
         same = header["tokenizer"] == tokenizer.describe()
         return header["prompt"], {key: i for key, i in ids.items() if same and tokenizer.decode(i) == key[1]}

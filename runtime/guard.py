@@ -23,6 +23,11 @@ def run(main):
         if distributed.is_main():
             print(f"error: {e}", file=sys.stderr)
         code = 2
+    except PermissionError as e:             # of whatever file, and on whichever rank
+        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose another.", file=sys.stderr, flush=True)
+        if distributed.world_size() > 1:
+            os._exit(2)
+        code = 2
     except Failure as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime import distributed
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput
+from runtime.config import BadInput, parse_json
 
 
 def check_installed(tensorboard, wandb):
@@ -64,8 +64,8 @@ class Log:
         kept = []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
-                kept += [line] if json.loads(line)["step"] <= step else []
-            except (ValueError, KeyError):
+                kept += [line] if parse_json(line, dict)["step"] <= step else []
+            except (ValueError, KeyError, TypeError):
                 continue
         write_atomically(path, "".join(line + "\n" for line in kept).encode())
 

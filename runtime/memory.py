@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime import checkpoint, distributed
-from runtime.config import BadInput
+from runtime.config import BadInput, read_json
 from runtime.guard import Failure
 
 GIB = 2**30
@@ -26,17 +26,28 @@ def weight_bytes(model):
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def check_weights(model, hardware):
-    """BadInput if not even the weights fit. The model may be on the meta device."""
-    size, free = weight_bytes(model), available(hardware.device)
+def n_params(c):
+    """Number of weights of GPT(c) for a GPTConfig, without building one, which takes a minute where that is absurd."""
+    norm = c.n_embd * (2 if c.norm == "layernorm" else 1)
+    linears = [(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_dim, c.qkv_bias), (c.n_head * c.head_dim, c.n_embd, c.o_bias),
+               (c.n_embd, c.mlp_hidden * (2 if c.mlp == "swiglu" else 1), c.mlp_bias), (c.mlp_hidden, c.n_embd, c.mlp_bias)]
+    block = sum((n_in + bias) * n_out for n_in, n_out, bias in linears) + 2 * norm + (2 * c.head_dim if c.qk_norm else 0)
+    tables = c.padded_vocab_size * (1 if c.tied_head else 2) + (c.block_size if c.position == "learned" else 0)
+    return c.n_layer * block + norm + tables * c.n_embd
+
+
+def check_weights(c, device):
+    """BadInput if not even the weights of GPT(c) fit, with the sines and cosines of rotary positions."""
+    device = torch.device(device)
+    size, free = 4 * (n_params(c) + (2 * c.block_size * c.head_dim if c.position == "rope" else 0)), available(device)
     if size > free:
-        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {hardware.name} has {free / GIB:.1f} "
-                       "free: lower --n_layer or --n_embd.")
+        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {device.type.upper()} has {free / GIB:.1f} "
+                       "free: lower --n_layer or --n_embd, or choose a smaller model.")
 
 
 def smaller(micro_batch, share):
     """The largest micro-batch of at most half the size that cuts a rank's share of a step into equal parts."""
-    return max(n for n in range(1, micro_batch // 2 + 1) if share % n == 0)
+    return next(n for n in range(micro_batch // 2, 0, -1) if share % n == 0)
 
 
 def retreat(cfg, step, micro_batch, reason, say):
@@ -63,10 +74,11 @@ def retreat(cfg, step, micro_batch, reason, say):
 def after_retreat(cfg, micro_batch):
     """micro_batch, or the smaller one that a rank without memory left to the run folder."""
     try:
-        left = json.loads((Path(cfg.out_dir) / "retreat.json").read_text())
-    except OSError:
+        left = read_json(Path(cfg.out_dir) / "retreat.json", "delete it")
+    except BadInput:
         return micro_batch
-    return min(micro_batch, left["micro_batch"]) if left["batch_size"] == cfg.batch_size else micro_batch
+    less = left.get("micro_batch")
+    return less if left.get("batch_size") == cfg.batch_size and less in range(1, micro_batch) else micro_batch
 
 
 def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None):

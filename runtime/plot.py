@@ -5,14 +5,13 @@
 
 Knobs, as --key=value:
 """
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from runtime import config, guard
-from runtime.config import BadInput
+from runtime.config import BadInput, parse_json
 
 
 @dataclass
@@ -36,7 +35,7 @@ def read(run):
         raise BadInput(f"{run} is not the folder of a run (it has no metrics.jsonl): give the out_dir of one.")
     for line in path.read_text().splitlines():
         try:
-            lines.append(json.loads(line))
+            lines.append(parse_json(line, dict))
         except ValueError:
             continue
     if not any("loss" in line for line in lines):

@@ -10,7 +10,7 @@ import torch
 from model import IGNORE, Prompts
 from runtime import distributed
 from runtime.config import BadInput
-from runtime.examples import read_rows
+from runtime.examples import is_answer, read_rows
 from runtime.rewards import Grade
 
 
@@ -21,8 +21,8 @@ def read_questions(path, n_valid):
     found = {}
     for number, row in enumerate(read_rows(path), 1):
         text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
-        if not isinstance(text, str) or "answer" not in row:
-            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}.')
+        if not isinstance(text, str) or "answer" not in row or not is_answer(row["answer"]):
+            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}, and the answer not NaN.')
         found.setdefault(text, row | {"question": text})
     held = [text for text in found if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0][:n_valid]
     valid = [found.pop(text) for text in held]

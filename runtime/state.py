@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 import tasks
-from model import adapters, load_adapters
+from model import adapters, add_lora, load_adapters
 from runtime import checkpoint, distributed
 from runtime.config import BadInput
 from runtime.guard import NonFinite
@@ -61,6 +61,30 @@ def check_task(cfg, argv):
     print(f"Executing {file}, {about}.", flush=True)
 
 
+def check_training(cfg):
+    """BadInput for knobs of the optimizer and of adapters that train.py and grpo.py have in common, and that don't go together."""
+    if cfg.min_lr > cfg.learning_rate:
+        raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above --learning_rate={cfg.learning_rate:g}: lower it.")
+    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
+        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
+    for knob in ("lora_alpha", "lora_linears"):
+        if not cfg.lora_rank and getattr(cfg, knob) != getattr(type(cfg), knob):
+            raise BadInput(f"--{knob}={getattr(cfg, knob)} is about adapters, and there are none: give --lora_rank= too, or leave it out.")
+
+
+def adapt(cfg, model, device, resuming):
+    """Give the model the adapters that cfg asks for; of a run that is resumed also the weights that they stand beside."""
+    if not cfg.lora_rank:
+        return
+    if resuming:
+        with checkpoint.loading(f"base.safetensors in {cfg.out_dir}"):
+            model.load_state_dict(checkpoint.load_base(cfg.out_dir, device))
+    try:
+        add_lora(model, **lora(cfg))
+    except ValueError as e:
+        raise BadInput(str(e)) from None
+
+
 class State:
     """Model, optimizers, loss scale (`scaler`), `progress` and `nonfinite`; the first two are given, and changed in place."""
 
@@ -94,6 +118,10 @@ class State:
     def restore(self, step):
         """Everything as it was after `step` steps of the run in out_dir; but knobs of the optimizer that are given on resume
         count, and so does a smaller micro-batch."""
+        with checkpoint.loading(f"The checkpoint of step {step} in {self.cfg.out_dir}"):
+            self.load(step)
+
+    def load(self, step):
         weights = checkpoint.load_weights(self.cfg.out_dir, step, self.hardware.device)
         load_adapters(self.model, weights) if adapters(self.model) else self.model.load_state_dict(weights)
         state = checkpoint.load_state(self.cfg.out_dir, step)

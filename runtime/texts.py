@@ -4,13 +4,12 @@ A source is a part of a split. It has a `size` (bytes on the disk, which the pro
 two, `raw()` yields the bytes that identify it, and `fragments()` yields (begins a document, text as str or bytes, bytes of
 size done) in pieces that tokenisation does not notice.
 """
-import json
 import os
 import re
 from pathlib import Path
 
 from runtime import hub
-from runtime.config import BadInput
+from runtime.config import BadInput, parse_json
 
 CHUNK = 2**20                        # bytes read, and tokenised, at a time
 SPLITS = ("train", "valid")
@@ -210,7 +209,7 @@ class JsonLines(Text):
 
     def text(self, line, at):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as e:
             raise BadInput(f"{self.where(at)} is not JSON ({e}): a .jsonl file has one object a line.") from None
         if not isinstance(row, dict) or self.key not in row:

@@ -9,11 +9,12 @@ import numpy as np
 import tiktoken
 
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput
+from runtime.config import BadInput, check_type, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 PLAIN = {"name": "plain"}
+DESCRIBED = {"name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict}    # in a model.json
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 # The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression would end.
 SYSTEM = re.compile(r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%])[^'"\\]|\\.|\b'\b)+?)<\|im_end\|>""")
@@ -50,14 +51,15 @@ class Tokenizer:
 
     @classmethod
     def of_run(cls, folder, about):
-        """The tokenizer that `save` put into a run folder; about: what describe() said then."""
-        if about["name"] not in (FILE, *BUILT_IN):
-            raise BadInput(f"model.json in {folder} names the tokenizer {about['name']}, which no run has: "
-                           "restore it.")
+        """The tokenizer that `save` put into a run folder; about: what describe() said then. BadInput if it can't have said that."""
+        path = Path(folder) / "model.json"
+        ids = check_described(about, path)
         tokenizer = cls(Path(folder) / FILE if about["name"] == FILE else about["name"], about)
         if tokenizer.n_vocab != about["n_vocab"]:
             raise BadInput(f"{FILE} in {folder} has {tokenizer.n_vocab} ids, and the run was made with {about['n_vocab']}: put "
                            "the one it was made with there.")
+        if max(ids) >= tokenizer.n_vocab:
+            raise BadInput(f"{path} names the token id {max(ids)}, and its tokenizer ends at {tokenizer.n_vocab - 1}: restore it.")
         return tokenizer
 
     def describe(self):
@@ -138,6 +140,20 @@ class Tokenizer:
             else:
                 parts.append((self.turn(message["role"], message["content"]), False))
         return parts
+
+
+def check_described(about, path):
+    """The ids that a file names when it describes a tokenizer; BadInput if it has not the form of describe(). The run folders of old lack
+    the last two keys."""
+    about = {"bos": None, "template": PLAIN} | check_type(about, dict, f"{path}: tokenizer")
+    for key, hint in DESCRIBED.items():
+        check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
+    ids, template = [about["eos"], about["pad"], *about["stop"], about["bos"] or 0], about["template"]
+    chat = template.get("name") == "chatml" and about["name"] == FILE and isinstance(template.get("system"), str | None)
+    known = about["name"] in (FILE, *BUILT_IN) and (chat or template == PLAIN)
+    if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise BadInput(f"{path} describes a tokenizer that no run has ({about['name']}): restore it, or give another run.")
+    return ids
 
 
 def chatml_jinja(system, bos):
@@ -232,6 +248,7 @@ class TokenizerJson:
         self.hf.encode_special_tokens = True                  # a pickle or a copy of it loses that
 
     def encode_to_numpy(self, text, disallowed_special=()):
+        text.encode()                                         # half of a surrogate pair is a ValueError, as tiktoken has it
         # Of the library's ways in, the one that lets go of the GIL and does not count character offsets.
         return np.array(self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
@@ -274,8 +291,8 @@ def locate(name):
 def settings(encoding):
     """{eos, stop, pad, bos, template} as the files beside a tokenizer.json say. A token by name comes before one by id."""
     folder, id_of = encoding.path.parent, encoding.id_of
-    tokens, special, generation, model = (read_json(folder / f"{name}.json") for name in (
-        "tokenizer_config", "special_tokens_map", "generation_config", "config"))
+    tokens, special, generation, model = (read_json(file, "get it again") if file.exists() else {} for file in (
+        folder / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config")))
 
     def ids(value):
         return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and 0 <= i < encoding.n_vocab]
@@ -311,12 +328,3 @@ def chat_template(folder, tokenizer_config):
     return found or ""
 
 
-def read_json(path):
-    """The object in a file, {} if there is no such file."""
-    try:
-        content = json.loads(path.read_bytes()) if path.exists() else {}
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not an object")
-        return content
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): get it again.") from None

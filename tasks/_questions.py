@@ -1,5 +1,6 @@
 """Questions and their splits, for tasks that draw them and for tasks that read them from files."""
 import hashlib
+import math
 import random
 
 from tasks import PROMPT
@@ -15,10 +16,16 @@ def split_of(asked):
     return {0: "valid", 1: "test"}.get(tenth, "train")
 
 
-def distinct(draw, split, seed, n=None):
-    """n questions of a split (fewer if there are no more), each drawn by draw(rng), which gives (what is asked, the question)."""
+def distinct(draw, split, seed, n=None, most=math.inf):
+    """n questions of a split (fewer if there are no more), each drawn by draw(rng), which gives (what is asked, the question). most: a
+    bound on how many there are in all splits; ValueError if n is past a split's share of it, which drawing would take a minute to
+    find out."""
     rng, found, idle = random.Random(f"{seed} {split} questions"), {}, 0
     wanted = N_QUESTIONS if n is None else n
+    share = most * (0.8 if split == "train" else 0.1)
+    if n is not None and n > max(N_QUESTIONS, share + 6 * math.sqrt(share)):     # six standard deviations of what the hash deals out
+        raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most {share + 6 * math.sqrt(share):.0f}: "
+                         "lower --num_questions.")
     while len(found) < wanted and idle < PATIENCE:
         asked, question = draw(rng)
         if split_of(asked) == split:

@@ -49,7 +49,9 @@ def solution(question):
 
 
 def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 2)), split, seed, n)
+    digits = int(argument or 2)
+    most = sum(10 ** (digits * (len(signs) + 1)) for _, signs in FORMS)
+    return _questions.distinct(lambda rng: draw(rng, digits), split, seed, n, most)
 
 
 def documents(split, seed=0, argument=None):

@@ -1,6 +1,7 @@
 """Countdown: use each of some numbers once to make another. The argument is how many numbers there are, 2 to 6 (default 3).
 
 The answer is an expression. It is parsed here, by recursive descent, and its value is an exact fraction."""
+import math
 import re
 from collections import Counter
 from fractions import Fraction
@@ -44,7 +45,9 @@ def solution(question):
 
 
 def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 3)), split, seed, n)
+    count = int(argument or 3)
+    most = math.comb(LARGEST + count - 1, count) * min(HIGHEST, math.prod(4 * math.comb(k, 2) for k in range(2, count + 1)))
+    return _questions.distinct(lambda rng: draw(rng, count), split, seed, n, most)
 
 
 def documents(split, seed=0, argument=None):

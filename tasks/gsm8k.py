@@ -29,7 +29,7 @@ def rows(path):
         if line.strip():
             try:
                 found.append(row(json.loads(line)))
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise ValueError(f'{path}, line {i}, is no {{"question": text, "answer": "worked text #### number"}}: '
                                  "correct it.") from None
     if not found:

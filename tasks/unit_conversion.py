@@ -220,6 +220,14 @@ def temperature(rng, unit):
     return Fraction(rng.randrange(10 * low, 10 * high), 10) if rng.random() < 0.3 else Fraction(rng.randrange(low, high))
 
 
+@lru_cache(maxsize=None)
+def most_of(level):
+    """A bound on the number of different questions: of level 1 exactly as many as there are, else numbers times conversions."""
+    if level == 1:
+        return sum(survives(exact(Fraction(n), frm, to), 1) for pairs in problems(1).values() for frm, to in pairs for n in range(1, 1000))
+    return (999 + 10**4 * level + 8000) * sum(map(len, problems(level).values()))
+
+
 def solution(question):
     if "n" not in question:
         raise ValueError("A question of unit_conversion that was read from a file has no worked solution: use a level, 1 to 3.")
@@ -280,7 +288,8 @@ def other_point(x, rng):
 
 def questions(split, seed=0, n=None, argument=None):
     if argument in (None, "1", "2", "3"):
-        return _questions.distinct(lambda rng: draw(rng, level_of(argument)), split, seed, n)
+        level = level_of(argument)
+        return _questions.distinct(lambda rng: draw(rng, level), split, seed, n, most_of(level))
     return _questions.some(from_files(Path(argument))[split], seed, n)
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from runtime import config
+from runtime import config, guard
 from runtime.config import BadInput
 
 
@@ -55,6 +55,8 @@ def test_files_and_flags_apply_in_order(tmp_path):
     ("--n_layer=x", "whole number"), ("--learning_rate=fast", "a number"), ("--learning_rate=nan", "a number"), ("--learning_rate=inf", "a number"),
     ("--optimizer=moun", "muon"), ("--tied=maybe", "true or false"), ("--n_layer", "--n_layer=VALUE"), ("n_layer=3", "flag"),
     ("--zzzzz=1", "--help"), ("nowhere.py", "nowhere.py"), ("--n_layer=none", "whole number"),
+    ("--n_layer=1e30", "--n_layer is too large"), (f"--n_layer={2**63}", "too large"), ("--n_layer=1e400", "whole number"),
+    ("--learning_rate=1" + 400 * "0", "too large"), ("--out_dir=a\udcff", r"'--out_dir=a\\udcff' is not UTF-8"),
 ])
 def test_a_wrong_flag_is_one_sentence(flag, word):
     with pytest.raises(BadInput, match=word) as e:
@@ -65,7 +67,7 @@ def test_a_wrong_flag_is_one_sentence(flag, word):
 @pytest.mark.parametrize("text, word", [
     ("n_layers = 3", "did you mean n_layer"), ("n_layer = 2.0", "whole number"), ("tied = 1", "true or false"),
     ("n_layer = True", "whole number"), ("n_layer = 1 / 0", "line 1: ZeroDivisionError"), ("x = (", "SyntaxError"),
-    ("optimizer = 'sgd'", "adamw or muon"), ("learning_rate = None", "a number"),
+    ("optimizer = 'sgd'", "adamw or muon"), ("learning_rate = None", "a number"), ("n_layer = 10**5000", "n_layer is too large"),
 ])
 def test_a_wrong_file_is_one_sentence(tmp_path, text, word):
     (tmp_path / "c.py").write_text(text)
@@ -107,6 +109,31 @@ def test_resume_takes_the_saved_values_and_refuses_other_frozen_ones(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(BadInput, match="not readable JSON"):
         load(*resume)
+
+
+@pytest.mark.parametrize("text, words", [
+    ('{"n_layer": "two"}', "config.json: n_layer=two should be a whole number"), ('{"n_layer": [[1]]}', "a whole number"),
+    ('{"n_kv_head": {}}', "a whole number or None"), ('{"learning_rate": NaN}', "a number"), ('{"optimizer": 3}', "adamw or muon"),
+    ('{"n_layer": 1%s}' % (30 * "0"), "too large"), ("[]", "it holds a list"), ("null", "can't be read"), ("[" * 100_000, "can't be read .*deep|recursion"),
+    ('{"a": ' * 100_000, "can't be read"), ("\udcff", "can't be read")])
+def test_an_edited_config_of_a_run_is_one_sentence(tmp_path, text, words):
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(BadInput, match=words) as e:
+        load("--init_from=resume", f"--out_dir={tmp_path}")
+    assert "\n" not in str(e.value)
+
+
+def test_what_can_not_be_opened_is_one_sentence_too(tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(BadInput, match=r"can't be read \((Is a directory|No such file or directory)\): mend it\."):
+            config.read_json(path, "mend it")
+
+    def main():
+        raise PermissionError(13, "Permission denied", "secret")
+    with pytest.raises(SystemExit) as e:
+        guard.run(main)
+    assert e.value.code == 2
+    assert capsys.readouterr().err == "error: secret can't be opened (Permission denied): change its permissions, or choose another.\n"
 
 
 def test_help_has_every_knob_with_default_choices_and_comment(capsys):

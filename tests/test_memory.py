@@ -1,4 +1,6 @@
 """The user sets the effective batch; how it is cut into micro-batches follows from the memory that is there."""
+import time
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -6,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from conftest import metrics, run, trained, weights
 from model import GPT, GPTConfig
 from runtime import hardware, memory
+from runtime.config import BadInput
 
 LITTLE = {"script": "tests/little_memory.py"}
 WHOLE = {"batch_size": 8, "dtype": "fp32", "optimizer": "adamw"}
@@ -83,6 +86,28 @@ def test_weights_that_do_not_fit_are_not_even_made(text, tmp_path):
     done = run(tmp_path / "a", text, n_layer=100, n_embd=16384)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "The weights of this model alone take 12" in done.stderr and "--n_embd" in done.stderr
+
+
+SHAPES = [dict(), dict(n_kv_head=1, mlp="swiglu"), dict(head_dim=6, mlp_hidden=40), dict(norm="layernorm", position="learned", qk_norm=False),
+          dict(qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=True), dict(mlp="swiglu", mlp_bias=True), dict(mlp="gelu", qkv_bias=True),
+          dict(norm="layernorm", tied_head=True, position="learned", n_layer=1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_are_counted_without_making_them(shape):
+    c = GPTConfig(**dict(vocab_size=300, block_size=64, n_layer=3, n_head=2, n_embd=32) | shape)
+    assert memory.n_params(c) == GPT(c).n_params()
+
+
+def test_absurd_shapes_are_refused_before_anything_is_built():
+    began = time.perf_counter()
+    for shape in (dict(n_layer=10_000, n_embd=8192), dict(vocab_size=2**31 - 1, n_embd=1024), dict(mlp_hidden=2**31 - 1), dict(block_size=2**31 - 1)):
+        with pytest.raises(BadInput, match="The weights of this model alone take"):
+            memory.check_weights(GPTConfig(**dict(n_layer=100, n_head=16, n_embd=64) | shape), "cpu")
+    for shape in (dict(n_layer=99999999), dict(vocab_size=10**12)):
+        with pytest.raises(ValueError, match="should be a whole number from 1"):
+            GPTConfig(**shape)
+    assert time.perf_counter() - began < 1
 
 
 @pytest.mark.parametrize("micro, share, less", [(8, 8, 4), (20, 20, 10), (5, 20, 2), (3, 3, 1), (32, 96, 16), (7, 12, 3), (2, 2, 1)])

@@ -232,6 +232,19 @@ def test_heads_that_do_not_divide_are_refused():
             GPTConfig(**(dict(n_embd=64, n_head=4) | wrong))
 
 
+@pytest.mark.parametrize("wrong", [
+    dict(n_layer=0), dict(n_layer="2"), dict(n_layer=2.0), dict(n_layer=True), dict(n_layer=None), dict(n_head=0), dict(n_head=-1), dict(n_embd=[64]),
+    dict(n_kv_head=0), dict(head_dim=-2), dict(mlp_hidden=0), dict(vocab_size=10**12), dict(block_size=math.nan), dict(rope_theta=0),
+    dict(rope_theta="1e4"), dict(rope_theta=math.inf), dict(norm_eps=-1.0), dict(norm="batchnorm"), dict(norm=[]), dict(mlp=None), dict(position={}),
+    dict(qk_norm="yes"), dict(tied_head=1), dict(logit_softcap=-1), dict(rope_scaling=[]), dict(rope_scaling={"factor": 0}),
+    dict(rope_scaling={"factor": "2"}), dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), dict(rope_scaling={"rope_type": []}),
+    dict(rope_scaling={"ramp": 1}), dict(rope_scaling={"rope_type": "llama3", "factor": -8.0})], ids=str)
+def test_a_shape_that_can_not_be_computed_names_its_field(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))) as e:
+        GPTConfig(**dict(n_embd=64, n_head=4) | wrong)
+    assert "\n" not in str(e.value)
+
+
 @pytest.mark.parametrize("kind", [{}, QWEN], ids=["default", "qwen"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
