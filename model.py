@@ -27,7 +27,7 @@ LOGPROBS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**25}   # in such chunks, and there
 RULES = {                                    # {what fields of GPTConfig should be: (their names, whether a value is)}; None where it is
     "a whole number from 1 to 2**31 - 1": ("vocab_size block_size n_head n_embd n_kv_head head_dim mlp_hidden",         # the default
                                            lambda value: type(value) is int and 0 < value < 2**31),
-    "a whole number from 1 to 10,000": ("n_layer", lambda value: type(value) is int and 0 < value <= 10_000),
+    "a whole number from 1 to 1,000": ("n_layer", lambda value: type(value) is int and 0 < value <= 1000),
     "a number above 0": ("norm_eps rope_theta", lambda value: type(value) in (int, float) and 0 < value < math.inf),
     "a number of at least 0": ("logit_softcap dropout", lambda value: type(value) in (int, float) and 0 <= value < math.inf),
     "true or false": ("qk_norm qkv_bias o_bias mlp_bias tied_head", lambda value: type(value) is bool),

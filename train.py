@@ -166,12 +166,17 @@ def architecture(cfg, tokenizer):
         raise BadInput(f"{e}: change one of them.") from None
 
 
-def build_model(cfg, hw, tokenizer, found, resuming):
-    """The GPT on its device: drawn, or with the weights of what was found; of a run that is resumed they come later."""
+def shape_of(cfg, hw, tokenizer, found):
+    """GPTConfig of the model; BadInput for one that can't be made."""
     shape = dataclasses.replace(found.config, dropout=cfg.dropout) if found else architecture(cfg, tokenizer)
     if cfg.block_size > shape.block_size:
         raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the model: lower it.")
-    memory.check_weights(shape, hw.device)                # before any of it is taken
+    memory.check_weights(shape, hw.device)
+    return shape
+
+
+def build_model(cfg, hw, shape, found, resuming):
+    """The GPT on its device: drawn, or with the weights of what was found; of a run that is resumed they come later."""
     knobs = hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks
     model = blank(shape, *knobs, device=hw.device) if found else GPT(shape, *knobs).to(hw.device)
     if found and not resuming:
@@ -271,6 +276,7 @@ def main(argv):
     found, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
+    shape = shape_of(cfg, hw, tokenizer, found)           # before minutes are spent on a text
     batches, validate, about = open_data(cfg, tokenizer)
     if cfg.patience and not validate:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave it out.")
@@ -279,7 +285,7 @@ def main(argv):
     steps = number_of_steps(cfg, batches)
     warmup = min(50, steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
     torch.manual_seed(cfg.seed)
-    model = build_model(cfg, hw, tokenizer, found, resuming)
+    model = build_model(cfg, hw, shape, found, resuming)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                              cfg.fused_adamw, cfg.muon_momentum)
     state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, cfg.sequences // world))

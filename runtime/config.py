@@ -192,10 +192,10 @@ def at_least(cfg, least, names):
 
 
 def at_most(cfg, most, names):
-    """BadInput if one of the named knobs (None aside) is larger than `most`."""
+    """BadInput if one of the named knobs (None and "auto" aside) is larger than `most`."""
     for name in names.split():
         value = getattr(cfg, name)
-        if value is not None and value > most:
+        if value not in (None, "auto") and value > most:
             raise BadInput(f"--{name}={value} is too large: it must be at most {most}.")
 
 

@@ -73,7 +73,7 @@ def sentence(call, words=""):
     began = time.perf_counter()
     with pytest.raises(BadInput, match=words) as e:
         call()
-    assert "\n" not in str(e.value) and len(str(e.value)) < 800 and time.perf_counter() - began < 10
+    assert "\n" not in str(e.value) and len(str(e.value)) < 800 and time.perf_counter() - began < 40
     return str(e.value)
 
 
@@ -100,14 +100,14 @@ def test_no_value_in_a_model_json_is_a_traceback(run, key):
 @pytest.mark.parametrize("key", ["name", "n_vocab", "eos", "stop", "pad", "template"])
 def test_what_describes_a_tokenizer_is_checked_as_knobs_are(run, key):
     before = (run / "model.json").read_text()
-    for value in ([], *([v] for v in JUNK)):
+    for value in ([] if key != "template" else [{"name": 3}], *([v] for v in JUNK)):
         edited(run / "model.json", f"tokenizer.{key}", value)
         if value != [0] or key not in ("eos", "pad"):          # that is an id
             if value != [[]] or key != "stop":
                 sentence(lambda: use(run))
         (run / "model.json").write_text(before)
     edited(run / "model.json", "tokenizer.template", [{"name": "chatml", "system": None}])
-    sentence(lambda: use(run), "no known template")
+    sentence(lambda: use(run), "describes a tokenizer that no run has")
 
 
 def test_run_folders_of_old_lack_what_came_later(run):
@@ -238,7 +238,8 @@ def test_a_config_json_with_null_or_full_attention_is_read_as_before(tmp_path):
 
 @pytest.mark.parametrize("name, text, words", [
     ("config.json", DEEP, "config.json can't be read"), ("model.safetensors.index.json", DEEP, "can't be read"),
-    *(("model.safetensors.index.json", text, "which file holds") for text in ("{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}')),
+    *(("model.safetensors.index.json", text, "which file holds") for text in ("{}", '{"weight_map": ["a"]}')),
+    *(("model.safetensors.index.json", text, "no path in it") for text in ('{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}')),
     *((name, DEEP, f"{name} can't be read") for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")),
     ("tokenizer.json", DEEP, "not a readable tokenizer.json")])
 def test_other_files_nested_deep(run, tmp_path, name, text, words):
@@ -281,35 +282,37 @@ def test_notes_of_an_earlier_run_that_are_none_are_passed_over(tmp_path):
 # --- knobs ---
 
 TEXT = ["--dataset=task:arithmetic"]
+SCRIPTS = {"train": train, "grpo": grpo, "sample": sample, "eval": evaluation, "datagen": datagen}
 
 
 @pytest.mark.parametrize("main, arguments, words", [
-    *((train, [*TEXT, knob], words) for knob, words in (
+    *(("train", [*TEXT, knob], words) for knob, words in (
         ("--batch_size=1e30", "--batch_size is too large"), ("--batch_size=1e18", "sequences a step"), ("--gradient_accumulation_steps=1e10", "sequences a step"),
-        ("--n_layer=99999999", "n_layer=99999999 should be a whole number from 1 to 10,000"), ("--n_layer=9999", "weights of this model alone"),
+        ("--n_layer=99999999", "n_layer=99999999 should be a whole number from 1 to 1,000"), ("--n_embd=65536", "weights of this model alone"),
         ("--n_embd=1e10", "n_embd"), ("--block_size=1e12", "block_size"), ("--num_workers=9999", "--num_workers=9999 is too large"),
         ("--prefetch=1e9", "too large"), ("--min_lr=0.1", "--min_lr=0.1, where the schedule ends, is above --learning_rate=0.01"),
         ("--lora_alpha=4", "--lora_alpha=4.0 is about adapters"), ("--lora_linears=up", "--lora_linears=up is about adapters"),
         ("--prompt=\udcff{}", "is not UTF-8"))),
-    (train, [*TEXT, "--init_from=RUN", "--lora_rank=17"], "rank 17 hold more than the 16 channels"),
-    *((grpo, ["--init_from=RUN", "--task=arithmetic:1", knob], words) for knob, words in (
+    ("train", [*TEXT, "--init_from=RUN", "--lora_rank=17"], "rank 17 hold more than the 16 channels"),
+    *(("grpo", ["--init_from=RUN", "--task=arithmetic:1", knob], words) for knob, words in (
         ("--min_lr=1", "is above --learning_rate=0.0003"), ("--lora_linears=up", "about adapters"), ("--lora_rank=17", "17 hold more than the 16 channels"),
         ("--reward_workers=9999", "too large"), ("--k_samples=1e9", "--k_samples=1000000000 is too large"), ("--num_questions=1e9", "--num_questions"),
         ("--few_shot=5000", "--few_shot=5000 is too large"), ("--few_shot=9", "lower --few_shot"))),
-    *((sample, ["RUN", knob], words) for knob, words in (
+    *(("sample", ["RUN", knob], words) for knob, words in (
         ("--top_p=2", "--top_p=2.0 is too large: it must be at most 1"), ("--top_p=0", "^top_p=0.0 can't be sampled from: it must be above 0, and at most 1.$"),
         ("--min_p=2", "--min_p"), ("--min_p=-1", "--min_p"), ("--top_k=0", "--top_k"), ("--num_samples=1e12", "--num_samples"), ("--prompt=\udcff", "is not UTF-8"),
         ("--prompt=" + 99 * "a", "A prompt of 99 tokens can't be continued in the 64 positions of the model: shorten it"))),
-    *((evaluation, ["RUN", "--task=arithmetic:1", knob], words) for knob, words in (
-        ("--top_p=2", "--top_p"), ("--num_questions=1e12", "--num_questions"), ("--num_questions=1e4", "lower --num_questions"), ("--few_shot=500", "lower --few_shot, which is 500"),
+    *(("eval", ["RUN", "--task=arithmetic:1", knob], words) for knob, words in (
+        ("--top_p=2", "--top_p"), ("--num_questions=1e12", "--num_questions"), ("--num_questions=1e4", "lower --num_questions"),
         ("--reward_workers=9999", "too large"))),
-    (evaluation, ["RUN", "--task=arithmetic:1", "--temperature=1", "--num_samples=1e9"], "--num_samples"),
-    *((datagen, ["--init_from=RUN", "--output=OUT.json", "--task=arithmetic:1", "--num_questions=9", knob], words) for knob, words in (
+    ("eval", ["RUN", "--task=arithmetic:1", "--num_questions=9", "--few_shot=500"], "lower --few_shot, which is 500"),
+    ("eval", ["RUN", "--task=arithmetic:1", "--temperature=1", "--num_samples=1e9"], "--num_samples"),
+    *(("datagen", ["--init_from=RUN", "--output=OUT.json", "--task=arithmetic:1", "--num_questions=9", knob], words) for knob, words in (
         ("--top_p=2", "--top_p"), ("--few_shot=500", "lower --few_shot, which is 500"), ("--oversample=1e9", "--oversample"), ("--num_questions=1e9", "--num_questions"))),
 ], ids=str)
 def test_knobs(run, tmp_path, monkeypatch, main, arguments, words):
     monkeypatch.chdir(tmp_path)
-    sentence(lambda: main.main([a.replace("RUN", str(run)).replace("OUT", str(tmp_path / "o")) for a in arguments]), words)
+    sentence(lambda: SCRIPTS[main].main([a.replace("RUN", str(run)).replace("OUT", str(tmp_path / "o")) for a in arguments]), words)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("o*"))
 
 
