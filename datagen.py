@@ -356,8 +356,8 @@ def main(argv):
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         longest = max(requests, key=lambda r: len(r.ids))
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
-        engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed, hw.sampling_dtype,
-                        cfg.deterministic, tokenizer.decode)
+        engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed,
+                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
         engine.check(longest)
 
     known = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OF_THIS_CALL and (k != "slots" or cfg.deterministic)}

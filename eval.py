@@ -127,7 +127,8 @@ def few_shot_of(cfg, found):
     training, for it has seen the form; four for any other."""
     if cfg.few_shot is not None or found.step is None:
         return 4 if cfg.few_shot is None else cfg.few_shot
-    return config.check_type(config.read_saved(found.folder).get("few_shot"), int | None, f"{found.folder}/config.json: few_shot") or 0
+    saved = config.read_saved(found.folder).get("few_shot")
+    return config.check_type(saved, int | None, f"{found.folder}/config.json: few_shot") or 0
 
 
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):
@@ -141,7 +142,8 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
 
 def context_for(cfg, requests, few_shot, found):
     """context_of the longest of the prompts, before a model is asked."""
-    return context_of(max(len(request.ids) for request in requests), cfg.max_new_tokens, found.config.block_size,
+    longest = max(len(request.ids) for request in requests)
+    return context_of(longest, cfg.max_new_tokens, found.config.block_size,
                       f"lower --few_shot, which is {few_shot}, or choose another model than {found.folder}")
 
 
@@ -329,7 +331,8 @@ def unseen_questions(task, split, n, seed=0):
 
 
 def prepare(cfg, name, task, questions):
-    """(name, hf.Found, tokenizer, worked examples before a question, requests, tokens of a context) of a model that can be asked."""
+    """(name, hf.Found, tokenizer, worked examples before a question, requests, tokens of the context) of a model
+    that can be asked."""
     found = distributed.on_main(lambda: hf.find(name))
     tokenizer, few_shot = found.tokenizer(cfg.tokenizer), few_shot_of(cfg, found)
     with refused():

@@ -134,7 +134,8 @@ def check(cfg):
         raise BadInput("--dataset needs the file that grades its answers: --task=my_reward.py.")
     cfg.task = cfg.task or "unit_conversion"
     config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs mini_batches "
-                            "overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval save_interval keep_last")
+                            "overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval save_interval "
+                            "keep_last")
     config.at_least(cfg, 0, "seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay "
                             "beta1 beta2 muon_momentum grad_clip lora_rank eval_interval shown_questions skip_solved")
     config.at_least(cfg, 0.01, "timeout temperature")

@@ -37,7 +37,8 @@ def read_config(hf):
             qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=hf.get("tie_word_embeddings", True))
     if kind not in ("llama", "qwen2", "qwen3"):
         raise BadInput(f"The model type {kind} is not known here: gpt2, llama, qwen2 and qwen3 are.")
-    refuse(hf | {"layer_types": set(hf.get("layer_types") or ()) - {"full_attention"}}, "use_sliding_window", "layer_types")
+    other_layers = set(hf.get("layer_types") or ()) - {"full_attention"}
+    refuse(hf | {"layer_types": other_layers}, "use_sliding_window", "layer_types")
     rope = hf.get("rope_parameters") or (hf.get("rope_scaling") or {}) | {"rope_theta": hf.get("rope_theta", 10000.0)}
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")} | {"rope_type": rope.get("rope_type") or
                                                                                   rope.get("type", "default")}
@@ -189,7 +190,8 @@ def find(path_or_name, step=None):
     try:
         shape = GPTConfig(**about["architecture"]) if run else read_config(about)
     except (LookupError, TypeError, ValueError, AttributeError) as e:
-        raise BadInput(f"{folder / ('model.json' if run else 'config.json')} describes no model ({type(e).__name__}: {e}): "
+        file = folder / ("model.json" if run else "config.json")
+        raise BadInput(f"{file} describes no model ({type(e).__name__}: {e}): "
                        f"{'restore it, or give another run' if run else 'get it again'}.") from None
     return Found(folder, shape, about, step or checkpoint.choose(folder) if run else None)
 

@@ -24,12 +24,14 @@ LOGPROBS = 2**25                             # of log-probabilities over all ids
 LOGPROBS_AT_A_TIME = {"cpu": 2**23, "cuda": 2**25}   # in such chunks, and there again. Up to four such tensors exist at once
 
 
-RULES = {                                    # {what fields of GPTConfig should be: (their names, whether a value is)}; None where it is
-    "a whole number from 1 to 2**31 - 1": ("vocab_size block_size n_head n_embd n_kv_head head_dim mlp_hidden",         # the default
+NUMBERS = (int, float)
+# {what fields of GPTConfig should be: (their names, whether a value is that)}; or None, where that is the default.
+RULES = {
+    "a whole number from 1 to 2**31 - 1": ("vocab_size block_size n_head n_embd n_kv_head head_dim mlp_hidden",
                                            lambda value: type(value) is int and 0 < value < 2**31),
     "a whole number from 1 to 1,000": ("n_layer", lambda value: type(value) is int and 0 < value <= 1000),
-    "a number above 0": ("norm_eps rope_theta", lambda value: type(value) in (int, float) and 0 < value < math.inf),
-    "a number of at least 0": ("logit_softcap dropout", lambda value: type(value) in (int, float) and 0 <= value < math.inf),
+    "a number above 0": ("norm_eps rope_theta", lambda value: type(value) in NUMBERS and 0 < value < math.inf),
+    "a number of at least 0": ("logit_softcap dropout", lambda value: type(value) in NUMBERS and 0 <= value < math.inf),
     "true or false": ("qk_norm qkv_bias o_bias mlp_bias tied_head", lambda value: type(value) is bool),
     "rmsnorm or layernorm": ("norm", ("rmsnorm", "layernorm").__contains__),
     "rope or learned": ("position", ("rope", "learned").__contains__),
@@ -69,10 +71,11 @@ class GPTConfig:
                 value = getattr(self, name)
                 if not holds(value) and (value is not None or getattr(GPTConfig, name) is not None):
                     raise ValueError(f"{name}={str(value)[:80]} should be {rule}")
+        _, *known = inspect.signature(scaled).parameters
         for key, value in (self.rope_scaling or {}).items():
-            if key not in inspect.signature(scaled).parameters or value not in ("linear", "llama3") and (
-                    key == "rope_type" or type(value) not in (int, float) or not 0 < value < math.inf):
-                raise ValueError(f"rope_scaling has {str(key)[:80]}={str(value)[:80]}, which is not computed here")
+            number = type(value) in NUMBERS and 0 < value < math.inf
+            if key not in known or not (value in ("linear", "llama3") if key == "rope_type" else number):
+                raise ValueError(f"rope_scaling has {key[:80]}={str(value)[:80]}, which is not computed here")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -523,7 +526,8 @@ def add_lora(model, rank, alpha=None, linears=LINEARS):
     if rank < 1:
         raise ValueError(f"Adapters of rank {rank} hold nothing: give a rank of 1 or more.")
     if rank > model.config.n_embd:
-        raise ValueError(f"Adapters of rank {rank} hold more than the {model.config.n_embd} channels of the model: lower the rank.")
+        raise ValueError(f"Adapters of rank {rank} hold more than the {model.config.n_embd} channels of the model: "
+                         "lower the rank.")
     if not set(linears) <= set(LINEARS) or not chosen:
         raise ValueError(f"linears={linears} names what the blocks lack: choose from qkv, out, up, down and swiglu's gate.")
     if any(isinstance(m, LoRA) for m in model.modules()):

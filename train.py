@@ -139,8 +139,8 @@ def check(cfg):
         raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue its run with "
                        "--init_from=resume.")
     if cfg.sequences > 2**20:
-        raise BadInput(f"--batch_size={cfg.batch_size} x --gradient_accumulation_steps={cfg.gradient_accumulation_steps} is more than "
-                       "2**20 sequences a step: lower one of them.")
+        raise BadInput(f"--batch_size={cfg.batch_size} x --gradient_accumulation_steps={cfg.gradient_accumulation_steps} "
+                       "is more than 2**20 sequences a step: lower one of them.")
     if cfg.sequences % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step evenly: change "
                        "--batch_size or --gradient_accumulation_steps.")
@@ -151,10 +151,12 @@ def check(cfg):
 
 def knobs_of(model):
     """The knobs that a model to start from settles, or block_size suggests: a run's, or those that describe Hugging Face's files."""
-    knobs, saved = [*ARCHITECTURE, "block_size"], config.read_saved(model) if (Path(model) / "model.json").exists() else {}
+    knobs = [*ARCHITECTURE, "block_size"]
+    saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
     if not saved.keys() >= set(knobs):                        # Hugging Face's, or a run of grpo.py
         shape = distributed.on_main(lambda: hf.find(model)).config
-        saved = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE} | {"block_size": min(1024, shape.block_size)} | saved
+        described = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE}
+        saved = described | {"block_size": min(1024, shape.block_size)} | saved
     return {k: saved[k] for k in knobs}
 
 

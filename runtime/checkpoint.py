@@ -122,8 +122,8 @@ def read_meta(out_dir, step):
     except BadInput:
         return {}
     digests, loss = meta.get("sha256"), meta.get("val_loss")
-    whole = isinstance(digests, dict) and all(isinstance(d, str) for d in digests.values()) and type(loss) in (float, int, type(None))
-    return meta if whole else {}
+    whole = isinstance(digests, dict) and all(isinstance(d, str) for d in digests.values())
+    return meta if whole and type(loss) in (float, int, type(None)) else {}
 
 
 def best(out_dir, last=math.inf):
@@ -170,13 +170,14 @@ def newest_intact(out_dir, say=print):
 
 @contextlib.contextmanager
 def loading(what):
-    """What a file's content raises that is not a model's, or not this model's, as BadInput. what: it is, with its folder."""
+    """Turns what files raise that hold no weights, or another model's, into BadInput. what: they are, with their folder."""
     try:
         yield
-    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError, LookupError,
-            AttributeError) as e:
-        raise BadInput(f"{what} can't be loaded ({' '.join(f'{type(e).__name__}: {e}'.split())[:300]}): put back the files of one "
-                       "model as they were written, or choose another.") from None
+    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError,
+            LookupError, AttributeError) as e:
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise BadInput(f"{what} can't be loaded ({reason}): put back the files of one model as they were written, or "
+                       "choose another.") from None
 
 
 def load_weights(out_dir, step, device="cpu"):

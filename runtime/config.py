@@ -41,7 +41,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
     hints = typing.get_type_hints(Config)
     given = {}
     for arg in argv:
-        if any("\ud800" <= c <= "\udfff" for c in arg):     # where Python keeps what it can't decode; it can't be printed or encoded
+        if any("\ud800" <= c <= "\udfff" for c in arg):     # bytes that Python could not decode, and can't print
             raise BadInput(f"{ascii(arg)} is not UTF-8: write it in UTF-8.")
         if arg in ("-h", "--help"):
             print(help_text(Config))
@@ -96,7 +96,7 @@ def read_saved(out_dir):
 
 
 def read_json(path, advice):
-    """The object that a JSON file holds. BadInput, which ends with the advice, if it can't be read or holds none."""
+    """The object that a JSON file holds; BadInput, which ends with the advice, if it can't be read or holds none."""
     try:
         return parse_json(Path(path).read_bytes(), dict)
     except (OSError, ValueError) as e:
@@ -104,7 +104,7 @@ def read_json(path, advice):
 
 
 def parse_json(text, kind=object):
-    """What a JSON text, or its bytes, stands for; ValueError if it is none, is nested too deep to be read, or is no `kind`."""
+    """What a JSON text, or its bytes, stands for; ValueError if it is none, nested too deep to be read, or no `kind`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -176,8 +176,8 @@ def check_type(value, hint, what):
     if kind is int and float in options:
         return float(value)
     wanted = [o if isinstance(o, str) else "None" if o is type(None) else
-              {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "an object"}[o]
-              for o in options]
+              {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list",
+               dict: "an object"}[o] for o in options]
     near = difflib.get_close_matches(str(value), [o for o in options if isinstance(o, str)], n=1)
     raise BadInput(f"{what}={str(value)[:80]} should be {', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
                    f"{f'; did you mean {near[0]}?' if near else '.'}")
@@ -214,7 +214,7 @@ def check_sampling(cfg):
 
 
 def check_questions(cfg):
-    """BadInput for knobs of eval.py, datagen.py and grpo.py that no task can give, before one draws questions for minutes."""
+    """BadInput for what eval.py, datagen.py and grpo.py can't have of a task, before one draws questions for minutes."""
     at_least(cfg, 1, "num_questions reward_workers")
     at_least(cfg, 0, "few_shot")
     at_most(cfg, 10**7, "num_questions")

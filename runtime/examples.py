@@ -75,7 +75,8 @@ def read_rows(path, lines=True):
             rows += [parse_json(line)] if line.strip() else []
         return rows
     except (OSError, ValueError) as e:
-        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another --dataset=.") from None
+        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another "
+                       "--dataset=.") from None
 
 
 def is_answer(value):
@@ -85,8 +86,10 @@ def is_answer(value):
 
 def of_list(row, tokenizer, form, sampled):
     if not isinstance(row, list) or len(row) not in (2, 3) or not all(isinstance(x, str) for x in (row[0], *row[2:])) or \
-            not isinstance(row[1], str | int | float) or isinstance(row[1], bool) or not is_answer(row[1]) or not str(row[-1]).strip():
-        raise ValueError("it should be [question, answer, reasoning] or [question, answer], and the answer a text or a finite number")
+            not isinstance(row[1], str | int | float) or isinstance(row[1], bool) or not is_answer(row[1]) or \
+            not str(row[-1]).strip():
+        raise ValueError("it should be [question, answer, reasoning] or [question, answer], and the answer a text or a "
+                         "finite number")
     completion = row[2] if len(row) == 3 else f"<answer>{row[1]}</answer>"
     ids = sampled.get((row[0], completion)) or tokenizer.encode(completion).tolist()
     return example([(prompts.prompt_ids(tokenizer, row[0], form), False), (ids + [tokenizer.end], True)], row[0])

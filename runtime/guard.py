@@ -24,7 +24,8 @@ def run(main):
             print(f"error: {e}", file=sys.stderr)
         code = 2
     except PermissionError as e:             # of whatever file, and on whichever rank
-        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose another.", file=sys.stderr, flush=True)
+        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose another.",
+              file=sys.stderr, flush=True)
         if distributed.world_size() > 1:
             os._exit(2)
         code = 2

@@ -27,22 +27,23 @@ def weight_bytes(model):
 
 
 def n_params(c):
-    """Number of weights of GPT(c) for a GPTConfig, without building one, which takes a minute where that is absurd."""
-    norm = c.n_embd * (2 if c.norm == "layernorm" else 1)
-    linears = [(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_dim, c.qkv_bias), (c.n_head * c.head_dim, c.n_embd, c.o_bias),
-               (c.n_embd, c.mlp_hidden * (2 if c.mlp == "swiglu" else 1), c.mlp_bias), (c.mlp_hidden, c.n_embd, c.mlp_bias)]
-    block = sum((n_in + bias) * n_out for n_in, n_out, bias in linears) + 2 * norm + (2 * c.head_dim if c.qk_norm else 0)
-    tables = c.padded_vocab_size * (1 if c.tied_head else 2) + (c.block_size if c.position == "learned" else 0)
-    return c.n_layer * block + norm + tables * c.n_embd
+    """Number of weights of GPT(c), without building it, which takes minutes where a GPTConfig is absurd."""
+    norm, up = c.n_embd * (2 if c.norm == "layernorm" else 1), c.mlp_hidden * (2 if c.mlp == "swiglu" else 1)
+    linears = [(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_dim, c.qkv_bias), (c.n_embd, up, c.mlp_bias),
+               (c.n_head * c.head_dim, c.n_embd, c.o_bias), (c.mlp_hidden, c.n_embd, c.mlp_bias)]
+    block = sum((n_in + bias) * n_out for n_in, n_out, bias in linears) + 2 * norm + 2 * c.head_dim * c.qk_norm
+    rows = c.padded_vocab_size * (1 if c.tied_head else 2) + (c.block_size if c.position == "learned" else 0)
+    return c.n_layer * block + norm + rows * c.n_embd
 
 
 def check_weights(c, device):
     """BadInput if not even the weights of GPT(c) fit, with the sines and cosines of rotary positions."""
     device = torch.device(device)
-    size, free = 4 * (n_params(c) + (2 * c.block_size * c.head_dim if c.position == "rope" else 0)), available(device)
+    turns = 2 * c.block_size * c.head_dim if c.position == "rope" else 0
+    size, free = 4 * (n_params(c) + turns), available(device)
     if size > free:
-        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {device.type.upper()} has {free / GIB:.1f} "
-                       "free: lower --n_layer or --n_embd, or choose a smaller model.")
+        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {device.type.upper()} has "
+                       f"{free / GIB:.1f} free: lower --n_layer or --n_embd, or choose a smaller model.")
 
 
 def smaller(micro_batch, share):

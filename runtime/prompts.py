@@ -8,13 +8,14 @@ PROMPT = "Question: {}\n"            # how a question is put to a model without 
 
 
 def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
-    """Tokens of a prompt and of the answer after it, at most the model's positions: where that leaves less than max_new_tokens, a line
-    says so. longest: the prompt, in tokens. BadInput, with what is `shorter`, if no answer has room."""
+    """Gives the tokens of a prompt and of the answer after it, at most the model's positions: where that leaves less than
+    max_new_tokens, a line says so. longest: of the prompt. BadInput, which ends in `shorter`, if no answer has room."""
     if longest >= positions:
-        raise BadInput(f"A prompt of {longest} tokens can't be continued in the {positions} positions of the model: {shorter}.")
+        raise BadInput(f"A prompt of {longest} tokens can't be continued in the {positions} positions of the model: "
+                       f"{shorter}.")
     if longest + max_new_tokens > positions and distributed.is_main():
-        print(f"--max_new_tokens={max_new_tokens} is more than the model's {positions} positions leave: after a prompt of {longest} tokens "
-              f"an answer ends at {positions - longest}.", file=sys.stderr, flush=True)
+        print(f"--max_new_tokens={max_new_tokens} is more than the model's {positions} positions leave: after a prompt of "
+              f"{longest} tokens an answer ends at {positions - longest}.", file=sys.stderr, flush=True)
     return min(positions, longest + max_new_tokens)
 
 

@@ -22,7 +22,8 @@ def read_questions(path, n_valid):
     for number, row in enumerate(read_rows(path), 1):
         text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
         if not isinstance(text, str) or "answer" not in row or not is_answer(row["answer"]):
-            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}, and the answer not NaN.')
+            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}, and the '
+                           'answer not NaN.')
         found.setdefault(text, row | {"question": text})
     held = [text for text in found if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0][:n_valid]
     valid = [found.pop(text) for text in held]

@@ -62,18 +62,20 @@ def check_task(cfg, argv):
 
 
 def check_training(cfg):
-    """BadInput for knobs of the optimizer and of adapters that train.py and grpo.py have in common, and that don't go together."""
+    """BadInput for knobs of train.py and grpo.py, of the optimizer and of adapters, that don't go together."""
     if cfg.min_lr > cfg.learning_rate:
-        raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above --learning_rate={cfg.learning_rate:g}: lower it.")
+        raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above --learning_rate={cfg.learning_rate:g}: "
+                       "lower it.")
     if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
         raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
     for knob in ("lora_alpha", "lora_linears"):
         if not cfg.lora_rank and getattr(cfg, knob) != getattr(type(cfg), knob):
-            raise BadInput(f"--{knob}={getattr(cfg, knob)} is about adapters, and there are none: give --lora_rank= too, or leave it out.")
+            raise BadInput(f"--{knob}={getattr(cfg, knob)} is about adapters, and there are none: give --lora_rank= too, "
+                           "or leave it out.")
 
 
 def adapt(cfg, model, device, resuming):
-    """Give the model the adapters that cfg asks for; of a run that is resumed also the weights that they stand beside."""
+    """Give the model the adapters that cfg asks for; of a resumed run also the weights that they stand beside."""
     if not cfg.lora_rank:
         return
     if resuming:

@@ -14,7 +14,7 @@ from runtime.config import BadInput, check_type, read_json
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 PLAIN = {"name": "plain"}
-DESCRIBED = {"name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict}    # in a model.json
+DESCRIBED = {"name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict}
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 # The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression would end.
 SYSTEM = re.compile(r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%])[^'"\\]|\\.|\b'\b)+?)<\|im_end\|>""")
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @classmethod
     def of_run(cls, folder, about):
-        """The tokenizer that `save` put into a run folder; about: what describe() said then. BadInput if it can't have said that."""
+        """The tokenizer that `save` put into a run folder; about: what describe() said then, or BadInput."""
         path = Path(folder) / "model.json"
         ids = check_described(about, path)
         tokenizer = cls(Path(folder) / FILE if about["name"] == FILE else about["name"], about)
@@ -59,7 +59,8 @@ class Tokenizer:
             raise BadInput(f"{FILE} in {folder} has {tokenizer.n_vocab} ids, and the run was made with {about['n_vocab']}: put "
                            "the one it was made with there.")
         if max(ids) >= tokenizer.n_vocab:
-            raise BadInput(f"{path} names the token id {max(ids)}, and its tokenizer ends at {tokenizer.n_vocab - 1}: restore it.")
+            raise BadInput(f"{path} names the token id {max(ids)}, and its tokenizer ends at {tokenizer.n_vocab - 1}: "
+                           "restore it.")
         return tokenizer
 
     def describe(self):
@@ -143,13 +144,14 @@ class Tokenizer:
 
 
 def check_described(about, path):
-    """The ids that a file names when it describes a tokenizer; BadInput if it has not the form of describe(). The run folders of old lack
-    the last two keys."""
+    """The ids that a file names when it describes a tokenizer; BadInput if it has not the form of describe(). The run
+    folders of old lack the last two keys."""
     about = {"bos": None, "template": PLAIN} | check_type(about, dict, f"{path}: tokenizer")
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
     ids, template = [about["eos"], about["pad"], *about["stop"], about["bos"] or 0], about["template"]
-    chat = template.get("name") == "chatml" and about["name"] == FILE and isinstance(template.get("system"), str | None)
+    chat = template.get("name") == "chatml" and about["name"] == FILE
+    chat = chat and isinstance(template.get("system"), str | None)
     known = about["name"] in (FILE, *BUILT_IN) and (chat or template == PLAIN)
     if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise BadInput(f"{path} describes a tokenizer that no run has ({about['name']}): restore it, or give another run.")
@@ -248,7 +250,7 @@ class TokenizerJson:
         self.hf.encode_special_tokens = True                  # a pickle or a copy of it loses that
 
     def encode_to_numpy(self, text, disallowed_special=()):
-        text.encode()                                         # half of a surrogate pair is a ValueError, as tiktoken has it
+        text.encode()                        # half of a surrogate pair is a ValueError, as tiktoken has it
         # Of the library's ways in, the one that lets go of the GIL and does not count character offsets.
         return np.array(self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
@@ -291,8 +293,9 @@ def locate(name):
 def settings(encoding):
     """{eos, stop, pad, bos, template} as the files beside a tokenizer.json say. A token by name comes before one by id."""
     folder, id_of = encoding.path.parent, encoding.id_of
-    tokens, special, generation, model = (read_json(file, "get it again") if file.exists() else {} for file in (
-        folder / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config")))
+    names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
+    files = [folder / f"{name}.json" for name in names]
+    tokens, special, generation, model = (read_json(file, "get it again") if file.exists() else {} for file in files)
 
     def ids(value):
         return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and 0 <= i < encoding.n_vocab]

@@ -46,7 +46,8 @@ def solution(question):
 
 def questions(split, seed=0, n=None, argument=None):
     count = int(argument or 3)
-    most = math.comb(LARGEST + count - 1, count) * min(HIGHEST, math.prod(4 * math.comb(k, 2) for k in range(2, count + 1)))
+    results = math.prod(4 * math.comb(k, 2) for k in range(2, count + 1))      # of any two numbers, in each step
+    most = math.comb(LARGEST + count - 1, count) * min(HIGHEST, results)
     return _questions.distinct(lambda rng: draw(rng, count), split, seed, n, most)
 
 

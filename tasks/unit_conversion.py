@@ -222,10 +222,11 @@ def temperature(rng, unit):
 
 @lru_cache(maxsize=None)
 def most_of(level):
-    """A bound on the number of different questions: of level 1 exactly as many as there are, else numbers times conversions."""
+    """A bound on the number of different questions: at level 1 what there are, above it numbers times conversions."""
+    pairs = [pair for pairs in problems(level).values() for pair in pairs]
     if level == 1:
-        return sum(survives(exact(Fraction(n), frm, to), 1) for pairs in problems(1).values() for frm, to in pairs for n in range(1, 1000))
-    return (999 + 10**4 * level + 8000) * sum(map(len, problems(level).values()))
+        return sum(survives(exact(Fraction(n), *pair), 1) for pair in pairs for n in range(1, 1000))
+    return (999 + 10**4 * level + 8000) * len(pairs)
 
 
 def solution(question):

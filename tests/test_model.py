@@ -238,7 +238,7 @@ def test_heads_that_do_not_divide_are_refused():
     dict(rope_theta="1e4"), dict(rope_theta=math.inf), dict(norm_eps=-1.0), dict(norm="batchnorm"), dict(norm=[]), dict(mlp=None), dict(position={}),
     dict(qk_norm="yes"), dict(tied_head=1), dict(logit_softcap=-1), dict(rope_scaling=[]), dict(rope_scaling={"factor": 0}),
     dict(rope_scaling={"factor": "2"}), dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), dict(rope_scaling={"rope_type": []}),
-    dict(rope_scaling={"ramp": 1}), dict(rope_scaling={"rope_type": "llama3", "factor": -8.0})], ids=str)
+    dict(rope_scaling={"ramp": 1}), dict(rope_scaling={"rate": 1.0}), dict(rope_scaling={"factor": "linear"}), dict(rope_scaling={"rope_type": "llama3", "factor": -8.0})], ids=str)
 def test_a_shape_that_can_not_be_computed_names_its_field(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))) as e:
         GPTConfig(**dict(n_embd=64, n_head=4) | wrong)
