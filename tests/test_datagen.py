@@ -261,7 +261,7 @@ def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(base, tmp_path, 
     task = tmp_path / "broken.py"
     task.write_text(f"{TASK.partition('def reward')[0]}\ndef reward(question, completion):\n    {body}\n")
     ranks, output = knobs.get("ranks", 1), tmp_path / "rft.json"
-    done = generate(output, base, task, code=2 if ranks == 1 else 1, max_new_tokens=30, **knobs)
+    done = generate(output, base, task, code=2 if ranks == 1 else 1, max_new_tokens=24, **knobs)
     own = [line for line in done.stderr.splitlines() if "The reward of the task" in line]
     assert all(error in line for line in own), done.stderr
     assert [line.startswith("error: ") for line in own] == [False] * ranks + [True], done.stderr

@@ -140,7 +140,7 @@ def test_processes_threads_and_the_caller_agree():
     pairs = []
     for q in task.questions("train", n=100):
         answer = f"<answer>{q['answer']}</answer>"
-        pairs += [(q, f"1 * {q['answer']} = {q['answer']}. {answer}"), (q, f"1 + 1 = 3. {answer}1 + 1 = 3"),
+        pairs += [(q, task.solution(q)), (q, f"1 + 1 = 3. {answer}1 + 1 = 3"),
                   (q, "".join(rng.choices(junk, k=rng.randrange(20))))]
     grades = {}
     for kind in rewards.KINDS:

@@ -286,7 +286,7 @@ def test_the_whole_of_gpt2_goes_to_transformers(tmp_path):
 
 def test_a_run_s_tokenizer_lies_in_its_folder(tmp_path):
     about = Tokenizer(write(tmp_path / "elsewhere")).describe() | {"name": str(tmp_path / "elsewhere")}
-    with pytest.raises(BadInput, match="which no run has"):
+    with pytest.raises(BadInput, match="a tokenizer that no run has"):
         Tokenizer.of_run(tmp_path, about)
 
 
