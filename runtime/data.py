@@ -76,7 +76,7 @@ def prepare_texts(dataset, found, tokenizer, data_dir):
 
     meta = {"source": str(dataset), "sha256": digest.hexdigest(), **tokenizer.describe(),
             "dtype": "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"}
-    made = what_is_said(folder / "partial.json")
+    made = read_or_empty(folder / "partial.json")
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         shards = whole_shards(folder, made.get(split, []), meta["dtype"])
@@ -91,7 +91,7 @@ def prepare_texts(dataset, found, tokenizer, data_dir):
 
 def is_prepared(folder):
     """Whether a finished preparation stands there, with files as long as meta.json says."""
-    meta = what_is_said(folder / "meta.json")
+    meta = read_or_empty(folder / "meta.json")
     try:
         return all(whole_shards(folder, meta[s]["shards"], meta["dtype"]) == meta[s]["shards"] for s in SPLITS)
     except (KeyError, TypeError):
@@ -111,7 +111,7 @@ def whole_shards(folder, shards, dtype):
     return whole
 
 
-def what_is_said(path):
+def read_or_empty(path):
     """The object in a file; {} if there is none that can be read: then it is written anew."""
     try:
         return read_json(path, "delete it")

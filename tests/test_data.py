@@ -55,7 +55,7 @@ def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch)
 
 def test_meta_counts_tokens_words_and_bytes(text, tmp_path):
     folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
-    meta, whole = data.what_is_said(folder / "meta.json"), text.read_bytes()
+    meta, whole = data.read_or_empty(folder / "meta.json"), text.read_bytes()
     assert meta["train"]["bytes"] + meta["valid"]["bytes"] == len(whole) == meta["train"]["tokens"] + meta["valid"]["tokens"]
     assert 0 <= meta["train"]["words"] + meta["valid"]["words"] - len(whole.decode().split()) <= 1
     assert abs(meta["valid"]["bytes"] / len(whole) - 0.1) < 1e-3
