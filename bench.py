@@ -205,10 +205,10 @@ def check(cfg):
 def check_output(path):
     """BadInput if a file is there, or where chart and trace go, that no earlier record names as its own."""
     try:
-        record = json.loads(path.read_bytes())
+        record = config.parse_json(path.read_bytes(), dict)
         ours = record["command"].startswith("python bench.py")
         own = [path, record.get("chart"), record.get("trace")] if ours else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, AttributeError):
         own = []
     for file in (path, path.with_suffix(".png"), path.with_suffix(".trace.json")):
         if file.exists() and file.name not in [Path(one).name for one in own if one]:

@@ -94,9 +94,14 @@ def is_log(path):
     """Whether a file begins as a log of attempts does."""
     try:
         with open(path, encoding="utf-8") as file:
-            return {"config", "tokenizer", "model", "questions"} <= json.loads(file.readline()).keys()
-    except (OSError, ValueError, AttributeError, RecursionError):
+            return {"config", "tokenizer", "model", "questions"} <= config.parse_json(file.readline(), dict).keys()
+    except (OSError, ValueError):
         return False
+
+
+def grade_of(record):
+    """The Grade that a record of the log holds."""
+    return Grade(record["score"], record["parts"], record["signature"], record["error"])
 
 
 class Attempts:
@@ -289,7 +294,7 @@ def figures(cfg, questions, records, rows, counted, solutions, cost):
     lengths = sorted(len(r["ids"]) for r in records if r["kept"]) or [0]
     grades = {}
     for r in sorted(counted, key=lambda r: (r["number"], r["sample"])):
-        grades.setdefault(r["number"], []).append(Grade(r["score"], r["parts"], r["signature"], r["error"]))
+        grades.setdefault(r["number"], []).append(grade_of(r))
     first = [g[0].score == 1 for g in grades.values()]
     complete = not cfg.stop_early and all(len(g) == cfg.oversample for g in grades.values())
     return {
@@ -401,8 +406,7 @@ def finish(cfg, questions, attempts, shares, dropped):
     for new, *_ in shares:
         attempts.records |= {(r["number"], r["sample"]): r for r in new}
     cost = {k: sum(c[k] for _, c, _ in shares) for k in ("tokens", "errors", "timeouts", "restarts")}
-    graded = [r for r in attempts.records.values() if r["verdict"] != "unfinished"]
-    check_graded(cfg.task, [Grade(r["score"], r["parts"], r["signature"], r["error"]) for r in graded])
+    check_graded(cfg.task, [grade_of(r) for r in attempts.records.values() if r["verdict"] != "unfinished"])
     cost |= {"seconds": max(c["seconds"] for _, c, _ in shares), "verified": sum(r["verdict"] == "verified" for new, *_ in shares for r in new)}
     rows, counted, solutions = choose(cfg, questions, attempts.records.values())
     attempts.write()

@@ -125,8 +125,10 @@ def evaluation_line(result):
 def few_shot_of(cfg, found):
     """Worked examples before a question: for a model that was trained here as many as grpo.py trained it with, none after other
     training, for it has seen the form; four for any other."""
-    if cfg.few_shot is not None or found.step is None:
-        return 4 if cfg.few_shot is None else cfg.few_shot
+    if cfg.few_shot is not None:
+        return cfg.few_shot
+    if found.step is None:
+        return 4
     saved = config.read_saved(found.folder).get("few_shot")
     return config.check_type(saved, int | None, f"{found.folder}/config.json: few_shot") or 0
 

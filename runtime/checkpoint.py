@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from runtime.config import BadInput, read_json
+from runtime.config import BadInput, parse_json, read_json
 
 # All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
 # there, unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known;
@@ -173,6 +173,8 @@ def loading(what):
     """Turns what files raise that hold no weights, or another model's, into BadInput. what: they are, with their folder."""
     try:
         yield
+    except torch.OutOfMemoryError:           # a RuntimeError too, of which the files know nothing
+        raise
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError,
             LookupError, AttributeError) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
@@ -236,11 +238,11 @@ def choose(out_dir, say=print):
 def is_run(folder):
     """Tell whether open_run's model.json and config.json are there (or the first alone: killed between)."""
     def has(name, *keys):
-        return {*keys} <= json.loads((Path(folder) / name).read_bytes()).keys()
+        return {*keys} <= parse_json((Path(folder) / name).read_bytes(), dict).keys()
     try:
         killed = not (Path(folder) / "config.json").exists()
         return has("model.json", "architecture", "tokenizer") and (killed or has("config.json", "out_dir"))
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError):
         return False
 
 

@@ -124,6 +124,7 @@ class State:
             self.load(step)
 
     def load(self, step):
+        """As `restore`, with whatever files raise that are not this run's."""
         weights = checkpoint.load_weights(self.cfg.out_dir, step, self.hardware.device)
         load_adapters(self.model, weights) if adapters(self.model) else self.model.load_state_dict(weights)
         state = checkpoint.load_state(self.cfg.out_dir, step)

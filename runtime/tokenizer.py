@@ -150,9 +150,10 @@ def check_described(about, path):
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
     ids, template = [about["eos"], about["pad"], *about["stop"], about["bos"] or 0], about["template"]
-    chat = template.get("name") == "chatml" and about["name"] == FILE
-    chat = chat and isinstance(template.get("system"), str | None)
-    known = about["name"] in (FILE, *BUILT_IN) and (chat or template == PLAIN)
+    if about["name"] == FILE:
+        known = template == PLAIN or template.get("name") == "chatml" and isinstance(template.get("system"), str | None)
+    else:
+        known = template == PLAIN and about["name"] in BUILT_IN
     if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise BadInput(f"{path} describes a tokenizer that no run has ({about['name']}): restore it, or give another run.")
     return ids

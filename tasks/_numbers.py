@@ -68,6 +68,19 @@ def number(text, unit=None, prefix=""):
     return value
 
 
+def written(text):
+    """Return a text that is a number in a form that Fraction reads, as it stands where that is one; None if it is none."""
+    value = number(text)
+    if value is None:
+        return None
+    text = text.strip().replace(",", "")
+    try:
+        Fraction(text)
+    except ValueError:
+        return str(value)
+    return text
+
+
 def unwrapped(text):
     """Return a text without what models put around an answer: spaces, bold type, \\boxed{}, TeX's dollars."""
     text = text.strip()
@@ -81,7 +94,9 @@ def plain_number(text):
     if len(text) > LONGEST:
         return None
     if found := NUMERIC.fullmatch(text):
-        value = Fraction(ungrouped(found["digits"])) * Fraction(10) ** int(found["power"] or 0)
+        value = Fraction(ungrouped(found["digits"]))
+        if found["power"]:
+            value *= Fraction(10) ** int(found["power"])
     elif found := POWER.fullmatch(text):
         value = Fraction(10) ** int(found["power"])
     elif found := RATIO.fullmatch(re.sub("[()]", "", text)):

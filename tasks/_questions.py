@@ -16,17 +16,18 @@ def split_of(asked):
     return {0: "valid", 1: "test"}.get(tenth, "train")
 
 
-def distinct(draw, split, seed, n=None, most=math.inf):
+def distinct(draw, split, seed, n=None, most=None):
     """n questions of a split (fewer if there are no more), each drawn by draw(rng), which gives (what is asked, the
-    question). most: a bound on how many there are in all splits; ValueError, which drawing them would take a minute to
-    find out, if n is past a split's share of it."""
+    question). most: function that gives a bound on how many there are in all splits; ValueError, which drawing them would
+    take a minute to find out, if n is past a split's share of it."""
     rng, found, idle = random.Random(f"{seed} {split} questions"), {}, 0
     wanted = N_QUESTIONS if n is None else n
-    share = most * (0.8 if split == "train" else 0.1)
-    share += 6 * math.sqrt(share)            # standard deviations of what the hash deals out
-    if wanted > max(N_QUESTIONS, share):     # so many are asked for by default, of whatever task
-        raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most {share:.0f}: "
-                         "lower --num_questions.")
+    if most and wanted > N_QUESTIONS:        # so many are asked for by default, of whatever task
+        share = most() * (0.8 if split == "train" else 0.1)
+        share += 6 * math.sqrt(share)        # standard deviations of what the hash deals out
+        if wanted > share:
+            raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most {share:.0f}: "
+                             "lower --num_questions.")
     while len(found) < wanted and idle < PATIENCE:
         asked, question = draw(rng)
         if split_of(asked) == split:

@@ -50,7 +50,9 @@ def solution(question):
 
 def questions(split, seed=0, n=None, argument=None):
     digits = int(argument or 2)
-    most = sum(10 ** (digits * (len(signs) + 1)) for _, signs in FORMS)
+
+    def most():
+        return sum(10 ** (digits * (len(signs) + 1)) for _, signs in FORMS)
     return _questions.distinct(lambda rng: draw(rng, digits), split, seed, n, most)
 
 

@@ -46,8 +46,10 @@ def solution(question):
 
 def questions(split, seed=0, n=None, argument=None):
     count = int(argument or 3)
-    results = math.prod(4 * math.comb(k, 2) for k in range(2, count + 1))      # of any two numbers, in each step
-    most = math.comb(LARGEST + count - 1, count) * min(HIGHEST, results)
+
+    def most():
+        results = math.prod(4 * math.comb(k, 2) for k in range(2, count + 1))      # of any two numbers, in each step
+        return math.comb(LARGEST + count - 1, count) * min(HIGHEST, results)
     return _questions.distinct(lambda rng: draw(rng, count), split, seed, n, most)
 
 

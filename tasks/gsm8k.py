@@ -40,9 +40,10 @@ def rows(path):
 def row(raw):
     """A question; ValueError unless its answer ends in a number."""
     worked, _, answer = raw["answer"].rpartition("####")
-    if not raw["question"].strip() or _numbers.number(answer) is None:
+    number = _numbers.written(answer)
+    if not raw["question"].strip() or number is None:
         raise ValueError
-    return {"question": raw["question"].strip(), "answer": answer.strip().replace(",", ""), "worked": worked.strip()}
+    return {"question": raw["question"].strip(), "answer": number, "worked": worked.strip()}
 
 
 def downloaded():

@@ -71,6 +71,8 @@ TEMPERATURES = (
     "How hot is {n} {frm} on the {to} scale?",
 )
 LARGEST_FACTOR = 100_000
+LOOSE = Fraction(1, 20)              # share of the right answer by which one that is paid may be off,
+EXACT = Fraction(1, 1000)            # and one that is trained on
 WRONG, MOSTLY_WRONG = 0.2, 0.7       # share of the documents that carry a wrong step: of most conversions, of one in five
 
 
@@ -220,7 +222,6 @@ def temperature(rng, unit):
     return Fraction(rng.randrange(10 * low, 10 * high), 10) if rng.random() < 0.3 else Fraction(rng.randrange(low, high))
 
 
-@lru_cache(maxsize=None)
 def most_of(level):
     """A bound on the number of different questions: at level 1 what there are, above it numbers times conversions."""
     pairs = [pair for pairs in problems(level).values() for pair in pairs]
@@ -268,7 +269,7 @@ def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
             spoil = other_digit if kind == "digit" else other_point
             wrong = i, lambda result: spoil(result, rng)
         text, value = worked(Fraction(question["n"]), [*steps[:i], (fact, operations), *steps[i + 1:]], wrong, question["level"] == 1)
-        if value and not _numbers.close(value, Fraction(question["answer"]), Fraction(1, 1000)):
+        if value and not _numbers.close(value, Fraction(question["answer"]), EXACT):
             return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
 
 
@@ -290,7 +291,7 @@ def other_point(x, rng):
 def questions(split, seed=0, n=None, argument=None):
     if argument in (None, "1", "2", "3"):
         level = level_of(argument)
-        return _questions.distinct(lambda rng: draw(rng, level), split, seed, n, most_of(level))
+        return _questions.distinct(lambda rng: draw(rng, level), split, seed, n, lambda: most_of(level))
     return _questions.some(from_files(Path(argument))[split], seed, n)
 
 
@@ -336,13 +337,13 @@ def rows(path):
     for i, row in enumerate(raw, 1):
         try:
             question, answer = row
-            value = None if isinstance(answer, bool) else _numbers.number(str(answer))
-            if not question.strip() or value is None:
+            number = None if isinstance(answer, bool) else _numbers.written(str(answer))
+            if not question.strip() or number is None:
                 raise ValueError
         except (ValueError, TypeError, AttributeError):
             raise ValueError(f"{path}, row {i}, is {json.dumps(row)[:80]}, and not [question, answer] with a number for an answer: "
                              "correct it.") from None
-        found.append({"question": question.strip(), "answer": str(answer).strip().replace(",", "")})
+        found.append({"question": question.strip(), "answer": number})
     return found
 
 
@@ -354,7 +355,7 @@ def reward(question, completion):
     value = _answers.answer(completion, _answers.asked_unit(question))
     right = Fraction(question["answer"])
     parts = {"answered": value is not None,
-             "correct": value is not None and _numbers.close(value, right, 0.05),
-             "exact": value is not None and _numbers.close(value, right, Fraction(1, 1000)),
+             "correct": value is not None and _numbers.close(value, right, LOOSE),
+             "exact": value is not None and _numbers.close(value, right, EXACT),
              "reasoned": _answers.reasoned(question, completion, value)}
     return float(parts["correct"]), parts

@@ -183,6 +183,13 @@ def test_a_run_that_was_killed_before_its_config_was_written_is_known(tmp_path):
     assert files(tmp_path) == ["config.json", "model.json"]
 
 
+def test_memory_that_runs_out_is_not_the_files_fault():
+    with pytest.raises(torch.OutOfMemoryError), checkpoint.loading("The checkpoint"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(BadInput, match="The checkpoint can't be loaded"), checkpoint.loading("The checkpoint"):
+        raise RuntimeError("size mismatch")
+
+
 def test_a_folder_without_a_run_is_named(tmp_path):
     for call in (checkpoint.read_model, checkpoint.choose):
         with pytest.raises(BadInput, match=str(tmp_path)):

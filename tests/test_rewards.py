@@ -394,7 +394,7 @@ def test_a_grade_costs_little(tmp_path):
             began = time.monotonic()
             pool.score(pairs)
             best = min(best, (time.monotonic() - began) / len(pairs))
-    assert best < 300e-6                                     # about 30 on an idle machine
+    assert best < 1e-3                       # seconds: about 30e-6 on an idle machine, ten times that on a busy one
 
 
 def test_a_verifier_that_draws_does_so_alike_on_any_worker(tmp_path):

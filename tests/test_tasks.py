@@ -649,6 +649,19 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
     assert paid("1000 clip", question="How many boxes?") == 0.0
 
 
+def test_right_answers_in_files_may_have_those_forms_too(tmp_path):
+    forms = {"1 000": 1000, " 6,000.0 ": 6000, "10^3": 1000, "½": 0.5, "1/2": 0.5, "−40": -40, "**7**": 7, "+7.": 7, "1e3": 1000}
+    rows = [[f"What is number {i}?", text] for i, text in enumerate(forms)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    lines = [{"question": question, "answer": f"So it is. #### {text}"} for question, text in rows]
+    for spec in (f"unit_conversion:{tmp_path / 'train.json'}", f"gsm8k:{jsonl(tmp_path / 'train.jsonl', lines)}"):
+        task = tasks.load(spec)
+        for q in [q for split in ("train", "valid", "test") for q in task.questions(split)]:
+            value = list(forms.values())[int(re.search(r"\d+", q["question"])[0])]
+            assert Fraction(q["answer"]) == Fraction(value), q
+            assert task.reward(q, f"<answer>{value}</answer>")[0] == 1.0, q
+
+
 def test_what_a_model_is_trained_on_has_one_form():
     for spec in ("unit_conversion:3", "arithmetic"):
         task = tasks.load(spec)
