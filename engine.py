@@ -213,7 +213,6 @@ class Engine:
     @torch.inference_mode(False)
     def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None, deterministic=False, decode=None, poll=None,
                  cuda_graphs=True):
-        model = getattr(model, "_orig_mod", model)                     # of a compiled one
         self.c, self.device = model.config, model.head_weight.device
         self.dtype, self.seed = dtype or model.head_weight.dtype, seed
         self.sampling, self.decode = sampling or Sampling(), decode
@@ -247,7 +246,7 @@ class Engine:
     def load(self, model):
         """Take over the weights of a model of the same shape, adapters merged in fp32. Graphs stay valid; a generate() that has
         not come to its end can't go on, since its keys and values are the old weights'."""
-        weights, self.now = merged(getattr(model, "_orig_mod", model)), None
+        weights, self.now = merged(model), None
         in_blocks = sum(weight.numel() for name, weight in weights.items() if name.startswith("blocks."))
         self.weight_bytes = self.dtype.itemsize * (in_blocks + model.head_weight.numel())            # that a step reads
         for name, mine in self.model.named_parameters():

@@ -103,7 +103,7 @@ def loss_of(model, batches, hardware):
     for x, y in batches:
         n += int((y != data.IGNORE).sum())
         with hardware.autocast():
-            nats += model(x.to(hardware.device), y.to(hardware.device)).item()
+            nats += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
     model.train(training)
     nats, n = distributed.sum([nats, n])
     return {"loss": nats / n, "nll": nats, "tokens": int(n), "ppl_token": exp(nats / n)}

@@ -21,7 +21,6 @@ from statistics import fmean
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import hf
 from engine import Engine, Sampling, slots_that_fit
@@ -291,7 +290,7 @@ def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
     """Forward, backward and one step of the optimizers on groups of Rollouts, with the one normaliser. Returns (this rank's sums, norm
     of the gradient, whether it is finite), or None if there was nothing to learn on any rank: then no weight moves, nor any
     state of the optimizers. spare: any Rollout."""
-    world, now = distributed.world_size(), state.progress
+    now = state.progress
     trained = [r for group in groups for r in group if r.trained]
     tokens, sequences, signals = distributed.sum([
         sum(len(r.ids) for r in trained), len(trained), sum(r.advantage != 0 for r in trained)])
@@ -304,16 +303,15 @@ def optimizer_step(cfg, hw, ddp, state, groups, spare, lr, say):
         parts, out_of_memory = micro_batches(learnt, now.micro_batch), None
         sums = {"gap_max": 0.0, "flops": flops(state.model, learnt)}
         try:
-            for i, part in enumerate(parts):
+            for part in ddp.micro_steps(parts):
                 batch = Batch(*(t.to(hw.device, non_blocking=True) for t in padded(part)))
                 mask = batch.y != IGNORE
-                ddp.require_backward_grad_sync = i == len(parts) - 1   # DDP: one exchange of gradients a step
                 with hw.autocast():
-                    logp, entropy = ddp(batch.x, batch.y, cfg.temperature, batch.prompts)
+                    logp, entropy = ddp.token_logprobs(batch.x, batch.y, cfg.temperature, batch.prompts)
                 loss, figures = grpo_loss(
                     logp, batch.recomputed if cfg.tis_cap else batch.sampled, batch.reference, batch.advantage, mask, divisor,
                     cfg.clip_low, cfg.clip_high, cfg.beta, cfg.loss_type, batch.sampled, cfg.tis_cap)
-                state.scaler.scale(loss * world).backward()            # DDP averages over ranks, hence world
+                state.scaler.scale(loss).backward()
                 apart = torch.where(mask, logp.detach() - batch.sampled, 0.0).abs()
                 sums["gap_max"] = apart.max().clamp(min=sums["gap_max"])
                 figures |= {"loss": loss.detach(), "entropy": entropy.sum(), "gap": apart.sum(), "tokens": mask.sum()}
@@ -395,8 +393,8 @@ def open_reference(cfg, hw, model):
 def open_engine(cfg, hw, state, context, longest, tokenizer, task, say):
     """(model as the update calls it, Engine). What does not fit the memory is cut smaller: first the update's micro-batches, then the
     samples in flight beside it. Both are kept with the checkpoints, since shapes decide the last bits. longest: prompt, in tokens."""
-    model, now, world, K = state.model, state.progress, distributed.world_size(), cfg.k_samples
-    share, to_come = cfg.prompts_per_step // world * K, optim.state_to_come(state.optimizers)
+    model, now, K = state.model, state.progress, cfg.k_samples
+    share, to_come = cfg.prompts_per_step // distributed.world_size() * K, optim.state_to_come(state.optimizers)
 
     new = min(cfg.max_new_tokens, context - 1)
     each = cells(1 / K, longest, 1, new)     # of a micro-batch's tokens, if all are as long as can be
@@ -410,15 +408,14 @@ def open_engine(cfg, hw, state, context, longest, tokenizer, task, say):
     def attempt(tokens):
         mode, n = None if cfg.compile_mode == "default" else cfg.compile_mode, answers(tokens)
         dynamic = None if cfg.gradient_checkpointing else True         # which checkpointing does not compile with (torch 2.13)
-        fast = torch.compile(model, mode=mode, dynamic=dynamic) if hw.compile else model
+        fast = distributed.TrainedModel(model, hw.compile, mode, dynamic)
         x, read = (torch.zeros(shape, dtype=torch.long, device=hw.device) for shape in ((n, new), (math.ceil(n / K), longest)))
         prompts = Prompts(read, read.new_full(read.shape[:1], longest), torch.arange(n, device=hw.device) // K)
         return fast, memory.rehearse(fast, hw, rows(tokens), context, 2, to_come, (x, x, cfg.temperature, prompts))
     fast, now.micro_batch = memory.fit(
         hw, now.micro_batch, attempt, lambda tokens: math.ceil(answers(tokens) // 2 * each) or None,
         lambda: memory.advice(model, hw, context, to_come, "lower --max_new_tokens, --max_prompt_tokens or --few_shot"), say)
-    ddp = fast if world == 1 else DistributedDataParallel(
-        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+    fast.share_gradients()
     dtype = hw.sampling_dtype
     needed = sum(memory.parts(model, hw, rows(now.micro_batch), context, to_come).values())
     most = slots_that_fit(model.config, context, dtype, hw.device, needed + dtype.itemsize * model.n_params())
@@ -427,7 +424,7 @@ def open_engine(cfg, hw, state, context, longest, tokenizer, task, say):
         sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=(task.stop,) if task.stop else ())
         engine = Engine(model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
                         cuda_graphs=cfg.cuda_graphs)
-    return ddp, engine
+    return fast, engine
 
 
 def main(argv):

@@ -270,7 +270,7 @@ class Prompts(NamedTuple):
 
 
 class GPT(nn.Module):
-    """`model(x, y)` is the summed cross entropy, `model(x)` the logits. See `forward`."""
+    """`model(x)` gives the logits, `model.loss(x, y)` the summed cross entropy, `model.token_logprobs(x, y)` what GRPO learns from."""
 
     def __init__(self, config, attention="sdpa", gradient_checkpointing=False, loss_chunks=0):
         """attention: sdpa | math; gradient_checkpointing: recompute each block in the backward pass;
@@ -385,25 +385,24 @@ class GPT(nn.Module):
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def forward(self, x, y=None, temperature=None, prompts=None):
-        """x [B, T] token ids, which begin a text or continue Prompts. With targets y [B, T] (IGNORE where not trained on): the *sum* of
-        the cross entropies in nats, fp32 [], to be divided by the number of targets in the whole optimizer step. With a temperature
-        too: what `logprobs` gives. Without targets: logits [B, T, V]."""
-        h = self.hidden(x) if prompts is None else self.continued(x, prompts)
-        if y is None:
-            return self.logits(h)
-        if temperature is not None:
-            return self.logprobs(h, y, temperature)
-        h, y = h.flatten(0, 1), y.flatten()
+    def forward(self, x):
+        """Token ids [B, T] -> fp32 logits [B, T, V]."""
+        return self.logits(self.hidden(x))
+
+    def loss(self, x, y):
+        """The *sum* of the cross entropies of targets y [B, T] (IGNORE where not trained on) after x [B, T]: nats, fp32 [], to be
+        divided by the number of targets in the whole optimizer step."""
+        h = self.hidden(x).flatten(0, 1)
         chunks = self.loss_chunks or -(-len(h) // self.rows_at_a_time(h.device.type))
         weight = self.head_weight if torch.is_grad_enabled() else self.head_weight.detach()     # no gradient in evaluation
-        return HeadAndLoss.apply(h, weight, y, self.config.vocab_size, self.config.logit_softcap, -(-len(h) // chunks))
+        return HeadAndLoss.apply(h, weight, y.flatten(), self.config.vocab_size, self.config.logit_softcap, -(-len(h) // chunks))
 
-    def logprobs(self, h, y, temperature=1.0):
-        """Log-probabilities of the targets y [B, T] after h [B, T, C] at this temperature, and the entropies of the
-        distributions they are drawn from, without a gradient: nats, fp32 [B, T] each, 0 where y is IGNORE. The head is computed for
-        targets alone, a chunk of them at a time; if there are several chunks, again in the backward pass, so that B*T*V fp32
-        never exists."""
+    def token_logprobs(self, x, y, temperature=1.0, prompts=None):
+        """Log-probabilities of the targets y [B, T] after x [B, T], which begins a text or continues Prompts, at this temperature;
+        and the entropies of the distributions they are drawn from, without a gradient: nats, fp32 [B, T] each, 0 where y is IGNORE.
+        The head is computed for targets alone, a chunk of them at a time; if there are several chunks, again in the backward
+        pass, so that B*T*V fp32 never exists."""
+        h = self.hidden(x) if prompts is None else self.continued(x, prompts)
         targets = (y.flatten() != IGNORE).nonzero()[:, 0]
         h, y_, device = h.flatten(0, 1)[targets], y.flatten()[targets], h.device.type
         again = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > LOGPROBS

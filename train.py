@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import hf
 from eval import evaluation_line, examples_loss, text_loss
@@ -258,7 +257,7 @@ def compile_and_fit(cfg, hw, model, optimizers, batches, micro_batch, say):
         if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
             mode = None
         dynamic = isinstance(batches, examples.Batches) and (None if cfg.gradient_checkpointing else True)     # which that breaks (torch 2.13)
-        fast = torch.compile(model, mode=mode, dynamic=dynamic) if hw.compile else model
+        fast = distributed.TrainedModel(model, hw.compile, mode, dynamic)
         return fast, memory.rehearse(fast, hw, micro_batch, batches.longest, passes, optim.state_to_come(optimizers))
     return memory.fit(hw, micro_batch, attempt, lambda n: memory.smaller(n, share) if n > 1 else None,
                       lambda: memory.advice(model, hw, batches.longest, optim.state_to_come(optimizers)), say)
@@ -311,8 +310,7 @@ def main(argv):
     fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
     log.say(start_up(cfg, hw, model, batches, about, now, steps))
     log.metrics(step=now.step, config=dataclasses.asdict(cfg), settings=hw.settings | {"ranks": world, "num_workers": workers(cfg, hw)})
-    ddp = fast if world == 1 else DistributedDataParallel(
-        fast, device_ids=[hw.device.index] if hw.device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+    fast.share_gradients()
 
     def out_of_patience():
         return cfg.patience and now.stale >= cfg.patience
@@ -333,13 +331,12 @@ def main(argv):
         t1 = time.perf_counter()
         nats, out_of_memory = torch.zeros((), device=hw.device), None
         try:
-            for i, (mx, my) in enumerate(micro_steps):
+            for i, (mx, my) in enumerate(fast.micro_steps(micro_steps)):
                 if cfg.dropout:
                     torch.manual_seed(hash((cfg.seed, now.step, rank, i)))     # so that a resumed run drops the same
-                ddp.require_backward_grad_sync = i == len(micro_steps) - 1     # DDP: one exchange of gradients a step
                 with hw.autocast():
-                    loss = ddp(mx, my)                    # summed over the micro-batch
-                state.scaler.scale(loss * (world / targets)).backward()        # DDP averages over ranks, hence world
+                    loss = fast.loss(mx, my)              # summed over the micro-batch
+                state.scaler.scale(loss / targets).backward()
                 nats += loss.detach()
             nats = nats.item()                            # waits for the device: what follows is the optimizer's time
         except Exception as error:
@@ -350,7 +347,7 @@ def main(argv):
             loss = None                                   # it and the exception, now gone, hold the step's tensors
             now.micro_batch = memory.retreat(cfg, now.step, now.micro_batch, out_of_memory, log.say)
             fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
-            ddp, loader = fast, load_from(now.step)
+            loader = load_from(now.step)
             continue
         t2 = time.perf_counter()
         lr = now.lr_factor * optim.lr_at(now.step, steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule, cfg.cooldown)

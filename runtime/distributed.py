@@ -5,6 +5,8 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
 
 from runtime.config import BadInput
 
@@ -92,3 +94,60 @@ def on_main(function):
     if answer[1] is not None:
         raise BadInput(answer[1])
     return answer[0]
+
+
+# --- the model that all ranks train ---
+
+class Forward(nn.Module):
+    """One `forward` for all that training asks of a GPT, since DDP and torch.compile look at nothing else."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, method, *args):
+        return getattr(self.model, method)(*args)
+
+
+class TrainedModel(nn.Module):
+    """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for. After share_gradients() a
+    backward pass leaves the same gradients on every rank: the sum of what each found, since losses are divided by the targets
+    of all ranks. model: the GPT itself."""
+
+    def __init__(self, model, compile=False, mode=None, dynamic=None):
+        super().__init__()
+        self.model = model
+        self.local = torch.compile(Forward(model), mode=mode, dynamic=dynamic) if compile else Forward(model)
+        self.ddp = None
+
+    def share_gradients(self):
+        """From now on with the other ranks, if there are any. Every rank must call."""
+        if world_size() > 1:
+            device = self.model.head_weight.device
+            self.ddp = DistributedDataParallel(
+                self.local, device_ids=[device.index] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True, broadcast_buffers=False)
+            self.ddp.register_comm_hook(None, sum_gradients)
+
+    def loss(self, x, y):
+        return self.call("loss", x, y)
+
+    def token_logprobs(self, x, y, temperature=1.0, prompts=None):
+        return self.call("token_logprobs", x, y, temperature, prompts)
+
+    def call(self, method, *args):
+        """Evaluation is each rank's own: they need not have as many batches."""
+        forward = self.ddp if self.ddp and torch.is_grad_enabled() else self.local
+        return forward(method, *args)
+
+    def micro_steps(self, micro_batches):
+        """Yield the micro-batches of an optimizer step. Gradients are exchanged in the last one's backward pass alone."""
+        for i, micro_batch in enumerate(micro_batches, 1):
+            if self.ddp:
+                self.ddp.require_backward_grad_sync = i == len(micro_batches)
+            yield micro_batch
+
+
+def sum_gradients(_, bucket):
+    """DDP's exchange of gradients, without its division by the number of ranks."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])

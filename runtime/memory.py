@@ -89,7 +89,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     where the kernel kills what takes too much instead of refusing it, arithmetic comes first. inputs: what grpo.py calls the model with
     for log-probabilities, of about as many positions. Every rank must call.
     """
-    failure, plain = None, getattr(model, "_orig_mod", model)
+    failure, plain = None, model.model
     if hardware.device.type == "cpu":
         needed = CPU_SLACK * sum(parts(plain, hardware, micro_batch, block_size, optimizer_bytes).values())
         too_much = needed > (free := available(hardware.device))
@@ -100,11 +100,12 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=hardware.device)
         for _ in range(passes):
             with hardware.autocast():
-                loss = model(*inputs)[0].sum() if inputs else model(x, y)
+                loss = model.token_logprobs(*inputs)[0].sum() if inputs else model.loss(x, y)
             loss.backward()
         if not inputs:
+            model.eval()
             with hardware.autocast(), torch.no_grad():
-                model.eval()(x, y)
+                model.loss(x, y)
         del reserved, loss
     except Exception as e:                    # out of memory, what torch.compile stumbles over here, or a mistake in the model
         failure = torch.OutOfMemoryError(str(e).splitlines()[0]) if is_out_of_memory(e) else e      # its traceback holds tensors
@@ -163,7 +164,7 @@ def saved_for_backward(model, hardware, rows, block_size):
         x = torch.zeros(rows, block_size, dtype=torch.long)
         with torch.autocast("cpu", hardware.torch_dtype, enabled=hardware.dtype != "fp32"):
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                kept = double(x, x)
+                kept = double.loss(x, x)
         for p in double.parameters():
             saved.pop(p.untyped_storage()._cdata, None)
     del kept

@@ -151,7 +151,7 @@ def note_logprobs(model, hw, rollouts, tokens, temperature, name):
     for part in micro_batches(rollouts, tokens):
         batch = Batch(*(t.to(hw.device) for t in padded(part)))
         with hw.autocast():
-            logp, _ = model(batch.x, batch.y, temperature, batch.prompts)
+            logp, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prompts)
         for r, row in zip(part, logp.cpu().numpy()):
             setattr(r, name, row[:len(r.ids)].tolist())
 

@@ -157,7 +157,7 @@ def test_a_row_without_effect_is_left_out(in_process, capsys, monkeypatch):
     class Broken(torch.nn.Module):
         def __init__(self, model, **_):
             super().__init__()
-            self._orig_mod = model
+            self.model = model
 
         def forward(self, *_):
             raise RuntimeError("no compiler here")

@@ -331,7 +331,7 @@ def test_logprobs_are_those_of_the_targets_at_the_temperature(kind, temperature)
     model, x, y = tiny(trained=True, **kind), ids(), ids(seed=2)
     model.head_weight.data[100:] = 1e3       # padding ids, which no probability may leak to
     y[0, :9], y[2, 5:] = IGNORE, IGNORE
-    logp, entropy = model(x, y, temperature)
+    logp, entropy = model.token_logprobs(x, y, temperature)
     logits = model(x).detach()
     whole = (logits / temperature).log_softmax(-1)
     expected = torch.where(y == IGNORE, 0.0, whole.gather(-1, y.clamp(min=0)[..., None])[..., 0])
@@ -352,7 +352,7 @@ def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
     for at_a_time in (10**6, rows):
         model = tiny(trained=True, **kind)
         model.rows_at_a_time = lambda device, logits: at_a_time
-        logp, entropy = model(x, y, 0.8)
+        logp, entropy = model.token_logprobs(x, y, 0.8)
         (logp * weight).sum().backward()
         results.append([logp.detach(), entropy, *(p.grad for p in model.parameters())])
     for one, many in zip(*results):
@@ -362,7 +362,7 @@ def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
 def test_logprobs_of_no_target_are_zeros_that_can_be_differentiated():
     """What a rank does that has nothing to learn, while others wait for its gradients."""
     model = tiny(trained=True)
-    logp, entropy = model(ids(), torch.full((3, 16), IGNORE), 1.0)
+    logp, entropy = model.token_logprobs(ids(), torch.full((3, 16), IGNORE), 1.0)
     logp.sum().backward()
     assert not logp.any() and not entropy.any()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -453,9 +453,9 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
             if how == "repeated":
                 whole, n = torch.tensor([part[0].prompt + part[0].ids]), len(part[0].ids)
                 y = torch.cat((torch.full((1, whole.shape[1] - n), IGNORE), batch.y[:, :n]), 1)[:, 1:]
-                logp, entropy = (z[:, -n:] for z in model(whole[:, :-1], y, 1.3))
+                logp, entropy = (z[:, -n:] for z in model.token_logprobs(whole[:, :-1], y, 1.3))
             else:
-                logp, entropy = model(batch.x, batch.y, 1.3, batch.prompts)
+                logp, entropy = model.token_logprobs(batch.x, batch.y, 1.3, batch.prompts)
             (logp * torch.arange(1, 1 + logp.shape[1])).sum().backward()
             for r, *rows in zip(part, logp, entropy):
                 found.setdefault(how, {})[id(r)] = torch.stack([row[:len(r.ids)] for row in rows]).detach()
@@ -475,7 +475,7 @@ def test_in_bf16_loss_and_gradient_are_within_5_percent_of_fp32_s(kind):
     model = tiny(trained=True, **kind)
     with torch.no_grad():
         batch = padded([dataclasses.replace(r, logprobs=[0.0] * 10) for r in rollouts])
-        for r, row in zip(rollouts, model(batch.x, batch.y, 1.0, batch.prompts)[0].tolist()):
+        for r, row in zip(rollouts, model.token_logprobs(batch.x, batch.y, 1.0, batch.prompts)[0].tolist()):
             r.logprobs = row
         for p in model.parameters():
             p.add_(0.005 * torch.randn_like(p))
@@ -483,7 +483,7 @@ def test_in_bf16_loss_and_gradient_are_within_5_percent_of_fp32_s(kind):
     for dtype in (torch.float32, torch.bfloat16):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logp, _ = model(batch.x, batch.y, 1.0, batch.prompts)
+            logp, _ = model.token_logprobs(batch.x, batch.y, 1.0, batch.prompts)
         loss, figures = grpo.grpo_loss(logp, batch.sampled, None, batch.advantage, batch.y != IGNORE, 480)
         loss.backward()
         found[dtype] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]), figures["kl_old"].item()

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conftest import metrics, run, trained, weights
 from model import GPT, GPTConfig
-from runtime import hardware, memory
+from runtime import distributed, hardware, memory
 from runtime.config import BadInput
 
 LITTLE = {"script": "tests/little_memory.py"}
@@ -118,10 +118,10 @@ def test_smaller_cuts_the_share_into_equal_parts(micro, share, less):
 def test_arithmetic_goes_before_trying_on_a_cpu(monkeypatch):
     model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=64))
     hw = hardware.setup("cpu")
-    assert memory.rehearse(model, hw, 4, 64, 2, 1000) is None and model.training
+    assert memory.rehearse(distributed.TrainedModel(model), hw, 4, 64, 2, 1000) is None and model.training
     assert all(p.grad is None for p in model.parameters())
     monkeypatch.setattr(memory, "available", lambda hw: 10**6)
-    assert memory.is_out_of_memory(memory.rehearse(model, hw, 4, 64, 2, 1000))
+    assert memory.is_out_of_memory(memory.rehearse(distributed.TrainedModel(model), hw, 4, 64, 2, 1000))
 
 
 def test_what_the_rehearsal_compiles_is_what_training_runs():
@@ -132,20 +132,21 @@ def test_what_the_rehearsal_compiles_is_what_training_runs():
         graphs.append(graph)
         return graph.forward
     model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=1, n_head=2, n_embd=32))
-    fast, hw = torch.compile(model, backend=count, dynamic=False), hardware.setup("cpu", dtype="fp32")
+    fast, hw = distributed.TrainedModel(model), hardware.setup("cpu", dtype="fp32")
+    fast.local = torch.compile(fast.local, backend=count, dynamic=False)
     assert memory.rehearse(fast, hw, 4, 64, 2, 1000) is None and len(graphs) == 2
     x, y = torch.randint(300, (8, 64)), torch.randint(300, (8, 64))
     for mx, my in zip(x.split(4), y.split(4)):
-        fast(mx, my).backward()
+        fast.loss(mx, my).backward()
     with torch.no_grad():
-        fast.eval()(x[:4], y[:4])
+        fast.eval().loss(x[:4], y[:4])
     assert len(graphs) == 2
 
 
 def test_a_mistake_in_the_model_keeps_its_traceback(monkeypatch):
     model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=1, n_head=2, n_embd=32))
     monkeypatch.setattr(model, "hidden", lambda x: x + "mistake")
-    failure = memory.rehearse(model, hardware.setup("cpu"), 4, 64, 2, 1000)
+    failure = memory.rehearse(distributed.TrainedModel(model), hardware.setup("cpu"), 4, 64, 2, 1000)
     assert isinstance(failure, TypeError) and failure.__traceback__.tb_next
 
 
@@ -161,7 +162,7 @@ def test_activations_are_counted_as_autograd_keeps_them():
             return tensor
         x = torch.zeros(4, 64, dtype=torch.long)
         with hw.autocast(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = model(x, x)
+            loss = model.loss(x, x)
         assert loss.requires_grad
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):              # as --attention=cudnn leaves it, on a GPU
             computed = memory.saved_for_backward(model, hw, 4, 64)

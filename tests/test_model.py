@@ -32,7 +32,7 @@ def ids(B=3, T=16, V=100, seed=1):
 def test_loss_at_start_is_ln_of_the_vocabulary(kind, vocab_size):
     model = tiny(vocab_size=vocab_size, n_embd=192, **kind)
     x = ids(8, 32, vocab_size)
-    loss = model(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel()
+    loss = model.loss(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel()
     assert abs(loss - math.log(vocab_size)) < 0.05
 
 
@@ -59,16 +59,16 @@ class LargestTensor(TorchDispatchMode):
 def test_loss_at_start_with_a_tied_head_a_wide_model_and_few_ids():
     model = tiny(vocab_size=257, n_embd=1024, tied_head=True)
     x = ids(8, 32, 257)
-    assert abs(model(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel() - math.log(257)) < 0.05
+    assert abs(model.loss(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel() - math.log(257)) < 0.05
 
 
 def test_evaluation_takes_no_gradient_of_the_head(monkeypatch):
     seen, apply = [], HeadAndLoss.apply
     monkeypatch.setattr(HeadAndLoss, "apply", lambda *args: seen.append(args[1].requires_grad) or apply(*args))
     model = tiny()
-    model(ids(), ids())
+    model.loss(ids(), ids())
     with torch.no_grad():
-        model(ids(), ids())
+        model.loss(ids(), ids())
     assert seen == [True, False]
 
 
@@ -104,13 +104,13 @@ def test_all_logits_never_exist_at_once():
     model.loss_chunks = 8
     x = ids(4, 32, 2048)
     with LargestTensor() as seen:
-        model(x, x).backward()
+        model.loss(x, x).backward()
     assert seen.size <= max(4 * 32 * 2048 // 8, 2048 * 32)
 
 
 def test_nothing_to_train_on_is_zero_without_nan():
     model = tiny(trained=True)
-    loss = model(ids(), torch.full((3, 16), IGNORE))
+    loss = model.loss(ids(), torch.full((3, 16), IGNORE))
     loss.backward()
     assert loss == 0
     assert all(p.grad.abs().max() == 0 for p in model.parameters())
@@ -132,7 +132,7 @@ def test_loss_is_that_of_the_logits(kind):
     model = tiny(trained=True, **kind)
     x = ids()
     expected = F.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
-    torch.testing.assert_close(model(x[:, :-1], x[:, 1:]), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(model.loss(x[:, :-1], x[:, 1:]), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_checkpointing_gives_the_same_gradients_bit_for_bit():
@@ -141,7 +141,7 @@ def test_checkpointing_gives_the_same_gradients_bit_for_bit():
         model = tiny(trained=True, dropout=0.1)
         model.gradient_checkpointing = on
         torch.manual_seed(5)
-        model(ids(), ids(seed=2)).backward()
+        model.loss(ids(), ids(seed=2)).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
@@ -252,8 +252,8 @@ def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
     model = tiny(trained=True, **kind)
     model.gradient_checkpointing, model.loss_chunks = checkpointing, 3
     x, y = ids(), ids(seed=2)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch.autocast("cpu", torch.bfloat16):
-        eager = torch.autograd.grad(model(x, y), list(model.parameters()))
+        eager = torch.autograd.grad(model.loss(x, y), list(model.parameters()))
         for a, b in zip(torch.autograd.grad(compiled(x, y), list(model.parameters())), eager):
             torch.testing.assert_close(a, b)
