@@ -289,4 +289,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)

@@ -216,6 +216,7 @@ class Engine:
         self.c, self.device = model.config, model.head_weight.device
         self.dtype, self.seed = dtype or model.head_weight.dtype, seed
         self.sampling, self.decode = sampling or Sampling(), decode
+        self.default = self.sampling
         if self.sampling.stop_strings and not decode:
             raise ValueError("Stop strings need the function that turns ids into text: give Engine decode=tokenizer.decode.")
         self.tail = max(map(len, map(str.encode, self.sampling.stop_strings)), default=0) + 3        # ids: none is shorter than a byte
@@ -405,10 +406,11 @@ class Engine:
     # --- on the host ---
 
     @torch.inference_mode()
-    def generate(self, requests, progress=None):
+    def generate(self, requests, progress=None, sampling=None):
         """Yield Samples as they finish. Requests are drawn from the iterable when slots are free, and no sooner. progress is
         called with a Progress after each look. Out of memory, it goes on with half the slots and begins the samples in flight
         again; their noise makes them the same."""
+        self.sampling = sampling or self.default
         requests, todo, rows, left = iter(requests), deque(), [], {}           # rows[i] is the Sample in slot i
         self.looks = 0                                                 # at results
         if self.grows:

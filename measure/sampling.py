@@ -9,7 +9,7 @@ import torch
 import hf
 import tasks
 from engine import Engine, Packed, Request, Sampling, draw
-from eval import questions_of, requests_of
+from rollout import questions_of, requests_of
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
 from measure.runs import ROOT, as_flags, in_turn, process, processes, seconds_of, small

@@ -9,7 +9,7 @@
             metrics.jsonl training.log
             bad_batch_step_5_rank_0.pt                    what a run that diverged was learning from
             tensorboard/ wandb/ wandb_id                  with --tensorboard, --wandb
-            retreat.json              of several ranks that ran out of memory: the micro-batch to go on with
+            retry.json                after a failed step: what is to be different when the run goes on
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
                                       meta.json           step, validation loss, config, SHA-256 of the files beside it
@@ -35,7 +35,7 @@ from runtime.config import BadInput, parse_json, read_json
 # they are replaced, so that they are never missing.
 KNOWN_BY = ("model.json", "config.json")
 WRITTEN = (*KNOWN_BY, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
-           "base.sha256", "base.partial", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
+           "base.sha256", "base.partial", "retry.json", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
            "checkpoints/step_" + 8 * "[0-9]", "checkpoints/partial", "tensorboard/events.out.tfevents.*")
 
 

@@ -7,6 +7,7 @@ import difflib
 import inspect
 import json
 import math
+import os
 import re
 import sys
 import traceback
@@ -65,6 +66,9 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
     check_paths(given, fields)
 
     values = {name: f.default for name, f in fields.items()}
+    started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0           # by torchrun's --max-restarts
+    if started_again and (Path(given.get("out_dir", values.get("out_dir", ""))) / "retry.json").exists():
+        given["init_from"] = "resume"        # as the ranks that failed have left word
     init_from = given.get("init_from", values.get("init_from", "scratch"))
     if init_from != "scratch" and (init_from == "resume" or saved_of):
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from

@@ -1,5 +1,4 @@
 """metrics.jsonl for programs, training.log and the terminal for people."""
-import atexit
 import importlib.util
 import json
 import os
@@ -23,12 +22,14 @@ class Log:
 
     def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None):
         self.main = distributed.is_main()
-        self.folder, self.writers, self.board = Path(out_dir), [], None
+        self.folder = Path(out_dir)
+        self.writers = []
+        self.board = None                    # TensorBoard's writer
+        self.wandb_run = None
         if resumed_step is not None:
             self.forget_after(resumed_step)
         if tensorboard and self.main:
             self.open_board(resumed_step)
-            atexit.register(lambda: self.board.close())
             self.writers.append(lambda step, numbers: [self.board.add_scalar(k, v, step) for k, v in numbers.items()])
         if wandb:
             distributed.on_main(lambda: self.open_wandb(config))
@@ -51,6 +52,7 @@ class Log:
             raise BadInput(f"--wandb could not start ({(str(e) or type(e).__name__).splitlines()[0]}): run 'wandb login', set "
                            "WANDB_MODE=offline, or leave it out.") from None
         path.write_text(run.id)
+        self.wandb_run = run
         self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
     def forget_after(self, step):
@@ -69,9 +71,20 @@ class Log:
                 continue
         write_atomically(path, "".join(line + "\n" for line in kept).encode())
 
+    def close(self):
+        if self.board:
+            self.board.close()
+        if self.wandb_run:
+            self.wandb_run.finish()
+
     def say(self, text):
         if self.main:
             print(text, flush=True)
+            self.append("training.log", text)
+
+    def note(self, text):
+        """Keep in training.log what is printed elsewhere."""
+        if self.main:
             self.append("training.log", text)
 
     def metrics(self, **values):

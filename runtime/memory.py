@@ -1,6 +1,5 @@
 """The micro-batch that fits: a rehearsal before the first step, arithmetic for machines and people."""
 import dataclasses
-import json
 import os
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime import checkpoint, distributed
-from runtime.config import BadInput, read_json
+from runtime import distributed
+from runtime.config import BadInput
 from runtime.guard import Failure
 
 GIB = 2**30
@@ -49,37 +48,6 @@ def check_weights(c, device):
 def smaller(micro_batch, share):
     """The largest micro-batch of at most half the size that cuts a rank's share of a step into equal parts."""
     return next(n for n in range(micro_batch // 2, 0, -1) if share % n == 0)
-
-
-def retreat(cfg, step, micro_batch, reason, say):
-    """The micro-batch with which to repeat a step that ran out of memory. Only one process can: of several, the others
-    already wait for this one's gradients, so it leaves the number to the run folder, and ends with Failure."""
-    world = distributed.world_size()
-    if micro_batch == 1:
-        raise Failure(f"Step {step + 1} ran out of memory with a micro-batch of one sequence ({reason}): go on from the last "
-                      "checkpoint with --gradient_checkpointing, or where more memory is free.")
-    less = smaller(micro_batch, cfg.sequences // world)
-    if world > 1:
-        what = f"Rank {distributed.rank()} ran out of memory at step {step + 1} ({reason})"
-        if not checkpoint.steps(cfg.out_dir):
-            raise Failure(f"{what}, before the first checkpoint: start again with --overwrite --batch_size={less} "
-                          f"--gradient_accumulation_steps={cfg.sequences // less}, which is the same step in smaller pieces.")
-        checkpoint.write_atomically(Path(cfg.out_dir) / "retreat.json",
-                                    json.dumps({"batch_size": cfg.batch_size, "micro_batch": less}).encode())
-        raise Failure(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with a micro-batch "
-                      f"of {less} instead of {micro_batch}.")
-    say(f"Step {step + 1} ran out of memory ({reason}): it is repeated with a micro-batch of {less} instead of {micro_batch}.")
-    return less
-
-
-def after_retreat(cfg, micro_batch):
-    """micro_batch, or the smaller one that a rank without memory left to the run folder."""
-    try:
-        left = read_json(Path(cfg.out_dir) / "retreat.json", "delete it")
-    except BadInput:
-        return micro_batch
-    less = left.get("micro_batch")
-    return less if left.get("batch_size") == cfg.batch_size and less in range(1, micro_batch) else micro_batch
 
 
 def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None):

@@ -5,7 +5,6 @@
 
 Knobs, as --key=value:
 """
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -97,4 +96,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)
