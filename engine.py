@@ -19,7 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import GPT, attend, merged, rotations
+from kernels import ATTENTION
+from model import GPT, merged, rotations
 from runtime import memory
 
 TOP_P_AMONG = 1024               # likeliest ids that top_p alone chooses from, where sorting a whole vocabulary would be slow
@@ -323,9 +324,9 @@ class Engine:
 
             def remember(keys, values):
                 def attention(q, k, v):
-                    q, k, v = (z.transpose(1, 2) for z in (q, k, v))
-                    keys[slots, :, :T], values[slots, :, :T] = k, v
-                    return attend(q, k, v, self.model.backend).transpose(1, 2)
+                    keys[slots, :, :T] = k.transpose(1, 2)
+                    values[slots, :, :T] = v.transpose(1, 2)
+                    return ATTENTION[self.model.backend](q, k, v)
                 return attention
             self.model.hidden(x, None, [remember(k, v) for k, v in zip(self.k, self.v)])
 
