@@ -255,7 +255,7 @@ def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
             if stop.received is not None:
                 break
         hand_over(wait=stop.received is None)              # what is not verified yet is sampled again
-        tokens = engine.now.tokens if engine.now else 0
+        tokens = engine.progress.tokens if engine.progress else 0
         return new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pool.counts}
 
 

@@ -274,7 +274,7 @@ def evaluate_task(cfg):
             total, began = cfg.num_samples * len(asked[distributed.rank()::distributed.world_size()]), time.perf_counter()
             with tqdm(total=total, desc=name, unit="answer", leave=False, disable=None if distributed.is_main() else True) as bar:
                 grades.append(ask(engine, tokenizer, questions, asked, pool, lambda now: bar.update(now.samples - bar.n)))
-            seconds, (tokens,) = time.perf_counter() - began, distributed.sum([engine.now.tokens])
+            seconds, (tokens,) = time.perf_counter() - began, distributed.sum([engine.progress.tokens])
             rows.append(accuracy(grades[-1]) | {
                 "model": name, "task": cfg.task, "split": split, "num_samples": cfg.num_samples, "temperature": cfg.temperature,
                 "few_shot": few_shot, "dtype": hw.sampling_format, "seconds": seconds, "tokens": int(tokens), "tokens_per_s": tokens / seconds})
