@@ -23,7 +23,6 @@ import json
 import re
 import shlex
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

@@ -27,7 +27,7 @@ from tqdm import tqdm
 import hf
 import tasks
 from engine import Engine, Sampling
-from rollout import Sampler, context_for, few_shot_of, requests_of, stop_strings_of, task_errors, unseen_questions
+from rollout import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of, task_errors, unseen_questions
 from runtime import config, distributed, examples, guard, hardware
 from runtime.accuracy import accuracy
 from runtime.checkpoint import write_atomically
@@ -264,27 +264,27 @@ class Share:
         }
 
 
-def sample(cfg, sampler, questions, requests, attempts, stop):
+def sample(cfg, pipeline, questions, requests, attempts, stop):
     """Draw this rank's missing samples, have them verified meanwhile, and log them. Returns (their records, what they cost).
     stop: guard.StopSignal, which ends it early; what is not verified by then is sampled again."""
     began = time.perf_counter()
     with attempts.part(distributed.rank()) as file:
-        share = Share(cfg, sampler.tokenizer, len(questions), attempts, file)
+        share = Share(cfg, pipeline.tokenizer, len(questions), attempts, file)
         with tqdm(total=share.to_come, desc="sampling", unit=" samples",
                   disable=None if distributed.is_main() else True) as bar:
             def show(progress):
-                errors = sampler.pool.counts["errors"]
+                errors = pipeline.pool.counts["errors"]
                 bar.set_postfix_str(f"{share.verified / max(1, len(share.new)):.0%} verified, {progress.tokens_per_s:,.0f} "
                                     f"tokens/s{f', {errors} errors' if errors else ''}", refresh=False)
                 bar.update(len(share.new) - bar.n)
-            for _ in sampler.sample(questions, share.missing(requests), show, grade_unfinished=False):
-                share.add(sampler.graded())
+            for _ in pipeline.sample(questions, share.missing(requests), show, grade_unfinished=False):
+                share.add(pipeline.graded())
                 if stop.received is not None:
                     break
-            share.add(sampler.graded(wait=stop.received is None))
+            share.add(pipeline.graded(wait=stop.received is None))
             bar.update(len(share.new) - bar.n)
-    tokens = sampler.engine.now.tokens if sampler.engine.now else 0
-    return share.new, {"tokens": tokens, "seconds": time.perf_counter() - began, **sampler.pool.counts}
+    tokens = pipeline.engine.progress.tokens if pipeline.engine.progress else 0
+    return share.new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pipeline.pool.counts}
 
 
 # --- the outcome ---
@@ -478,7 +478,7 @@ def main(argv):
     failure = None
     try:
         with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
-            new, cost = sample(cfg, Sampler(engine, pool, tokenizer, task), questions, requests, attempts, stop)
+            new, cost = sample(cfg, Pipeline(engine, pool, tokenizer, task), questions, requests, attempts, stop)
     except (ValueError, FloatingPointError, OSError) as e:
         failure = str(e)
     if stop.received is not None:

@@ -4,14 +4,20 @@
     for sample in engine.generate(Request(ids, num_samples=8, key=i) for i, ids in enumerate(prompts)):
         print(sample.request.key, sample.index, sample.ids, sample.reason)
 
-Shapes: B rows in flight, L layers, H query heads, K key/value heads, G = H/K queries a key head, D channels a head, C
-places of the cache that are read, V ids. The host launches steps and looks at their results every `poll` steps.
+Samples wait until slots are free. A prompt is computed once (prefill) and its keys and values are copied to
+the slots of its samples. All running rows are decoded together, a token a step. The host launches steps and
+polls the results every `poll` steps.
+
+Shapes: B running rows, L layers, H query heads, K key/value heads, G = H/K queries a key head, D channels a
+head, T positions of the cache.
 """
 import math
 import platform
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,46 +26,27 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import ATTENTION
+from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
 from model import GPT, merged, rotations
 from runtime import memory
+from sampler import Sampling, StopStrings, draw, stream, uniform
 
-TOP_P_AMONG = 1024               # likeliest ids that top_p alone chooses from, where sorting a whole vocabulary would be slow
-MOST_SLOTS = {"cpu": 512, "cuda": 512}                # where memory would allow for more
-GROUP, SORT_EVERY = 128, 32       # on a CPU: rows whose attention is computed together, looks after which rows are sorted by position
+GROUP = 128                                  # on a CPU: rows whose attention is computed together
+SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
+# On a GPU, of the fused kernels the one that takes a mask.
+SDPA_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
     ids: list                                # the prompt's token ids; or an array of them
     num_samples: int = 1
-    key: int = 0                             # names the question: a sample's noise depends on (seed, key, its index, position)
+    key: int = 0                             # names the question: noise depends on it, not on the ids
     max_new_tokens: int = 128
-    first_sample: int = 0                    # index of the first: samples of a question can be asked for in parts
+    first_sample: int = 0                    # index of the first: samples can be asked for in parts
 
     def __post_init__(self):
         object.__setattr__(self, "ids", [int(i) for i in self.ids])
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float = 1.0                 # 0: greedy
-    top_k: int | None = None                 # of so many likeliest ids
-    top_p: float = 1.0                       # of the likeliest ids that together reach it (Holtzman et al. 2020)
-    min_p: float = 0.0                       # of ids at least so likely, as a share of the likeliest (Nguyen et al. 2024)
-    stop: tuple = ()                         # token ids that end a sample; they are its last
-    stop_strings: tuple = ()                 # texts that end a sample, with the token that completes them
-    full_logprobs: bool = False              # also log-probabilities at T = 1 over all ids
-
-    def __post_init__(self):
-        object.__setattr__(self, "stop", tuple(self.stop))
-        if isinstance(self.stop_strings, str) or "" in self.stop_strings:
-            raise ValueError(f"stop_strings={self.stop_strings!r} should be a tuple of texts, none of them empty.")
-        for name, holds, needed in (("temperature", 0 <= self.temperature < math.inf, "at least 0"),
-                                    ("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None"),
-                                    ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1"),
-                                    ("min_p", 0 <= self.min_p <= 1, "from 0 to 1")):
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)} can't be sampled from: it must be {needed}.")
 
 
 @dataclass
@@ -67,7 +54,7 @@ class Sample:
     request: Request
     index: int                               # first_sample ... first_sample + num_samples - 1
     ids: list = field(default_factory=list)  # new token ids
-    logprobs: list = field(default_factory=list)       # of them, nats, under the distribution sampled from (greedy: at T = 1)
+    logprobs: list = field(default_factory=list)       # of ids, nats, as they were sampled (greedy: at T = 1)
     full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, if asked for
     reason: str = ""                         # stop | length
 
@@ -89,76 +76,26 @@ class Progress:
 
 
 @dataclass
-class Pending:
+class WaitingRequest:
     """A request some of whose samples have no slot yet."""
     request: Request
-    indices: deque                           # of the samples to come
-    slots: list = field(default_factory=list)          # given in this round
-    waits: bool = False                      # its keys and values are in the cache's last row
+    indices: deque                           # of the samples that wait
+    slots: list = field(default_factory=list)          # of samples that are being admitted
+    prefilled: bool = False                  # its keys and values are in the cache's last row
 
 
-# --- drawing ---
+class RowGroup(NamedTuple):
+    """Rows first ... last - 1 of a step, which read the first `length` positions of the cache."""
+    first: int
+    last: int
+    length: int
 
-def mix(x, part):
-    """A round of the counter-based generator splitmix64 (Steele et al. 2014) on int64, keyed with `part`."""
-    def shifted(x, bits):                    # right, as if int64 had no sign
-        return (x >> bits) & (2**(64 - bits) - 1)
-    x = (x ^ part) - 7046029254386353131
-    x = (x ^ shifted(x, 30)) * -4658895280553007687
-    x = (x ^ shifted(x, 27)) * -7723592293110705685
-    return x ^ shifted(x, 31)
-
-
-def stream(seed, key, index):
-    """The int64 that stands for a sample, elementwise; `uniform` draws from it."""
-    return mix(mix(mix(torch.zeros_like(index), seed), key), index)
-
-
-def uniform(stream, position):
-    """A float64 in (0, 1) for each element, which depends on nothing but the sample and the position."""
-    return (((mix(stream, position) >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
-
-
-def invert(p, u):
-    """The first id [B] at which the running sum of p [B, V] reaches the share u [B] of the whole. Of many ids first the block of 256,
-    then the id in it: running sums of all V in float64 would take three times as long."""
-    if p.shape[-1] <= 512:
-        upto = p.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(upto, u[:, None] * upto[:, -1:])[:, 0]
-    p = F.pad(p, (0, -p.shape[-1] % 256)).unflatten(1, (-1, 256))
-    upto = p.sum(-1).double().cumsum(-1)
-    target = (u * upto[:, -1])[:, None]
-    block = torch.searchsorted(upto, target).clamp_(max=upto.shape[1] - 1)             # NaN would be past the end
-    before = F.pad(upto, (1, 0)).gather(1, block)
-    inside = p.gather(1, block[..., None].expand(-1, -1, 256))[:, 0].double().cumsum(-1)
-    share = (target - before) / (upto.gather(1, block) - before)     # in (0, 1]: an id of probability 0 is never reached
-    return (block * 256 + torch.searchsorted(inside, share * inside[:, -1:]))[:, 0]
-
-
-def draw(logits, u, s):
-    """Ids [B] drawn from fp32 logits [B, V] by inverting the distribution at u [B], and their log-probabilities under it."""
-    if s.temperature == 0:
-        p, ids = logits.softmax(-1).max(-1)
-        return ids, p.log()
-    logits, candidates = (logits - logits.amax(-1, keepdim=True)) / s.temperature, None        # at most 0, however small T is
-    if s.top_k or s.top_p < 1:
-        total = None if s.top_k else logits.logsumexp(-1, keepdim=True)
-        logits, candidates = logits.topk(min(s.top_k or TOP_P_AMONG, logits.shape[-1]))          # in falling order
-        p = (logits - (logits.logsumexp(-1, keepdim=True) if total is None else total)).exp()
-        logits = logits.masked_fill(p.cumsum(-1) - p >= s.top_p, -math.inf)
-    if s.min_p:
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(s.min_p), -math.inf)
-    p = logits.softmax(-1)
-    ids = invert(p, u)[:, None].clamp_(max=p.shape[-1] - 1)
-    logprobs = p.gather(1, ids)[:, 0].log()
-    return (ids if candidates is None else candidates.gather(1, ids))[:, 0], logprobs
-
-
-# --- the engine ---
 
 class Packed(nn.Module):
-    """A linear layer whose weight lies in memory as oneDNN reads it: on a CPU, at 20 rows of SmolLM2-360M, 1.6 times the speed of
-    F.linear in bf16 and 2.7 times in fp32."""
+    """A linear layer whose weight lies in memory as oneDNN reads it.
+
+    On a CPU, at 20 rows of SmolLM2-360M, 1.6 times the speed of F.linear in bf16 and 2.7 times in fp32.
+    """
 
     def __init__(self, bias=None):
         super().__init__()
@@ -172,67 +109,66 @@ class Packed(nn.Module):
 
     @staticmethod
     def works(device, dtype):
-        return device.type == "cpu" and platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available() and (
-            dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+            return False
+        if not torch.backends.mkldnn.is_available():
+            return False
+        if dtype == torch.bfloat16:
+            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return dtype == torch.float32
 
 
-def bucket(n, least):
-    """n rounded up to a multiple of `least` and of an eighth to a quarter of n, so that there are few different ones."""
-    step = max(least, 2 ** max(0, n.bit_length() - 3))
-    return -(-n // step) * step
-
-
-def at_a_time(device):
-    """Tokens of prompts that are computed together, padding included: enough to keep the device busy."""
-    return {"cuda": 2**14}.get(device, 512)
-
-
-def cache_bytes(config, slots, context, dtype):
-    """Of keys and values: of the slots, and of one more, where a prompt waits for its other samples."""
-    return 2 * config.n_layer * (slots + 1) * config.n_kv_head * bucket(context, 64) * config.head_dim * dtype.itemsize
-
-
-def slots_that_fit(config, context, dtype, device, reserved=0):
-    """As many as nine tenths of the free memory hold, but for `reserved` bytes, with what a step and a prefill need beside the cache."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()                                       # what PyTorch holds back counts as free
-    beside = 4 * (config.n_head * config.head_dim + 2 * config.mlp_hidden + 4 * config.n_embd) * at_a_time(device.type)
-    a_slot = cache_bytes(config, 0, context, dtype) + 16 * config.padded_vocab_size
-    return max(1, min(MOST_SLOTS.get(device.type, 64), int((0.9 * (memory.available(device) - reserved) - beside) / a_slot) - 1))
-
+# --- the engine ---
 
 class Engine:
     """generate() is all there is to it; load() gives it new weights.
 
-    slots: rows in flight, None: as many as fit the free memory (MOST_SLOTS); context: longest prompt and completion together, in
-    tokens; dtype: of weights and cache; decode: ids -> text, needed for stop strings; poll: steps between two looks at the results;
-    deterministic: every product has the same shape whoever is in the batch, so that a sample is the same bit for bit, in company or
-    alone (at the same `slots` and `context`). Otherwise its noise is, and its log-probabilities are up to rounding: 1e-5 in fp32
-    without TF32; in bf16 now and then another token is drawn.
+    slots: rows in flight, None: as many as fit the free memory (MOST_SLOTS).
+    context: longest prompt and completion together, in tokens.
+    sampling: of calls of generate() that bring none.
+    dtype: of weights and cache.
+    decode: ids -> text, needed for stop strings.
+    poll: steps between two polls of the results.
+    deterministic: every product has the same shape whoever is in the batch, so that a sample is the same bit
+    for bit, in company or alone (at the same `slots` and `context`). Otherwise its noise is, and its
+    log-probabilities are up to rounding: 1e-5 in fp32 without TF32; in bf16 now and then another token is
+    drawn.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None, deterministic=False, decode=None, poll=None,
-                 cuda_graphs=True):
-        self.c, self.device = model.config, model.head_weight.device
-        self.dtype, self.seed = dtype or model.head_weight.dtype, seed
-        self.sampling, self.decode = sampling or Sampling(), decode
-        self.default = self.sampling
-        if self.sampling.stop_strings and not decode:
-            raise ValueError("Stop strings need the function that turns ids into text: give Engine decode=tokenizer.decode.")
-        self.tail = max(map(len, map(str.encode, self.sampling.stop_strings)), default=0) + 3        # ids: none is shorter than a byte
-        self.context, self.deterministic = min(self.c.block_size if context is None else context, self.c.block_size), deterministic
+    def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None,
+                 deterministic=False, decode=None, poll=None, cuda_graphs=True):
+        self.config = model.config
+        self.device = model.head_weight.device
+        self.dtype = dtype or model.head_weight.dtype
+        self.seed = seed
+        self.decode = decode
+        self.sampling = sampling or Sampling()
+        self.check_sampling(self.sampling)
+        self.stop_strings = {}               # StopStrings of all calls, by their texts
+        block_size = self.config.block_size
+        self.context = block_size if context is None else min(context, block_size)
+        self.deterministic = deterministic
         cuda = self.device.type == "cuda"
-        self.grows = self.device.type == "cpu" and not deterministic   # the cache's rows, with what they hold
-        self.poll, self.cuda_graphs = (8 if cuda else 1) if poll is None else poll, cuda and cuda_graphs
+        default_poll = 8 if cuda else 1
+        self.poll = default_poll if poll is None else poll
+        self.cuda_graphs = cuda and cuda_graphs
+        self.capture_stream = torch.cuda.Stream(self.device) if cuda else None
         if self.poll < 1 or self.context < 2 or slots is not None and slots < 1:
-            raise ValueError(f"slots={slots} and poll={self.poll} must be at least 1, and context={self.context} at least 2.")
-        self.side = torch.cuda.Stream(self.device) if cuda else None   # where graphs are recorded
-        self.now = None                                                # Progress of the generate() whose rows are in the slots
+            raise ValueError(f"slots={slots} and poll={self.poll} must be at least 1, "
+                             f"and context={self.context} at least 2.")
+        self.progress = None                 # of the generate() whose rows are in the slots
+        self.build_model()
+        self.load(model)
+        if slots is None:
+            slots = slots_that_fit(self.config, self.context, self.dtype, self.device)
+        self.allocate(slots)
 
-        short = self.device.type == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024
+    def build_model(self):
+        """Make a model of the engine's own, whose weights load() fills in."""
+        short_in_bf16 = self.device.type == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024
         with torch.device("meta"):
-            self.model = GPT(self.c, "math" if short else "sdpa")
+            self.model = GPT(self.config, "math" if short_in_bf16 else "sdpa")
         self.head = Packed() if Packed.works(self.device, self.dtype) else None
         if self.head:
             self.model.head = None
@@ -240,373 +176,491 @@ class Engine:
                 if isinstance(module, nn.Linear):
                     self.model.set_submodule(name, Packed(module.bias))
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
-        self.model.cos, self.model.sin = (None if t is None else t.to(self.device, self.dtype) for t in rotations(self.c))
-        self.load(model)
-        self.allocate(slots_that_fit(self.c, self.context, self.dtype, self.device) if slots is None else slots)
+        tables = (None if t is None else t.to(self.device, self.dtype) for t in rotations(self.config))
+        self.model.cos, self.model.sin = tables
 
     @torch.no_grad()
     def load(self, model):
-        """Take over the weights of a model of the same shape, adapters merged in fp32. Graphs stay valid; a generate() that has
-        not come to its end can't go on, since its keys and values are the old weights'."""
-        weights, self.now = merged(model), None
+        """Take over the weights of a model of the same shape, adapters merged in fp32.
+
+        Graphs stay valid; a generate() that has not come to its end can't go on: its keys and values are the
+        old weights'.
+        """
+        self.progress = None
+        weights = merged(model)
         in_blocks = sum(weight.numel() for name, weight in weights.items() if name.startswith("blocks."))
-        self.weight_bytes = self.dtype.itemsize * (in_blocks + model.head_weight.numel())            # that a step reads
-        for name, mine in self.model.named_parameters():
-            mine.copy_(weights[name])
+        in_step = in_blocks + model.head_weight.numel()
+        self.weight_bytes = self.dtype.itemsize * in_step
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
         for name, module in self.model.named_modules():
             if isinstance(module, Packed):
                 module.pack(weights[f"{name}.weight"].to(self.dtype))
         if self.head:
             self.head.pack(model.head_weight.detach().to(self.dtype))
 
-    # --- memory ---
-
     def allocate(self, slots):
-        """Cache [L, slots + 1, K, T, D] and the state of each slot; of half the slots if they don't fit."""
-        self.slots, c, T = slots, self.c, bucket(self.context, 64)
-        self.graphs, self.k, self.v, self.room = {}, None, None, None
-        if self.device.type == "cuda":
+        """Make the cache and the state of each slot; of half the slots if they don't fit."""
+        self.slots = slots
+        self.graphs = {}
+        self.cache = None
+        device = self.device
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-        shape = (c.n_layer, slots + 1, c.n_kv_head, T, c.head_dim)
+        grows = device.type == "cpu" and not self.deterministic
         try:
-            self.room = torch.zeros(2, math.prod(shape), dtype=self.dtype, device=self.device)
+            self.cache = KVCache(self.config, slots, self.context, self.dtype, device, grows)
         except Exception as e:
             if slots == 1 or not memory.is_out_of_memory(e):
                 raise
-        if self.room is None:
+        if self.cache is None:
             return self.allocate(slots // 2)
-        self.lay_out(T)
 
-        def numbers(*shape, dtype=torch.long):
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        self.state = numbers(2, slots)                                 # newest token, its position
-        # The sample's noise at each position, drawn when it gets its slot: in a step that would be twenty small kernels.
-        self.noise = torch.zeros(slots, self.context, dtype=torch.float64, device="cpu" if self.device.type == "mps" else self.device)
-        self.places = torch.arange(T, device=self.device)
-        self.seen, self.unseen = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=self.device)
-        self.tick = numbers(1)                                         # steps since the last look, whose results these are:
-        self.new_ids, self.new_logprobs = numbers(self.poll, slots), numbers(self.poll, 2, slots, dtype=torch.float32)
-        # The host's notes of each slot: tokens of the prompt, new ones so far, new ones at most; what they are.
-        self.prompt, self.count, self.limit = np.zeros((3, slots), dtype=np.int64)
-        self.ids = np.zeros((slots, self.context + self.poll), dtype=np.int64)
-        self.logprobs = np.zeros((slots, 2, self.context + self.poll), dtype=np.float32)
-        self.last_characters = np.full(c.vocab_size, -1, dtype=np.int8)          # what may_complete has found out; -1: nothing yet
+        # Of each row the newest token and its position.
+        self.state = torch.zeros(2, slots, dtype=torch.long, device=device)
+        # A sample's noise at each position, drawn when it gets its slot: in a step it takes twenty kernels.
+        noise_device = "cpu" if device.type == "mps" else device
+        self.noise = torch.zeros(slots, self.context, dtype=torch.float64, device=noise_device)
+        self.cache_positions = torch.arange(self.cache.longest, device=device)
+        self.mask_values = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=device)
+        # The number of steps since the last poll, and what they drew.
+        self.step_index = torch.zeros(1, dtype=torch.long, device=device)
+        self.step_ids = torch.zeros(self.poll, slots, dtype=torch.long, device=device)
+        self.step_logprobs = torch.zeros(self.poll, 2, slots, dtype=torch.float32, device=device)
+        # On the host: tokens of each row's prompt, new ones so far, new ones at most; what they are.
+        self.prompt_tokens = np.zeros(slots, dtype=np.int64)
+        self.new_tokens = np.zeros(slots, dtype=np.int64)
+        self.max_new_tokens = np.zeros(slots, dtype=np.int64)
+        columns = self.context + self.poll
+        self.ids = np.zeros((slots, columns), dtype=np.int64)
+        self.logprobs = np.zeros((slots, 2, columns), dtype=np.float32)
+
+    def row_arrays(self):
+        """Return what is kept of each slot beside the cache, slots first."""
+        on_device = [self.state.T, self.noise]
+        on_host = [self.prompt_tokens, self.new_tokens, self.max_new_tokens, self.ids, self.logprobs]
+        return on_device + on_host
 
     def bytes_read(self, lengths):
-        """What the last generate() had to read at least: the weights in each step, and for each token the keys and values of those before
-        it. lengths: of its samples, (prompt, new tokens)."""
-        return self.now.steps * self.weight_bytes + cache_bytes(self.c, 0, 64, self.dtype) / 64 * sum(n * p + n * (n + 1) / 2 for p, n in lengths)
+        """Return what the last generate() had to read at least, for samples of lengths (prompt, new tokens).
 
-    def lay_out(self, T, kept=0):
-        """The cache with T places a row, in the memory that is there for the longest; the first `kept` of each stay. A CPU reads whole rows
-        in bf16 faster than parts of them, so there they grow with what is read (NOTES.md)."""
-        c = self.c
-        shape = (2, c.n_layer, self.slots + 1, c.n_kv_head, T, c.head_dim)
-        wider = self.room[:, :math.prod(shape[1:])].view(shape)
-        if kept:
-            for new, old in zip(wider, (self.k, self.v)):
-                for layer in reversed(range(c.n_layer)):               # a layer comes to lie where those behind it lay
-                    new[layer, :, :, :kept] = old[layer, :, :, :kept].clone()
-        self.k, self.v = wider
-        self.place = torch.arange(self.slots * c.n_kv_head, device=self.device).view(self.slots, -1) * T       # where a key head's row begins
+        That is the weights in each step, and for each token the keys and values of those before it.
+        """
+        positions = sum(new * prompt + new * (new + 1) / 2 for prompt, new in lengths)
+        per_position = cache_bytes(self.config, 0, 64, self.dtype) / 64
+        return self.progress.steps * self.weight_bytes + per_position * positions
 
     # --- on the device ---
 
     def prefill(self, prompts):
-        """Keys and values of prompts (slot, ids), those of about the same length together, into their slots."""
-        prompts = sorted((p for p in prompts if p[1]), key=lambda p: len(p[1]))
+        """Compute keys and values of prompts (slot, ids), some of about the same length at a time."""
+        prompts = [prompt for prompt in prompts if prompt[1]]
+        prompts.sort(key=lambda prompt: len(prompt[1]))
         while prompts:
             T = len(prompts[-1][1])
-            n = 1 if self.deterministic else max(1, at_a_time(self.device.type) // T)
-            prompts, group = prompts[:-n], prompts[-n:]
-            x = torch.tensor([ids + [0] * (T - len(ids)) for _, ids in group], device=self.device)     # causal rows never see padding
-            slots = torch.tensor([slot for slot, _ in group], device=self.device)
+            n = 1 if self.deterministic else max(1, prefill_tokens(self.device.type) // T)
+            batch = prompts[-n:]
+            prompts = prompts[:-n]
+            padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal rows never see padding
+            x = torch.tensor(padded, device=self.device)
+            slots = torch.tensor([slot for slot, _ in batch], device=self.device)
+            layers = zip(self.cache.k, self.cache.v)
+            self.model.hidden(x, None, [partial(self.prefill_attention, layer, slots) for layer in layers])
 
-            def remember(keys, values):
-                def attention(q, k, v):
-                    keys[slots, :, :T] = k.transpose(1, 2)
-                    values[slots, :, :T] = v.transpose(1, 2)
-                    return ATTENTION[self.model.backend](q, k, v)
-                return attention
-            self.model.hidden(x, None, [remember(k, v) for k, v in zip(self.k, self.v)])
+    def prefill_attention(self, layer, slots, q, k, v):
+        """Attend with q [B, T, H, D] to k and v [B, T, K, D], and write these to a layer's (keys, values)."""
+        for cache, new in zip(layer, (k, v)):
+            cache[slots, :, :new.shape[1]] = new.transpose(1, 2)
+        return ATTENTION[self.model.backend](q, k, v)
 
-    def copy(self, source, slots, n):
-        """The first n keys and values of a slot to other slots."""
-        for cache in (self.k, self.v):
-            cache[:, slots, :, :n] = cache[:, source, None, :, :n].clone()
-
-    def step(self, B, groups):
-        """One more token of rows 0 ... B-1. groups: (first row, last row + 1, places of the cache that these rows read). Nothing here
-        waits for the device."""
-        token, position = self.state[:, :B]
-        biases = [self.bias(position[first:last], C) for first, last, C in groups]
-        where = (self.place[:B] + position[:, None]).flatten()
-        caches = [self.remembered(k, v, groups, where, biases) for k, v in zip(self.k, self.v)]
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):         # of the fused kernels the one that takes a mask
-            h = self.model.hidden(token[:, None], position[:, None], caches)[:, 0]
+    def decode_step(self, B, groups, sampling):
+        """Draw one more token of rows 0 ... B-1, in RowGroups. Nothing here waits for the device."""
+        tokens, positions = self.state[:, :B]
+        masks = [self.mask(positions[group.first:group.last], group.length) for group in groups]
+        write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
+        layers = zip(self.cache.k, self.cache.v)
+        attention = [partial(self.decode_attention, layer, write_at, groups, masks) for layer in layers]
+        with sdpa_kernel(SDPA_WITH_MASK):
+            h = self.model.hidden(tokens[:, None], positions[:, None], attention)[:, 0]
         logits = self.model.logits(h, self.head)
-        if self.device.type == "mps":                                  # which has no float64
+        if self.device.type == "mps":                        # which has no float64
             logits = logits.cpu()
-        noise = self.noise[:B].gather(1, position[:, None].to(self.noise.device))[:, 0]
-        ids, logprobs = draw(logits, noise, self.sampling)
-        full = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(-1) if self.sampling.full_logprobs else logprobs
-        self.new_ids[:, :B].index_copy_(0, self.tick, ids[None].to(self.device))
-        self.new_logprobs[:, :, :B].index_copy_(0, self.tick, torch.stack((logprobs, full))[None].to(self.device))
-        token.copy_(ids)
-        position.add_(1).clamp_(max=self.context - 1)                  # a row that is over runs on until the next look
-        self.tick += 1
+        noise = self.noise[:B].gather(1, positions[:, None].to(self.noise.device))[:, 0]
+        ids, logprobs = draw(logits, noise, sampling)
+        full_logprobs = logprobs
+        if sampling.full_logprobs:
+            full_logprobs = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(-1)
+        both = torch.stack((logprobs, full_logprobs))
+        self.step_ids[:, :B].index_copy_(0, self.step_index, ids[None].to(self.device))
+        self.step_logprobs[:, :, :B].index_copy_(0, self.step_index, both[None].to(self.device))
+        tokens.copy_(ids)
+        positions.add_(1).clamp_(max=self.context - 1)       # a row that is over runs on until the next poll
+        self.step_index += 1
 
-    def bias(self, position, C):
-        """-inf for the places past each row's position, else 0: [B, K, G, C], on a CPU [B K, G, C]."""
-        B, K, G = len(position), self.c.n_kv_head, self.c.n_head // self.c.n_kv_head
-        bias = torch.where(self.places[:C] > position[:, None], self.unseen, self.seen)[:, None, None].expand(B, K, G, C)
-        return bias.flatten(0, 1) if self.device.type == "cpu" else bias
+    def mask(self, positions, length):
+        """Return what is added to scores of rows at positions [B]: -inf for keys past them, else 0.
 
-    def remembered(self, keys, values, groups, where, biases):
-        """Attention of a layer in a step. The G queries of a key head are the rows of one product: its cache is read once and
-        not repeated. On a CPU the products are written out: in bf16 at least twice the speed of PyTorch's fused kernel (NOTES.md)."""
-        K, D = keys.shape[1], keys.shape[3]
+        [B, K, G, length], on a CPU [B K, G, length].
+        """
+        K = self.config.n_kv_head
+        G = self.config.n_head // K
+        zero, minus_infinity = self.mask_values
+        mask = torch.where(self.cache_positions[:length] > positions[:, None], minus_infinity, zero)
+        mask = mask[:, None, None].expand(-1, K, G, -1)
+        return mask.flatten(0, 1) if self.device.type == "cpu" else mask
 
-        def of_group(q, first, last, C, bias):
-            q, k, v = q[first:last].reshape(last - first, K, -1, D), keys[first:last, :, :C], values[first:last, :, :C]
-            if self.device.type != "cpu":
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).reshape(last - first, 1, -1, D)
-            q, k, v = (z.flatten(0, 1) for z in (q, k, v))
-            if self.dtype == torch.bfloat16:                           # whose products of parts of rows take several times as long
-                k, v = k.contiguous(), v.contiguous()
-            scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=D**-0.5)
-            return scores.softmax(-1).bmm(v).view(last - first, 1, -1, D)
+    def decode_attention(self, layer, write_at, groups, masks, q, k, v):
+        """Write k and v [B, 1, K, D] to a layer's (keys, values), and attend to these with q [B, 1, H, D]."""
+        for cache, new in zip(layer, (k, v)):
+            D = new.shape[3]
+            cache.view(-1, D).index_copy_(0, write_at, new.reshape(-1, D))
+        parts = []
+        for group, mask in zip(groups, masks):
+            rows = slice(group.first, group.last)
+            keys, values = (cache[rows, :, :group.length] for cache in layer)
+            parts.append(self.group_attention(q[rows], keys, values, mask))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-        def attention(q, k, v):
-            for cache, new in ((keys, k), (values, v)):
-                cache.view(-1, D).index_copy_(0, where, new.reshape(-1, D))
-            parts = [of_group(q, *group, bias) for group, bias in zip(groups, biases)]
-            return torch.cat(parts) if parts[1:] else parts[0]
-        return attention
+    def group_attention(self, q, keys, values, mask):
+        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D].
 
-    def launch(self, B, groups):
-        """A step; on a GPU as a CUDA graph, recorded when its shape comes for the first time."""
+        The G queries of a key head are the rows of one product: its cache is read once and not repeated.
+        On a CPU the products are written out: in bf16 at least twice the speed of PyTorch's fused kernel
+        (NOTES.md).
+        """
+        B, K, _, D = keys.shape
+        q = q.reshape(B, K, -1, D)
+        if self.device.type != "cpu":
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(B, 1, -1, D)
+        q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
+        if self.dtype == torch.bfloat16:     # whose products of parts of rows take several times as long
+            keys = keys.contiguous()
+            values = values.contiguous()
+        scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=D**-0.5)
+        return scores.softmax(-1).bmm(values).view(B, 1, -1, D)
+
+    def launch(self, B, groups, sampling):
+        """Run decode_step; on a GPU as a CUDA graph, recorded when its shape comes for the first time."""
         if not self.cuda_graphs:
-            return self.step(B, groups)
-        key = B, groups, self.sampling
+            return self.decode_step(B, groups, sampling)
+        key = (B, groups, sampling)
         with torch.cuda.device(self.device):
             if key not in self.graphs:
-                before, graph = (self.state.clone(), self.tick.clone()), torch.cuda.CUDAGraph()
-                self.side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self.side):                     # a first run, in which libraries set themselves up
-                    self.step(B, groups)
-                torch.cuda.current_stream().wait_stream(self.side)
-                pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-                with torch.cuda.graph(graph, pool=pool, stream=self.side, capture_error_mode="thread_local"):
-                    self.step(B, groups)
-                self.state.copy_(before[0])
-                self.tick.copy_(before[1])
-                self.graphs[key] = graph
+                self.graphs[key] = self.capture(B, groups, sampling)
             self.graphs[key].replay()
+
+    def capture(self, B, groups, sampling):
+        """Record decode_step as a CUDA graph, and leave what it reads as it was."""
+        state = self.state.clone()
+        step_index = self.step_index.clone()
+        graph = torch.cuda.CUDAGraph()
+        self.capture_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.capture_stream):       # a first run, in which libraries set themselves up
+            self.decode_step(B, groups, sampling)
+        torch.cuda.current_stream().wait_stream(self.capture_stream)
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        with torch.cuda.graph(graph, pool, self.capture_stream, capture_error_mode="thread_local"):
+            self.decode_step(B, groups, sampling)
+        self.state.copy_(state)
+        self.step_index.copy_(step_index)
+        return graph
 
     # --- on the host ---
 
     @torch.inference_mode()
     def generate(self, requests, progress=None, sampling=None):
-        """Yield Samples as they finish. Requests are drawn from the iterable when slots are free, and no sooner. progress is
-        called with a Progress after each look. Out of memory, it goes on with half the slots and begins the samples in flight
-        again; their noise makes them the same."""
-        self.sampling = sampling or self.default
-        requests, todo, rows, left = iter(requests), deque(), [], {}           # rows[i] is the Sample in slot i
-        self.looks = 0                                                 # at results
-        if self.grows:
-            self.lay_out(16)
-        self.now = now = Progress(self.slots, in_flight=lambda: [
-            (row, self.ids[i, :self.count[i]].tolist()) for i, row in enumerate(rows) if row])
+        """Yield Samples as they finish.
+
+        requests: drawn from the iterable when slots are free, and no sooner.
+        progress: called with a Progress after each poll.
+        sampling: of this call; None: the engine's.
+        Out of memory, it goes on with half the slots and begins the samples in flight again; their noise
+        makes them the same.
+        """
+        sampling = sampling or self.sampling
+        self.check_sampling(sampling)
+        requests = iter(requests)
+        waiting = deque()                    # of WaitingRequests
+        rows = []                            # rows[i] is the Sample in slot i
+        unfinished = {}                      # number of samples, by request
+        counters = Progress(self.slots, in_flight=partial(self.in_flight, rows))
+        self.progress = counters
+        self.polls = 0
+        if self.cache.grows:
+            self.cache.resize(16)
         while True:
-            self.ask(requests, todo, self.slots - sum(row is not None for row in rows))
+            self.enqueue(requests, waiting, self.slots - sum(row is not None for row in rows))
+            out_of_memory = False
             try:
-                self.fill(rows, todo)
+                self.admit(rows, waiting)
                 if not rows:
                     return
-                results = self.advance(rows)
+                ids, logprobs = self.run_steps(rows, sampling)
             except Exception as e:
                 if self.slots == 1 or not memory.is_out_of_memory(e):
                     raise
-                results = None
-            if results is None:                                        # by now the exception, with all it held, is gone
-                again = {}
-                for request, index in [(row.request, row.index) for row in rows if row] + [(p.request, i) for p in todo for i in p.indices]:
-                    again.setdefault(request, Pending(request, deque())).indices.append(index)
-                todo = deque(again.values())
+                out_of_memory = True
+            if out_of_memory:                # by now the exception, with all it held, is gone
+                waiting = requeue(rows, waiting)
                 rows.clear()
                 self.allocate(self.slots // 2)
-                now.slots = self.slots
+                counters.slots = self.slots
                 continue
-            finished = self.collect(rows, *results)
+            finished = self.collect(rows, ids, logprobs, sampling)
             for sample in finished:
-                left[sample.request] = left.get(sample.request, sample.request.num_samples) - 1
-                now.requests += left[sample.request] == 0 and left.pop(sample.request) == 0
-            now.samples, now.busy = now.samples + len(finished), len(rows) - len(finished)
+                request = sample.request
+                unfinished[request] = unfinished.get(request, request.num_samples) - 1
+                if unfinished[request] == 0:
+                    del unfinished[request]
+                    counters.requests += 1
+            counters.samples += len(finished)
+            counters.busy = len(rows) - len(finished)
             if progress:
                 with torch.inference_mode(False):
-                    progress(now)
+                    progress(counters)
             yield from finished
-            if self.now is not now:
-                raise RuntimeError("Another generate() or a load() has taken over this engine's slots: let one finish before the next, "
-                                   "or make two engines.")
+            if self.progress is not counters:
+                raise RuntimeError("Another generate() or a load() has taken over this engine's slots: "
+                                   "let one finish before the next, or make two engines.")
+
+    def in_flight(self, rows):
+        return [(row, self.ids[i, :self.new_tokens[i]].tolist()) for i, row in enumerate(rows) if row]
 
     def check(self, request):
-        """ValueError with one sentence for what can't be sampled."""
-        n, ids = len(request.ids), request.ids
+        """Raise ValueError with one sentence for what can't be sampled."""
+        n = len(request.ids)
         if not 0 < n < self.context:
-            raise ValueError(f"A prompt of {n} tokens can't be continued: give 1 to {self.context - 1}, the context being {self.context}.")
-        if min(ids) < 0 or max(ids) >= self.c.vocab_size:
-            raise ValueError(f"A prompt has the token id {max(ids) if min(ids) >= 0 else min(ids)}, and the model's end at "
-                             f"{self.c.vocab_size - 1}: encode it with the model's tokenizer.")
-        if not all(-2**63 <= n < 2**63 for n in (request.key, self.seed)):
+            raise ValueError(f"A prompt of {n} tokens can't be continued: give 1 to {self.context - 1}, "
+                             f"the context being {self.context}.")
+        smallest = min(request.ids)
+        extreme = smallest if smallest < 0 else max(request.ids)
+        last = self.config.vocab_size - 1
+        if not 0 <= extreme <= last:
+            raise ValueError(f"A prompt has the token id {extreme}, and the model's end at {last}: "
+                             "encode it with the model's tokenizer.")
+        if not all(-2**63 <= number < 2**63 for number in (request.key, self.seed)):
             raise ValueError(f"key={request.key} and seed={self.seed} must fit 64 bits.")
         if request.num_samples < 1 or request.max_new_tokens < 1:
-            raise ValueError(f"num_samples={request.num_samples} and max_new_tokens={request.max_new_tokens} must be at least 1.")
+            raise ValueError(f"num_samples={request.num_samples} and max_new_tokens={request.max_new_tokens} "
+                             "must be at least 1.")
 
-    def ask(self, requests, todo, free):
-        """Requests from the caller until their samples fill the free slots; its code is no part of inference mode."""
+    def check_sampling(self, sampling):
+        if sampling.stop_strings and not self.decode:
+            raise ValueError("Stop strings need the function that turns ids into text: give Engine "
+                             "decode=tokenizer.decode.")
+
+    def enqueue(self, requests, waiting, free):
+        """Take Requests until their samples fill the free slots; their code is no part of inference mode."""
         with torch.inference_mode(False):
-            while sum(len(p.indices) for p in todo) < free and (request := next(requests, None)) is not None:
+            while sum(len(pending.indices) for pending in waiting) < free:
+                request = next(requests, None)
+                if request is None:
+                    return
                 self.check(request)
-                todo.append(Pending(request, deque(range(request.first_sample, request.first_sample + request.num_samples))))
+                first = request.first_sample
+                waiting.append(WaitingRequest(request, deque(range(first, first + request.num_samples))))
 
-    def fill(self, rows, todo):
-        """Samples into free slots. A prompt is computed without its last token, which is the samples' first step; in one slot,
-        from where it is copied to the others, and to the cache's last row if more are to come."""
-        placed = []
-        for slot in [i for i, row in enumerate(rows) if row is None] + list(range(len(rows), self.slots)):
-            if not todo:
+    def admit(self, rows, waiting):
+        """Move waiting samples into free slots.
+
+        A prompt is computed without its last token, which is the samples' first step; in one slot, from where
+        it is copied to the others, and to the cache's last row if more samples are to come.
+        """
+        admitted = self.assign_slots(rows, waiting)
+        self.cache.fit(max((len(pending.request.ids) for pending in admitted), default=0))
+        new = [pending for pending in admitted if not pending.prefilled]
+        self.prefill([(pending.slots[0], pending.request.ids[:-1]) for pending in new])
+        slots = []
+        for pending in admitted:
+            self.copy_prompt(pending)
+            slots += pending.slots
+            pending.slots.clear()
+        if slots:
+            self.start(rows, slots)
+        self.compact(rows)
+
+    def copy_prompt(self, pending):
+        """Copy a prompt's keys and values to all slots of its samples."""
+        last_row = self.slots
+        source = last_row if pending.prefilled else pending.slots[0]
+        targets = pending.slots + [last_row] if pending.indices else pending.slots
+        targets = [slot for slot in targets if slot != source]
+        if targets:
+            self.cache.copy(source, targets, len(pending.request.ids) - 1)
+        pending.prefilled = bool(pending.indices)
+
+    def assign_slots(self, rows, waiting):
+        """Put waiting samples into free slots of rows; return the WaitingRequests that they are of."""
+        admitted = []
+        free = [i for i, row in enumerate(rows) if row is None]
+        free += range(len(rows), self.slots)
+        for slot in free:
+            if not waiting:
                 break
-            pending = todo[0]
-            rows[slot:slot + 1] = [Sample(pending.request, pending.indices.popleft())]
+            pending = waiting[0]
+            sample = Sample(pending.request, pending.indices.popleft())
+            rows[slot:slot + 1] = [sample]   # in place of None, or behind the last
+            if not pending.slots:
+                admitted.append(pending)
             pending.slots.append(slot)
-            if len(pending.slots) == 1:
-                placed.append(pending)
             if not pending.indices:
-                todo.popleft()
-        if placed:
-            self.reach(max(len(p.request.ids) for p in placed))
-        self.prefill([(p.slots[0], p.request.ids[:-1]) for p in placed if not p.waits])
-        for p in placed:
-            source = self.slots if p.waits else p.slots[0]
-            targets = [slot for slot in p.slots + [self.slots] * bool(p.indices) if slot != source]
-            if targets:
-                self.copy(source, targets, len(p.request.ids) - 1)
-            p.waits = bool(p.indices)
-        if placed:
-            slots = [slot for p in placed for slot in p.slots]
-            new = torch.tensor([[r.request.ids[-1], len(r.request.ids) - 1, r.request.key, r.index] for r in (rows[s] for s in slots)]).T
-            self.state[:, torch.tensor(slots, device=self.device)] = new[:2].to(self.device)
-            first, last = int(new[1].min()), min(self.context, max(len(p.request.ids) + p.request.max_new_tokens for p in placed))
-            noise = uniform(stream(self.seed, new[2], new[3])[:, None], torch.arange(first, last))
-            self.noise[torch.tensor(slots, device=self.noise.device), first:last] = noise.to(self.noise.device)
-            for p in placed:
-                n = len(p.request.ids)
-                self.prompt[p.slots], self.count[p.slots], self.limit[p.slots] = n, 0, min(p.request.max_new_tokens, self.context - n)
-                p.slots.clear()
-        while None in rows:                                            # nothing to put there: the last row moves up
-            last = rows.pop()
-            if last is not None:
-                i, last_slot = rows.index(None), len(rows)
-                rows[i] = last
-                self.copy(last_slot, [i], self.prompt[last_slot] + self.count[last_slot])
-                for notes in self.notes():
-                    notes[i] = notes[last_slot]
+                waiting.popleft()
+        return admitted
 
-    def notes(self):
-        """What is kept of each slot beside the cache, slots first."""
-        return self.state.T, self.noise, self.prompt, self.count, self.limit, self.ids, self.logprobs
+    def start(self, rows, slots):
+        """Set the state of these slots to the beginning of their samples."""
+        samples = [rows[slot] for slot in slots]
+        requests = [sample.request for sample in samples]
+        lengths = np.array([len(request.ids) for request in requests])
+        limits = np.array([request.max_new_tokens for request in requests])
+        self.prompt_tokens[slots] = lengths
+        self.new_tokens[slots] = 0
+        self.max_new_tokens[slots] = np.minimum(limits, self.context - lengths)
 
-    def reach(self, n):
-        """Room for n places a row, where they grow."""
-        T = self.k.shape[3]
-        if self.grows and n > T:
-            self.lay_out(min(bucket(n, 16), bucket(self.context, 64)), T)
+        tokens = torch.tensor([request.ids[-1] for request in requests])
+        state = torch.stack((tokens, torch.from_numpy(lengths - 1)))
+        self.state[:, torch.tensor(slots, device=self.device)] = state.to(self.device)
 
-    def shape(self, needed):
-        """(B, groups) of a step of rows that need so many places of the cache each (a list or array). On a CPU, where attention takes most of a
-        small model's step, they are in groups that read no more than their furthest row needs."""
-        needed = np.asarray(needed)                                    # Python's max takes 27 us longer of 512 (a Zen 5 core)
-        self.reach(int(needed.max()))
-        T, B = self.k.shape[3], len(needed)
-        if self.deterministic:
-            return self.slots, ((0, self.slots, T),)
-        if self.cuda_graphs:
-            B = min(self.slots, 1 << (B - 1).bit_length())
-            return B, ((0, B, min(T, bucket(int(needed.max()), 64))),)
-        together, groups = GROUP if self.device.type == "cpu" else B, []
-        for first in range(0, B, together):
-            C = bucket(int(needed[first:first + together].max()), 16)
-            whole = T <= C or self.dtype != torch.float32 and T <= 1.5 * C       # in bf16 a part is slower than a little more
-            groups.append((first, min(first + together, B), T if whole else C))
-        return B, tuple(groups)
+        keys = torch.tensor([request.key for request in requests])
+        indices = torch.tensor([sample.index for sample in samples])
+        first = int(lengths.min()) - 1
+        last = min(self.context, int((lengths + limits).max()))
+        noise = uniform(stream(self.seed, keys, indices)[:, None], torch.arange(first, last))
+        noise = noise.to(self.noise.device)
+        self.noise[torch.tensor(slots, device=noise.device), first:last] = noise
+
+    def compact(self, rows):
+        """Move the last rows up into slots that no sample waits for."""
+        while None in rows:
+            sample = rows.pop()
+            if sample is None:
+                continue
+            source = len(rows)
+            target = rows.index(None)
+            rows[target] = sample
+            self.cache.copy(source, [target], self.prompt_tokens[source] + self.new_tokens[source])
+            for array in self.row_arrays():
+                array[target] = array[source]
+
+    def run_steps(self, rows, sampling):
+        """Decode until the next poll; return ids [B, steps] and log-probabilities [B, 2, steps]."""
+        B = len(rows)
+        steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
+        self.polls += 1
+        in_groups = self.device.type == "cpu" and B > GROUP and not self.deterministic
+        if in_groups and self.polls % SORT_EVERY == 0:
+            self.sort(rows)
+        shape = self.step_shape((self.prompt_tokens + self.new_tokens)[:B] - 1 + steps)
+        self.step_index.zero_()
+        self.progress.steps += steps
+        for _ in range(steps):
+            self.launch(*shape, sampling)
+        ids = self.step_ids[:steps, :B].T
+        logprobs = self.step_logprobs[:steps, :, :B].permute(2, 1, 0)
+        return ids.cpu().numpy(), logprobs.cpu().numpy()
 
     def sort(self, rows):
-        """Rows in the order of their positions, so that those of a group need about as many places."""
-        order = np.argsort(-(self.prompt + self.count)[:len(rows)], kind="stable")
+        """Sort rows by position, so that those of a group read about as much of the cache."""
+        lengths = (self.prompt_tokens + self.new_tokens)[:len(rows)]
+        order = np.argsort(-lengths, kind="stable")
         index = torch.from_numpy(order)
-        for cache in (*self.k, *self.v):
-            cache[:len(rows)] = cache.index_select(0, index)
-        for notes in self.notes():
-            notes[:len(rows)] = notes[index if isinstance(notes, torch.Tensor) else order]
+        self.cache.reorder(index)
+        for array in self.row_arrays():
+            array[:len(rows)] = array[index if isinstance(array, torch.Tensor) else order]
         rows[:] = [rows[i] for i in order]
 
-    def advance(self, rows):
-        """Steps until the next look: the new ids [B, steps] and log-probabilities [B, 2, steps]."""
-        B = len(rows)
-        steps = min(self.poll, int((self.limit - self.count)[:B].max()))
-        self.looks += 1
-        if self.device.type == "cpu" and B > GROUP and not self.deterministic and self.looks % SORT_EVERY == 0:
-            self.sort(rows)
-        shape = self.shape((self.prompt + self.count)[:B] - 1 + steps)
-        self.tick.zero_()
-        self.now.steps += steps
-        for _ in range(steps):
-            self.launch(*shape)
-        return self.new_ids[:steps, :B].T.cpu().numpy(), self.new_logprobs[:steps, :, :B].permute(2, 1, 0).cpu().numpy()
+    def step_shape(self, lengths):
+        """Return (B, RowGroups) of a step of rows that read so many positions each (a list or array).
 
-    def collect(self, rows, ids, logprobs):
-        """Note the rows' new tokens; the Samples that are finished leave theirs. For all rows at once: a loop over 512 of them
-        in Python would take as long as two steps of a small model on a GPU."""
-        (B, steps), finished = ids.shape, []
+        On a CPU, where attention takes most of a small model's step, a group reads no more than its furthest
+        row needs.
+        """
+        lengths = np.asarray(lengths)        # Python's max takes 27 us longer of 512 (a Zen 5 core)
+        longest = int(lengths.max())
+        self.cache.fit(longest)
+        B = len(lengths)
+        T = self.cache.length
+        if self.deterministic:
+            return self.slots, (RowGroup(0, self.slots, T),)
+        if self.cuda_graphs:
+            B = min(self.slots, 1 << (B - 1).bit_length())
+            return B, (RowGroup(0, B, min(T, bucket(longest, 64))),)
+        group_size = GROUP if self.device.type == "cpu" else B
+        groups = []
+        for first in range(0, B, group_size):
+            last = min(first + group_size, B)
+            length = bucket(int(lengths[first:last].max()), 16)
+            # In bf16 a part of the cache's rows is slower than a little more of them.
+            whole = T <= length or self.dtype != torch.float32 and T <= 1.5 * length
+            groups.append(RowGroup(first, last, T if whole else length))
+        return B, tuple(groups)
+
+    def collect(self, rows, ids, logprobs, sampling):
+        """Record new ids [B, steps] and logprobs [B, 2, steps]; take finished Samples out of rows.
+
+        For all rows at once: a loop over 512 of them in Python would take as long as two steps of a small
+        model on a GPU.
+        """
         if np.isnan(logprobs[:, 0]).any():
-            self.room.zero_()                                          # where it would outlive its row: 0 * NaN is NaN
-            raise FloatingPointError("The logits are not finite: the model's weights are broken, or overflow in this dtype.")
-        slots, count, room = np.arange(B)[:, None], self.count[:B], (self.limit - self.count)[:B]
-        places = count[:, None] + np.arange(steps)
-        self.ids[slots, places] = ids
-        for kind in range(1 + self.sampling.full_logprobs):
-            self.logprobs[slots, kind, places] = logprobs[:, kind]
-        stops = (ids[..., None] == np.array(self.sampling.stop)).any(-1) & (np.arange(steps) < room[:, None])         # np.isin is slower
-        stopped = stops.any(1)
-        new = np.where(stopped, stops.argmax(1) + 1, np.minimum(room, steps))
-        if self.sampling.stop_strings:
-            for i in np.flatnonzero(self.may_complete(ids).any(1)):
-                if n := self.completes(self.ids[i, max(0, count[i] - self.tail):count[i]].tolist(), ids[i, :new[i]].tolist()):
-                    new[i], stopped[i] = n, True
-        count += new
-        self.now.tokens += int(new.sum())
-        for i in np.flatnonzero(stopped | (count == self.limit[:B])):
-            sample, n = rows[i], count[i]
-            sample.ids, sample.logprobs = self.ids[i, :n].tolist(), self.logprobs[i, 0, :n].tolist()
-            sample.full_logprobs = self.logprobs[i, 1, :n].tolist() if self.sampling.full_logprobs else []
-            sample.reason, rows[i] = "stop" if stopped[i] else "length", None
+            self.cache.storage.zero_()       # where it would outlive its row: 0 * NaN is NaN
+            raise FloatingPointError("The logits are not finite: the model's weights are broken, "
+                                     "or overflow in this dtype.")
+        B, steps = ids.shape
+        slots = np.arange(B)[:, None]
+        columns = self.new_tokens[:B, None] + np.arange(steps)
+        self.ids[slots, columns] = ids
+        for kind in range(1 + sampling.full_logprobs):
+            self.logprobs[slots, kind, columns] = logprobs[:, kind]
+        kept, stopped = self.find_stops(ids, sampling)
+        self.new_tokens[:B] += kept
+        self.progress.tokens += int(kept.sum())
+        at_limit = (self.new_tokens == self.max_new_tokens)[:B]
+        finished = []
+        for i in np.flatnonzero(stopped | at_limit):
+            n = self.new_tokens[i]
+            sample = rows[i]
+            sample.ids = self.ids[i, :n].tolist()
+            sample.logprobs = self.logprobs[i, 0, :n].tolist()
+            if sampling.full_logprobs:
+                sample.full_logprobs = self.logprobs[i, 1, :n].tolist()
+            sample.reason = "stop" if stopped[i] else "length"
+            rows[i] = None
             finished.append(sample)
         return finished
 
-    def may_complete(self, ids):
-        """For ids [B, steps], whether a stop string may end in one: its last character stands in that id's own text. To look at the
-        text of every row after every step took 2-9% of the time of a small model (NOTES.md)."""
-        for i in np.unique(ids[self.last_characters[ids] < 0]):
-            text = self.decode([i])
-            self.last_characters[i] = any(stop[-1] in text or not stop[-1].isascii() or stop[-1].isspace() for stop in self.sampling.stop_strings)
-        return self.last_characters[ids] > 0
+    def find_stops(self, ids, sampling):
+        """Return how many of its new ids [B, steps] each row keeps, and whether a stop is why."""
+        B, steps = ids.shape
+        remaining = (self.max_new_tokens - self.new_tokens)[:B]
+        is_stop = (ids[..., None] == np.array(sampling.stop)).any(-1)            # np.isin is slower
+        is_stop &= np.arange(steps) < remaining[:, None]
+        stopped = is_stop.any(1)
+        kept = np.where(stopped, is_stop.argmax(1) + 1, np.minimum(remaining, steps))
+        if not sampling.stop_strings:
+            return kept, stopped
+        strings = self.find_strings(sampling.stop_strings)
+        for i in np.flatnonzero(strings.may_complete(ids).any(1)):
+            count = self.new_tokens[i]
+            before = self.ids[i, max(0, count - strings.tail):count].tolist()
+            n = strings.completed_by(ids[i, :kept[i]].tolist(), before)
+            if n:
+                kept[i] = n
+                stopped[i] = True
+        return kept, stopped
 
-    def completes(self, ids, new):
-        """How many of the new ids it takes to complete a stop string; 0 if they don't."""
-        for n in range(1, len(new) + 1):
-            text = self.decode((ids + new[:n])[-self.tail:])
-            if any(stop in text for stop in self.sampling.stop_strings):
-                return n
-        return 0
+    def find_strings(self, strings):
+        """Return the StopStrings of these texts, with what it found out about ids in other calls."""
+        if strings not in self.stop_strings:
+            self.stop_strings[strings] = StopStrings(strings, self.decode, self.config.vocab_size)
+        return self.stop_strings[strings]
+
+
+def requeue(rows, waiting):
+    """Return the waiting queue with the samples in flight first."""
+    samples = [(row.request, row.index) for row in rows if row]
+    samples += [(pending.request, index) for pending in waiting for index in pending.indices]
+    queue = {}
+    for request, index in samples:
+        pending = queue.setdefault(request, WaitingRequest(request, deque()))
+        pending.indices.append(index)
+    return deque(queue.values())

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import hf
 from engine import Engine, Sampling
-from rollout import Sampler, ask, context_for, few_shot_of, questions_of, requests_of, stop_strings_of, task_errors
+from rollout import Pipeline, ask, context_for, few_shot_of, questions_of, requests_of, stop_strings_of, task_errors
 from runtime import config, data, distributed, guard, hardware
 from runtime.accuracy import accuracy, difference
 from runtime.config import BadInput
@@ -165,9 +165,9 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
               disable=None if distributed.is_main() else True) as bar:
         def update(progress):
             bar.update(progress.samples - bar.n)
-        grades, _ = ask(Sampler(engine, pool, tokenizer, task), questions, candidate.requests, update)
+        grades, _ = ask(Pipeline(engine, pool, tokenizer, task), questions, candidate.requests, update)
     seconds = time.perf_counter() - began
-    (tokens,) = distributed.sum([engine.now.tokens])
+    (tokens,) = distributed.sum([engine.progress.tokens])
     figures = accuracy(grades) | {
         "model": candidate.name,
         "task": cfg.task,

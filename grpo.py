@@ -27,7 +27,7 @@ import hf
 from engine import Engine, Sampling, slots_that_fit
 from model import IGNORE, Prompts, blank
 from reference import Reference
-from rollout import (Sampler, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of, stop_strings_of, task_errors,
+from rollout import (Pipeline, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of, stop_strings_of, task_errors,
                      token_cost, unseen_questions)
 from runtime import config, distributed, examples, guard, hardware, memory, optim
 from runtime.accuracy import accuracy, n_right
@@ -211,7 +211,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
     ref_logp: under the reference, None without beta; advantage [B]; mask [B, T]: which tokens are trained on; what stands
     elsewhere, NaN and infinity too, has no effect. sampled_logp: the engine's, where old_logp is the trainer's, for
     tis_cap. divisor: see `normaliser`. All in fp32, nats. Returns (loss [], {sums over tokens: kl to the reference, kl_old
-    to the sampler (both k3), clipped}).
+    to the pipeline (both k3), clipped}).
     """
     mask = mask.bool()
     advantage = advantage.float()[:, None]
@@ -342,7 +342,7 @@ def epoch_order(n, seed, epoch):
 
 # --- a step ---
 
-def ask_and_grade(cfg, run, sampler, stream, positions, reference):
+def ask_and_grade(cfg, run, pipeline, stream, positions, reference):
     """Sample answers to the questions at these positions of the stream; verifiers work meanwhile. Returns {position: its
     group, K Completions with their rewards}."""
     questions = {}
@@ -353,7 +353,7 @@ def ask_and_grade(cfg, run, sampler, stream, positions, reference):
         requests.append(dataclasses.replace(request, key=position))
 
     # 1. Ask.
-    completions = list(sampler.sample(questions, requests))
+    completions = list(pipeline.sample(questions, requests))
     run.lap("rollout")
     if reference:
         reference.note_logprobs(completions, run.state.micro_batch)
@@ -363,7 +363,7 @@ def ask_and_grade(cfg, run, sampler, stream, positions, reference):
     run.lap("reference")
 
     # 2. Grade.
-    sampler.graded(wait=True)
+    pipeline.graded(wait=True)
     groups = {position: [None] * cfg.k_samples for position in positions}
     for c in completions:
         c.reward = c.grade.score - penalty(cfg, len(c.ids))
@@ -385,7 +385,7 @@ def zero_variance(group):
     return len({c.reward for c in group}) == 1
 
 
-def sample_groups(cfg, run, sampler, stream, reference):
+def sample_groups(cfg, run, pipeline, stream, reference):
     """Return (this rank's groups to train on, all that it sampled, bytes that sampling had to read). With dynamic sampling
     in rounds, until each rank has its share of groups whose rewards differ, or max_rounds are over. What one rank
     raises, all raise: FloatingPointError, BrokenReward."""
@@ -396,11 +396,11 @@ def sample_groups(cfg, run, sampler, stream, reference):
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
         # Each rank takes a piece, so that mini-batches don't depend on how many there are.
         mine = stream.next()[distributed.rank() * share:][:share]
-        answered = distributed.together(lambda: ask_and_grade(cfg, run, sampler, stream, mine, reference),
+        answered = distributed.together(lambda: ask_and_grade(cfg, run, pipeline, stream, mine, reference),
                                         FloatingPointError, BrokenReward)
         sampled += answered.values()
         groups += [g for g in answered.values() if not (cfg.dynamic_sampling and zero_variance(g))]
-        bytes_read += sampler.engine.bytes_read((len(c.prompt), len(c.ids)) for g in answered.values() for c in g)
+        bytes_read += pipeline.engine.bytes_read((len(c.prompt), len(c.ids)) for g in answered.values() for c in g)
         if cfg.skip_solved:
             stream.note_solved(answered)
         if not distributed.any(len(groups) < share):
@@ -444,17 +444,17 @@ def learn(cfg, run, model, groups, lr):
     return figures | {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
 
 
-def train(cfg, run, model, sampler, stream, valid, reference):
+def train(cfg, run, model, pipeline, stream, valid, reference):
     """Train until the last step, or until the run should stop. Returns the exit code."""
     if valid and run.step == 0:
         with task_errors():
-            evaluate(cfg, run, sampler, valid)
+            evaluate(cfg, run, pipeline, valid)
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
         run.reset_timings()
 
         # 1. Ask some questions, k_samples times each. 2. Grade the answers, while others are still being written.
-        groups, sampled, bytes_read = sample_groups(cfg, run, sampler, stream, reference)
+        groups, sampled, bytes_read = sample_groups(cfg, run, pipeline, stream, reference)
 
         # 3. Compare each answer with those to the same question.
         rewards = torch.tensor([[c.reward for c in group] for group in groups]).view(-1, cfg.k_samples)
@@ -475,8 +475,8 @@ def train(cfg, run, model, sampler, stream, valid, reference):
         run.lap("update")
 
         # 5. Hand the weights to the engine.
-        sampler.engine.load(run.model)
-        stream.state.slots = sampler.engine.slots
+        pipeline.engine.load(run.model)
+        stream.state.slots = pipeline.engine.slots
         (num_tokens,) = distributed.sum([sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)])
         run.finish_step(int(num_tokens))
         run.lap("sync", wait=True)                        # the weights that the engine takes over are this step's time
@@ -486,19 +486,19 @@ def train(cfg, run, model, sampler, stream, valid, reference):
         if run.stopping:
             run.save()                                    # first of all: whoever asked may not wait for an evaluation
         if valid and run.due(cfg.eval_interval):
-            result = evaluate(cfg, run, sampler, valid)
+            result = evaluate(cfg, run, pipeline, valid)
             run.record_validation(1 - result["reward"] - 1e-9 * run.step)          # of those that do as well the last
         run.save_if_due()
     return run.end()
 
 
-def evaluate(cfg, run, sampler, valid):
+def evaluate(cfg, run, pipeline, valid):
     """Answer the questions that are held out, greedily, and log how that went. Returns the figures of runtime.accuracy, and
     the mean `reward`. Answers to the first few are added to samples.txt."""
     questions = [question for question, _ in valid]
     requests = [request for _, request in valid]
-    greedy = dataclasses.replace(sampler.engine.sampling, temperature=0.0)
-    grades, texts = ask(sampler, questions, requests, sampling=greedy, shown=cfg.shown_questions)
+    greedy = dataclasses.replace(pipeline.engine.sampling, temperature=0.0)
+    grades, texts = ask(pipeline, questions, requests, sampling=greedy, shown=cfg.shown_questions)
     result = accuracy(grades)
     result["reward"] = fmean(grade.score for row in grades for grade in row)
     if distributed.is_main() and texts:
@@ -697,11 +697,11 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
                       cuda_graphs=cfg.cuda_graphs)
 
 
-def start_up(cfg, run, stream, sampler, about):
+def start_up(cfg, run, stream, pipeline, about):
     """Return the paragraph that says what is about to happen, on what. about: the questions, for people."""
     hw = run.hardware
-    engine = sampler.engine
-    pool = sampler.pool
+    engine = pipeline.engine
+    pool = pipeline.pool
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     return (
         f"{run.model.n_params():,} parameters, {trained:,} of them trained, from {cfg.init_from}; {about}.\n"
@@ -771,12 +771,12 @@ def main(argv):
         share = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples
         worst = WorstCase(longest, min(cfg.max_new_tokens, context - 1), cfg.k_samples, share // cfg.mini_batches)
         trained = fit_update(cfg, run, worst, context)
-        sampler = Sampler(make_engine(cfg, run, stream, worst, context, tokenizer, task), pool, tokenizer, task)
-        run.log.say(start_up(cfg, run, stream, sampler, about))
-        settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{sampler.engine.dtype}",
-                                  "reward_pool": pool.kind, "cuda_graphs": sampler.engine.cuda_graphs}
+        pipeline = Pipeline(make_engine(cfg, run, stream, worst, context, tokenizer, task), pool, tokenizer, task)
+        run.log.say(start_up(cfg, run, stream, pipeline, about))
+        settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{pipeline.engine.dtype}",
+                                  "reward_pool": pool.kind, "cuda_graphs": pipeline.engine.cuda_graphs}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
-        return train(cfg, run, trained, sampler, stream, valid, reference)
+        return train(cfg, run, trained, pipeline, stream, valid, reference)
 
 
 if __name__ == "__main__":

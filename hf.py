@@ -5,7 +5,6 @@
 import inspect
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,9 +3,9 @@
     questions = questions_of(task, "test", 500)
     requests = requests_of(tokenizer, task, questions, num_samples=8)
     with Pool(spec) as pool:
-        sampler = Sampler(engine, pool, tokenizer, task)
-        completions = list(sampler.sample(questions, requests))          # verifiers work meanwhile
-        sampler.graded(wait=True)                                        # now each has its grade
+        pipeline = Pipeline(engine, pool, tokenizer, task)
+        completions = list(pipeline.sample(questions, requests))          # verifiers work meanwhile
+        pipeline.graded(wait=True)                                        # now each has its grade
 """
 import contextlib
 import re
@@ -139,7 +139,7 @@ class Completion:
         return tuple(self.prompt[:-1])
 
 
-class Sampler:
+class Pipeline:
     """Asks the engine, and hands what it writes to verifiers, which work while it goes on.
 
     pool: a rewards.Pool, used by nobody else. What it raises (BrokenReward) comes out of sample() and graded().
@@ -182,7 +182,7 @@ class Sampler:
         return done
 
 
-def ask(sampler, questions, requests, progress=None, sampling=None, shown=0):
+def ask(pipeline, questions, requests, progress=None, sampling=None, shown=0):
     """Have a model answer questions, each rank its share of them, and grade the answers.
 
     requests: of all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples], and the texts
@@ -193,15 +193,15 @@ def ask(sampler, questions, requests, progress=None, sampling=None, shown=0):
     error = None
     try:
         for request in requests:
-            sampler.engine.check(request)
+            pipeline.engine.check(request)
         share = requests[distributed.rank()::distributed.world_size()]
-        for _ in sampler.sample(questions, share, progress, sampling):
-            mine += sampler.graded()
-        mine += sampler.graded(wait=True)
+        for _ in pipeline.sample(questions, share, progress, sampling):
+            mine += pipeline.graded()
+        mine += pipeline.graded(wait=True)
     except (ValueError, FloatingPointError) as e:
         error = e
         with contextlib.suppress(BrokenReward):
-            sampler.graded(wait=True)        # of what no one asks for any more
+            pipeline.graded(wait=True)        # of what no one asks for any more
     grades = {}
     texts = {}
     for completion in mine:

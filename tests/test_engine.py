@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from conftest import ROOT, environment
-from engine import Engine, Request, Sampling, cache_bytes, draw, invert, stream, uniform
+from engine import Engine, Request, Sampling, cache_bytes
 from model import GPT, GPTConfig, add_lora, merged
 from runtime import memory
+from sampler import draw, invert, stream, uniform
 
 SHAPES = {"default": {}, "grouped": dict(n_head=4, n_kv_head=2, mlp="swiglu", tied_head=True),
           "gpt2": dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True)}
@@ -47,7 +48,7 @@ def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(s
         assert s.ids == model.generate(x, len(s.ids), temperature=0)[0, x.shape[1]:].tolist()
         assert len(s.ids) == s.request.max_new_tokens and s.reason == "length"
     assert any(a != b for a, b in zip(sorts[::2], sorts[1::2])) == groups
-    widths = [C for _, _, C in engine.shape([5, 20, 90, 7, 8, 9])[1]]
+    widths = [C for _, _, C in engine.step_shape([5, 20, 90, 7, 8, 9])[1]]
     assert widths == ([32, 96, 16] if groups else [96])
 
 
@@ -107,15 +108,15 @@ def test_the_cache_s_rows_grow_with_what_is_read_and_nothing_else_changes(shape)
     row that is full is one piece of memory, which PyTorch refuses to copy within its own tensor.)"""
     model = make(**shape)
     engine, widths = Engine(model, slots=3, sampling=Sampling(temperature=0), cuda_graphs=False), []
-    lay_out, at = engine.lay_out, engine.room.data_ptr()
-    engine.lay_out = lambda T, kept=0: (widths.append((T, kept)), lay_out(T, kept))
+    resize, at = engine.cache.resize, engine.cache.storage.data_ptr()
+    engine.cache.resize = lambda length, kept=0: (widths.append((length, kept)), resize(length, kept))
     for longest in (8, 50):
         widths.clear()
         for s in engine.generate(Request(p, num_samples=4, key=i, max_new_tokens=longest - i) for i, p in enumerate(prompts(5))):
             x = torch.tensor([s.request.ids])
             assert s.ids == model.generate(x, longest - s.request.key, temperature=0)[0, x.shape[1]:].tolist()
         assert widths[0] == (16, 0) and all(a < b and kept == a for (a, _), (b, kept) in zip(widths, widths[1:]))
-        assert widths[-1][0] == engine.k.shape[3] < engine.context and engine.k.data_ptr() == at
+        assert widths[-1][0] == engine.cache.length < engine.context and engine.cache.k.data_ptr() == at
     assert len(widths) > 2
 
 
@@ -125,12 +126,12 @@ def test_deterministic_is_bitwise_alone_and_among_others(dtype):
     engine = Engine(make(n_head=4, n_kv_head=2, n_embd=64), slots=64, deterministic=True, dtype=dtype)
     request = Request(texts[5], num_samples=3, key=5, max_new_tokens=30)
     shapes, launch = set(), engine.launch
-    engine.launch = lambda *shape: (shapes.add(shape), launch(*shape))
+    engine.launch = lambda B, groups, sampling: (shapes.add((B, groups)), launch(B, groups, sampling))
     alone = {s.index: (s.ids, s.logprobs) for s in engine.generate([request])}
     others = [Request(p, num_samples=3, key=i, max_new_tokens=1 + i) for i, p in enumerate(texts)]
     others[5] = request
     among = {s.index: (s.ids, s.logprobs) for s in engine.generate(others) if s.request is request}
-    assert len(alone) == 3 and among == alone and shapes == {(64, ((0, 64, engine.k.shape[3]),))}
+    assert len(alone) == 3 and among == alone and shapes == {(64, ((0, 64, engine.cache.length),))}
     parts = engine.generate([Request(texts[5], num_samples=2, first_sample=1, key=5, max_new_tokens=30)])
     assert {s.index: (s.ids, s.logprobs) for s in parts} == {k: v for k, v in alone.items() if k}
 
@@ -148,6 +149,35 @@ def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it():
         assert sample.ids == plain.ids[:end] and sample.reason == "stop" and len(sample.logprobs) == end
     with pytest.raises(ValueError, match="decode=tokenizer.decode"):
         Engine(make(), sampling=Sampling(stop_strings=("x",)))
+
+
+def test_a_call_has_its_own_sampling_and_leaves_the_engines():
+    def decode(ids):
+        return "".join(chr(32 + i) for i in ids)
+
+    def run(engine, **knobs):
+        requests = [Request(p, num_samples=2, key=i, max_new_tokens=40) for i, p in enumerate(prompts(6))]
+        return sorted((s.request.key, s.index, s.ids, s.reason, s.logprobs, s.full_logprobs)
+                      for s in engine.generate(requests, **knobs))
+    default = Sampling(temperature=0.7, stop_strings=("A", "longer than the other"), full_logprobs=True)
+    greedy = Sampling(temperature=0, stop=(3, 50), stop_strings=("b", "zz"))
+    plain = Sampling(top_k=5)
+    alone = {s: run(Engine(make(), slots=5, sampling=s, decode=decode)) for s in (default, greedy, plain)}
+    assert {reason for _, _, _, reason, _, _ in alone[default]} == {"stop", "length"}
+    assert {decode(ids[-1:]) for _, _, ids, *_ in alone[greedy]} == {decode([50]), "b"}
+    engine = Engine(make(), slots=5, sampling=default, decode=decode)
+    for s in (greedy, default, plain, None, greedy):
+        assert run(engine, sampling=s) == alone[s or default]
+        assert engine.sampling is default
+    engine.sampling = plain                                            # of the calls that follow
+    assert run(engine) == alone[plain] and run(engine, sampling=default) == alone[default]
+
+
+def test_stop_strings_of_a_call_need_decode():
+    engine = Engine(make(), slots=1)
+    with pytest.raises(ValueError, match="decode=tokenizer.decode"):
+        next(engine.generate([Request([1, 2])], sampling=Sampling(stop_strings=("x",))))
+    assert next(engine.generate([Request([1, 2])], sampling=Sampling(stop=(3,)))).ids
 
 
 def test_a_prompt_is_computed_once_whatever_the_slots(monkeypatch):
@@ -168,22 +198,22 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
         return {(s.request.key, s.index): s.ids for s in engine.generate(
             Request(p, num_samples=4, key=i, max_new_tokens=12) for i, p in enumerate(texts))}
     expected, engine, steps = run(Engine(make(), slots=8)), Engine(make(), slots=8), []
-    plain_step, plain_prefill = Engine.step, Engine.prefill
+    plain_step, plain_prefill = Engine.decode_step, Engine.prefill
 
-    def step(self, B, C):
+    def step(self, B, *arguments):
         steps.append(B)
         if len(steps) == 17:
             raise torch.OutOfMemoryError("pretended")
-        plain_step(self, B, C)
+        plain_step(self, B, *arguments)
 
     def prefill(self, prompts):
         plain_prefill(self, prompts)
         if len(steps) == 30 and self.slots == 4:
             raise torch.OutOfMemoryError("pretended")
-    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(Engine, "decode_step", step)
     monkeypatch.setattr(Engine, "prefill", prefill)
-    assert run(engine) == expected and engine.slots == 2 and engine.k.shape[1] == engine.slots + 1
-    monkeypatch.setattr(Engine, "step", lambda self, B, C: (_ for _ in ()).throw(torch.OutOfMemoryError("pretended")))
+    assert run(engine) == expected and engine.slots == 2 and engine.cache.k.shape[1] == engine.slots + 1
+    monkeypatch.setattr(Engine, "decode_step", lambda *arguments: (_ for _ in ()).throw(torch.OutOfMemoryError("pretended")))
     with pytest.raises(torch.OutOfMemoryError):                        # one slot, and still too much
         run(engine)
 
@@ -214,7 +244,7 @@ list(Engine(GPT(GPTConfig(vocab_size=256, block_size=64, n_layer=1, n_head=2, n_
 model, hw = GPT(config), hardware.setup("cpu")
 before = hw.memory_gb()[0]
 engine = Engine(model, slots=32, dtype=torch.bfloat16)
-engine.k.fill_(1), engine.v.fill_(1)
+engine.cache.k.fill_(1), engine.cache.v.fill_(1)
 taken = (hw.memory_gb()[0] - before) * 2**30
 print(taken / (2 * model.n_params() + cache_bytes(config, 32, 1024, torch.bfloat16)))
 """
@@ -310,7 +340,7 @@ def test_a_tiny_temperature_is_greedy():
 
 def test_top_p_alone_counts_the_mass_of_all_ids(monkeypatch):
     """Also of those outside the likeliest among which it looks."""
-    monkeypatch.setattr("engine.TOP_P_AMONG", 4)
+    monkeypatch.setattr("sampler.TOP_P_AMONG", 4)
     p = torch.tensor([0.3, 0.2, 0.11, 0.09] + [0.03] * 10)
     u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     for top_p, allowed in ((0.45, 2), (0.55, 3), (0.95, 4)):
@@ -329,14 +359,14 @@ def test_new_weights_are_taken_over_in_place():
         for p in b.parameters():
             p.add_(0.1 * torch.randn_like(p))
     engine, request = Engine(a, slots=2), Request(prompts(1)[0], max_new_tokens=20)
-    buffers = [p.data_ptr() for p in (*engine.model.parameters(), engine.k, engine.v)]
+    buffers = [p.data_ptr() for p in (*engine.model.parameters(), engine.cache.k, engine.cache.v)]
     before = next(engine.generate([request]))
     engine.load(torch.compile(b))                                      # compiled when first called, which it is not
     after, fresh = (next(e.generate([request])) for e in (engine, Engine(b, slots=2)))
     assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs) and after.ids != before.ids
     engine.load(a)
     assert next(engine.generate([request])).logprobs == before.logprobs
-    assert [p.data_ptr() for p in (*engine.model.parameters(), engine.k, engine.v)] == buffers
+    assert [p.data_ptr() for p in (*engine.model.parameters(), engine.cache.k, engine.cache.v)] == buffers
     running = engine.generate([Request([1, 2], num_samples=3)])
     next(running)
     engine.load(b)

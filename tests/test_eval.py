@@ -16,7 +16,7 @@ import tasks
 from conftest import ROOT, command, environment, trained
 from engine import Engine, Sampling
 from model import GPT, GPTConfig
-from rollout import Sampler, ask, questions_of, requests_of
+from rollout import Pipeline, ask, questions_of, requests_of
 from runtime import accuracy as statistics_of_grades
 from runtime.accuracy import accuracy, difference, interval, pass_at
 from runtime.config import BadInput
@@ -283,11 +283,11 @@ def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
     with Pool(str(task), kind="serial") as pool:
         small = Engine(GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=1, n_head=1, n_embd=16)), 2)
         with pytest.raises(ValueError, match="encode it with the model's tokenizer"):
-            ask(Sampler(small, pool, tokenizer, luck), questions, asked)
+            ask(Pipeline(small, pool, tokenizer, luck), questions, asked)
         broken = GPT(GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=1, n_embd=16))
         torch.nn.init.constant_(broken.token_embedding.weight, math.nan)
         with pytest.raises(ValueError, match="not finite"):
-            ask(Sampler(Engine(broken, 2), pool, tokenizer, luck), questions, asked)
+            ask(Pipeline(Engine(broken, 2), pool, tokenizer, luck), questions, asked)
 
 
 @pytest.mark.parametrize("arguments, words", [

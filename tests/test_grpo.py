@@ -525,8 +525,8 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     run, met, laps = SimpleNamespace(state=SimpleNamespace(micro_batch=64)), [], []
     run.lap = laps.append
     reference = SimpleNamespace(note_logprobs=lambda completions, tokens: met.extend(completions))
-    sampler = rollout.Sampler(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str))
-    groups = grpo.ask_and_grade(cfg, run, sampler, stream, [7, 8, 9], reference)
+    pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str))
+    groups = grpo.ask_and_grade(cfg, run, pipeline, stream, [7, 8, 9], reference)
     assert laps == ["rollout", "reference", "reward"]
     assert len(met) == 12 and len(judge.asked) == 12
     assert list(groups) == [7, 8, 9]
