@@ -1,12 +1,12 @@
 """Rejection sampling: many solutions a question, verified, the right ones kept (Yuan et al. 2023, RFT).
 
-    python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10 --temperature=0.6
-    python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
-    torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
+    python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10
+    --temperature=0.6 python train.py config/rft.py --init_from=out/base --dataset=data/rft.json torchrun
+    --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
 
-Writes data/rft.json, [[question, answer, reasoning], ...], and beside it data/rft.attempts.jsonl, every attempt with its ids and its
-verdict. Run again after it was stopped, it goes on after the attempts it finds there. Knobs, as --key=value:
-"""
+Writes data/rft.json, [[question, answer, reasoning], ...], and beside it data/rft.attempts.jsonl, every
+attempt with its ids and its verdict. Run again after it was stopped, it goes on after the attempts it finds
+there. Knobs, as --key=value: """
 import contextlib
 import dataclasses
 import glob
@@ -27,7 +27,8 @@ from tqdm import tqdm
 import hf
 import tasks
 from engine import Engine, Sampling
-from rollout import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of, task_errors, unseen_questions
+from questions import task_errors, unseen_questions
+from rollout import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
 from runtime import config, distributed, examples, guard, hardware
 from runtime.accuracy import accuracy
 from runtime.checkpoint import write_atomically
@@ -38,14 +39,17 @@ from runtime.rewards import Grade, Pool, check_graded, load
 @dataclass
 class Config:
     init_from: str = "out/base"              # run folder, Hugging Face folder or hub name
-    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder with one
+    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
+                                             # or a folder with one
     task: str = "unit_conversion"            # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
     output: str = "data/rft.json"
-    overwrite: bool = False                  # begin anew instead of going on after the attempts that are logged
+    overwrite: bool = False                  # begin anew instead of going on after the attempts that are
+                                             # logged
     # what is asked
     split: Literal["train", "valid"] = "train"
     num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 1,000; None: all
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
+    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py
+                                             # gave), 4 for Hugging Face's
     oversample: int = 10                     # samples a question, at most
     keep_per_question: int = 4               # distinct verified solutions, at most
     stop_early: bool = False                 # ask no more of a question once these are found
@@ -56,17 +60,20 @@ class Config:
     min_p: float = 0.0
     max_new_tokens: int = 128
     seed: int = 0
-    deterministic: bool = False              # the same file byte for byte, whether stopped on the way, and on any number of ranks
+    deterministic: bool = False              # the same file byte for byte, whether stopped on the way, and on
+                                             # any number of ranks
     # machine
     slots: int | None = None                 # samples in flight; None: as many as fit
     reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
-    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an error
+    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an
+                                             # error
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     json: bool = False                       # all figures as the last line
 
 
-OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")       # may differ when a run goes on
+# may differ when a run goes on
+OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")
 
 
 def code_of(task):
@@ -78,7 +85,8 @@ def code_of(task):
 # --- the log of attempts ---
 
 def lock(path):
-    """A file that stays locked while it is open: a second run that wrote here would take this one's away. None without such locks."""
+    """A file that stays locked while it is open: a second run that wrote here would take this one's away.
+    None without such locks."""
     with contextlib.suppress(ImportError):
         import fcntl
         file = open(path, "a")
@@ -87,7 +95,8 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise BadInput(f"Another run holds {path}: wait for its end, or choose another --output=.") from None
+            raise BadInput(f"Another run holds {path}: wait for its end, or choose another "
+                           "--output=.") from None
         return file
 
 
@@ -106,9 +115,9 @@ def grade_of(record):
 
 
 class Attempts:
-    """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what ranks have added to it since
-    in files of their own, which the next to open it puts together. A line that a crash cut short is dropped.
-    An output without a log beside it is not datagen.py's, and stays."""
+    """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what
+    ranks have added to it since in files of their own, which the next to open it puts together. A line that a
+    crash cut short is dropped. An output without a log beside it is not datagen.py's, and stays."""
 
     def __init__(self, output, header, overwrite):
         self.path, self.header, self.records = examples.attempts_path(output), header, {}
@@ -140,11 +149,13 @@ class Attempts:
                                    f"{anew}another --output=.") from None
                 break                        # the last, cut short, or nothing after the last end of line
             if number:
-                if not (row["error"] or "").startswith(("timed out", "the worker died")):          # those may fare better
+                # those may fare better
+                if not (row["error"] or "").startswith(("timed out", "the worker died")):
                     self.records[which] = row
             elif different := [k for k in self.header if not isinstance(row, dict) or row.get(k) != self.header[k]]:
-                raise BadInput(f"{path} was made with another {self.difference(row, different[0])}: leave the knobs as they were to go "
-                                   "on, give --overwrite to begin anew, or another --output=.")
+                raise BadInput(f"{path} was made with another {self.difference(row, different[0])}: leave the "
+                               "knobs as they were to go on, give --overwrite to begin anew, or another "
+                               "--output=.")
 
     def difference(self, row, key):
         """What to call it, for people."""
@@ -173,12 +184,14 @@ def open_log(cfg, header, locks):
         locks.append(lock(f"{examples.attempts_path(cfg.output)}.lock"))
         return Attempts(cfg.output, header, cfg.overwrite)
     except OSError as e:
-        raise BadInput(f"{cfg.output} can't be written to ({e.strerror}): choose another --output=.") from None
+        raise BadInput(f"{cfg.output} can't be written to ({e.strerror}): choose another "
+                       "--output=.") from None
 
 
 def closes_at(records, keep):
-    """The smallest m for which samples 0 ... m of a question are there and hold `keep` different verified solutions, None if there
-    is none; and these solutions. records: {sample: record}. It does not depend on the order in which samples finished."""
+    """The smallest m for which samples 0 ... m of a question are there and hold `keep` different verified
+    solutions, None if there is none; and these solutions. records: {sample: record}. It does not depend on
+    the order in which samples finished."""
     found = {}
     for m in range(len(records)):
         if m not in records:
@@ -216,9 +229,9 @@ class Share:
         self.verified = 0
 
     def missing(self, requests):
-        """Yield Requests for what to sample next: all that is missing of a question; with stop_early in rounds over the
-        questions still open, as many at a time as have to be kept. The engine draws from it when a slot is free, so what
-        has come out meanwhile counts."""
+        """Yield Requests for what to sample next: all that is missing of a question; with stop_early in
+        rounds over the questions still open, as many at a time as have to be kept. The engine draws from it
+        when a slot is free, so what has come out meanwhile counts."""
         cfg = self.cfg
         at_once = cfg.keep_per_question if cfg.stop_early else cfg.oversample
         for first in range(0, cfg.oversample, at_once):
@@ -228,7 +241,8 @@ class Share:
                 last = min(first + at_once, cfg.oversample)
                 left = [index for index in range(first, last) if index not in self.records[key]]
                 while left:
-                    n = next((n for n in range(1, len(left)) if left[n] != left[0] + n), len(left))      # without a gap
+                    # without a gap
+                    n = next((n for n in range(1, len(left)) if left[n] != left[0] + n), len(left))
                     yield dataclasses.replace(requests[key], num_samples=n, first_sample=left[0])
                     left = left[n:]
 
@@ -265,8 +279,9 @@ class Share:
 
 
 def sample(cfg, pipeline, questions, requests, attempts, stop):
-    """Draw this rank's missing samples, have them verified meanwhile, and log them. Returns (their records, what they cost).
-    stop: guard.StopSignal, which ends it early; what is not verified by then is sampled again."""
+    """Draw this rank's missing samples, have them verified meanwhile, and log them. Returns (their records,
+    what they cost). stop: guard.StopSignal, which ends it early; what is not verified by then is sampled
+    again."""
     began = time.perf_counter()
     with attempts.part(distributed.rank()) as file:
         share = Share(cfg, pipeline.tokenizer, len(questions), attempts, file)
@@ -274,7 +289,8 @@ def sample(cfg, pipeline, questions, requests, attempts, stop):
                   disable=None if distributed.is_main() else True) as bar:
             def show(progress):
                 errors = pipeline.pool.counts["errors"]
-                bar.set_postfix_str(f"{share.verified / max(1, len(share.new)):.0%} verified, {progress.tokens_per_s:,.0f} "
+                bar.set_postfix_str(f"{share.verified / max(1, len(share.new)):.0%} verified, "
+                                    f"{progress.tokens_per_s:,.0f} "
                                     f"tokens/s{f', {errors} errors' if errors else ''}", refresh=False)
                 bar.update(len(share.new) - bar.n)
             for _ in pipeline.sample(questions, share.missing(requests), show, grade_unfinished=False):
@@ -290,8 +306,9 @@ def sample(cfg, pipeline, questions, requests, attempts, stop):
 # --- the outcome ---
 
 def choose(cfg, questions, records):
-    """Return ([[question, answer, reasoning]] that are kept, the records that count, how many different solutions each
-    question has). Marks the records that are kept, and those that came after their question had closed."""
+    """Return ([[question, answer, reasoning]] that are kept, the records that count, how many different
+    solutions each question has). Marks the records that are kept, and those that came after their question
+    had closed."""
     by_question = {key: {} for key in range(len(questions))}
     for record in records:
         by_question[record["number"]][record["sample"]] = record
@@ -364,8 +381,8 @@ def summary(f, cfg, dropped):
         kept,
         shares,
         f"verdicts: {verdicts}",
-        f"questions by different solutions: {histogram}; tokens of a kept one: {lengths['median']:.0f} in the middle, "
-        f"{lengths['longest']} at most",
+        f"questions by different solutions: {histogram}; tokens of a kept one: {lengths['median']:.0f} in the "
+        f"middle, {lengths['longest']} at most",
     ]
     if f["seconds"]:
         speed = (f"{f['verified_per_s']:,.0f} verified samples/s, {f['tokens_per_s']:,.0f} tokens/s, "
@@ -377,8 +394,8 @@ def summary(f, cfg, dropped):
 
 
 def finish(cfg, questions, attempts, shares, dropped):
-    """Put the ranks' attempts together, write the output and say what came out. Returns the exit code. shares: of each rank
-    (its new records, what they cost)."""
+    """Put the ranks' attempts together, write the output and say what came out. Returns the exit code.
+    shares: of each rank (its new records, what they cost)."""
     cost = {"seconds": max(cost["seconds"] for _, cost in shares), "verified": 0}
     for key in ("tokens", "errors", "timeouts", "restarts"):
         cost[key] = sum(rank_cost[key] for _, rank_cost in shares)
@@ -395,7 +412,8 @@ def finish(cfg, questions, attempts, shares, dropped):
     f = figures(cfg, questions, attempts.records.values(), rows, counted, solutions, cost)
     print(summary(f, cfg, dropped))
     if not rows:
-        print(f"No question was solved, so {cfg.output} is empty: try an easier task, more --oversample, or a better model.",
+        print(f"No question was solved, so {cfg.output} is empty: try an easier task, more --oversample, or a "
+              "better model.",
               file=sys.stderr)
     if cfg.json:
         print(json.dumps(f | {"dropped": dropped, "output": cfg.output}))
@@ -414,7 +432,8 @@ def check(cfg):
     if not cfg.output.endswith(".json"):
         raise BadInput(f"--output={cfg.output} should end in .json.")
     if cfg.temperature == 0 and cfg.oversample > 1:
-        raise BadInput("At --temperature=0 all samples of a question are the same: raise it, or give --oversample=1.")
+        raise BadInput("At --temperature=0 all samples of a question are the same: raise it, or give "
+                       "--oversample=1.")
 
 
 def fingerprint(model):
@@ -427,7 +446,8 @@ def fingerprint(model):
 
 
 def header_of(cfg, hw, tokenizer, model, task, questions, requests):
-    """Return what stands first in the log: a run goes on after attempts that were made in just the same way."""
+    """Return what stands first in the log: a run goes on after attempts that were made in just the same
+    way."""
     knobs = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in OF_THIS_CALL}
     if not cfg.deterministic:
         del knobs["slots"]
@@ -469,8 +489,9 @@ def main(argv):
     attempts = distributed.on_main(lambda: open_log(cfg, header, locks))
     if distributed.is_main():
         before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
-        print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked examples before "
-              f"each; {hw.dtype} on {hw.name}, {engine.slots} samples in flight{before}.", flush=True)
+        print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked "
+              f"examples before each; {hw.dtype} on {hw.name}, {engine.slots} samples in "
+              f"flight{before}.", flush=True)
 
     stop = guard.StopSignal()
     new = []

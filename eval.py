@@ -1,14 +1,12 @@
 """How good a model is: the share of right answers on a task, perplexity on a text.
 
-    python eval.py out/base --task=unit_conversion
-    python eval.py HuggingFaceTB/SmolLM2-360M --task=gsm8k --num_samples=8 --temperature=1
-    python eval.py --compare out/base out/tuned --task=unit_conversion --json             the same questions to both
-    python eval.py out/book --dataset=other.txt
-    torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
+    python eval.py out/base --task=unit_conversion python eval.py HuggingFaceTB/SmolLM2-360M --task=gsm8k
+    --num_samples=8 --temperature=1 python eval.py --compare out/base out/tuned --task=unit_conversion --json
+    the same questions to both python eval.py out/book --dataset=other.txt torchrun --nproc_per_node=8 eval.py
+    HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
 
-Of a text every token but the first is predicted once, after at least block_size - stride others (at the start, after those there
-are); nothing is put before the text. Knobs, as --key=value:
-"""
+Of a text every token but the first is predicted once, after at least block_size - stride others (at the
+start, after those there are); nothing is put before the text. Knobs, as --key=value: """
 import gc
 import json
 import time
@@ -19,7 +17,8 @@ from tqdm import tqdm
 
 import hf
 from engine import Engine, Sampling
-from rollout import Pipeline, ask, context_for, few_shot_of, questions_of, requests_of, stop_strings_of, task_errors
+from questions import questions_of, task_errors
+from rollout import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
 from runtime import config, data, distributed, guard, hardware
 from runtime.accuracy import accuracy, difference
 from runtime.config import BadInput
@@ -29,33 +28,41 @@ from runtime.rewards import Pool, check_graded, load
 
 @dataclass
 class Config:
-    models: tuple = ()                       # run folders, Hugging Face folders or hub names, first on the command line
+    models: tuple = ()                       # run folders, Hugging Face folders or hub names, first on the
+                                             # command line
     split: Literal["auto", "test", "valid", "train"] = "auto"   # auto: test of a task, valid of a text
-    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder with one
+    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
+                                             # or a folder with one
     device: str = "auto"
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # auto: for a task bf16 where the hardware has it; for a text fp32
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # auto: for a task bf16 where the hardware has
+                                             # it; for a text fp32
     json: bool = False                       # all figures as the last line
     # a task
     task: str = ""                           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
-    compare: bool = False                    # several models, each against the first; implied when several are named
+    compare: bool = False                    # several models, each against the first; implied when several
+                                             # are named
     num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 500; None: all;
                                              # the same for every model and seed
     num_samples: int = 1                     # a question
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
+    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py
+                                             # gave), 4 for Hugging Face's
     max_new_tokens: int = 128
     temperature: float = 0.0                 # 0: greedy
     top_k: int | None = None                 # sample among the k likeliest tokens; None: all
     top_p: float = 1.0                       # among the likeliest that together reach it
     min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
     seed: int = 0                            # of the sampling
-    deterministic: bool = False              # a sample is the same bit for bit whoever shares its batch (see engine.py)
+    deterministic: bool = False              # a sample is the same bit for bit whoever shares its batch (see
+                                             # engine.py)
     reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
     # a text
-    dataset: str = ""                        # as train.py's; of a single file all of it counts, else the split
+    dataset: str = ""                        # as train.py's; of a single file all of it counts, else the
+                                             # split
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
     data_dir: str = "data"                   # where tokenised texts are kept
     block_size: int | None = None            # tokens of a window; None: the model's, at most 1024
-    stride: int | None = None                # tokens between the beginnings of two windows; None: block_size, no overlap
+    stride: int | None = None                # tokens between the beginnings of two windows; None: block_size,
+                                             # no overlap
     batch_size: int = 8                      # windows at a time
     eval_tokens: int | None = None           # predict only so many; None: all
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
@@ -73,8 +80,9 @@ def evaluate_text(cfg):
     block_size = cfg.block_size or min(1024, found.config.block_size)
     stride = cfg.stride or block_size
     if block_size > found.config.block_size or stride > block_size:
-        raise BadInput(f"A stride of {stride} needs windows of at least that, and these of {block_size} a model with as many "
-                       f"positions, which has {found.config.block_size}: lower --stride or --block_size.")
+        raise BadInput(f"A stride of {stride} needs windows of at least that, and these of {block_size} a "
+                       f"model with as many positions, which has {found.config.block_size}: lower --stride or "
+                       "--block_size.")
 
     split = "valid" if cfg.split == "auto" else cfg.split
     folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key, split))
@@ -86,8 +94,8 @@ def evaluate_text(cfg):
     model = found.load(hw.attention, device=hw.device)
     result = text_loss(model, text, block_size, cfg.batch_size, hw, cfg.eval_tokens, stride)
     seconds = time.perf_counter() - began
-    say(f"{name} on {cfg.dataset}: {result['tokens']:,} tokens in windows of {block_size}, stride {stride}, {hw.dtype}, "
-        f"{seconds:.1f} s")
+    say(f"{name} on {cfg.dataset}: {result['tokens']:,} tokens in windows of {block_size}, stride {stride}, "
+        f"{hw.dtype}, {seconds:.1f} s")
     say(evaluation_line(result))
     unknown = dict.fromkeys(("words", "bytes", "ppl_word", "bits_per_byte"))
     return unknown | result | {
@@ -128,13 +136,15 @@ def evaluate_task(cfg):
     many = cfg.compare or len(cfg.models) > 1
     split = "test" if cfg.split == "auto" else cfg.split
     with task_errors():
-        Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)     # what can't be sampled with is refused here
+        # what can't be sampled with is refused here
+        Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         task = load(cfg.task)
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
     questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions, most=500))
-    candidates = [prepare(cfg, name, task, questions) for name in cfg.models]        # all before hours are spent on one
-    say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature {cfg.temperature:g}; "
-        "% [95% interval]")
+    # all before hours are spent on one
+    candidates = [prepare(cfg, name, task, questions) for name in cfg.models]
+    say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature "
+        f"{cfg.temperature:g}; % [95% interval]")
 
     rows = []
     first_grades = None
@@ -210,17 +220,20 @@ def say(text):
 def main(argv):
     cfg = config.load(Config, argv, positional="models")
     if not cfg.models or not (cfg.dataset or cfg.task):
-        raise BadInput("Name a model and a text or a task: python eval.py RUN_OR_MODEL --dataset=..., or --task=...")
+        raise BadInput("Name a model and a text or a task: python eval.py RUN_OR_MODEL --dataset=..., or "
+                       "--task=...")
     if cfg.dataset and cfg.task:
         raise BadInput("A model is evaluated on a text or on a task: leave out --dataset or --task.")
     if cfg.dataset and (len(cfg.models) > 1 or cfg.compare):
-        raise BadInput("Models are compared on a task: give --task= instead of --dataset=, or name one model.")
+        raise BadInput("Models are compared on a task: give --task= instead of --dataset=, or name one "
+                       "model.")
     config.at_least(cfg, 1, "block_size stride batch_size eval_tokens num_samples")
     config.at_most(cfg, 10**6, "num_samples")
     config.check_sampling(cfg)
     config.check_questions(cfg)
     if cfg.num_samples > 1 and not cfg.temperature:
-        raise BadInput(f"At temperature 0 all {cfg.num_samples} samples are the same: give --temperature=1, or leave --num_samples out.")
+        raise BadInput(f"At temperature 0 all {cfg.num_samples} samples are the same: give --temperature=1, "
+                       "or leave --num_samples out.")
     distributed.init()
     figures = evaluate_task(cfg) if cfg.task else evaluate_text(cfg)
     if cfg.json:

@@ -1,89 +1,101 @@
-"""Improve a model by reinforcement learning on verifiable rewards: Group Relative Policy Optimization (GRPO, Shao et al. 2024).
+"""Improve a model by reinforcement learning on verifiable rewards: Group Relative Policy Optimization (GRPO,
+Shao et al. 2024).
 
     python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion
     python grpo.py config/grpo.py --init_from=out/rft --task=my_reward.py --dataset=questions.jsonl
     python grpo.py --init_from=resume --out_dir=out/grpo
     torchrun --nproc_per_node=2 grpo.py config/grpo_4090x2.py --init_from=...
 
-A step: the model answers some questions k_samples times each, a verifier grades the answers, and what did better than the mean
-of its group becomes likelier, what did worse less so. Shapes: B sequences, T positions, G groups, K samples a group. Knobs, as
---key=value:
-"""
+A step: the model answers some questions k_samples times each, a verifier grades the answers, and what did
+better than the mean of its group becomes likelier, what did worse less so. Shapes: B sequences, T positions,
+G groups, K samples a group. Knobs, as --key=value: """
 import dataclasses
-import functools
 import hashlib
 import json
-import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-import numpy as np
 import torch
 
 import hf
 from engine import Engine, Sampling, slots_that_fit
-from model import IGNORE, Prompts, blank
+from grpo_log import flops, log_step, step_metrics
+from model import IGNORE, blank
+from questions import QuestionStream, read_questions, task_errors, unseen_questions
 from reference import Reference
-from rollout import (Pipeline, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of, stop_strings_of, task_errors,
-                     token_cost, unseen_questions)
-from runtime import config, distributed, examples, guard, hardware, memory, optim
+from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
+                     stop_strings_of, zero_variance)
+from runtime import config, distributed, guard, hardware, memory, optim
 from runtime.accuracy import accuracy, n_right
 from runtime.config import BadInput
-from runtime.log import check_installed, duration
+from runtime.log import check_installed
 from runtime.prompts import context_of
 from runtime.rewards import BrokenReward, Pool, load
-from runtime.run import Run, adapt, check_task, check_training, not_by_default
+from runtime.run import Run, adapt, check_task, check_training, not_by_default, same_folder
 
 
 @dataclass
 class Config:
     # the run
-    out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, samples.txt, training.log
-    init_from: str = "out/rft"               # run folder, Hugging Face folder or hub name; resume: the run in out_dir
+    out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, samples.txt,
+                                             # training.log
+    init_from: str = "out/rft"               # run folder, Hugging Face folder or hub name; resume: the run in
+                                             # out_dir
     overwrite: bool = False                  # replace the run that out_dir holds
     # questions and their rewards
     task: str | None = None                  # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
                                              # reward(question, completion); None: unit_conversion
     dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the task's
                                              # questions
-    num_questions: int | None = None         # to train on; None: all there are, or as the task finds right; of a dataset
+    num_questions: int | None = None         # to train on; None: all there are, or as the task finds right;
+                                             # of a dataset
                                              # at most
-    few_shot: int | None = None              # worked examples before each; None: of a run folder as many as it was
+    few_shot: int | None = None              # worked examples before each; None: of a run folder as many as
+                                             # it was
                                              # trained with, of a model of Hugging Face's 4; with a dataset 0
     # rollout. There is no top_k or top_p: the loss is about the distribution that was sampled from
     prompts_per_step: int = 32               # all ranks together
     k_samples: int = 8                       # of each prompt: its group
     temperature: float = 1.0
     max_new_tokens: int = 128
-    max_prompt_tokens: int | None = None     # longer ones are left out; None: those that leave no room for an answer
-    overlong: Literal["keep", "mask", "penalty"] = "keep"       # samples that reach max_new_tokens: keep their reward;
-                                             # don't train on them; subtract up to 1 over the last overlong_tokens
-                                             # (DAPO's soft punishment)
+    max_prompt_tokens: int | None = None     # longer ones are left out; None: those that leave no room for an
+                                             # answer
+    overlong: Literal["keep", "mask", "penalty"] = "keep"       # samples that reach max_new_tokens: keep
+                                             # their reward;
+                                             # don't train on them; subtract up to 1 over the last
+                                             # overlong_tokens (DAPO's soft punishment)
     overlong_tokens: int = 32
-    skip_solved: int = 0                     # epochs for which a question rests after all its samples were right; they
+    skip_solved: int = 0                     # epochs for which a question rests after all its samples were
+                                             # right; they
                                              # teach nothing
-    dynamic_sampling: bool = False           # other questions in place of those whose samples all have the same reward
+    dynamic_sampling: bool = False           # other questions in place of those whose samples all have the
+                                             # same reward
                                              # (DAPO, Yu et al. 2025)
     max_rounds: int = 4                      # in which it looks for them
     # loss
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"      # what a token's loss is divided by; see `normaliser`
-    advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in the group,
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"      # what a token's loss is divided by; see
+                                             # `normaliser`
+    advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in
+                                             # the group,
                                              # as in GRPO
     clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low,
     clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2)
-    beta: float = 0.0                        # weight of the KL divergence from the model that training began with, k3
-                                             # (Schulman 2020) times the ratio, without which its gradient is biased;
-                                             # 0: that model is not loaded
+    beta: float = 0.0                        # weight of the KL divergence from the model that training began
+                                             # with, k3
+                                             # (Schulman 2020) times the ratio, without which its gradient is
+                                             # biased; 0: that model is not loaded
     inner_epochs: int = 1                    # passes over a step's samples
     mini_batches: int = 1                    # optimizer steps a pass
-    tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025) where the engine's
+    tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025) where
+                                             # the engine's
                                              # log-probabilities are not the trainer's; 0: off
     # optimizer
     max_steps: int = 100                     # rollouts, each with inner_epochs * mini_batches optimizer steps
-    learning_rate: float = 3e-4              # of a model of a million parameters; 1e-6 is usual for a few hundred million
+    learning_rate: float = 3e-4              # of a model of a million parameters; 1e-6 is usual for a few
+                                             # hundred million
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
     warmup_steps: int = 5
@@ -95,41 +107,53 @@ class Config:
     muon_momentum: float = 0.9
     grad_clip: float = 1.0                   # norm of the whole gradient; 0: off
     # adapters (LoRA)
-    lora_rank: int = 0                       # train adapters of that rank; the reference is the model without them.
+    lora_rank: int = 0                       # train adapters of that rank; the reference is the model without
+                                             # them.
                                              # 0: off
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32. The engine samples
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32. The
+                                             # engine samples
                                              # in bf16 or fp32
-    tokens_per_micro_batch: int = 16384      # positions of a forward pass, see rollout.token_cost; less while they don't
+    tokens_per_micro_batch: int = 16384      # positions of a forward pass, see rollout.token_cost; less while
+                                             # they don't
                                              # fit the memory
     compile: bool = False                    # torch.compile of the update
-    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
-    offload_reference: bool = False          # the KL term's model waits in the CPU's memory while it is not needed
+    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
+                                             # forward
+    offload_reference: bool = False          # the KL term's model waits in the CPU's memory while it is not
+                                             # needed
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     seed: int = 0
     # evaluation, log, checkpoints
     eval_interval: int = 50                  # steps; also before the first and after the last; 0: never
-    eval_questions: int = 200                # of split valid, answered greedily; of a dataset at most a tenth, which is
+    eval_questions: int = 200                # of split valid, answered greedily; of a dataset at most a
+                                             # tenth, which is
                                              # not trained on
     shown_questions: int = 4                 # of them whose answers samples.txt shows
     log_interval: int = 1                    # steps
-    save_interval: int = 100                 # steps; also after the last, at a new best, and when asked to stop
+    save_interval: int = 100                 # steps; also after the last, at a new best, and when asked to
+                                             # stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # verifiers
-    reward_workers: int | None = None        # processes that verify, a rank; None: one a core, at most 8 in all
-    reward_pool: Literal["process", "thread", "serial"] = "process"       # only a process can be stopped if it hangs
-    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an error,
+    reward_workers: int | None = None        # processes that verify, a rank; None: one a core, at most 8 in
+                                             # all
+    reward_pool: Literal["process", "thread", "serial"] = "process"       # only a process can be stopped if
+                                             # it hangs
+    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an
+                                             # error,
                                              # worth 0
-    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder
+    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
+                                             # or a folder
                                              # with one
     # speed: bench.py --ladder measures what each of these buys
-    slots: int | None = None                 # samples in flight a rank; None: all of a step's, up to 512, if they fit
+    slots: int | None = None                 # samples in flight a rank; None: all of a step's, up to 512, if
+                                             # they fit
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
@@ -154,11 +178,12 @@ def check(cfg):
     if cfg.dataset and cfg.task is None:
         raise BadInput("--dataset needs the file that grades its answers: --task=my_reward.py.")
     cfg.task = cfg.task or "unit_conversion"
-    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots inner_epochs "
-                            "mini_batches overlong_tokens max_steps tokens_per_micro_batch eval_questions log_interval "
-                            "save_interval keep_last")
-    config.at_least(cfg, 0, "seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown weight_decay "
-                            "beta1 beta2 muon_momentum grad_clip lora_rank eval_interval shown_questions skip_solved")
+    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots "
+                            "inner_epochs mini_batches overlong_tokens max_steps tokens_per_micro_batch "
+                            "eval_questions log_interval save_interval keep_last")
+    config.at_least(cfg, 0, "seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown "
+                            "weight_decay beta1 beta2 muon_momentum grad_clip lora_rank eval_interval "
+                            "shown_questions skip_solved")
     config.at_least(cfg, 0.01, "timeout temperature")
     config.below(cfg, 1, "clip_low beta1 beta2 muon_momentum")
     config.at_most(cfg, 1, "cooldown")
@@ -173,21 +198,21 @@ def check(cfg):
         raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with "
                        f"{cfg.mini_batches} mini-batches: change --prompts_per_step.")
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
-        raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than --max_new_tokens={cfg.max_new_tokens}: lower "
-                       "it.")
+        raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than "
+                       f"--max_new_tokens={cfg.max_new_tokens}: lower it.")
     if cfg.init_from == "scratch":
         raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
-    if cfg.init_from != "resume" and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
-        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue its run with "
-                       "--init_from=resume.")
+    if cfg.init_from != "resume" and same_folder(cfg.out_dir, cfg.init_from):
+        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
+                       "its run with --init_from=resume.")
 
 
 # --- the objective ---
 
 def advantages(rewards, scale="none"):
-    """Return how much better each sample is than the mean of its group, float64 [G, K], from rewards [G, K]; exactly 0 in a
-    group of zero variance. scale group: in standard deviations, as GRPO has it, which weighs easy and hard questions more
-    (Dr. GRPO, Liu et al. 2025)."""
+    """Return how much better each sample is than the mean of its group, float64 [G, K], from rewards [G, K];
+    exactly 0 in a group of zero variance. scale group: in standard deviations, as GRPO has it, which weighs
+    easy and hard questions more (Dr. GRPO, Liu et al. 2025)."""
     rewards = rewards.double()
     result = rewards - rewards.mean(1, keepdim=True)
     if scale == "group":
@@ -197,22 +222,22 @@ def advantages(rewards, scale="none"):
 
 
 def normaliser(loss_type, tokens, sequences, max_new_tokens):
-    """Return what the losses of an optimizer step, all micro-batches and ranks, are divided by: dapo the number of their
-    tokens, so that each counts alike; grpo the number of sequences, each of which is a mean over its tokens; dr_grpo a
-    constant a sequence."""
+    """Return what the losses of an optimizer step, all micro-batches and ranks, are divided by: dapo the
+    number of their tokens, so that each counts alike; grpo the number of sequences, each of which is a mean
+    over its tokens; dr_grpo a constant a sequence."""
     return {"dapo": tokens, "grpo": sequences, "dr_grpo": sequences * max_new_tokens}[loss_type]
 
 
 def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0.2, clip_high=0.28, beta=0.0,
               loss_type="dapo", sampled_logp=None, tis_cap=0.0):
-    """Compute the clipped objective (PPO, Schulman et al. 2017), negated, summed over a micro-batch and divided by `divisor`.
+    """Compute the clipped objective (PPO, Schulman et al. 2017), negated, summed over a micro-batch and
+    divided by `divisor`.
 
-    logp [B, T]: of the sampled tokens under the model that is trained, with a gradient; old_logp: when they were sampled;
-    ref_logp: under the reference, None without beta; advantage [B]; mask [B, T]: which tokens are trained on; what stands
-    elsewhere, NaN and infinity too, has no effect. sampled_logp: the engine's, where old_logp is the trainer's, for
-    tis_cap. divisor: see `normaliser`. All in fp32, nats. Returns (loss [], {sums over tokens: kl to the reference, kl_old
-    to the pipeline (both k3), clipped}).
-    """
+    logp [B, T]: of the sampled tokens under the model that is trained, with a gradient; old_logp: when they
+    were sampled; ref_logp: under the reference, None without beta; advantage [B]; mask [B, T]: which tokens
+    are trained on; what stands elsewhere, NaN and infinity too, has no effect. sampled_logp: the engine's,
+    where old_logp is the trainer's, for tis_cap. divisor: see `normaliser`. All in fp32, nats. Returns (loss
+    [], {sums over tokens: kl to the reference, kl_old to the pipeline (both k3), clipped}). """
     mask = mask.bool()
     advantage = advantage.float()[:, None]
     log_ratio = masked_difference(logp, old_logp, mask)
@@ -236,29 +261,12 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
 
 
 def masked_difference(a, b, mask):
-    """Return a - b in fp32, masked before exp and within what exp can hold: 0 * inf would be a NaN gradient."""
+    """Return a - b in fp32, masked before exp and within what exp can hold: 0 * inf would be a NaN
+    gradient."""
     return torch.where(mask, a.float() - b.float(), 0.0).clamp(-20, 20)
 
 
 # --- questions ---
-
-def read_questions(path, n_valid):
-    """Return (questions to train on, questions for validation) of a .jsonl file; the latter a tenth by a hash, n_valid at
-    most."""
-    questions = {}
-    for number, row in enumerate(examples.read_rows(path), 1):
-        text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
-        if not isinstance(text, str) or "answer" not in row or not examples.is_answer(row["answer"]):
-            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}, and the '
-                           'answer not NaN.')
-        questions.setdefault(text, row | {"question": text})
-    tenth = [text for text in questions
-             if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
-    valid = [questions.pop(text) for text in tenth[:n_valid]]
-    if not questions:
-        raise BadInput(f"{path} holds no question to train on: give a --dataset= with more.")
-    return list(questions.values()), valid
-
 
 def open_questions(cfg, task):
     """Return (questions to train on, questions for validation, what is said of those that were dropped)."""
@@ -271,7 +279,8 @@ def open_questions(cfg, task):
 
 
 def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
-    """Return [(question, Request)] of those whose prompts leave room for an answer, and are not longer than asked for."""
+    """Return [(question, Request)] of those whose prompts leave room for an answer, and are not longer than
+    asked for."""
     longest = min(positions - 1, cfg.max_prompt_tokens or positions)
     requests = requests_of(tokenizer, task, questions, num_samples, cfg.max_new_tokens, cfg.few_shot)
     pairs = []
@@ -281,70 +290,11 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
     return pairs
 
 
-@dataclass
-class StreamState:
-    """What of the stream is saved with the run."""
-    asked: int = 0                           # positions of the stream that have been asked
-    solved: dict = field(default_factory=dict)       # {number of a question: epoch in which all its samples were right}
-    slots: int = 0                           # samples in flight, as many as fit
-
-
-class QuestionStream:
-    """The endless stream of questions: each once an epoch, in an order of its own. pairs: [(question, Request)]."""
-
-    def __init__(self, cfg, pairs):
-        self.cfg = cfg
-        self.pairs = pairs
-        self.state = StreamState()
-
-    def __len__(self):
-        return len(self.pairs)
-
-    def number(self, position):
-        """Return which question stands at a position of the stream."""
-        return question_at(position, len(self), self.cfg.seed)
-
-    def next(self):
-        """Return the positions of a step's questions, of all ranks together. Those that rest are passed over."""
-        state = self.state
-        rest = self.cfg.skip_solved
-        positions = []
-        resting = set()
-        while len(positions) < self.cfg.prompts_per_step:
-            number = self.number(state.asked)
-            epoch = state.asked // len(self)
-            rested = epoch - state.solved.get(number, -rest - 1) > rest
-            if rested or len(resting) == len(self):
-                positions.append(state.asked)
-            else:
-                resting.add(number)          # if all do, they are asked all the same
-            state.asked += 1
-        return positions
-
-    def note_solved(self, groups):
-        """Let the questions rest all of whose samples were right, on any rank. groups: {position: [Completion]}."""
-        solved = [position for position, group in groups.items() if all(c.grade.score == 1 for c in group)]
-        for positions in distributed.gather(solved):
-            for position in positions:
-                self.state.solved[self.number(position)] = position // len(self)
-
-
-def question_at(position, n, seed):
-    """Return the number of the question at a position of the stream of n questions."""
-    epoch, k = divmod(position, n)
-    return int(epoch_order(n, seed, epoch)[k])
-
-
-@functools.lru_cache(maxsize=2)
-def epoch_order(n, seed, epoch):
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)
-
-
 # --- a step ---
 
 def ask_and_grade(cfg, run, pipeline, stream, positions, reference):
-    """Sample answers to the questions at these positions of the stream; verifiers work meanwhile. Returns {position: its
-    group, K Completions with their rewards}."""
+    """Sample answers to the questions at these positions of the stream; verifiers work meanwhile. Returns
+    {position: its group, K Completions with their rewards}."""
     questions = {}
     requests = []
     for position in positions:
@@ -358,7 +308,8 @@ def ask_and_grade(cfg, run, pipeline, stream, positions, reference):
     if reference:
         reference.note_logprobs(completions, run.state.micro_batch)
     if cfg.tis_cap:
-        for c, logprobs in logprobs_of(run.model, run.hardware, completions, run.state.micro_batch, cfg.temperature):
+        tokens = run.state.micro_batch
+        for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
             c.trainer_logprobs = logprobs
     run.lap("reference")
 
@@ -374,21 +325,17 @@ def ask_and_grade(cfg, run, pipeline, stream, positions, reference):
 
 
 def penalty(cfg, length):
-    """Return DAPO's soft punishment of a completion of so many tokens: from 0 to 1 over the last overlong_tokens."""
+    """Return DAPO's soft punishment of a completion of so many tokens: from 0 to 1 over the last
+    overlong_tokens."""
     if cfg.overlong != "penalty":
         return 0.0
     return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens)
 
 
-def zero_variance(group):
-    """Tell whether all Completions of a group have the same reward: no gradient comes from them."""
-    return len({c.reward for c in group}) == 1
-
-
 def sample_groups(cfg, run, pipeline, stream, reference):
-    """Return (this rank's groups to train on, all that it sampled, bytes that sampling had to read). With dynamic sampling
-    in rounds, until each rank has its share of groups whose rewards differ, or max_rounds are over. What one rank
-    raises, all raise: FloatingPointError, BrokenReward."""
+    """Return (this rank's groups to train on, all that it sampled, bytes that sampling had to read). With
+    dynamic sampling in rounds, until each rank has its share of groups whose rewards differ, or max_rounds
+    are over. What one rank raises, all raise: FloatingPointError, BrokenReward."""
     share = cfg.prompts_per_step // distributed.world_size()
     groups = []
     sampled = []
@@ -400,7 +347,8 @@ def sample_groups(cfg, run, pipeline, stream, reference):
                                         FloatingPointError, BrokenReward)
         sampled += answered.values()
         groups += [g for g in answered.values() if not (cfg.dynamic_sampling and zero_variance(g))]
-        bytes_read += pipeline.engine.bytes_read((len(c.prompt), len(c.ids)) for g in answered.values() for c in g)
+        lengths = [(len(c.prompt), len(c.ids)) for group in answered.values() for c in group]
+        bytes_read += pipeline.engine.bytes_read(lengths)
         if cfg.skip_solved:
             stream.note_solved(answered)
         if not distributed.any(len(groups) < share):
@@ -409,17 +357,17 @@ def sample_groups(cfg, run, pipeline, stream, reference):
 
 
 def learn(cfg, run, model, groups, lr):
-    """Take one optimizer step on groups of Completions, with the one normaliser. Returns this rank's sums of what it is
-    judged by, and the norm of the gradient; None if there was nothing to learn on any rank: then no weight moves, nor
-    any state of the optimizers."""
+    """Take one optimizer step on groups of Completions, with the one normaliser. Returns this rank's sums of
+    what it is judged by, and the norm of the gradient; None if there was nothing to learn on any rank: then
+    no weight moves, nor any state of the optimizers."""
     trained = [c for group in groups for c in group if c.trained]
     num_tokens, num_sequences, num_signals = distributed.sum([
         sum(len(c.ids) for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
     if not num_sequences or not (num_signals or cfg.beta):
         return None
     divisor = normaliser(cfg.loss_type, num_tokens, num_sequences, cfg.max_new_tokens)
-    # Without advantage a completion has no gradient, so it need not be computed. A rank that has none takes part with an
-    # empty micro-batch: others wait for its gradients.
+    # Without advantage a completion has no gradient, so it need not be computed. A rank that has none takes
+    # part with an empty micro-batch: others wait for its gradients.
     learnt = [c for c in trained if c.advantage or cfg.beta]
     stats = Counter(flops=flops(run.model, learnt))
     largest_difference = 0.0
@@ -437,9 +385,11 @@ def learn(cfg, run, model, groups, lr):
         difference = torch.where(mask, logprobs.detach() - batch.sampled_logprobs, 0.0).abs()
         largest_difference = difference.max().clamp(min=largest_difference)
         stats.update(figures)
-        stats.update(loss=loss.detach(), entropy=entropy.sum(), difference=difference.sum(), tokens=mask.sum())
+        stats.update(loss=loss.detach(), entropy=entropy.sum())
+        stats.update(difference=difference.sum(), tokens=mask.sum())
     grad_norm, finite = optim.apply_step(run.optimizers, run.scaler, lr, cfg.grad_clip)
-    run.check_gradients(finite, rollouts=[vars(c) | {"grade": c.grade.score} for group in groups for c in group])
+    rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
+    run.check_gradients(finite, rollouts=rollouts)
     figures = {name: float(value) for name, value in stats.items()}
     return figures | {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
 
@@ -453,7 +403,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
         run.start_step()
         run.reset_timings()
 
-        # 1. Ask some questions, k_samples times each. 2. Grade the answers, while others are still being written.
+        # 1. Ask some questions, k_samples times each. 2. Grade the answers, while others are still being
+        # written.
         groups, sampled, bytes_read = sample_groups(cfg, run, pipeline, stream, reference)
 
         # 3. Compare each answer with those to the same question.
@@ -463,9 +414,11 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
                 c.advantage = advantage
 
         # 4. Learn from the difference.
-        lr = run.state.lr_factor * optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
-                                               cfg.lr_schedule, cfg.cooldown)
-        torch.use_deterministic_algorithms(cfg.deterministic)          # in sampling, CUDA's running sums would be refused
+        lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule,
+                         cfg.cooldown)
+        lr *= run.state.lr_factor
+        # in sampling, CUDA's running sums would be refused
+        torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
             update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr)
@@ -479,22 +432,25 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
         stream.state.slots = pipeline.engine.slots
         (num_tokens,) = distributed.sum([sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)])
         run.finish_step(int(num_tokens))
-        run.lap("sync", wait=True)                        # the weights that the engine takes over are this step's time
+        # the weights that the engine takes over are this step's time
+        run.lap("sync", wait=True)
 
         if run.due(cfg.log_interval) or run.step == 1:
             log_step(cfg, run, stream, lr, step_metrics(cfg, run, sampled, updates, bytes_read), updates)
         if run.stopping:
-            run.save()                                    # first of all: whoever asked may not wait for an evaluation
+            # first of all: whoever asked may not wait for an evaluation
+            run.save()
         if valid and run.due(cfg.eval_interval):
             result = evaluate(cfg, run, pipeline, valid)
-            run.record_validation(1 - result["reward"] - 1e-9 * run.step)          # of those that do as well the last
+            # of those that do as well the last
+            run.record_validation(1 - result["reward"] - 1e-9 * run.step)
         run.save_if_due()
     return run.end()
 
 
 def evaluate(cfg, run, pipeline, valid):
-    """Answer the questions that are held out, greedily, and log how that went. Returns the figures of runtime.accuracy, and
-    the mean `reward`. Answers to the first few are added to samples.txt."""
+    """Answer the questions that are held out, greedily, and log how that went. Returns the figures of
+    runtime.accuracy, and the mean `reward`. Answers to the first few are added to samples.txt."""
     questions = [question for question, _ in valid]
     requests = [request for _, request in valid]
     greedy = dataclasses.replace(pipeline.engine.sampling, temperature=0.0)
@@ -506,162 +462,19 @@ def evaluate(cfg, run, pipeline, valid):
         lines = [f"{'=' * 20} step {run.step}: {right} of {len(grades)} right\n"]
         for question, (grade,), (text,) in zip(questions, grades, texts):
             parts = ", ".join(name for name, holds in grade.parts.items() if holds) or "nothing"
-            lines.append(f"{question['question']}\n--> reward {grade.score:g} ({grade.error or parts})\n{text}\n{'-' * 20}\n")
+            lines.append(f"{question['question']}\n--> reward {grade.score:g} "
+                         f"({grade.error or parts})\n{text}\n{'-' * 20}\n")
         with open(Path(cfg.out_dir) / "samples.txt", "a", encoding="utf-8", errors="backslashreplace") as f:
             f.write("\n".join(lines) + "\n")
     figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
     run.log.metrics(step=run.step, **figures)
-    run.log.say(f"step {run.step}/{cfg.max_steps} | {len(valid)} held-out questions, greedy: {result['accuracy']:.1%} right "
-                f"[{result['accuracy_low']:.1%}, {result['accuracy_high']:.1%}], reward {result['reward']:.3f}")
+    run.log.say(f"step {run.step}/{cfg.max_steps} | {len(valid)} held-out questions, greedy: "
+                f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
+                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}")
     return result
 
 
-# --- what is said of a step ---
-
-def flops(model, completions):
-    """Count those of forward and backward passes, without padding: a prefix once, the head for what is sampled alone."""
-    head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
-    plain = model.flops_per_token(0) - head
-    by_length = model.flops_per_token(1) - model.flops_per_token(0)
-    total = 0
-    for length in map(len, {c.prefix for c in completions}):
-        total += length * (plain + by_length * length)
-    for c in completions:
-        total += len(c.ids) * (plain + by_length * (len(c.prefix) + len(c.ids)) + head)
-    return total
-
-
-def step_metrics(cfg, run, groups, updates, bytes_read):
-    """Return a step's metrics, from the groups that all ranks sampled, the figures of each optimizer step, the bytes that
-    sampling read, and this rank's timings."""
-    completions = [c for group in groups for c in group]
-    counts = Counter(
-        samples=len(completions),
-        groups=len(groups),
-        reward=sum(c.reward for c in completions),
-        reward_squared=sum(c.reward**2 for c in completions),
-        right=sum(c.grade.score == 1 for c in completions),
-        solved=sum(any(c.grade.score == 1 for c in group) for group in groups),
-        zero_variance=sum(map(zero_variance, groups)),
-        sampled=sum(len(c.ids) for c in completions),
-        prompts=sum(len(c.prompt) for c in completions),
-        bytes=bytes_read,
-        truncated=sum(not c.finished for c in completions),
-        errors=sum(c.grade.error is not None for c in completions),
-        timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
-    )
-    for c in completions:
-        counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
-    for update in updates:
-        counts.update({name: update[name] for name in ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")})
-    largest_difference = 0.0
-    if updates:                              # before any weight has moved
-        counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
-        largest_difference = updates[0]["largest_difference"]
-
-    ranks = distributed.gather((counts, largest_difference, max(len(c.ids) for c in completions)))
-    total = Counter()
-    for rank_counts, _, _ in ranks:
-        total.update(rank_counts)
-    n = total["samples"]
-    learnt = max(1.0, total["tokens"])
-    tokens = total["sampled"] + total["prompts"]
-    mean_reward = total["reward"] / n
-    hw = run.hardware
-    world = distributed.world_size()
-    seconds = run.timings.total()
-    rollout_s = run.timings["rollout"]
-    mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1)
-    return {
-        "loss": total["loss"] / max(1, len(updates)),
-        "reward": mean_reward,
-        "reward_std": max(0.0, total["reward_squared"] / n - mean_reward**2) ** 0.5,
-        "pass_at_1": total["right"] / n,
-        f"pass_at_{cfg.k_samples}": total["solved"] / total["groups"],
-        "zero_variance": total["zero_variance"] / total["groups"],
-        "groups": total["groups"],
-        **{name: total[name] / n for name in sorted(total) if name.startswith("parts/")},
-        "errors": total["errors"],
-        "timeouts": total["timeouts"],
-        "entropy": total["entropy"] / learnt,
-        "kl": total["kl"] / learnt,
-        "kl_old": total["kl_old"] / learnt,
-        "clip_fraction": total["clipped"] / learnt,
-        "logprob_gap": total["difference"] / max(1.0, total["compared"]),
-        "logprob_gap_max": max(difference for _, difference, _ in ranks),
-        "completion_tokens": total["sampled"] / n,
-        "completion_tokens_max": max(longest for _, _, longest in ranks),
-        "truncated": total["truncated"] / n,
-        "completions_per_s": n / seconds,
-        "tokens_per_s": tokens / seconds,
-        "sampled_tokens_per_s": total["sampled"] / rollout_s,
-        "mfu": mfu,
-        "mbu_rollout": hw.bandwidth and total["bytes"] / world / rollout_s / (hw.bandwidth * 1e12),
-        "perf/throughput": tokens / seconds / world,
-        "perf/mfu/actor": mfu,
-    }
-
-
-def log_step(cfg, run, stream, lr, metrics, updates):
-    """Write a step's metrics and its line."""
-    state = run.state
-    grad_norm = updates[-1]["grad_norm"] if updates else 0.0
-    seconds = run.timings.total()
-    used, peak = run.hardware.memory_gb()
-    asked = stream.state.asked
-    timings = {f"{name}_s": run.timings[name] for name in ("rollout", "reward", "reference", "update", "sync")}
-    run.log.metrics(
-        step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens, seconds=state.seconds,
-        memory_gb=used, peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked, epoch=asked / len(stream),
-        epoch_s=seconds * len(stream) / cfg.prompts_per_step, **{"training/global_step": run.step}, **metrics, **timings)
-    line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 {metrics['pass_at_1']:.1%} | "
-            f"pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | zero variance "
-            f"{metrics['zero_variance']:.0%} | entropy {metrics['entropy']:.3f} | {metrics['completion_tokens']:.0f} tokens "
-            f"| grad norm {grad_norm:.3f} | {seconds:.1f} s: rollout {timings['rollout_s']:.1f}, update "
-            f"{timings['update_s']:.1f} | ETA {duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
-    if metrics["errors"]:
-        line += f" | {metrics['errors']} errors"
-    if not updates:
-        line += " | nothing to learn: in each group all samples have the same reward"
-    run.log.say(line)
-
-
 # --- what fits the memory ---
-
-@dataclass
-class WorstCase:
-    """Micro-batches of the longest prompts and answers there can be."""
-    prompt: int                              # tokens
-    answer: int
-    k_samples: int
-    most: int                                # answers of an optimizer step, a rank
-
-    @property
-    def cost(self):
-        """Of one answer, in tokens of a micro-batch."""
-        return token_cost(1 / self.k_samples, self.prompt, 1, self.answer)
-
-    def answers(self, tokens):
-        """Return how many answers a micro-batch of so many tokens holds."""
-        return min(self.most, max(1, int(tokens // self.cost)))
-
-    def rows(self, tokens, context):
-        """Return how many sequences of that context take as many positions."""
-        return math.ceil(self.answers(tokens) * self.cost / context)
-
-    def smaller(self, tokens):
-        """Return the tokens of a micro-batch of half the answers; None if it holds one alone."""
-        return math.ceil(self.answers(tokens) // 2 * self.cost) or None
-
-    def inputs(self, tokens, temperature, device):
-        """Return what GPT.token_logprobs is given in such a micro-batch."""
-        n = self.answers(tokens)
-        n_prompts = math.ceil(n / self.k_samples)
-        x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
-        ids = torch.zeros(n_prompts, self.prompt, dtype=torch.long, device=device)
-        of_row = torch.arange(n, device=device) // self.k_samples
-        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row)
-
 
 def fit_update(cfg, run, worst, context):
     """Return the model as the update calls it, with micro-batches that fit the memory."""
@@ -671,8 +484,9 @@ def fit_update(cfg, run, worst, context):
         mode = None if cfg.compile_mode == "default" else cfg.compile_mode
         dynamic = None if cfg.gradient_checkpointing else True         # with which True breaks (torch 2.13)
         model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
-        return model, memory.rehearse(model, hw, worst.rows(tokens, context), context, 2, run.optimizer_bytes(),
-                                      worst.inputs(tokens, cfg.temperature, hw.device))
+        rows = worst.rows(tokens, context)
+        inputs = worst.inputs(tokens, cfg.temperature, hw.device)
+        return model, memory.rehearse(model, hw, rows, context, 2, run.optimizer_bytes(), inputs)
 
     def advice():
         return memory.advice(run.model, hw, context, run.optimizer_bytes(),
@@ -681,8 +495,8 @@ def fit_update(cfg, run, worst, context):
 
 
 def make_engine(cfg, run, stream, worst, context, tokenizer, task):
-    """Return the Engine, with as many samples in flight as fit beside the update. That number is kept with the checkpoints,
-    since shapes decide the last bits."""
+    """Return the Engine, with as many samples in flight as fit beside the update. That number is kept with
+    the checkpoints, since shapes decide the last bits."""
     hw = run.hardware
     dtype = hw.sampling_dtype
     rows = worst.rows(run.state.micro_batch, context)
@@ -693,8 +507,8 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     slots = cfg.slots or min(share, most, stream.state.slots or share)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
-        return Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
-                      cuda_graphs=cfg.cuda_graphs)
+        return Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic,
+                      tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
 
 
 def start_up(cfg, run, stream, pipeline, about):
@@ -703,15 +517,18 @@ def start_up(cfg, run, stream, pipeline, about):
     engine = pipeline.engine
     pool = pipeline.pool
     trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    return (
-        f"{run.model.n_params():,} parameters, {trained:,} of them trained, from {cfg.init_from}; {about}.\n"
-        f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention {hw.attention_kernel}, "
-        f"compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, micro-batches of "
-        f"{run.state.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).\n"
-        f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x {cfg.mini_batches} optimizer "
-        f"steps on them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} learning rate {cfg.learning_rate:g}"
-        f"{f', beta {cfg.beta:g}' if cfg.beta else ', no reference'}.\n"
-        f"Not by default: {not_by_default(cfg)}")
+    reference = f"beta {cfg.beta:g}" if cfg.beta else "no reference"
+    lines = [
+        f"{run.model.n_params():,} parameters, {trained:,} of them trained, from {cfg.init_from}; {about}.",
+        f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "
+        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, "
+        f"micro-batches of {run.state.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).",
+        f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x "
+        f"{cfg.mini_batches} optimizer steps on them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
+        f"learning rate {cfg.learning_rate:g}, {reference}.",
+        f"Not by default: {not_by_default(cfg)}",
+    ]
+    return "\n".join(lines)
 
 
 def main(argv):
@@ -721,9 +538,11 @@ def main(argv):
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
     resuming = cfg.init_from == "resume"
-    hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic, cfg.keep_memory)
+    hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
+                        cfg.keep_memory)
     if distributed.world_size() > 1 and hw.device.type == "mps":
-        raise BadInput("Several ranks can't exchange gradients on an Apple GPU: give --device=cpu, or start one process.")
+        raise BadInput("Several ranks can't exchange gradients on an Apple GPU: give --device=cpu, or start "
+                       "one process.")
 
     # The model, and what it is asked.
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))
@@ -737,8 +556,8 @@ def main(argv):
         stream = QuestionStream(cfg, with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions))
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
     if not stream.pairs:
-        raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {positions} positions of the model: "
-                       "lower --few_shot, or choose another model.")
+        raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {positions} positions "
+                       "of the model: lower --few_shot, or choose another model.")
     longest = max(len(request.ids) for _, request in stream.pairs + valid)
     context = context_of(longest, cfg.max_new_tokens, positions)
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"
@@ -746,35 +565,39 @@ def main(argv):
         about += f"; {len(questions) - len(stream)} too long left out"
 
     torch.manual_seed(cfg.seed)
-    shape = dataclasses.replace(found.config, dropout=0.0)             # the ratio is about the model that sampled
+    # the ratio is about the model that sampled
+    shape = dataclasses.replace(found.config, dropout=0.0)
     memory.check_weights(shape, hw.device)
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=hw.device)
     if not resuming:
         found.fill(model)
     adapt(cfg, model, hw.device, resuming)
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
-                             cfg.fused_adamw, cfg.muon_momentum)
+    betas = (cfg.beta1, cfg.beta2)
+    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
+                             cfg.muon_momentum)
 
-    digest = hashlib.sha256(json.dumps([(question, request.ids) for question, request in stream.pairs]).encode()).hexdigest()
+    asked = json.dumps([(question, request.ids) for question, request in stream.pairs])
+    digest = hashlib.sha256(asked.encode()).hexdigest()
     run = Run(cfg, hw, model, optimizers, cfg.tokens_per_micro_batch, cfg.max_steps, digest, stream.state)
     if resuming:
         run.restore(found.step)
         if run.state.data != digest:
-            raise BadInput(f"The questions have changed since the run in {cfg.out_dir} was stopped, so it can't go on "
-                           f"exactly: put them back, or start a new run with --init_from={cfg.out_dir} and another "
-                           "--out_dir=.")
+            raise BadInput(f"The questions have changed since the run in {cfg.out_dir} was stopped, so it "
+                           "can't go on exactly: put them back, or start a new run with "
+                           f"--init_from={cfg.out_dir} and another --out_dir=.")
     with task_errors():                      # before a run folder is touched
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     with pool, run.open(tokenizer, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, model) if cfg.beta else None
-        share = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples
-        worst = WorstCase(longest, min(cfg.max_new_tokens, context - 1), cfg.k_samples, share // cfg.mini_batches)
+        most = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples // cfg.mini_batches
+        worst = WorstCase(longest, min(cfg.max_new_tokens, context - 1), cfg.k_samples, most)
         trained = fit_update(cfg, run, worst, context)
-        pipeline = Pipeline(make_engine(cfg, run, stream, worst, context, tokenizer, task), pool, tokenizer, task)
+        engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
+        pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log.say(start_up(cfg, run, stream, pipeline, about))
-        settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{pipeline.engine.dtype}",
-                                  "reward_pool": pool.kind, "cuda_graphs": pipeline.engine.cuda_graphs}
+        settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
+                                  "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
         return train(cfg, run, trained, pipeline, stream, valid, reference)
 

@@ -7,7 +7,8 @@ from runtime import checkpoint
 
 
 class Reference:
-    """The trained model without its adapters, or a second one. With offload_reference its weights wait in the CPU's memory."""
+    """The trained model without its adapters, or a second one. With offload_reference its weights wait in the
+    CPU's memory."""
 
     def __init__(self, cfg, hw, model):
         self.cfg = cfg
@@ -30,6 +31,7 @@ class Reference:
         """Give each Completion its reference_logprobs, in micro-batches of at most so many tokens."""
         self.place(weight.to(self.hw.device, non_blocking=True) for weight in self.waiting)
         with adapters_off(self.model) if self.cfg.lora_rank else contextlib.nullcontext():
-            for completion, logprobs in logprobs_of(self.model, self.hw, completions, tokens, self.cfg.temperature):
-                completion.reference_logprobs = logprobs
+            temperature = self.cfg.temperature
+            for c, logprobs in logprobs_of(self.model, self.hw, completions, tokens, temperature):
+                c.reference_logprobs = logprobs
         self.place(self.waiting)

@@ -1,4 +1,5 @@
-"""The one pipeline of datagen.py, eval.py and grpo.py: questions -> requests -> samples -> graded completions.
+"""The one pipeline of datagen.py, eval.py and grpo.py: questions -> requests -> samples -> graded
+completions.
 
     questions = questions_of(task, "test", 500)
     requests = requests_of(tokenizer, task, questions, num_samples=8)
@@ -8,7 +9,7 @@
         pipeline.graded(wait=True)                                        # now each has its grade
 """
 import contextlib
-import re
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,67 +19,19 @@ import torch
 from engine import Request
 from model import IGNORE, Prompts
 from runtime import config, distributed
-from runtime.config import BadInput
 from runtime.prompts import context_of, prompt_ids
 from runtime.rewards import BrokenReward, Grade
 
-UNFINISHED = Grade(0.0, {}, "", None)        # of a completion that was cut off, where nobody asks for its grade
-
-
-# --- questions ---
-
-@contextlib.contextmanager
-def task_errors():
-    """Turn what a task, its workers or the engine say of their input into BadInput. A KeyError is a mistake in a task's code."""
-    try:
-        yield
-    except (LookupError, ValueError, OSError, FloatingPointError) as e:
-        if isinstance(e, KeyError | IndexError):
-            raise
-        raise BadInput(str(e)) from None
-
-
-@task_errors()
-def questions_of(task, split, n, seed=0, most=1000):
-    """Return n questions of a task's split, at least one; for "auto" as many as there are, up to `most`. BadInput if there
-    are not so many."""
-    questions = task.questions(split, seed, most if n == "auto" else n, fewer=True)
-    if isinstance(n, int) and len(questions) < n:
-        raise ValueError(f"--num_questions={n} is more than there are: the split {split} of {task.name} has "
-                         f"{len(questions)} questions; lower --num_questions, or leave it out.")
-    if not questions:
-        raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another "
-                         "task.")
-    return questions
-
-
-def plain(text):
-    """Return a question as it is compared: without case, spaces, and what punctuation is no part of a number or a formula."""
-    return " ".join(re.sub(r"""[?!;:"'_]|[.,](?!\d)""", " ", text).casefold().split())
-
-
-@task_errors()
-def unseen_questions(task, split, n, seed=0):
-    """Return (questions of a split to train on, how many were dropped because they, or ones that read the same, stand in the
-    test split)."""
-    questions = questions_of(task, split, n, seed)
-    try:
-        test = {plain(q["question"]) for q in task.questions("test")}
-    except ValueError as e:
-        print(f"The task has no test split that could be read, so no question was compared with it ({e})", flush=True)
-        test = set()
-    kept = [q for q in questions if plain(q["question"]) not in test]
-    if not kept:
-        raise ValueError(f"All {len(questions)} questions of {task.name} stand in its test split too: let questions() tell "
-                         "splits apart.")
-    return kept, len(questions) - len(kept)
+# of a completion that was cut off, where nobody asks for its grade
+UNFINISHED = Grade(0.0, {}, "", None)
 
 
 # --- requests ---
 
 def few_shot_of(cfg, found):
-    """Return how many worked examples stand before a question: for a model that was trained here as many as grpo.py trained
-    it with, none after other training, for it has seen the form; four for any other. found: hf.Found."""
+    """Return how many worked examples stand before a question: for a model that was trained here as many as
+    grpo.py trained it with, none after other training, for it has seen the form; four for any other. found:
+    hf.Found."""
     if cfg.few_shot is not None:
         return cfg.few_shot
     if found.step is None:
@@ -88,8 +41,8 @@ def few_shot_of(cfg, found):
 
 
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):
-    """Return the engine's Request of each question, in their order, with so many worked examples before it (without the
-    question itself). ValueError, LookupError or OSError if the task does not have them."""
+    """Return the engine's Request of each question, in their order, with so many worked examples before it
+    (without the question itself). ValueError, LookupError or OSError if the task does not have them."""
     examples = task.examples(few_shot) if few_shot else ()
     instruction = task.instruction if examples else None
     requests = []
@@ -116,7 +69,8 @@ def stop_strings_of(task):
 
 @dataclass(eq=False)
 class Completion:
-    """An answer that was sampled, its grade once a verifier has given it, and what grpo.py finds out about it."""
+    """An answer that was sampled, its grade once a verifier has given it, and what grpo.py finds out about
+    it."""
     prompt: list                             # ids
     ids: list                                # sampled after it; the token that ended it is the last
     logprobs: list                           # of them, nats, when they were sampled
@@ -139,26 +93,32 @@ class Completion:
         return tuple(self.prompt[:-1])
 
 
+def zero_variance(group):
+    """Tell whether all Completions of a group have the same reward: no gradient comes from them."""
+    return len({c.reward for c in group}) == 1
+
+
 class Pipeline:
     """Asks the engine, and hands what it writes to verifiers, which work while it goes on.
 
-    pool: a rewards.Pool, used by nobody else. What it raises (BrokenReward) comes out of sample() and graded().
-    """
+    pool: a rewards.Pool, used by nobody else. What it raises (BrokenReward) comes out of sample() and
+    graded(). """
 
     def __init__(self, engine, pool, tokenizer, task):
         self.engine = engine
         self.pool = pool
         self.tokenizer = tokenizer
         self.task = task
-        self.waiting = deque()               # Completions that graded() has not given yet, in the order they were sampled
+        # Completions that graded() has not given yet, in the order they were sampled
+        self.waiting = deque()
         self.grades = deque()                # of the first of those that need one
 
     def sample(self, questions, requests, progress=None, sampling=None, grade_unfinished=True):
         """Yield a Completion for each sample when it ends; its grade comes with graded().
 
-        questions: what a request's key stands for. progress: called with the engine's Progress after each look at its
-        results. sampling: the engine's own if None. grade_unfinished: also verify completions that were cut off.
-        """
+        questions: what a request's key stands for. progress: called with the engine's Progress after each
+        look at its results. sampling: the engine's own if None. grade_unfinished: also verify completions
+        that were cut off. """
         for sample in self.engine.generate(requests, progress, sampling):
             request = sample.request
             text = self.task.cut(self.tokenizer.text_of(sample.ids))
@@ -172,7 +132,8 @@ class Pipeline:
             yield completion
 
     def graded(self, wait=False):
-        """Return the Completions whose grades have come since the last call, in the order they were sampled; wait: all."""
+        """Return the Completions whose grades have come since the last call, in the order they were sampled;
+        wait: all."""
         self.grades.extend(self.pool.collect(wait))
         done = []
         while self.waiting and (self.waiting[0].grade or self.grades):
@@ -185,10 +146,10 @@ class Pipeline:
 def ask(pipeline, questions, requests, progress=None, sampling=None, shown=0):
     """Have a model answer questions, each rank its share of them, and grade the answers.
 
-    requests: of all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples], and the texts
-    [shown][num_samples] of the answers to the first `shown` questions. What one rank raises, all raise: ValueError for what
-    can't be sampled, FloatingPointError for weights that are broken, BrokenReward if the verifier fails whatever it is given.
-    """
+    requests: of all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples],
+    and the texts [shown][num_samples] of the answers to the first `shown` questions. What one rank raises,
+    all raise: ValueError for what can't be sampled, FloatingPointError for weights that are broken,
+    BrokenReward if the verifier fails whatever it is given. """
     mine = []
     error = None
     try:
@@ -225,8 +186,10 @@ def table(values, requests):
 
 @dataclass
 class Batch:
-    """Completions that continue prefixes, each of which stands there once. Elsewhere y is IGNORE and the numbers are 0."""
-    x: torch.Tensor                          # [B, T] ids: a prompt's last, and the completion's but for the last
+    """Completions that continue prefixes, each of which stands there once. Elsewhere y is IGNORE and the
+    numbers are 0."""
+    # [B, T] ids: a prompt's last, and the completion's but for the last
+    x: torch.Tensor
     y: torch.Tensor                          # [B, T] ids of the completions, where they are trained on
     sampled_logprobs: torch.Tensor           # [B, T] of y: the engine's,
     trainer_logprobs: torch.Tensor           # the trainer's before the step (0 if not needed),
@@ -242,8 +205,8 @@ class Batch:
 
 
 def padded(completions):
-    """Return the Batch of some Completions; of none, a row in which nothing is trained on. Masks come from lengths: a
-    completion's last token, be it the end of text, is trained on."""
+    """Return the Batch of some Completions; of none, a row in which nothing is trained on. Masks come from
+    lengths: a completion's last token, be it the end of text, is trained on."""
     completions = completions or [Completion([0], [0], [0.0], True, trained=False)]
     B = len(completions)
     T = max(len(c.ids) for c in completions)
@@ -271,22 +234,23 @@ def padded(completions):
 
 
 def token_cost(n_prefixes, longest_prefix, rows, T):
-    """Return what a forward pass of rows of T ids after so many prefixes takes, in positions: those of the linear layers,
-    padding included, and an eighth of the keys and values that attention copies for each row, which is about their share
-    of a position's memory."""
+    """Return what a forward pass of rows of T ids after so many prefixes takes, in positions: those of the
+    linear layers, padding included, and an eighth of the keys and values that attention copies for each row,
+    which is about their share of a position's memory."""
     return n_prefixes * longest_prefix + rows * T + rows * (longest_prefix + T) / 8
 
 
 def cost_of(completions):
     """Return the token_cost of a batch of them."""
     prefixes = {c.prefix for c in completions}
-    return token_cost(len(prefixes), max(map(len, prefixes)), len(completions), max(len(c.ids) for c in completions))
+    T = max(len(c.ids) for c in completions)
+    return token_cost(len(prefixes), max(map(len, prefixes)), len(completions), T)
 
 
 def micro_batches(completions, tokens):
-    """Return lists of Completions whose token_cost is at most `tokens`, or of a single one if that alone has more. In the order
-    that costs less: those of about equal lengths together, for less padding, or those of a prompt, whose prefix then
-    stands in one list."""
+    """Return lists of Completions whose token_cost is at most `tokens`, or of a single one if that alone has
+    more. In the order that costs less: those of about equal lengths together, for less padding, or those of a
+    prompt, whose prefix then stands in one list."""
     longest = {}                             # {prefix: the length of the longest completion after it}
     for c in completions:
         longest[c.prefix] = max(longest.get(c.prefix, 0), len(c.ids))
@@ -316,9 +280,45 @@ def cut(completions, tokens):
     return parts
 
 
+@dataclass
+class WorstCase:
+    """Micro-batches of the longest prompts and answers there can be."""
+    prompt: int                              # tokens
+    answer: int
+    k_samples: int
+    most: int                                # answers of an optimizer step, a rank
+
+    @property
+    def cost(self):
+        """Of one answer, in tokens of a micro-batch."""
+        return token_cost(1 / self.k_samples, self.prompt, 1, self.answer)
+
+    def answers(self, tokens):
+        """Return how many answers a micro-batch of so many tokens holds."""
+        return min(self.most, max(1, int(tokens // self.cost)))
+
+    def rows(self, tokens, context):
+        """Return how many sequences of that context take as many positions."""
+        return math.ceil(self.answers(tokens) * self.cost / context)
+
+    def smaller(self, tokens):
+        """Return the tokens of a micro-batch of half the answers; None if it holds one alone."""
+        return math.ceil(self.answers(tokens) // 2 * self.cost) or None
+
+    def inputs(self, tokens, temperature, device):
+        """Return what GPT.token_logprobs is given in such a micro-batch."""
+        n = self.answers(tokens)
+        n_prompts = math.ceil(n / self.k_samples)
+        x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
+        ids = torch.zeros(n_prompts, self.prompt, dtype=torch.long, device=device)
+        of_row = torch.arange(n, device=device) // self.k_samples
+        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row)
+
+
 @torch.no_grad()
 def logprobs_of(model, hw, completions, tokens, temperature):
-    """Yield (Completion, log-probabilities of its ids under the model), in micro-batches of at most so many `tokens`."""
+    """Yield (Completion, log-probabilities of its ids under the model), in micro-batches of at most so many
+    `tokens`."""
     for part in micro_batches(completions, tokens):
         batch = padded(part).to(hw.device)
         with hw.autocast():

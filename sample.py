@@ -1,8 +1,8 @@
 """A prompt in, text out.
 
-    python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4
-    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive       a prompt a line, answers as they come; Ctrl-D ends it
-    torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
+    python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4 python
+    sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive       a prompt a line, answers as they come;
+    Ctrl-D ends it torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
 
 Knobs, as --key=value:
 """
@@ -18,9 +18,11 @@ from runtime.prompts import context_of
 
 @dataclass
 class Config:
-    model: str = ""                          # run folder, Hugging Face folder or hub name, first on the command line
+    model: str = ""                          # run folder, Hugging Face folder or hub name, first on the
+                                             # command line
     prompt: str = ""                         # empty: the end-of-text token, after which a document begins
-    interactive: bool = False                # read prompts from standard input, a line each; every one stands for itself
+    interactive: bool = False                # read prompts from standard input, a line each; every one stands
+                                             # for itself
     num_samples: int = 1
     max_new_tokens: int = 128
     temperature: float = 0.8                 # 0: greedy
@@ -29,8 +31,10 @@ class Config:
     min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
     stop: str | None = None                  # a text that ends a sample, e.g. </answer>
     system: str | None = None                # system message of a chat model; None: its own
-    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder with one
-    deterministic: bool = False              # a sample is the same bit for bit however many there are (see engine.py)
+    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
+                                             # or a folder with one
+    deterministic: bool = False              # a sample is the same bit for bit however many there are (see
+                                             # engine.py)
     seed: int = 0
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -58,7 +62,8 @@ def talk(cfg, model, tokenizer, hw):
             def show(ids):
                 nonlocal shown
                 text = tokenizer.text_of(ids)
-                whole = text.rstrip("\N{REPLACEMENT CHARACTER}")       # the last character may still lack bytes
+                # the last character may still lack bytes
+                whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
                 print(whole[shown:], end="", flush=True)
                 shown = max(shown, len(whole))
             for sample in engine.generate([Request(ids, max_new_tokens=cfg.max_new_tokens)],

@@ -1,11 +1,10 @@
 """Train a GPT on text, from scratch or from a checkpoint; fine-tune one on chosen answers (SFT, RFT).
 
-    python train.py                                     a small model on generated text, on whatever machine this is
-    python train.py --dataset=book.txt --out_dir=out/book
-    python train.py config/cpu_small.py --learning_rate=0.02
-    python train.py --init_from=resume --out_dir=out/book
-    python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
-    python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\
+    python train.py                                     a small model on generated text, on whatever machine
+    this is python train.py --dataset=book.txt --out_dir=out/book python train.py config/cpu_small.py
+    --learning_rate=0.02 python train.py --init_from=resume --out_dir=out/book python train.py config/rft.py
+    --init_from=out/base --dataset=data/rft.json python train.py --init_from=HuggingFaceTB/SmolLM2-360M
+    --dataset=book.txt \\
         --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
     torchrun --nproc_per_node=2 train.py config/...
 
@@ -25,7 +24,7 @@ from runtime import config, data, distributed, examples, guard, hardware, memory
 from runtime.config import BadInput
 from runtime.log import check_installed, duration, shown
 from runtime.perplexity import evaluation_line, examples_loss, text_loss
-from runtime.run import Run, adapt, check_task, check_training, not_by_default
+from runtime.run import Run, adapt, check_task, check_training, not_by_default, same_folder
 from runtime.tokenizer import Tokenizer
 
 
@@ -33,21 +32,26 @@ from runtime.tokenizer import Tokenizer
 class Config:
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
-    init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging Face
+    init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
+                                             # Face
                                              # folder or hub name
     overwrite: bool = False                  # replace the run that out_dir holds
     # data
-    dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or
-                                             # org/name:config; examples: .json or .jsonl of questions with chosen
-                                             # answers (runtime/examples.py)
+    dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
+                                             # wikitext, or
+                                             # org/name:config; examples: .json or .jsonl of questions with
+                                             # chosen answers (runtime/examples.py)
     block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
-    tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the model's own,
+    tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
+                                             # model's own,
                                              # or bytes
     # batch: sequences of an optimizer step = batch_size * gradient_accumulation_steps, on any number of ranks
-    batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit the memory
+    batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit
+                                             # the memory
     gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
     max_steps: int | None = None             # optimizer steps, at most
-    num_epochs: float | None = None          # passes over the data, at most; neither given: 300 steps of a text,
+    num_epochs: float | None = None          # passes over the data, at most; neither given: 300 steps of a
+                                             # text,
                                              # 3 passes over examples
     # optimizer
     learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
@@ -77,25 +81,30 @@ class Config:
     tied_head: bool = False                  # the head shares the embedding's weights
     logit_softcap: float = 0.0               # e.g. 15; 0: off
     # adapters (LoRA)
-    lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights of
+    lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights
+                                             # of
                                              # init_from; 0: off
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
-    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from about
+    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from
+                                             # about
                                              # five minutes on)
-    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
+    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
+                                             # forward
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     seed: int = 0
     # evaluation, log, checkpoints
     eval_interval: int = 100                 # steps; also after the last
     eval_tokens: int | None = None           # None: the whole validation split
     eval_only: bool = False                  # evaluate once and exit; nothing is written
-    patience: int = 0                        # stop after so many evaluations in a row without a new best; 0: never
+    patience: int = 0                        # stop after so many evaluations in a row without a new best; 0:
+                                             # never
     log_interval: int = 10                   # steps
-    save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of examples,
+    save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of
+                                             # examples,
                                              # when asked to stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
@@ -104,7 +113,8 @@ class Config:
     # data, in detail
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
     data_dir: str = "data"                   # where tokenised texts are kept
-    prompt: str | None = None                # examples of .json: the form of a question, with {} in it; None: as
+    prompt: str | None = None                # examples of .json: the form of a question, with {} in it; None:
+                                             # as
                                              # datagen.py asked
     valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
     # speed: bench.py --ladder measures what each of these buys
@@ -113,7 +123,8 @@ class Config:
     loss_chunks: int = 0                     # pieces in which head and loss are computed; 0: by size
     tf32: bool = True                        # fp32 products on tensor cores
     fused_adamw: bool = True
-    keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process: no page faults
+    keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process: no page
+                                             # faults
     num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
     pin_memory: bool = True                  # page-locked batches, on a GPU
     prefetch: int = 2                        # steps each loader process is ahead
@@ -128,19 +139,20 @@ class Config:
         return f"--batch_size={micro_batch} --gradient_accumulation_steps={self.sequences // micro_batch}"
 
 
-ARCHITECTURE = ("n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head "
-                "logit_softcap").split()
+ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position", "qk_norm",
+                "mlp", "bias", "tied_head", "logit_softcap"]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")           # these compile modes record the step, and can't accumulate
+# these compile modes record the step, and can't accumulate
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size max_steps "
-                            "eval_tokens gradient_accumulation_steps eval_interval log_interval save_interval "
-                            "keep_last prefetch")
-    config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 beta2 "
-                            "muon_momentum grad_clip loss_chunks num_workers cooldown patience lora_rank valid_share "
-                            "num_epochs")
+    config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size "
+                            "max_steps eval_tokens gradient_accumulation_steps eval_interval log_interval "
+                            "save_interval keep_last prefetch")
+    config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
+                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience "
+                            "lora_rank valid_share num_epochs")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 256, "num_workers prefetch")
@@ -150,26 +162,28 @@ def check(cfg):
     if cfg.num_epochs == 0:
         raise BadInput("--num_epochs=0 would train nothing: it must be above 0.")
     if cfg.lora_rank and cfg.init_from == "scratch":
-        raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave --lora_rank out.")
-    if cfg.init_from not in ("scratch", "resume") and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
-        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue its run with "
-                       "--init_from=resume.")
+        raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave "
+                       "--lora_rank out.")
+    if cfg.init_from not in ("scratch", "resume") and same_folder(cfg.out_dir, cfg.init_from):
+        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
+                       "its run with --init_from=resume.")
     if cfg.sequences > 2**20:
-        raise BadInput(f"--batch_size={cfg.batch_size} x --gradient_accumulation_steps={cfg.gradient_accumulation_steps} "
-                       "is more than 2**20 sequences a step: lower one of them.")
+        raise BadInput(f"--batch_size={cfg.batch_size} x "
+                       f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps} is more than 2**20 "
+                       "sequences a step: lower one of them.")
     if cfg.sequences % distributed.world_size():
-        raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step evenly: "
-                       "change --batch_size or --gradient_accumulation_steps.")
+        raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step "
+                       "evenly: change --batch_size or --gradient_accumulation_steps.")
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
-        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate gradients: use "
-                       "default or max-autotune-no-cudagraphs, or one micro-step a rank.")
+        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate "
+                       "gradients: use default or max-autotune-no-cudagraphs, or one micro-step a rank.")
 
 
 # --- the model ---
 
 def knobs_of(model):
-    """Return the knobs that a model to start from settles, or block_size suggests: a run's, or those that describe Hugging
-    Face's files."""
+    """Return the knobs that a model to start from settles, or block_size suggests: a run's, or those that
+    describe Hugging Face's files."""
     knobs = [*ARCHITECTURE, "block_size"]
     saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
     if not saved.keys() >= set(knobs):                        # Hugging Face's, or a run of grpo.py
@@ -193,15 +207,15 @@ def shape_of(cfg, hw, tokenizer, found):
     """Return the GPTConfig of the model; BadInput for one that can't be made."""
     shape = dataclasses.replace(found.config, dropout=cfg.dropout) if found else architecture(cfg, tokenizer)
     if cfg.block_size > shape.block_size:
-        raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the model: lower "
-                       "it.")
+        raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the "
+                       "model: lower it.")
     memory.check_weights(shape, hw.device)
     return shape
 
 
 def build_model(cfg, hw, shape, found, resuming):
-    """Return the GPT on its device: drawn, or with the weights of what was found; of a run that is resumed they come
-    later."""
+    """Return the GPT on its device: drawn, or with the weights of what was found; of a run that is resumed
+    they come later."""
     knobs = (hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks)
     if found:
         model = blank(shape, *knobs, device=hw.device)
@@ -214,7 +228,8 @@ def build_model(cfg, hw, shape, found, resuming):
 
 
 def starting_point(cfg):
-    """Return the hf.Found to begin from, or None. config.load has taken over that model's architecture and tokenizer."""
+    """Return the hf.Found to begin from, or None. config.load has taken over that model's architecture and
+    tokenizer."""
     if cfg.init_from == "scratch":
         return None
     return hf.to_resume(cfg.out_dir, cfg.eval_only) if cfg.init_from == "resume" else hf.find(cfg.init_from)
@@ -223,23 +238,26 @@ def starting_point(cfg):
 # --- the data ---
 
 def open_data(cfg, tokenizer):
-    """Return (batches to train on, what to validate on: data.TokenFile or a list of examples, what is said of both)."""
+    """Return (batches to train on, what to validate on: data.TokenFile or a list of examples, what is said of
+    both)."""
     rank = distributed.rank()
     world = distributed.world_size()
     if not examples.are(cfg.dataset, cfg.text_key):
         folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
-        dataset = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, cfg.sequences, cfg.seed, rank, world)
+        text = data.TokenFile(folder, "train")
+        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world)
         held_out = data.TokenFile(folder, "valid")
         if len(held_out) < 2:
             raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
-        return dataset, held_out, f"{len(dataset.text):,} training tokens, {len(held_out):,} for validation"
+        return dataset, held_out, f"{len(text):,} training tokens, {len(held_out):,} for validation"
     found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt))
     short = [example for example in found if example.length <= cfg.block_size]
     train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
     dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
     targets = sum(int(example.trained[1:].sum()) for example in train)
-    about = (f"{len(train):,} examples of {dataset.longest} tokens at most, {targets:,} trained on; {len(held_out):,} for "
-             f"validation; {len(found) - len(short):,} longer than --block_size={cfg.block_size} left out")
+    about = (f"{len(train):,} examples of {dataset.longest} tokens at most, {targets:,} trained on; "
+             f"{len(held_out):,} for validation; {len(found) - len(short):,} longer than "
+             f"--block_size={cfg.block_size} left out")
     return dataset, held_out, about
 
 
@@ -284,19 +302,23 @@ def start_up(cfg, run, dataset, about):
     asked_for = min(cfg.batch_size, sequences // world)
     smaller = f" (for {asked_for}, which does not fit)" if micro_batch < asked_for else ""
     epochs = (run.num_steps - run.step) / dataset.steps_per_epoch
-    return (
+    tf32 = "on" if hw.tf32 else "off"
+    compiled = "on" if hw.compile else "off"
+    checkpointing = "on" if cfg.gradient_checkpointing else "off"
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
+    lines = [
         f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
-        f"{model.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.\n"
-        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs.\n"
-        f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {'on' if hw.tf32 else 'off'}, attention "
-        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, checkpointing "
-        f"{'on' if cfg.gradient_checkpointing else 'off'}, {workers(cfg, hw)} loader processes; peak "
-        f"{shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.\n"
-        f"Micro-batch {micro_batch}{smaller} x accumulation {-(-sequences // (micro_batch * world))} x {world} "
-        f"rank{'s' if world > 1 else ''} = {sequences} sequences of {dataset.longest} = "
-        f"{sequences * dataset.longest:,} tokens a step, at most; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak "
-        f"learning rate {cfg.learning_rate:g}.\n"
-        f"Not by default: {not_by_default(cfg)}")
+        f"{model.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
+        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs.",
+        f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
+        f"{hw.attention_kernel}, compile {compiled}, checkpointing {checkpointing}, {workers(cfg, hw)} loader "
+        f"processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
+        f"Micro-batch {micro_batch}{smaller} x accumulation {-(-sequences // (micro_batch * world))} x {ranks} = "
+        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "
+        f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
+        f"Not by default: {not_by_default(cfg)}",
+    ]
+    return "\n".join(lines)
 
 
 def log_step(run, loss, lr, grad_norm, flops_per_token):
@@ -315,8 +337,8 @@ def log_step(run, loss, lr, grad_norm, flops_per_token):
         micro_batch=state.micro_batch, skipped_steps=state.skipped, **timings)
     run.log.say(
         f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
-        f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB | "
-        f"ETA {duration(seconds * (run.num_steps - run.step))}")
+        f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "
+        f"| ETA {duration(seconds * (run.num_steps - run.step))}")
     run.reset_timings()
 
 
@@ -331,8 +353,8 @@ def log_validation(run, result):
 # --- training ---
 
 def compile_and_fit(cfg, run, dataset):
-    """Return the model as the loop calls it. Dry runs of a step on every rank find the micro-batch that fits; where
-    torch.compile fails, they go on without it."""
+    """Return the model as the loop calls it. Dry runs of a step on every rank find the micro-batch that fits;
+    where torch.compile fails, they go on without it."""
     hw = run.hardware
     share = cfg.sequences // distributed.world_size()
 
@@ -366,7 +388,8 @@ def train(cfg, run, model, dataset, held_out):
 
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
-        # The batch: x [micro_batch, T] token ids, y those that follow them. Targets are those of all micro-steps and ranks.
+        # The batch: x [micro_batch, T] token ids, y those that follow them. Targets are those of all
+        # micro-steps and ranks.
         micro_batches = []
         for x, y in next(loader):
             micro_batches.append((x.to(hw.device, non_blocking=True), y.to(hw.device, non_blocking=True)))
@@ -377,17 +400,20 @@ def train(cfg, run, model, dataset, held_out):
         loss_sum = torch.zeros((), device=hw.device)
         for i, (x, y) in enumerate(model.micro_steps(micro_batches)):
             if cfg.dropout:
-                torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))   # a resumed run drops the same
+                # a resumed run drops the same
+                torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))
             with hw.autocast():
                 loss = model.loss(x, y)
             run.scaler.scale(loss / num_targets).backward()
             loss_sum += loss.detach()
-        loss_sum = loss_sum.item()                        # waits for the device: what follows is the optimizer's time
+        # waits for the device: what follows is the optimizer's time
+        loss_sum = loss_sum.item()
         run.lap("forward_backward")
 
         # The step of the optimizers.
-        lr = run.state.lr_factor * optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, warmup,
-                                               cfg.lr_schedule, cfg.cooldown)
+        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule,
+                         cfg.cooldown)
+        lr *= run.state.lr_factor
         grad_norm, finite = optim.apply_step(run.optimizers, run.scaler, lr, cfg.grad_clip)
         run.check_gradients(finite, micro_batches=micro_batches)
         run.finish_step(num_tokens)
@@ -397,7 +423,8 @@ def train(cfg, run, model, dataset, held_out):
             mean_loss = distributed.sum([loss_sum])[0] / num_targets
             log_step(run, mean_loss, lr, grad_norm, flops_per_token)
         if run.stopping:
-            run.save()                                    # first of all: whoever asked may not wait for an evaluation
+            # first of all: whoever asked may not wait for an evaluation
+            run.save()
         if held_out and run.due(cfg.eval_interval):
             result = validation_loss(cfg, hw, model, held_out, run.state.micro_batch)
             run.record_validation(result["loss"])
@@ -412,7 +439,8 @@ def main(argv):
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
-    hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic, cfg.keep_memory)
+    hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
+                        cfg.keep_memory)
 
     # Data and model. A model to start from settles architecture and tokenizer.
     found = distributed.on_main(lambda: starting_point(cfg))
@@ -422,22 +450,25 @@ def main(argv):
     shape = shape_of(cfg, hw, tokenizer, found)           # before minutes are spent on a text
     dataset, held_out, about = open_data(cfg, tokenizer)
     if cfg.patience and not held_out:
-        raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave it out.")
+        raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
+                       "it out.")
     if cfg.compile is None and not is_text(dataset):
-        hw.compile = False                                # lengths differ from step to step; each would be compiled anew
+        # lengths differ from step to step; each would be compiled anew
+        hw.compile = False
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, hw, shape, found, resuming)
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
-                             cfg.fused_adamw, cfg.muon_momentum)
+    betas = (cfg.beta1, cfg.beta2)
+    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
+                             cfg.muon_momentum)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
 
     run = Run(cfg, hw, model, optimizers, micro_batch, number_of_steps(cfg, dataset), dataset.digest)
     if resuming:
         run.restore(found.step)
         if run.state.data != dataset.digest:
-            raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it can't go on "
-                           f"exactly: put the file and its log back, or start a new run with --init_from={cfg.out_dir} and "
-                           "another --out_dir=.")
+            raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it "
+                           "can't go on exactly: put the file and its log back, or start a new run with "
+                           f"--init_from={cfg.out_dir} and another --out_dir=.")
     if cfg.eval_only:
         if not held_out:
             raise BadInput("No example is held out to evaluate on: say how many with --valid_share=.")

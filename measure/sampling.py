@@ -1,4 +1,5 @@
-"""What sampling reaches beside its limit and transformers: the engine, with what its time goes to, and datagen.py."""
+"""What sampling reaches beside its limit and transformers: the engine, with what its time goes to, and
+datagen.py."""
 import functools
 import gc
 import json
@@ -9,7 +10,8 @@ import torch
 import hf
 import tasks
 from engine import Engine, Packed, Request, Sampling, draw
-from rollout import questions_of, requests_of
+from questions import questions_of
+from rollout import requests_of
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
 from measure.runs import ROOT, as_flags, in_turn, process, processes, seconds_of, small
@@ -31,8 +33,9 @@ class Ours:
 
 
 def split(engine, prompts, samples, new, total, hw, B, groups):
-    """(seconds of a run by part: its prompts, the draws (where they are not part of a step's CUDA graph), and its other decoding, each measured
-    alone; the rest is the host's; seconds of a step in the middle of a run)"""
+    """(seconds of a run by part: its prompts, the draws (where they are not part of a step's CUDA graph), and
+    its other decoding, each measured alone; the rest is the host's; seconds of a step in the middle of a
+    run)"""
     def a_step():
         engine.tick.zero_()
         engine.launch(B, groups)
@@ -73,13 +76,15 @@ def bench_generate(cfg, hw, folder, handed, say):
     bandwidth, flops = read_bandwidth(hw), matmul_peak(hw)
     torch.manual_seed(cfg.seed)
     model = random_model(c, hw)
-    say(f"{model.n_params():,} parameters, {hw.sampling_dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens a "
-        f"sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
+    say(f"{model.n_params():,} parameters, {hw.sampling_dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, "
+        f"{cfg.max_new_tokens} new tokens a sample; measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} "
+        "TFLOP/s.")
     others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers if name in peers.SAMPLERS]
     for P, N in [map(int, case.split("x")) for case in cfg.work.split(",")]:
         prompts = torch.randint(c.vocab_size, (P, cfg.prompt_tokens)).tolist()
         sides, times, failed = [Ours(model, cfg, hw, P * N), *others], {}, {}
-        for repeat in range(cfg.repeats + 1):             # the first is a warm-up, in which shapes are recorded
+        # the first is a warm-up, in which shapes are recorded
+        for repeat in range(cfg.repeats + 1):
             for side in [side for side in sides if side.name not in failed]:
                 try:
                     seconds, tokens = clock(lambda: side.run(prompts, N, cfg.max_new_tokens), hw)
@@ -101,35 +106,40 @@ def bench_generate(cfg, hw, folder, handed, say):
         if "generate_batch" in cfg.peers:
             try:
                 times["generate_batch"] = seconds_of("generate_batch", cfg, hw, folder, prompts=prompts, samples=N,
-                                                     max_new_tokens=cfg.max_new_tokens)[1:]        # the first is a warm-up
+                                                     # the first is a warm-up
+                                                     max_new_tokens=cfg.max_new_tokens)[1:]
             except guard.Failure as e:
                 failed["generate_batch"] = str(e)
         row = {"work": f"{P}x{N}", "tokens_per_s": new / ours, "limit": new / limit, "mbu": mbu, "step_ms": 1e3 * step,
                "floor_ms": 1e3 * floor, "overhead_ms": least and 1e3 * (step - least), **{f"{k}_s": v for k, v in parts.items()},
                "seconds": times, "failed": failed}
-        say(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of {new / limit:,.0f}, MBU {mbu:.0%}; "
+        say(f"\n{P} prompts x {N}: {new / ours:,.0f} tokens/s, {limit / ours:.0%} of the limit of "
+            f"{new / limit:,.0f}, MBU {mbu:.0%}; "
             + ", ".join(f"{k} {v / ours:.0%}" for k, v in parts.items())
             + f"; a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f}"
             + (f", products alone {1e3 * least:.2f})" if least else ")"))
         for peer in [name for name in times if name != "engine"]:
             ratios = sorted(b / a for a, b in zip(times["engine"][-len(times[peer]):], times[peer]))
             row[f"over_{peer}"] = statistics.median(ratios)
-            say(f"  {peer}: {new / statistics.median(times[peer]):,.0f} tokens/s; the engine is {statistics.median(ratios):.2f} times as "
-                f"fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+            say(f"  {peer}: {new / statistics.median(times[peer]):,.0f} tokens/s; the engine is "
+                f"{statistics.median(ratios):.2f} times as fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
         for peer, reason in failed.items():
             say(f"  {peer}: failed ({reason})")
         cases.append(row)
-        rates |= {f"{P}x{N} {'nanoRFT' if name == 'engine' else name}": [new / s for s in seconds] for name, seconds in times.items()}
+        rates |= {f"{P}x{N} "
+                  f"{'nanoRFT' if name == 'engine' else name}": [new / s for s in seconds] for name, seconds in times.items()}
         del sides, engine
         gc.collect()
     first = cases[0]
-    return {"what": f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens", "unit": "tokens/s", "rates": rates,
+    return {"what": f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new "
+                    "tokens", "unit": "tokens/s", "rates": rates,
             "limit": first["limit"], "share": first["tokens_per_s"] / first["limit"], "cases": cases, "bandwidth": bandwidth,
             "flops": flops, "also": f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms"}
 
 
 def bench_datagen(cfg, hw, folder, handed, say):
-    """Samples a second, verified ones if a model is given that can answer, without the start of the processes."""
+    """Samples a second, verified ones if a model is given that can answer, without the start of the
+    processes."""
     found, script = hf.find(cfg.run or folder), handed.config
     tokenizer, task = found.tokenizer(None if cfg.run else "bytes"), tasks.load("unit_conversion")
     asked, oversample, new = (script.num_questions if "num_questions" in handed.given else 100), script.oversample, cfg.max_new_tokens
@@ -145,7 +155,8 @@ def bench_datagen(cfg, hw, folder, handed, say):
         arguments = [*as_flags(num_questions=asked, temperature=1), *handed.files, *handed.flags, "--overwrite", "--json", *as_flags(
             init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json", max_new_tokens=new, few_shot=0,
             dtype=hw.dtype, device=cfg.device, seed=cfg.seed, **({} if cfg.run else {"tokenizer": "bytes"}))]
-        said = process([str(ROOT / "datagen.py")], arguments, ranks, "datagen.py", fine=(0, 1))       # 1: nothing was right
+        # 1: nothing was right
+        said = process([str(ROOT / "datagen.py")], arguments, ranks, "datagen.py", fine=(0, 1))
         if not (last := [line for line in said.splitlines() if line.startswith("{")]):
             raise guard.Failure("datagen.py failed: run it by itself to see why.")
         done.append(json.loads(last[-1]))

@@ -1,4 +1,5 @@
-"""What keeps a run safe: its exit codes, the way back after what went wrong, the signals that ask it to stop."""
+"""What keeps a run safe: its exit codes, the way back after what went wrong, the signals that ask it to
+stop."""
 import gc
 import os
 import signal
@@ -12,8 +13,8 @@ from runtime.config import BadInput
 
 
 class Failure(Exception):
-    """A run that can't go on, though nothing was wrong with the input. The message is one sentence; exit code 1.
-    alone: only this rank raises it, and others may be waiting for it."""
+    """A run that can't go on, though nothing was wrong with the input. The message is one sentence; exit code
+    1. alone: only this rank raises it, and others may be waiting for it."""
 
     def __init__(self, sentence, alone=True):
         super().__init__(sentence)
@@ -21,8 +22,9 @@ class Failure(Exception):
 
 
 class Retry(Exception):
-    """A run that can go on from its last checkpoint, in another way than it went: runtime.run.Run has left a note that says
-    how. The message is one sentence. alone: only this rank raises it, and others may be waiting for it."""
+    """A run that can go on from its last checkpoint, in another way than it went: runtime.run.Run has left a
+    note that says how. The message is one sentence. alone: only this rank raises it, and others may be
+    waiting for it."""
 
     def __init__(self, sentence, out_dir, alone=False):
         super().__init__(sentence)
@@ -31,9 +33,9 @@ class Retry(Exception):
 
 
 def run(main, argv=None):
-    """Call main(argv) and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else. Under torchrun the
-    first rank speaks for all; a failure ends the rank that has it at once, for others may be waiting for it. argv: the
-    command line's if None."""
+    """Call main(argv) and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else.
+    Under torchrun the first rank speaks for all; a failure ends the rank that has it at once, for others may
+    be waiting for it. argv: the command line's if None."""
     try:
         code = exit_code(main, sys.argv[1:] if argv is None else argv)
     except BadInput as e:
@@ -41,7 +43,8 @@ def run(main, argv=None):
             print(f"error: {e}", file=sys.stderr)
         code = 2
     except PermissionError as e:             # of whatever file, and on whichever rank
-        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose another.",
+        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose "
+              "another.",
               file=sys.stderr, flush=True)
         if distributed.world_size() > 1:
             os._exit(2)
@@ -60,9 +63,9 @@ def run(main, argv=None):
 
 
 def exit_code(main, argv):
-    """Return what main(argv) does, which is called again as a resume after each Retry. Failure if that can't be: of several
-    ranks, the others are waiting for one that raised it alone. The next start goes on then, torchrun's own
-    (--max-restarts) too."""
+    """Return what main(argv) does, which is called again as a resume after each Retry. Failure if that can't
+    be: of several ranks, the others are waiting for one that raised it alone. The next start goes on then,
+    torchrun's own (--max-restarts) too."""
     StopSignal.received = None
     while True:
         try:
@@ -80,8 +83,8 @@ def exit_code(main, argv):
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM set `received` instead of ending the process; a second Ctrl-C does end it. What was received
-    counts for later StopSignals of the process too, so that a Retry does not lose it."""
+    """Ctrl-C and SIGTERM set `received` instead of ending the process; a second Ctrl-C does end it. What was
+    received counts for later StopSignals of the process too, so that a Retry does not lose it."""
     received = None
 
     def __init__(self):
@@ -105,8 +108,9 @@ class StopSignal:
 
 @dataclass
 class NonFinite:
-    """What to do about a step whose gradients are not finite: `skip` it; after `patience` in a row `rollback`, once;
-    then `stop`. fp16's overflows do not count while the loss scale is still on its way down."""
+    """What to do about a step whose gradients are not finite: `skip` it; after `patience` in a row
+    `rollback`, once; then `stop`. fp16's overflows do not count while the loss scale is still on its way
+    down."""
     patience: int = 5
     in_a_row: int = 0
     rolled_back: bool = False

@@ -1,4 +1,5 @@
-"""The loss of a model on a text or on chosen answers, over all ranks, and what it is called: perplexity, bits per byte."""
+"""The loss of a model on a text or on chosen answers, over all ranks, and what it is called: perplexity, bits
+per byte."""
 import math
 
 import torch
@@ -9,11 +10,11 @@ from runtime import data, distributed, examples
 def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, stride=None):
     """Compute the loss of a text over all ranks, each token predicted once (data.complete_pass).
 
-    tokens: data.TokenFile. limit: only the first so many predicted tokens. Returns a dictionary: `loss` in nats per token,
-    `nll` in nats, `tokens` predicted (the first token of a text is context only), `ppl_token`; where the text's words and
-    bytes are known also these, `ppl_word` = exp(nll / words), words being what white space separates, and `bits_per_byte`.
-    With a limit, words and bytes are counted in proportion.
-    """
+    tokens: data.TokenFile. limit: only the first so many predicted tokens. Returns a dictionary: `loss` in
+    nats per token, `nll` in nats, `tokens` predicted (the first token of a text is context only),
+    `ppl_token`; where the text's words and bytes are known also these, `ppl_word` = exp(nll / words), words
+    being what white space separates, and `bits_per_byte`. With a limit, words and bytes are counted in
+    proportion. """
     batches = data.complete_pass(
         tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride)
     result = loss_of(model, batches, hardware)

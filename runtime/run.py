@@ -1,4 +1,5 @@
-"""A training run: what must be found again in order to go on as if it had never stopped, and when to save and to stop.
+"""A training run: what must be found again in order to go on as if it had never stopped, and when to save and
+to stop.
 
 A stage says what happens when nothing goes wrong:
 
@@ -14,8 +15,8 @@ A stage says what happens when nothing goes wrong:
             ...
             run.save_if_due()
 
-What goes wrong raises. Out of memory, and gradients that stay without finite values, become a guard.Retry: there is a checkpoint
-to go back to, the note retry.json says what is to be different, and `restore` reads it.
+What goes wrong raises. Out of memory, and gradients that stay without finite values, become a guard.Retry:
+there is a checkpoint to go back to, the note retry.json says what is to be different, and `restore` reads it.
 """
 import copy
 import dataclasses
@@ -35,7 +36,8 @@ from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
 from runtime.log import Log
 
-NOTE = "retry.json"                          # in the run folder, until the next checkpoint: what is to be different
+# in the run folder, until the next checkpoint: what is to be different
+NOTE = "retry.json"
 
 
 @dataclass
@@ -53,11 +55,12 @@ class TrainState:
 
 
 class Run:
-    """Model, optimizers, loss scale (`scaler`), `state` and the log of a run; the first two are given, and changed in place.
+    """Model, optimizers, loss scale (`scaler`), `state` and the log of a run; the first two are given, and
+    changed in place.
 
-    num_steps: of the whole run. data: digest of what is trained on. stage_state: a dataclass instance of what else a stage must
-    find again, saved with the rest. `timings` holds the seconds of each part of a step, see `lap`.
-    """
+    num_steps: of the whole run. data: digest of what is trained on. stage_state: a dataclass instance of what
+    else a stage must find again, saved with the rest. `timings` holds the seconds of each part of a step, see
+    `lap`. """
 
     def __init__(self, cfg, hardware, model, optimizers, micro_batch, num_steps, data="", stage_state=None):
         self.cfg = cfg
@@ -69,11 +72,13 @@ class Run:
         self.stage_state = stage_state
         self.scaler = hardware.scaler()
         self.nonfinite = NonFinite()
-        self.smaller = None                  # micro-batch -> the next smaller one, None if there is none; see `fit`
+        # micro-batch -> the next smaller one, None if there is none; see `fit`
+        self.smaller = None
         self.reset_timings()
         self.before = None                   # plain_state() when this step began
         self.weights_moved = False           # in this step
-        self.batch = {}                      # what was last learnt from, for people to look at if training diverges
+        # what was last learnt from, for people to look at if training diverges
+        self.batch = {}
         self.stopping = False                # one of the ranks was asked to stop
         self.val_loss = None                 # of this step, if it was evaluated
         self.new_best = False
@@ -85,27 +90,31 @@ class Run:
     # --- the run folder ---
 
     def open(self, tokenizer, resuming, keep_base=False):
-        """Write the run folder, with all that is needed to use the model, and open the log. keep_base: also keep the weights as
-        they are now, beside which an adapter stands, and which a reference goes on to have. Returns the run, for `with`."""
+        """Write the run folder, with all that is needed to use the model, and open the log. keep_base: also
+        keep the weights as they are now, beside which an adapter stands, and which a reference goes on to
+        have. Returns the run, for `with`."""
         distributed.on_main(lambda: self.write_folder(tokenizer, resuming, keep_base))
-        self.log = Log(self.cfg.out_dir, self.step if resuming else None, self.cfg.tensorboard, self.cfg.wandb,
-                       dataclasses.asdict(self.cfg))
+        cfg = self.cfg
+        last_step = self.step if resuming else None
+        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
         return self
 
     def write_folder(self, tokenizer, resuming, keep_base):
+        cfg = self.cfg
         about = {
             "architecture": dataclasses.asdict(self.model.config),
             "tokenizer": tokenizer.describe(),
-            "lora": lora(self.cfg),
-            "task": own_task(self.cfg),
+            "lora": lora(cfg),
+            "task": own_task(cfg),
         }
-        checkpoint.open_run(self.cfg.out_dir, dataclasses.asdict(self.cfg), about, self.cfg.overwrite, resuming)
-        if not resuming:
-            tokenizer.save(self.cfg.out_dir)
-            trained = adapters(self.model)
-            if trained or keep_base:
-                frozen = {name: weight for name, weight in self.model.state_dict().items() if name not in trained}
-                checkpoint.save_base(self.cfg.out_dir, frozen)
+        checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
+        if resuming:
+            return
+        tokenizer.save(cfg.out_dir)
+        trained = adapters(self.model)
+        if trained or keep_base:
+            weights = self.model.state_dict().items()
+            checkpoint.save_base(cfg.out_dir, {name: w for name, w in weights if name not in trained})
 
     def __enter__(self):
         self.stop = StopSignal()
@@ -117,7 +126,8 @@ class Run:
             known = error is None or isinstance(error, BadInput | Failure | Retry)
             if not known and memory.is_out_of_memory(error):
                 self.go_on_with_smaller_pieces(f"{error}".partition("\n")[0])
-            if isinstance(error, FloatingPointError):     # on every rank: nothing can be sampled from such weights
+            # on every rank: nothing can be sampled from such weights
+            if isinstance(error, FloatingPointError):
                 self.log.say(f"step {self.step + 1}: the logits are not finite, so nothing can be sampled.")
                 self.roll_back()
         except (Failure, Retry) as e:
@@ -129,7 +139,8 @@ class Run:
             self.log.close()
 
     def fit(self, attempt, smaller, advice):
-        """Return the model as the loop calls it, with the micro-batch that fits every rank's memory (memory.fit)."""
+        """Return the model as the loop calls it, with the micro-batch that fits every rank's memory
+        (memory.fit)."""
         self.smaller = smaller
         model, self.state.micro_batch = memory.fit(
             self.hardware, self.state.micro_batch, attempt, smaller, advice, self.log.say)
@@ -156,7 +167,8 @@ class Run:
         self.timed_tokens = 0
 
     def lap(self, name, wait=False):
-        """Add the seconds since the last lap to timings[name]. wait: until the device has done what it was given."""
+        """Add the seconds since the last lap to timings[name]. wait: until the device has done what it was
+        given."""
         if wait:
             self.hardware.wait()
         clock = time.perf_counter()
@@ -165,9 +177,9 @@ class Run:
         self.clock = clock
 
     def check_gradients(self, finite, **batch):
-        """Note the outcome of an optimizer step. Gradients that are not finite have moved nothing: the step is skipped; five
-        of them in a row go back to the last checkpoint, once, with half the learning rate and without fp16; then the run
-        fails, with `batch` on the disk."""
+        """Note the outcome of an optimizer step. Gradients that are not finite have moved nothing: the step
+        is skipped; five of them in a row go back to the last checkpoint, once, with half the learning rate
+        and without fp16; then the run fails, with `batch` on the disk."""
         self.weights_moved = True
         self.batch = batch
         verdict = self.nonfinite.after(finite, self.scaler.get_scale())
@@ -189,7 +201,8 @@ class Run:
         self.stopping = self.stop.requested()             # one small exchange between the ranks
 
     def due(self, interval):
-        """Tell whether it is time for what happens every so many steps, and after the last; never if that is 0."""
+        """Tell whether it is time for what happens every so many steps, and after the last; never if that is
+        0."""
         return interval > 0 and (self.step % interval == 0 or self.step == self.num_steps)
 
     def should_stop(self):
@@ -203,34 +216,40 @@ class Run:
     def record_validation(self, loss):
         """Note a validation loss. Tells whether it is the best so far."""
         self.val_loss = loss
-        self.new_best = distributed.on_main(lambda: loss < checkpoint.best_loss(self.cfg.out_dir, self.step - 1))
+        best = distributed.on_main(lambda: checkpoint.best_loss(self.cfg.out_dir, self.step - 1))
+        self.new_best = loss < best
         self.state.stale = 0 if self.new_best else self.state.stale + 1
         return self.new_best
 
     def save_if_due(self, also=False):
-        """Save every save_interval steps, after the last, at a new best, before an end, and where `also` says so."""
+        """Save every save_interval steps, after the last, at a new best, before an end, and where `also` says
+        so."""
         evaluated_late = self.stopping and self.val_loss is not None
-        if self.due(self.cfg.save_interval) or self.new_best or also or self.out_of_patience() or evaluated_late:
+        ends = self.out_of_patience() or evaluated_late
+        if self.due(self.cfg.save_interval) or self.new_best or ends or also:
             self.save()
 
     def end(self):
         """Say why the run ends before its last step, if it does. Returns the exit code."""
         if self.stopping:
             out_dir = self.cfg.out_dir
-            how = f"--init_from={out_dir}" if self.cfg.save_only_model else f"--init_from=resume --out_dir={out_dir}"
+            resume = f"--init_from=resume --out_dir={out_dir}"
+            how = f"--init_from={out_dir}" if self.cfg.save_only_model else resume
             self.log.say(f"Stopped as asked after step {self.step}, and saved. Go on with {how}")
             return self.stop.exit_code()
         if self.out_of_patience():
             best = checkpoint.best(self.cfg.out_dir)
-            self.log.say(f"Stopped early after step {self.step}: {self.state.stale} evaluations without a better loss than "
-                         f"that of step {best}, whose weights are kept.")
+            self.log.say(f"Stopped early after step {self.step}: {self.state.stale} evaluations without a "
+                         f"better loss than that of step {best}, whose weights are kept.")
         return 0
 
     # --- checkpoints ---
 
     def plain_state(self):
         """Copy the numbers that a checkpoint holds."""
-        stage = {name: copy.copy(value) for name, value in vars(self.stage_state).items()} if self.stage_state else {}
+        stage = {}
+        if self.stage_state:
+            stage = {name: copy.copy(value) for name, value in vars(self.stage_state).items()}
         return {
             "progress": dataclasses.asdict(self.state),
             "nonfinite": dataclasses.asdict(self.nonfinite),
@@ -238,8 +257,8 @@ class Run:
         }
 
     def save(self, plain_state=None, save_only_model=None, val_loss=None):
-        """Write a checkpoint of the step that has been reached; every rank must call. plain_state: other numbers than the
-        present ones."""
+        """Write a checkpoint of the step that has been reached; every rank must call. plain_state: other
+        numbers than the present ones."""
         cfg = self.cfg
         plain_state = plain_state or self.plain_state()
         only_model = cfg.save_only_model if save_only_model is None else save_only_model
@@ -254,14 +273,15 @@ class Run:
         val_loss = self.val_loss if val_loss is None else val_loss
 
         def write():
-            checkpoint.save(cfg.out_dir, plain_state["progress"]["step"], weights, state, val_loss, cfg.keep_last,
-                            dataclasses.asdict(cfg))
+            step = plain_state["progress"]["step"]
+            checkpoint.save(cfg.out_dir, step, weights, state, val_loss, cfg.keep_last, dataclasses.asdict(cfg))
             (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
         distributed.on_main(write)
 
     def restore(self, step):
-        """Bring everything back as it was after `step` steps of the run in out_dir; but knobs of the optimizer that are given
-        on resume count, and so do a smaller micro-batch and what a Retry asks for."""
+        """Bring everything back as it was after `step` steps of the run in out_dir; but knobs of the
+        optimizer that are given on resume count, and so do a smaller micro-batch and what a Retry asks
+        for."""
         with checkpoint.loading(f"The checkpoint of step {step} in {self.cfg.out_dir}"):
             self.load(step)
         self.take_over_note()
@@ -278,7 +298,8 @@ class Run:
             self.model.load_state_dict(weights)
         state = checkpoint.load_state(self.cfg.out_dir, step)
         if state["optimizer"] != self.cfg.optimizer:
-            raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of {state['optimizer']}: leave it out.")
+            raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of "
+                           f"{state['optimizer']}: leave it out.")
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             knobs = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             optimizer.load_state_dict(saved)
@@ -300,13 +321,15 @@ class Run:
     # --- the way back ---
 
     def take_over_note(self):
-        """Change what the Retry that left the note asks for. Its values are absolute: to take them over twice does no harm."""
+        """Change what the Retry that left the note asks for. Its values are absolute: to take them over twice
+        does no harm."""
         try:
             note = read_json(Path(self.cfg.out_dir) / NOTE, "delete it")
         except BadInput:
             return
-        if note.get("batch_size") == self.cfg.batch_size and note.get("micro_batch") in range(1, self.state.micro_batch):
-            self.state.micro_batch = note["micro_batch"]
+        micro_batch = note.get("micro_batch")
+        if note.get("batch_size") == self.cfg.batch_size and micro_batch in range(1, self.state.micro_batch):
+            self.state.micro_batch = micro_batch
         factor = note.get("lr_factor")
         if type(factor) is float and 0 < factor <= 1 and note.get("dtype") in DTYPES:
             self.state.lr_factor = factor
@@ -321,28 +344,30 @@ class Run:
         raise Retry(sentence, self.cfg.out_dir, alone)
 
     def go_on_with_smaller_pieces(self, reason):
-        """Raise Retry after running out of memory: from the beginning of this step where that can be saved, else from the last
-        checkpoint. Failure where there is none, or nothing smaller to try."""
+        """Raise Retry after running out of memory: from the beginning of this step where that can be saved,
+        else from the last checkpoint. Failure where there is none, or nothing smaller to try."""
         cfg = self.cfg
         step = self.step + 1
         micro_batch = self.state.micro_batch
         less = self.smaller(micro_batch) if self.smaller else None
         if less is None:
-            raise Failure(f"Step {step} ran out of memory with a micro-batch of one sequence ({reason}): go on from the last "
-                          "checkpoint with --gradient_checkpointing, or where more memory is free.")
+            raise Failure(f"Step {step} ran out of memory with a micro-batch of one sequence ({reason}): go "
+                          "on from the last checkpoint with --gradient_checkpointing, or where more memory is "
+                          "free.")
         if distributed.world_size() == 1 and not self.weights_moved:
             self.save_beginning_of_step()
-            self.retry(f"Step {step} ran out of memory ({reason}): it is repeated with a micro-batch of {less} instead of "
-                       f"{micro_batch}.", micro_batch=less)
+            self.retry(f"Step {step} ran out of memory ({reason}): it is repeated with a micro-batch of "
+                       f"{less} instead of {micro_batch}.", micro_batch=less)
         what = f"Rank {distributed.rank()} ran out of memory at step {step} ({reason})"
         if not any(checkpoint.has_state(cfg.out_dir, saved) for saved in checkpoint.steps(cfg.out_dir)):
             raise Failure(f"{what}, before the first checkpoint: start again with --overwrite "
                           f"{cfg.flags_for(less)}, which is the same step in smaller pieces.")
-        self.retry(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with a micro-batch of "
-                   f"{less} instead of {micro_batch}.", alone=True, micro_batch=less)
+        self.retry(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with "
+                   f"a micro-batch of {less} instead of {micro_batch}.", alone=True, micro_batch=less)
 
     def save_beginning_of_step(self):
-        """Save the state in which this step began, weights alone or not, unless there is a checkpoint of it."""
+        """Save the state in which this step began, weights alone or not, unless there is a checkpoint of
+        it."""
         out_dir = self.cfg.out_dir
         if not self.before or self.before["progress"]["step"] != self.step:
             self.before = self.plain_state()              # the step was done, and what came after it failed
@@ -351,8 +376,8 @@ class Run:
             self.save(self.before, save_only_model=False, val_loss=val_loss)
 
     def roll_back(self):
-        """Raise Retry from the newest checkpoint with half the learning rate and without fp16; Failure if there is none, or
-        if that was tried before."""
+        """Raise Retry from the newest checkpoint with half the learning rate and without fp16; Failure if
+        there is none, or if that was tried before."""
         out_dir = self.cfg.out_dir
         step = distributed.on_main(lambda: checkpoint.newest_intact(out_dir, self.log.say))
         if step is None or not checkpoint.has_state(out_dir, step) or self.state.lr_factor < 1:
@@ -367,9 +392,9 @@ class Run:
     def give_up(self):
         """Raise Failure with the batch that was last learnt from on the disk."""
         path = keep_batch(self.cfg.out_dir, self.step + 1, **self.batch)
-        raise Failure(f"Training diverged: {self.nonfinite.patience} optimizer steps in a row without finite gradients, again "
-                      f"after going back or with no checkpoint to go back to. The last batch is in {path}; lower "
-                      "--learning_rate.", alone=False)
+        raise Failure(f"Training diverged: {self.nonfinite.patience} optimizer steps in a row without finite "
+                      "gradients, again after going back or with no checkpoint to go back to. The last batch "
+                      f"is in {path}; lower --learning_rate.", alone=False)
 
 
 def update(instance, values):
@@ -381,16 +406,25 @@ def update(instance, values):
 
 # --- what train.py and grpo.py ask of their knobs ---
 
+def same_folder(a, b):
+    return Path(a).resolve() == Path(b).resolve()
+
+
 def not_by_default(cfg):
     """Return the knobs that are set to something of one's own, for people."""
-    changed = [f"{name}={value}" for name, value in dataclasses.asdict(cfg).items() if value != getattr(type(cfg), name)]
+    changed = []
+    for name, value in dataclasses.asdict(cfg).items():
+        if value != getattr(type(cfg), name):
+            changed.append(f"{name}={value}")
     return ", ".join(changed) or "-"
 
 
 
 def lora(cfg):
     """What model.add_lora is given; None without."""
-    return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")} if cfg.lora_rank else None
+    if not cfg.lora_rank:
+        return None
+    return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")}
 
 
 def own_task(cfg):
@@ -422,20 +456,22 @@ def check_task(cfg, argv):
 
 
 def check_training(cfg):
-    """BadInput for knobs of train.py and grpo.py, of the optimizer and of adapters, that don't go together."""
+    """BadInput for knobs of train.py and grpo.py, of the optimizer and of adapters, that don't go
+    together."""
     if cfg.min_lr > cfg.learning_rate:
-        raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above --learning_rate={cfg.learning_rate:g}: "
-                       "lower it.")
+        raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above "
+                       f"--learning_rate={cfg.learning_rate:g}: lower it.")
     if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
         raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
     for knob in ("lora_alpha", "lora_linears"):
         if not cfg.lora_rank and getattr(cfg, knob) != getattr(type(cfg), knob):
-            raise BadInput(f"--{knob}={getattr(cfg, knob)} is about adapters, and there are none: give --lora_rank= too, "
-                           "or leave it out.")
+            raise BadInput(f"--{knob}={getattr(cfg, knob)} is about adapters, and there are none: give "
+                           "--lora_rank= too, or leave it out.")
 
 
 def adapt(cfg, model, device, resuming):
-    """Give the model the adapters that cfg asks for; of a resumed run also the weights that they stand beside."""
+    """Give the model the adapters that cfg asks for; of a resumed run also the weights that they stand
+    beside."""
     if not cfg.lora_rank:
         return
     if resuming:

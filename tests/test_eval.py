@@ -16,7 +16,8 @@ import tasks
 from conftest import ROOT, command, environment, trained
 from engine import Engine, Sampling
 from model import GPT, GPTConfig
-from rollout import Pipeline, ask, questions_of, requests_of
+from questions import questions_of
+from rollout import Pipeline, ask, requests_of
 from runtime import accuracy as statistics_of_grades
 from runtime.accuracy import accuracy, difference, interval, pass_at
 from runtime.config import BadInput

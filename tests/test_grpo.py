@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import grpo
+import questions
 import rollout
 from rollout import Completion
 import hf
@@ -372,10 +373,10 @@ def test_logprobs_of_no_target_are_zeros_that_can_be_differentiated():
 # --- questions, rollouts and batches ---
 
 def test_the_stream_asks_every_question_once_an_epoch_in_an_order_of_its_own():
-    orders = [[grpo.question_at(place, 11, seed) for place in range(33)] for seed in (0, 1)]
+    orders = [[questions.question_at(place, 11, seed) for place in range(33)] for seed in (0, 1)]
     epochs = [tuple(order[i:i + 11]) for order in orders for i in (0, 11, 22)]
     assert all(sorted(epoch) == list(range(11)) for epoch in epochs) and len(set(epochs)) == 6
-    assert orders[0] == [grpo.question_at(place, 11, 0) for place in range(33)] and grpo.question_at(10**9, 1, 5) == 0
+    assert orders[0] == [questions.question_at(place, 11, 0) for place in range(33)] and questions.question_at(10**9, 1, 5) == 0
 
 
 def some_rollouts(seed=0, n=40):
@@ -531,7 +532,7 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     assert len(met) == 12 and len(judge.asked) == 12
     assert list(groups) == [7, 8, 9]
     for place, group in groups.items():
-        number = grpo.question_at(place, 5, 0)
+        number = questions.question_at(place, 5, 0)
         for completion, (said, reason), punished in zip(group, Scripted.completions, (0.5, 0.5, 0, 1), strict=True):
             text = Tokenizer("bytes").text_of(said)
             assert completion.prompt == [number, 0, 256] and completion.ids == said and completion.finished == (reason == "stop")
@@ -550,14 +551,14 @@ def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
 def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path):
     rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i} for i in range(200)]
     path = write(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "q.jsonl")
-    train, held = grpo.read_questions(path, 100)
+    train, held = questions.read_questions(path, 100)
     assert 10 <= len(held) <= 32 and not {q["question"] for q in train} & {q["question"] for q in held}
     assert sorted(q["level"] for q in train + held) == list(range(200)) and all(q["question"] == q["prompt"] for q in train)
-    fewer, three = grpo.read_questions(path, 3)
-    assert three == held[:3] and len(fewer) == 197 and grpo.read_questions(path, 0) == ([row | {"question": row["prompt"]} for row in rows], [])
+    fewer, three = questions.read_questions(path, 3)
+    assert three == held[:3] and len(fewer) == 197 and questions.read_questions(path, 0) == ([row | {"question": row["prompt"]} for row in rows], [])
     random.Random(0).shuffle(rows)           # in another order, with one twice and under the other name
     other = write(tmp_path, "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows + rows[:1]), "r.jsonl")
-    again, same_held = grpo.read_questions(other, 100)
+    again, same_held = questions.read_questions(other, 100)
     assert {q["question"] for q in same_held} == {q["question"] for q in held} and len(again) == len(train)
 
 
@@ -845,7 +846,7 @@ def test_a_verifier_that_fails_on_one_rank_ends_both(base, tmp_path):
 
 
 def test_a_verifier_that_hangs_is_killed_and_counted_and_the_run_goes_on(learn, tmp_path):
-    asked = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")][grpo.question_at(1, 36, 0)]
+    asked = [f"{w} {i}" for i in range(12) for w in ("the", "cat", "sat")][questions.question_at(1, 36, 0)]
     task = task_file(tmp_path, f"if question['question'] == {asked!r} and len(completion) % 2: time.sleep(99)\n    return completion.count('t') / 12")
     began = time.monotonic()
     out = learn(task=task, max_steps=3, reward_pool="process", reward_workers=2, timeout=0.5)
@@ -982,7 +983,7 @@ def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
     out = learn(**knobs)
     epochs = {}
     for place in dict.fromkeys(s.request.key for s in watched.samples):
-        epochs.setdefault(grpo.question_at(place, 12, 0), []).append(place // 12)
+        epochs.setdefault(questions.question_at(place, 12, 0), []).append(place // 12)
     easy = [number for number in epochs if number % 3 == 0]
     assert len(epochs) == 12 and all(epochs[number] == [e for e in (0, 3) if e <= max(map(max, epochs.values()))] for number in easy)
     assert all(found == list(range(len(found))) for number, found in epochs.items() if number not in easy)
@@ -1036,7 +1037,7 @@ def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
     dataset, task = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl"), write(tmp_path, REWARD_ALONE, "my_reward.py")
     knobs = dict(task=task, dataset=dataset, reward_pool="process", reward_workers=1)
     out = learn(**knobs, max_steps=11, max_new_tokens=6, eval_interval=11)
-    train, held = grpo.read_questions(dataset, 200)
+    train, held = questions.read_questions(dataset, 200)
     accuracy = metrics(out, "val_accuracy")
     assert held and set(accuracy) == {0, 11} and all(0 <= a <= 1 for a in accuracy.values()) and not any(line["errors"] for line in lines(out))
     assert f"{len(train)} questions of {dataset}, {len(held)} held out" in learn.said
@@ -1156,7 +1157,7 @@ def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_p
     rows = [{"prompt": "the " + "x" * n, "answer": 3} for n in range(20, 34)]
     dataset = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl")
     out = learn(dataset=dataset, prompts_per_step=8)
-    kept = {len(q["question"]) for q in grpo.read_questions(dataset, 200)[0]}
+    kept = {len(q["question"]) for q in questions.read_questions(dataset, 200)[0]}
     short = {n for n in kept if n < 32}
     assert f"{len(short)} questions of" in learn.said and f"{len(kept - short)} too long left out" in learn.said and len(lines(out)) == 4
     assert len(short) > 5 and {len(s.request.ids) for s in watched.samples} == short and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)

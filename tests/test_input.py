@@ -13,6 +13,7 @@ import datagen
 import eval as evaluation
 import grpo
 import hf
+import questions
 import sample
 import train
 from engine import Sampling
@@ -268,7 +269,7 @@ def test_examples(tmp_path, name, text, words):
                                          ('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": -Infinity}', "Row 2 of")])
 def test_questions(tmp_path, text, words):
     (tmp_path / "questions.jsonl").write_text(text)
-    sentence(lambda: grpo.read_questions(tmp_path / "questions.jsonl", 4), words)
+    sentence(lambda: questions.read_questions(tmp_path / "questions.jsonl", 4), words)
 
 
 def test_notes_of_an_earlier_run_that_are_none_are_passed_over(tmp_path):
