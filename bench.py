@@ -1,25 +1,24 @@
 """What this machine can do and what the stages make of it, beside their limits and beside other ways to do
 the same.
 
-    python bench.py                                             an overview: matrix products, memory, one line
-    a stage (two minutes) python bench.py --stage=train config/gpt2_124m.py --batch_size=8         any knob of
-    the stage's script may follow bench.py's own python bench.py --stage=train --ladder
-    from the plainest training, one optimisation after the other python bench.py --stage=sft --ablate
-    everything on, and each left out once python bench.py --stage=grpo --profile                      a trace
-    of a few steps, and what takes their time python bench.py --stage=train --peers
-    against nanoGPT's way of training and transformers' Trainer python bench.py --stage=generate
-    --peers=generate           SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples python
-    bench.py --stage=generate --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16 python
-    bench.py --stage=datagen --run=out/quickstart/base --peers        rejection sampling against a loop over
-    transformers' generate python bench.py --stage=sft --model=llama-1m --peers        fine-tuning against
-    transformers' Trainer and TRL's python bench.py --stage=grpo --model=llama-50m --peers      whole steps of
-    reinforcement learning against TRL's GRPOTrainer python bench.py --stage=rewards
-    slow verifiers in worker processes against the caller itself
+    python bench.py                                             an overview: matrix products, memory, one line a stage (two minutes)
+    python bench.py --stage=train config/gpt2_124m.py --batch_size=8         any knob of the stage's script may follow bench.py's own
+    python bench.py --stage=train --ladder                      from the plainest training, one optimisation after the other
+    python bench.py --stage=sft --ablate                        everything on, and each left out once
+    python bench.py --stage=grpo --profile                      a trace of a few steps, and what takes their time
+    python bench.py --stage=train --peers                       against nanoGPT's way of training and transformers' Trainer
+    python bench.py --stage=generate --peers=generate           SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
+    python bench.py --stage=generate --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
+    python bench.py --stage=datagen --run=out/quickstart/base --peers        rejection sampling against a loop over transformers' generate
+    python bench.py --stage=sft --model=llama-1m --peers        fine-tuning against transformers' Trainer and TRL's
+    python bench.py --stage=grpo --model=llama-50m --peers      whole steps of reinforcement learning against TRL's GRPOTrainer
+    python bench.py --stage=rewards                             slow verifiers in worker processes against the caller itself
 
 Of train.py, datagen.py and grpo.py the real scripts run, as processes, and what they log is read: medians
 over the steps after a warm-up. Whatever is compared has the same weights or shapes, data and precision and is
 taken in turn. Each call leaves all its figures, with what they were measured on, in bench_results/ as JSON
-and as a chart. Knobs, as --key=value: """
+and as a chart. Knobs, as --key=value:
+"""
 import functools
 import importlib
 import json

@@ -1,12 +1,13 @@
 """Rejection sampling: many solutions a question, verified, the right ones kept (Yuan et al. 2023, RFT).
 
-    python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10
-    --temperature=0.6 python train.py config/rft.py --init_from=out/base --dataset=data/rft.json torchrun
-    --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
+    python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10 --temperature=0.6
+    python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
+    torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
 
 Writes data/rft.json, [[question, answer, reasoning], ...], and beside it data/rft.attempts.jsonl, every
 attempt with its ids and its verdict. Run again after it was stopped, it goes on after the attempts it finds
-there. Knobs, as --key=value: """
+there. Knobs, as --key=value:
+"""
 import contextlib
 import dataclasses
 import glob

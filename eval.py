@@ -1,12 +1,14 @@
 """How good a model is: the share of right answers on a task, perplexity on a text.
 
-    python eval.py out/base --task=unit_conversion python eval.py HuggingFaceTB/SmolLM2-360M --task=gsm8k
-    --num_samples=8 --temperature=1 python eval.py --compare out/base out/tuned --task=unit_conversion --json
-    the same questions to both python eval.py out/book --dataset=other.txt torchrun --nproc_per_node=8 eval.py
-    HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
+    python eval.py out/base --task=unit_conversion
+    python eval.py HuggingFaceTB/SmolLM2-360M --task=gsm8k --num_samples=8 --temperature=1
+    python eval.py --compare out/base out/tuned --task=unit_conversion --json             the same questions to both
+    python eval.py out/book --dataset=other.txt
+    torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
 
 Of a text every token but the first is predicted once, after at least block_size - stride others (at the
-start, after those there are); nothing is put before the text. Knobs, as --key=value: """
+start, after those there are); nothing is put before the text. Knobs, as --key=value:
+"""
 import gc
 import json
 import time

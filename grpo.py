@@ -8,7 +8,8 @@ Shao et al. 2024).
 
 A step: the model answers some questions k_samples times each, a verifier grades the answers, and what did
 better than the mean of its group becomes likelier, what did worse less so. Shapes: B sequences, T positions,
-G groups, K samples a group. Knobs, as --key=value: """
+G groups, K samples a group. Knobs, as --key=value:
+"""
 import dataclasses
 import hashlib
 import json
@@ -237,7 +238,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
     were sampled; ref_logp: under the reference, None without beta; advantage [B]; mask [B, T]: which tokens
     are trained on; what stands elsewhere, NaN and infinity too, has no effect. sampled_logp: the engine's,
     where old_logp is the trainer's, for tis_cap. divisor: see `normaliser`. All in fp32, nats. Returns (loss
-    [], {sums over tokens: kl to the reference, kl_old to the pipeline (both k3), clipped}). """
+    [], {sums over tokens: kl to the reference, kl_old to the sampler (both k3), clipped}).
+    """
     mask = mask.bool()
     advantage = advantage.float()[:, None]
     log_ratio = masked_difference(logp, old_logp, mask)

@@ -102,7 +102,8 @@ class Pipeline:
     """Asks the engine, and hands what it writes to verifiers, which work while it goes on.
 
     pool: a rewards.Pool, used by nobody else. What it raises (BrokenReward) comes out of sample() and
-    graded(). """
+    graded().
+    """
 
     def __init__(self, engine, pool, tokenizer, task):
         self.engine = engine
@@ -118,7 +119,8 @@ class Pipeline:
 
         questions: what a request's key stands for. progress: called with the engine's Progress after each
         look at its results. sampling: the engine's own if None. grade_unfinished: also verify completions
-        that were cut off. """
+        that were cut off.
+        """
         for sample in self.engine.generate(requests, progress, sampling):
             request = sample.request
             text = self.task.cut(self.tokenizer.text_of(sample.ids))
@@ -149,7 +151,8 @@ def ask(pipeline, questions, requests, progress=None, sampling=None, shown=0):
     requests: of all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples],
     and the texts [shown][num_samples] of the answers to the first `shown` questions. What one rank raises,
     all raise: ValueError for what can't be sampled, FloatingPointError for weights that are broken,
-    BrokenReward if the verifier fails whatever it is given. """
+    BrokenReward if the verifier fails whatever it is given.
+    """
     mine = []
     error = None
     try:

@@ -1,8 +1,8 @@
 """A prompt in, text out.
 
-    python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4 python
-    sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive       a prompt a line, answers as they come;
-    Ctrl-D ends it torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
+    python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4
+    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive       a prompt a line, answers as they come; Ctrl-D ends it
+    torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
 
 Knobs, as --key=value:
 """

@@ -1,10 +1,11 @@
 """Train a GPT on text, from scratch or from a checkpoint; fine-tune one on chosen answers (SFT, RFT).
 
-    python train.py                                     a small model on generated text, on whatever machine
-    this is python train.py --dataset=book.txt --out_dir=out/book python train.py config/cpu_small.py
-    --learning_rate=0.02 python train.py --init_from=resume --out_dir=out/book python train.py config/rft.py
-    --init_from=out/base --dataset=data/rft.json python train.py --init_from=HuggingFaceTB/SmolLM2-360M
-    --dataset=book.txt \\
+    python train.py                                     a small model on generated text, on whatever machine this is
+    python train.py --dataset=book.txt --out_dir=out/book
+    python train.py config/cpu_small.py --learning_rate=0.02
+    python train.py --init_from=resume --out_dir=out/book
+    python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
+    python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\
         --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
     torchrun --nproc_per_node=2 train.py config/...
 

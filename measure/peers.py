@@ -1,8 +1,7 @@
 """The same work as others do it, for bench.py --peers: a plain training loop as nanoGPT has it, transformers'
 generate, generate_batch and Trainer, TRL's SFTTrainer and GRPOTrainer.
 
-    python -m measure.peers JOB.json         a peer in a process of its own; the seconds of its steps as the
-    last line
+    python -m measure.peers JOB.json         a peer in a process of its own; the seconds of its steps as the last line
 """
 import importlib.util
 import json

@@ -14,7 +14,8 @@ def accuracy(grades):
     samples, from accuracy_low to accuracy_high with 95% confidence; pass_at_k: {str(k): chance that one of k
     samples is right} for k = 1, 2, 4, ..., num_samples; parts: {name: share of samples for which it is true};
     answer_rate: that of the part "answered", None without; verified: share of samples fit for training;
-    questions, samples, errors: their numbers. """
+    questions, samples, errors: their numbers.
+    """
     samples = [grade for row in grades for grade in row]
     names = dict.fromkeys(name for grade in samples for name in grade.parts)
     parts = {name: fmean(bool(grade.parts.get(name)) for grade in samples) for name in names}
@@ -59,7 +60,8 @@ def interval(shares, num_samples):
     questions if samples of one are right or wrong together, or if there is one each; at most they are the
     samples. The standard error is taken with one more question, half of it right. At one sample each that
     changes nothing; without it, where few samples are right, as few as 85% of intervals hold the truth
-    (simulated). """
+    (simulated).
+    """
     n = len(shares)
     p = fmean(shares)
     around = (n * p + 0.5) / (n + 1)
@@ -76,7 +78,8 @@ def difference(a, b):
 
     Compared question by question, so what is hard for both does not count. The 95% interval has one more
     question, half of it gained and half lost (after Bonett and Price 2012, who add two), or ten questions
-    without a difference would prove that there is none. """
+    without a difference would prove that there is none.
+    """
     gains = [y - x for x, y in zip(right(a), right(b), strict=True)]
     n = len(gains) + 1
     middle = sum(gains) / n

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there, and the rest of a run folder.
 
     out/run/config.json               every knob, resolved
-            model.json                architecture, tokenizer, prompt template: with any checkpoint's weights,
-            the model tokenizer.json            if it is Hugging Face's base.safetensors          with LoRA:
-            the frozen weights, and base.sha256; the checkpoints' are the adapters alone. Of grpo.py
+            model.json                architecture, tokenizer, prompt template: with any checkpoint's weights, the model
+            tokenizer.json            if it is Hugging Face's
+            base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the adapters alone. Of grpo.py
                                       with a KL term: the reference's weights
             samples.txt               of grpo.py: answers to the same questions as training goes on
             metrics.jsonl training.log
@@ -12,8 +12,7 @@
             retry.json                after a failed step: what is to be different when the run goes on
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
-                                      meta.json           step, validation loss, config, SHA-256 of the files
-                                      beside it
+                                      meta.json           step, validation loss, config, SHA-256 of the files beside it
 """
 import contextlib
 import hashlib
@@ -83,7 +82,8 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
 
     weights: {name: tensor}; state: anything that torch.load(weights_only=True) reads back, or None. Written
     under another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as
-    they were. """
+    they were.
+    """
     folder = Path(out_dir) / "checkpoints"
     final, partial = folder / f"step_{step:08d}", folder / "partial"
     try:

@@ -2,7 +2,8 @@
 last one wins.
 
 A key that no dataclass field has is an error, from a file as from a flag, and so is a value of the wrong
-type. """
+type.
+"""
 import dataclasses
 import difflib
 import inspect
@@ -21,6 +22,7 @@ from pathlib import Path
 OF_THIS_CALL = ("out_dir", "init_from", "overwrite", "eval_only")
 # Knobs that are paths: an empty one would be the current directory.
 PATHS = "out_dir data_dir output init_from dataset tokenizer model models runs paths run".split()
+PYTORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}       # names that a dtype may have too
 LARGEST = 2**63 - 1                  # whole number, as torch and NumPy hold them
 
 
@@ -40,7 +42,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
 
     With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL
     those that saved_of(MODEL), if there is one, gives; a knob in `frozen` that is given another value then is
-    an error. """
+    an error.
+    """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
     given = {}
@@ -180,6 +183,8 @@ def parse(text, hint, what):
 
 def check_type(value, hint, what):
     options = choices(hint)
+    if isinstance(value, str) and PYTORCH.get(value) in options:
+        value = PYTORCH[value]
     kind = type(value)
     if kind is int and abs(value) > LARGEST:
         raise BadInput(f"{what} is too large: a whole number is at most 2**63 - 1.")
@@ -240,9 +245,10 @@ def check_questions(cfg):
 
 
 def help_text(Config):
-    """Every knob with its default, the values it admits and its comment, read off the dataclass's own
+    """Return every knob with its default, the values it admits and its comment, read off the dataclass's own
     source."""
-    lines, hints = [], typing.get_type_hints(Config)
+    lines = []
+    hints = typing.get_type_hints(Config)
     for line in inspect.getsource(Config).splitlines():
         if heading := re.match(r"    # (.*)", line):
             lines.append(f"\n{heading[1]}")
@@ -250,5 +256,7 @@ def help_text(Config):
             values = " | ".join(c for c in choices(hints[knob[1]]) if isinstance(c, str))
             lines.append(f"  --{knob[1] + '=' + knob[2]:<40} "
                          f"{'. '.join(filter(None, (values, knob[3])))}".rstrip())
+        elif further := re.match(r" {20,}# (.*)", line):
+            lines[-1] += f" {further[1]}"
     module = sys.modules[Config.__module__]
     return f"{(module.__doc__ or '').strip()}\n" + "\n".join(lines)

@@ -34,7 +34,8 @@ def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
 
     dataset: what texts.find takes, a folder with nanoGPT's train.bin and val.bin, or task:NAME. Documents are
     separated by the end-of-text token. Without a validation split the last tenth of the text, at most 10 MB,
-    is one. only: one split, as valid (of nanoGPT's files it is val.bin). """
+    is one. only: one split, as valid (of nanoGPT's files it is val.bin).
+    """
     try:
         if list(Path(dataset).glob("*.bin")):
             if only not in (None, "valid"):
@@ -268,7 +269,8 @@ class Windows(torch.utils.data.Dataset):
 
     A pure function of (seed, step): each epoch cuts the text into windows from an offset of its own and
     visits them in an order of its own, every window once. Ranks take consecutive slices of the batch, so the
-    text of a step does not depend on how many there are. """
+    text of a step does not depend on how many there are.
+    """
 
     digest = ""                                           # a text's stands in the name of its folder
 

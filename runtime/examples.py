@@ -48,8 +48,7 @@ def read(dataset, tokenizer, form=None):
 
     .json    [[question, answer, reasoning], ...], what datagen.py writes: the reasoning is trained on, as the
     very ids that were
-             sampled where the log beside the file has them; or [[question, answer], ...]: the answer alone,
-             within <answer> tags;
+             sampled where the log beside the file has them; or [[question, answer], ...]: the answer alone, within <answer> tags;
     .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; of
     messages all of the
              assistant's are trained on.
@@ -157,7 +156,8 @@ class Batches(torch.utils.data.Dataset):
     A pure function of (seed, step): an epoch visits every example once, in an order of its own, in steps of
     as equal a number of examples as possible, at most `per_step`. A micro-batch has at most `rows` of them
     and at most micro_batch * longest cells, where micro_batch is what train.py lowers if memory is short; to
-    sort by length first leaves few cells empty. """
+    sort by length first leaves few cells empty.
+    """
 
     def __init__(self, examples, per_step, rows, seed, rank=0, world_size=1):
         if not examples:

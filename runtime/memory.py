@@ -60,7 +60,8 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state.
     On a CPU, where the kernel kills what takes too much instead of refusing it, arithmetic comes first.
     inputs: what grpo.py calls the model with for log-probabilities, of about as many positions. Every rank
-    must call. """
+    must call.
+    """
     failure, plain = None, model.model
     if hardware.device.type == "cpu":
         needed = CPU_SLACK * sum(parts(plain, hardware, micro_batch, block_size, optimizer_bytes).values())

@@ -59,7 +59,8 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
 
     muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size (Liu
     et al. 2025) so that one learning rate serves both; AdamW for embeddings, head, adapters (whose rank it
-    would undo) and the rest. """
+    would undo) and the rest.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = {name for name, p in trained.items() if name.startswith("blocks.") and p.ndim == 2 and ".lora_" not in name}
 
@@ -104,7 +105,8 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
     finite).
 
     DDP has summed the gradients before, so every rank computes the same norm and decides alike; with a
-    non-finite one no optimizer moves. """
+    non-finite one no optimizer moves.
+    """
     parameters = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
     for optimizer in optimizers:
         scaler.unscale_(optimizer)

@@ -14,7 +14,8 @@ def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, strid
     nats per token, `nll` in nats, `tokens` predicted (the first token of a text is context only),
     `ppl_token`; where the text's words and bytes are known also these, `ppl_word` = exp(nll / words), words
     being what white space separates, and `bits_per_byte`. With a limit, words and bytes are counted in
-    proportion. """
+    proportion.
+    """
     batches = data.complete_pass(
         tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride)
     result = loss_of(model, batches, hardware)

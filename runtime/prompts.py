@@ -28,7 +28,8 @@ def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
 
     question: its text. examples: (question, completion) pairs that stand before it, in the same form, or in a
     chat as turns. instruction: a chat's system message in place of its own; a model without a chat template
-    does not see it. """
+    does not see it.
+    """
     if tokenizer.template["name"] == "plain":
         shown = "".join(f"{form.replace('{}', q)}{completion}\n\n" for q, completion in examples)
         return tokenizer.prompt_ids(shown + form.replace("{}", question))

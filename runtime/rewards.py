@@ -4,7 +4,8 @@ run goes on, unless it fails for all of the first FIRST completions.
 `python -m runtime.rewards SPEC` is a worker. A line of its standard input is a list, in JSON, of [question,
 completion] pairs; its standard output has null once the task is loaded (or a sentence, if it can't be), then
 a line [score, parts, signature, error] for each. Pipes, and not multiprocessing, because that would import
-the caller into each worker, and torch with it. """
+the caller into each worker, and torch with it.
+"""
 import contextlib
 import functools
 import json
@@ -179,7 +180,8 @@ class Pool:
     whatever it is; "timeouts", those of them for the time; "restarts", workers that were replaced. The first
     error is printed when it happens. ValueError, LookupError or OSError with a sentence if the task can't be
     loaded; BrokenReward, of submit, collect and score, once the first FIRST items have all failed. To be used
-    by one thread, and to be closed; one that is not ends with the program. """
+    by one thread, and to be closed; one that is not ends with the program.
+    """
 
     def __init__(self, spec, workers=None, timeout=10.0, kind="process"):
         self.n = default_workers() if workers is None else workers
@@ -214,7 +216,8 @@ class Pool:
         """Queue a completion. question: a dict that JSON can hold. RuntimeError if the pool is closed.
 
         Workers get HAND_OVER of them at a time: on a CPU every process that wakes stops the threads that
-        sample, which one at a time costs a small model up to a tenth of its speed (NOTES.md). """
+        sample, which one at a time costs a small model up to a tenth of its speed (NOTES.md).
+        """
         if self.ended:
             raise self.ended
         self.outbox.append((question, completion))

@@ -60,7 +60,8 @@ class Run:
 
     num_steps: of the whole run. data: digest of what is trained on. stage_state: a dataclass instance of what
     else a stage must find again, saved with the rest. `timings` holds the seconds of each part of a step, see
-    `lap`. """
+    `lap`.
+    """
 
     def __init__(self, cfg, hardware, model, optimizers, micro_batch, num_steps, data="", stage_state=None):
         self.cfg = cfg

@@ -2,7 +2,8 @@
 
 A source is a part of a split. It has a `size` (bytes on the disk, which the progress bar counts),
 `divide(at)` gives it in two, `raw()` yields the bytes that identify it, and `fragments()` yields (begins a
-document, text as str or bytes, bytes of size done) in pieces that tokenisation does not notice. """
+document, text as str or bytes, bytes of size done) in pieces that tokenisation does not notice.
+"""
 import os
 import re
 from pathlib import Path
