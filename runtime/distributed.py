@@ -16,11 +16,15 @@ patient = None
 
 
 def init():
-    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a
-    GPU."""
+    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a GPU."""
     global patient
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        # After a restart torchrun's store still has the addresses of the ranks that failed (torch 2.13): others
+        # would try to connect to them.
+        store, *_ = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size())
         patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 

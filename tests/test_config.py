@@ -15,7 +15,8 @@ class Config:
     out_dir: str = "out/a"      # a folder
     init_from: str = "scratch"
     # the rest
-    learning_rate: float = 1e-3     # typical: 3e-4
+    learning_rate: float = 1e-3     # typical: 3e-4,
+                                    # of a small model
     n_layer: int = 4
     n_kv_head: int | None = None
     compile: bool | None = None
@@ -26,6 +27,16 @@ class Config:
 
 def load(*argv, **kw):
     return config.load(Config, argv, **kw)
+
+
+def test_dtypes_have_pytorch_s_names_too():
+    for script in ("train", "grpo", "datagen", "eval", "sample"):
+        Config = importlib.import_module(script).Config
+        for theirs, ours in {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32"}.items():
+            assert config.load(Config, [f"--dtype={theirs}"]).dtype == ours
+        with pytest.raises(BadInput, match="--dtype=float64 should be auto, bf16, fp16 or fp32"):
+            config.load(Config, ["--dtype=float64"])
+    assert load("--out_dir=float32").out_dir == "float32"
 
 
 def test_values_get_their_field_s_type():
@@ -141,4 +152,4 @@ def test_help_has_every_knob_with_default_choices_and_comment(capsys):
         load("--help")
     text = capsys.readouterr().out
     assert e.value.code == 0
-    assert all(word in text for word in ("--learning_rate=1e-3", "typical: 3e-4", "--n_kv_head=None", "adamw | muon", "the rest"))
+    assert all(word in text for word in ("--learning_rate=1e-3", "typical: 3e-4, of a small model", "--n_kv_head=None", "adamw | muon", "the rest"))

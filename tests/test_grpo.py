@@ -509,13 +509,27 @@ class Scripted:
 
 class Judge:
     def __init__(self):
-        self.asked = []
+        self.asked, self.collected = [], 0
 
     def submit(self, question, completion):
         self.asked.append((question["question"], completion))
 
     def collect(self, wait):
-        return [Grade(0.25 * len(text), {}, "", None) for _, text in self.asked]
+        new = self.asked[self.collected:] if wait else []
+        self.collected += len(new)
+        return [Grade(0.25 * len(text), {}, "", None) for _, text in new]
+
+
+def test_the_pipeline_gives_completions_in_their_order_and_does_not_ask_about_what_was_cut_off():
+    judge, tokenizer = Judge(), Tokenizer("bytes")
+    pipeline = rollout.Pipeline(Scripted(), judge, tokenizer, SimpleNamespace(cut=lambda text: text.partition("!")[0]))
+    requests, asked = [Request([1], 4, 0, 4)], [{"question": "q"}]
+    sampled = list(pipeline.sample(asked, requests, grade_unfinished=False))
+    assert [c.index for c in sampled] == [2, 0, 3, 1] and all(c.question is asked[0] for c in sampled)
+    assert len(judge.asked) == sum(c.finished for c in sampled) < 4
+    done = pipeline.graded(wait=True)
+    assert done == sampled and all(c.grade is rollout.UNFINISHED for c in done if not c.finished)
+    assert all(c.grade.score == 0.25 * len(c.text) for c in done if c.finished) and pipeline.graded() == []
 
 
 @pytest.mark.parametrize("overlong", ["keep", "mask", "penalty"])
@@ -991,6 +1005,24 @@ def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
     said = [line["questions"] for line in lines(out)]
     learn(**knobs, init_from="resume")       # who rests is remembered
     assert [line["questions"] for line in lines(out)] == said
+
+
+def test_a_run_s_checkpoint_of_the_former_form_goes_on(learn, tmp_path):
+    """The place in the stream once stood among the other numbers."""
+    task = task_file(tmp_path, "return 1 if question['question'][0] == 't' else completion.count('t') / 24")
+    knobs = dict(task=task, skip_solved=2, num_questions=12, max_steps=4, k_samples=2, save_interval=2, keep_last=9)
+    whole = learn(**knobs)
+    final = weights(whole, 4)
+    folder = whole / "checkpoints" / "step_00000002"
+    state = checkpoint.load_state(whole, 2)
+    state["progress"] |= state.pop("stage")
+    torch.save(state, folder / "state.pt")
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["sha256"]["state.pt"] = checkpoint.sha256(folder / "state.pt")
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (whole / "checkpoints" / "step_00000004").rename(whole / "gone")
+    learn(**knobs, init_from="resume")
+    assert same(weights(whole, 4), final) and "solved" in state["progress"] and state["progress"]["asked"]
 
 
 def test_importance_weights_change_nothing_where_both_compute_the_same(learn):

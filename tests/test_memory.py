@@ -1,11 +1,12 @@
 """The user sets the effective batch; how it is cut into micro-batches follows from the memory that is there."""
+import subprocess
 import time
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conftest import metrics, run, trained, weights
+from conftest import command, environment, metrics, run, trained, weights
 from model import GPT, GPTConfig
 from runtime import distributed, hardware, memory
 from runtime.config import BadInput
@@ -71,6 +72,26 @@ def test_later_several_ranks_end_and_go_on_from_the_checkpoint(plenty, text, tmp
     done = trained(tmp_path / "a", text, ranks=2, **WHOLE, init_from="resume")
     assert "Micro-batch 2 " in done.stdout and "steps 10 to 20" in done.stdout
     assert losses_agree(tmp_path / "a", plenty)
+
+
+def test_torchrun_s_own_next_start_goes_on_from_the_checkpoint(plenty, text, tmp_path):
+    """The same command line, which would otherwise begin anew, or refuse to."""
+    start = command(tmp_path / "a", 2, **LITTLE, **WHOLE, dataset=text, data_dir=text.parent / "tokens", overwrite=True)
+    start.insert(start.index("--standalone"), "--max-restarts=1")
+    env = environment(ROWS="4", CALLS="12", ROWS_LATER="2", ONLY_RANK="1")
+    done = subprocess.run(start, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Rank 1 ran out of memory at step" in done.stderr and "steps 10 to 20" in done.stdout
+    assert losses_agree(tmp_path / "a", plenty) and not (tmp_path / "a/retry.json").exists()
+
+
+def test_a_step_is_repeated_though_a_run_keeps_weights_alone(plenty, text, tmp_path):
+    out = tmp_path / "a"
+    done = trained(out, text, **LITTLE, **WHOLE, save_only_model=True,
+                   env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2"})
+    assert "Step 8 ran out of memory" in done.stdout and losses_agree(out, plenty)
+    assert "Step 8 ran out of memory" in (out / "training.log").read_text() and not (out / "retry.json").exists()
+    assert not (out / "checkpoints/step_00000020/state.pt").exists()
 
 
 def test_a_micro_batch_of_one_that_does_not_fit_says_what_is_needed(text, tmp_path):

@@ -386,6 +386,24 @@ def test_there_are_as_many_workers_as_a_rank_has_cores(monkeypatch):
         assert rewards.default_workers() == workers
 
 
+def test_completions_are_handed_over_together_or_when_they_have_waited(tmp_path, monkeypatch):
+    (tmp_path / "quick.py").write_text("def reward(question, completion):\n    return 1.0\n")
+    graded = []
+    monkeypatch.setattr(rewards, "grade", lambda task, question, completion: graded.append(completion) or Grade(1.0, {}, "", None))
+    with Pool(str(tmp_path / "quick.py"), kind="serial") as pool:
+        for i in range(rewards.HAND_OVER - 1):
+            pool.submit({}, f"{i}")
+        assert not graded and pool.collect() == []
+        pool.submit({}, "the last")
+        assert len(graded) == len(pool.collect()) == rewards.HAND_OVER
+        pool.submit({}, "alone")
+        assert pool.collect() == []
+        pool.handed_over -= 2 * rewards.PATIENCE
+        assert len(pool.collect()) == 1 and graded[-1] == "alone"
+        pool.submit({}, "at the end")
+        assert len(pool.collect(wait=True)) == 1 and pool.collect(wait=True) == []
+
+
 def test_a_grade_costs_little(tmp_path):
     (tmp_path / "quick.py").write_text("def reward(question, completion):\n    return 1.0\n")
     with Pool(str(tmp_path / "quick.py"), workers=1) as pool:

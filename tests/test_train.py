@@ -191,15 +191,17 @@ def test_a_corrupt_newest_checkpoint_is_noticed_and_the_one_before_used(tmp_path
     assert largest_difference(weights(tmp_path / "a"), weights(reference)) == 0
 
 
-def test_gradients_that_stay_non_finite_roll_back_once_then_stop_with_the_batch_on_disk(tmp_path, text):
-    done = run(tmp_path / "a", text, dtype="fp32", learning_rate=1e30, lr_schedule="constant", save_interval=1, grad_clip=0,
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_stay_non_finite_roll_back_once_then_stop_with_the_batch_on_disk(tmp_path, text, ranks):
+    done = run(tmp_path / "a", text, ranks=ranks, dtype="fp32", learning_rate=1e30, lr_schedule="constant", save_interval=1, grad_clip=0,
                optimizer="adamw", max_steps=60)
     assert done.returncode == 1
     assert done.stdout.count("Back to the checkpoint of step") == 1 and "Training diverged" in done.stderr
     log = (tmp_path / "a/training.log").read_text()
     assert log.count("Back to the checkpoint of step") == 1 and "Training diverged" in log
-    (batch,) = (tmp_path / "a").glob("bad_batch*.pt")
-    assert torch.load(batch, weights_only=True)["micro_batches"][0][0].shape == (4, 32)
+    batches = list((tmp_path / "a").glob("bad_batch*.pt"))
+    assert len(batches) == ranks
+    assert torch.load(batches[0], weights_only=True)["micro_batches"][0][0].shape == (4 // ranks, 32)
 
 
 def test_without_a_compiler_training_goes_on_eagerly(tmp_path, text):
