@@ -1,4 +1,5 @@
-"""What this machine can do and what the stages make of it, beside their limits and beside other ways to do the same.
+"""What this machine can do and what the stages make of it, beside their limits and beside other ways to do
+the same.
 
     python bench.py                                             an overview: matrix products, memory, one line a stage (two minutes)
     python bench.py --stage=train config/gpt2_124m.py --batch_size=8         any knob of the stage's script may follow bench.py's own
@@ -13,9 +14,10 @@
     python bench.py --stage=grpo --model=llama-50m --peers      whole steps of reinforcement learning against TRL's GRPOTrainer
     python bench.py --stage=rewards                             slow verifiers in worker processes against the caller itself
 
-Of train.py, datagen.py and grpo.py the real scripts run, as processes, and what they log is read: medians over the steps after a warm-up.
-Whatever is compared has the same weights or shapes, data and precision and is taken in turn. Each call leaves all its figures, with what
-they were measured on, in bench_results/ as JSON and as a chart. Knobs, as --key=value:
+Of train.py, datagen.py and grpo.py the real scripts run, as processes, and what they log is read: medians
+over the steps after a warm-up. Whatever is compared has the same weights or shapes, data and precision and is
+taken in turn. Each call leaves all its figures, with what they were measured on, in bench_results/ as JSON
+and as a chart. Knobs, as --key=value:
 """
 import functools
 import importlib
@@ -23,7 +25,6 @@ import json
 import re
 import shlex
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -49,30 +50,42 @@ from runtime.config import BadInput
 @dataclass
 class Config:
     stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards"] = "overview"
-    model: Literal["auto", "smollm2-360m", "gpt2", "gpt2-1m", "1m", "llama-1m", "llama-50m"] = "auto"     # a shape, with random weights.
-                                             # auto: generate smollm2-360m; train a config file's; else gpt2 on a GPU, elsewhere
-                                             # llama-1m, of train alone 1m, beside peers gpt2-1m
+    # a shape, with random weights.
+    model: Literal["auto", "smollm2-360m", "gpt2", "gpt2-1m", "1m", "llama-1m", "llama-50m"] = "auto"
+                                             # auto: generate smollm2-360m; train a config file's; else gpt2
+                                             # on a GPU, elsewhere llama-1m, of train alone 1m, beside peers
+                                             # gpt2-1m
     run: str = ""                            # datagen: a model that can answer, instead
-    ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more a row
+    ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more
+                                             # a row
     ablate: bool = False                     # train, sft, grpo: everything on, then each left out once
-    profile: bool = False                    # train, sft, grpo: what takes the time of a few steps, and a trace for chrome://tracing
-    memory: bool = False                     # with --profile: what takes and gives back memory too, with its timeline in the trace
-    peers: bool | str = False                # others' ways too: all that are installed, or names with a comma (measure/peers.py)
-    steps: int | None = None                 # that count, after WARM_UP which don't; None: train 12, sft 6, grpo 6, with --profile 3
-    repeats: int | None = None               # runs of each side or row, in turn; None: 3, with --ladder or --ablate 5, of the overview 1
-    ranks: int | None = None                 # processes of ours; None: datagen and grpo one a thread for a small model on a CPU, else 1
+    profile: bool = False                    # train, sft, grpo: what takes the time of a few steps, and a
+                                             # trace for chrome://tracing
+    memory: bool = False                     # with --profile: what takes and gives back memory too, with its
+                                             # timeline in the trace
+    peers: bool | str = False                # others' ways too: all that are installed, or names with a comma
+                                             # (measure/peers.py)
+    steps: int | None = None                 # that count, after WARM_UP which don't; None: train 12, sft 6,
+                                             # grpo 6, with --profile 3
+    repeats: int | None = None               # runs of each side or row, in turn; None: 3, with --ladder or
+                                             # --ablate 5, of the overview 1
+    ranks: int | None = None                 # processes of ours; None: datagen and grpo one a thread for a
+                                             # small model on a CPU, else 1
     peer_ranks: int = 1                      # grpo: processes of TRL's
-    work: str | None = None                  # prompts x samples of each; of generate several cases; None: 2x10,8x8,32x1, or GRPO's
+    work: str | None = None                  # prompts x samples of each; of generate several cases; None:
+                                             # 2x10,8x8,32x1, or GRPO's
     prompt_tokens: int | None = None         # generate, grpo; None: 120, or GRPO's
     max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60, or GRPO's
     slots: int | None = None                 # generate; None: all samples at once, at most 512
     completions: int = 256                   # rewards
-    verifier_ms: float | None = None         # rewards, grpo: of a core's time for each completion; None: 5, of plain grpo 0
+    verifier_ms: float | None = None         # rewards, grpo: of a core's time for each completion; None: 5,
+                                             # of plain grpo 0
     reward_workers: int = 2                  # rewards: processes
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     seed: int = 0
-    output: str | None = None                # .json; None: a name of its own in bench_results/. The chart and the trace lie beside it
+    output: str | None = None                # .json; None: a name of its own in bench_results/. The chart and
+                                             # the trace lie beside it
     json: bool = False                       # all figures as the last line too
 
 
@@ -82,7 +95,8 @@ ONLY_IN = {                                  # knobs of bench.py that some stage
     "run": "datagen", "ranks": "train sft datagen grpo", "peer_ranks": "grpo", "steps": "overview train sft grpo", "slots": "generate",
     "work": "overview generate grpo", "prompt_tokens": "overview generate grpo", "max_new_tokens": "overview generate datagen grpo",
     "completions": "overview rewards", "reward_workers": "overview rewards", "verifier_ms": "overview rewards grpo"}
-TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")          # knobs of bench.py even where a script has them too
+# knobs of bench.py even where a script has them too
+TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")
 FOLDER = "bench_results"
 
 
@@ -102,7 +116,8 @@ def hand_over(stage, arguments):
     files, flags = ([a for a in arguments if a.startswith("--") == flag] for flag in (False, True))
     flagged = {a[2:].partition("=")[0] for a in flags}
     settled = {"train": "num_epochs patience eval_tokens", "sft": "num_epochs patience dataset tokenizer",
-               "datagen": "task tokenizer few_shot", "grpo": "task dataset num_questions tokenizer few_shot"}[stage]
+               "datagen": "task tokenizer few_shot", "grpo": "task dataset num_questions tokenizer "
+                                                             "few_shot"}[stage]
     always = "out_dir init_from overwrite eval_only max_steps log_interval eval_interval save_interval save_only_model"
     for knob in f"{settled} {always}".split():
         if knob in flagged:
@@ -119,7 +134,8 @@ def bench_overview(cfg, hw, folder, handed, say):
     bandwidth = read_bandwidth(hw)
     say("matrix products, TFLOP/s: " + ", ".join(
         f"{name} {flops / 1e12:,.2f}" + (f" (nominal {hw.peaks[name]:g})" if hw.peaks.get(name) else "") for name, flops in found.items())
-        + f"; reading memory: {bandwidth / 1e9:,.0f} GB/s" + (f" (nominal {1e3 * hw.bandwidth:,.0f})" if hw.bandwidth else ""))
+        + f"; reading memory: {bandwidth / 1e9:,.0f} "
+          "GB/s" + (f" (nominal {1e3 * hw.bandwidth:,.0f})" if hw.bandwidth else ""))
     say(f"\n{'':9} {'speed':>28} {'limit':>14} {'of it':>7}")
     lines, most = {}, "64x8" if hw.device.type == "cuda" else "8x8"
     for stage in ("train", "sft", "generate", "datagen", "grpo", "rewards"):
@@ -136,15 +152,17 @@ def bench_overview(cfg, hw, folder, handed, say):
         mine = [values for name, values in f["rates"].items() if "nanoRFT" in name][0]
         speed = f"{statistics.median(mine):,.0f} {f['unit']}"
         say(f"{stage:9} {speed:>28} {f['limit']:14,.0f} {f['share']:7.1%}  {f['also']}")
-    say("\nThe limit is arithmetic: training's operations at the measured speed of a large product, sampling's weights, keys and values\n"
-        "at that of memory, the cores of verifiers. A model of a million parameters stays far from it: dispatching operations takes time.")
+    say("\nThe limit is arithmetic: training's operations at the measured speed of a large product, "
+        "sampling's weights, keys and values\nat that of memory, the cores of verifiers. A model of a million "
+        "parameters stays far from it: dispatching operations takes time.")
     return {"unit": "% of the limit", "peaks": found, "bandwidth": bandwidth, "stages": lines,
             "rates": {stage: [100 * f["share"]] for stage, f in lines.items()}}
 
 
 STAGES = {"overview": bench_overview, "train": bench_training, "sft": bench_training, "generate": bench_generate, "datagen": bench_datagen,
           "grpo": bench_grpo, "rewards": bench_rewards}
-WORK = {"train": train_work, "sft": sft_work, "grpo": grpo_work}         # of a stage that --ladder, --ablate and --profile look into
+# of a stage that --ladder, --ablate and --profile look into
+WORK = {"train": train_work, "sft": sft_work, "grpo": grpo_work}
 
 
 # --- the call ---
@@ -173,7 +191,8 @@ def with_defaults(cfg):
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats steps ranks peer_ranks completions reward_workers")
+    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats steps ranks peer_ranks completions "
+                            "reward_workers")
     config.at_least(cfg, 0, "verifier_ms seed")
     modes = [mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)]
     if len(modes) > 1:
@@ -190,14 +209,17 @@ def check(cfg):
         raise BadInput("--profile looks into one process: leave --ranks out.")
     for knob, stages in ONLY_IN.items():
         if cfg.stage not in stages.split() and getattr(cfg, knob) != getattr(Config, knob):
-            raise BadInput(f"--{knob} means nothing to --stage={cfg.stage}, only to {', '.join(stages.split())}: leave it out.")
+            raise BadInput(f"--{knob} means nothing to --stage={cfg.stage}, only to "
+                           f"{', '.join(stages.split())}: leave it out.")
     if cfg.profile and cfg.repeats:
         raise BadInput("--profile looks into one run: leave --repeats out.")
     one_case, work = cfg.stage == "grpo", cfg.work or "8x8"
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + ("" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"), work):
-        raise BadInput(f"--work={work} is not prompts x samples: write for example --work={'8x8' if one_case else '2x10,32x1'}.")
+        raise BadInput(f"--work={work} is not prompts x samples: write for example "
+                       f"--work={'8x8' if one_case else '2x10,32x1'}.")
     if one_case and work.endswith("x1"):
-        raise BadInput(f"--work={work} leaves nothing to compare a sample with: give at least 2 of each prompt.")
+        raise BadInput(f"--work={work} leaves nothing to compare a sample with: give at least 2 of each "
+                       "prompt.")
     if cfg.output and not cfg.output.endswith(".json"):
         raise BadInput(f"--output={cfg.output} should end in .json.")
 
@@ -216,7 +238,8 @@ def check_output(path):
 
 
 def put_weights(cfg, hw, folder, say):
-    """Random weights of the shape, and for grpo a tokenizer, exported to the folder, where a stage begins with such."""
+    """Random weights of the shape, and for grpo a tokenizer, exported to the folder, where a stage begins
+    with such."""
     if cfg.stage in ("train", "rewards", "overview") or cfg.run or cfg.stage == "generate" and not cfg.peers:
         return
     torch.manual_seed(cfg.seed)
@@ -236,7 +259,8 @@ def main(argv):
     stage = ([arg[8:] for arg in argv if arg.startswith("--stage=")] or [Config.stage])[-1]
     theirs = {f.name for f in fields(importlib.import_module(SCRIPTS[stage]).Config)} - set(TO_BOTH) if stage in SCRIPTS else set()
     own, others = [], []
-    for arg in argv:                                     # what only the script knows, or both, is the script's
+    # what only the script knows, or both, is the script's
+    for arg in argv:
         name = arg[2:].partition("=")[0] if arg.startswith("--") else None
         mine = arg in ("-h", "--help") or not theirs or name in known - theirs
         (own if mine else others).append(arg)
@@ -265,9 +289,11 @@ def main(argv):
         if not cfg.output.stat().st_size:
             cfg.output.unlink()
     except OSError as e:
-        raise BadInput(f"{cfg.output} can't be written ({e.strerror}): name another file with --output=.") from None
+        raise BadInput(f"{cfg.output} can't be written ({e.strerror}): name another file with "
+                       "--output=.") from None
     what = cfg.run or ("" if cfg.stage == "rewards" else cfg.model if cfg.model != "auto" else " ".join(handed.files))
-    print(f"{cfg.stage}{f', {mode}' if mode else ''}: {f'{what}; ' if what else ''}{facts['hardware']}, torch {facts['torch']}", flush=True)
+    print(f"{cfg.stage}{f', {mode}' if mode else ''}: {f'{what}; ' if what else ''}{facts['hardware']}, torch "
+          f"{facts['torch']}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         put_weights(cfg, hw, folder, print)
         say = functools.partial(print, flush=True)
@@ -279,7 +305,9 @@ def main(argv):
     record = {"stage": cfg.stage, "mode": mode, "model": what, "command": shlex.join(["python", "bench.py", *argv]), "device": hw.name,
               "dtype": hw.dtype} | facts | figures
     if "rates" in figures:
-        record["chart"] = chart(cfg.output.with_suffix(".png"), f"bench.py {' '.join(argv)}\n{facts['hardware']}, {facts['date'][:10]}",
+        record["chart"] = chart(cfg.output.with_suffix(".png"), "bench.py "
+                                                                f"{' '.join(argv)}\n{facts['hardware']}, "
+                                                                f"{facts['date'][:10]}",
                                 figures["rates"], figures["unit"])
     cfg.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
     print(f"All figures: {cfg.output}" + (f"; chart: {record['chart']}" if record.get("chart") else ""))
@@ -289,4 +317,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)

@@ -4,8 +4,9 @@
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
 
-Writes data/rft.json, [[question, answer, reasoning], ...], and beside it data/rft.attempts.jsonl, every attempt with its ids and its
-verdict. Run again after it was stopped, it goes on after the attempts it finds there. Knobs, as --key=value:
+Writes data/rft.json, [[question, answer, reasoning], ...], and beside it data/rft.attempts.jsonl, every
+attempt with its ids and its verdict. Run again after it was stopped, it goes on after the attempts it finds
+there. Knobs, as --key=value:
 """
 import contextlib
 import dataclasses
@@ -16,7 +17,7 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,8 +28,10 @@ from tqdm import tqdm
 import hf
 import tasks
 from engine import Engine, Sampling
-from eval import accuracy, context_for, few_shot_of, refused, requests_of, unseen_questions
+from questions import task_errors, unseen_questions
+from rollout import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
 from runtime import config, distributed, examples, guard, hardware
+from runtime.accuracy import accuracy
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 from runtime.rewards import Grade, Pool, check_graded, load
@@ -37,14 +40,17 @@ from runtime.rewards import Grade, Pool, check_graded, load
 @dataclass
 class Config:
     init_from: str = "out/base"              # run folder, Hugging Face folder or hub name
-    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes, or a folder with one
+    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
+                                             # or a folder with one
     task: str = "unit_conversion"            # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
     output: str = "data/rft.json"
-    overwrite: bool = False                  # begin anew instead of going on after the attempts that are logged
+    overwrite: bool = False                  # begin anew instead of going on after the attempts that are
+                                             # logged
     # what is asked
     split: Literal["train", "valid"] = "train"
     num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 1,000; None: all
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py gave), 4 for Hugging Face's
+    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py
+                                             # gave), 4 for Hugging Face's
     oversample: int = 10                     # samples a question, at most
     keep_per_question: int = 4               # distinct verified solutions, at most
     stop_early: bool = False                 # ask no more of a question once these are found
@@ -55,17 +61,20 @@ class Config:
     min_p: float = 0.0
     max_new_tokens: int = 128
     seed: int = 0
-    deterministic: bool = False              # the same file byte for byte, whether stopped on the way, and on any number of ranks
+    deterministic: bool = False              # the same file byte for byte, whether stopped on the way, and on
+                                             # any number of ranks
     # machine
     slots: int | None = None                 # samples in flight; None: as many as fit
     reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
-    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an error
+    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an
+                                             # error
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     json: bool = False                       # all figures as the last line
 
 
-OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")       # may differ when a run goes on
+# may differ when a run goes on
+OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")
 
 
 def code_of(task):
@@ -77,7 +86,8 @@ def code_of(task):
 # --- the log of attempts ---
 
 def lock(path):
-    """A file that stays locked while it is open: a second run that wrote here would take this one's away. None without such locks."""
+    """A file that stays locked while it is open: a second run that wrote here would take this one's away.
+    None without such locks."""
     with contextlib.suppress(ImportError):
         import fcntl
         file = open(path, "a")
@@ -86,7 +96,8 @@ def lock(path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise BadInput(f"Another run holds {path}: wait for its end, or choose another --output=.") from None
+            raise BadInput(f"Another run holds {path}: wait for its end, or choose another "
+                           "--output=.") from None
         return file
 
 
@@ -105,9 +116,9 @@ def grade_of(record):
 
 
 class Attempts:
-    """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what ranks have added to it since
-    in files of their own, which the next to open it puts together. A line that a crash cut short is dropped.
-    An output without a log beside it is not datagen.py's, and stays."""
+    """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what
+    ranks have added to it since in files of their own, which the next to open it puts together. A line that a
+    crash cut short is dropped. An output without a log beside it is not datagen.py's, and stays."""
 
     def __init__(self, output, header, overwrite):
         self.path, self.header, self.records = examples.attempts_path(output), header, {}
@@ -139,11 +150,13 @@ class Attempts:
                                    f"{anew}another --output=.") from None
                 break                        # the last, cut short, or nothing after the last end of line
             if number:
-                if not (row["error"] or "").startswith(("timed out", "the worker died")):          # those may fare better
+                # those may fare better
+                if not (row["error"] or "").startswith(("timed out", "the worker died")):
                     self.records[which] = row
             elif different := [k for k in self.header if not isinstance(row, dict) or row.get(k) != self.header[k]]:
-                raise BadInput(f"{path} was made with another {self.difference(row, different[0])}: leave the knobs as they were to go "
-                                   "on, give --overwrite to begin anew, or another --output=.")
+                raise BadInput(f"{path} was made with another {self.difference(row, different[0])}: leave the "
+                               "knobs as they were to go on, give --overwrite to begin anew, or another "
+                               "--output=.")
 
     def difference(self, row, key):
         """What to call it, for people."""
@@ -163,9 +176,23 @@ class Attempts:
         return file
 
 
+def open_log(cfg, header, locks):
+    """Return the Attempts of an output; `locks` gets the file that keeps other runs away."""
+    try:
+        Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
+        if Path(cfg.output).is_dir():
+            raise BadInput(f"{cfg.output} is a folder: choose another --output=.")
+        locks.append(lock(f"{examples.attempts_path(cfg.output)}.lock"))
+        return Attempts(cfg.output, header, cfg.overwrite)
+    except OSError as e:
+        raise BadInput(f"{cfg.output} can't be written to ({e.strerror}): choose another "
+                       "--output=.") from None
+
+
 def closes_at(records, keep):
-    """The smallest m for which samples 0 ... m of a question are there and hold `keep` different verified solutions, None if there
-    is none; and these solutions. records: {sample: record}. It does not depend on the order in which samples finished."""
+    """The smallest m for which samples 0 ... m of a question are there and hold `keep` different verified
+    solutions, None if there is none; and these solutions. records: {sample: record}. It does not depend on
+    the order in which samples finished."""
     found = {}
     for m in range(len(records)):
         if m not in records:
@@ -186,88 +213,109 @@ def verdict(grade):
 
 # --- sampling ---
 
-def missing(cfg, requests, by_question, keys):
-    """What to sample next: all that is missing of a question; with stop_early in rounds over the questions still open, as many at a
-    time as have to be kept. Drawn from when a slot is free, so what has come out meanwhile counts."""
-    at_once = cfg.keep_per_question if cfg.stop_early else cfg.oversample
-    for first in range(0, cfg.oversample, at_once):
-        for key in keys:
-            if cfg.stop_early and closes_at(by_question[key], cfg.keep_per_question)[0] is not None:
-                continue
-            left = [s for s in range(first, min(first + at_once, cfg.oversample)) if s not in by_question[key]]
-            while left:
-                n = next((n for n in range(1, len(left)) if left[n] != left[0] + n), len(left))      # without a gap
-                yield dataclasses.replace(requests[key], num_samples=n, first_sample=left[0])
-                left = left[n:]
+class Share:
+    """A rank's questions: the records of their attempts, and the file that keeps those it adds."""
+
+    def __init__(self, cfg, tokenizer, n_questions, attempts, file):
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.file = file
+        self.keys = range(distributed.rank(), n_questions, distributed.world_size())
+        self.records = {key: {} for key in self.keys}        # {question's number: {sample: record}}
+        for (key, index), record in attempts.records.items():
+            if key in self.records:
+                self.records[key][index] = record
+        self.to_come = sum(cfg.oversample - len(records) for records in self.records.values())
+        self.new = []
+        self.verified = 0
+
+    def missing(self, requests):
+        """Yield Requests for what to sample next: all that is missing of a question; with stop_early in
+        rounds over the questions still open, as many at a time as have to be kept. The engine draws from it
+        when a slot is free, so what has come out meanwhile counts."""
+        cfg = self.cfg
+        at_once = cfg.keep_per_question if cfg.stop_early else cfg.oversample
+        for first in range(0, cfg.oversample, at_once):
+            for key in self.keys:
+                if cfg.stop_early and closes_at(self.records[key], cfg.keep_per_question)[0] is not None:
+                    continue
+                last = min(first + at_once, cfg.oversample)
+                left = [index for index in range(first, last) if index not in self.records[key]]
+                while left:
+                    # without a gap
+                    n = next((n for n in range(1, len(left)) if left[n] != left[0] + n), len(left))
+                    yield dataclasses.replace(requests[key], num_samples=n, first_sample=left[0])
+                    left = left[n:]
+
+    def add(self, completions):
+        """Log graded Completions."""
+        for completion in completions:
+            record = self.record(completion)
+            self.records[completion.key][completion.index] = record
+            self.new.append(record)
+            self.verified += record["verdict"] == "verified"
+            self.file.write(json.dumps(record) + "\n")
+        if completions:
+            self.file.flush()
+
+    def record(self, completion):
+        """Return what the log keeps of a completion."""
+        ids = completion.ids
+        grade = completion.grade
+        return {
+            "number": completion.key,
+            "sample": completion.index,
+            "question": completion.question["question"],
+            "answer": completion.question["answer"],
+            "completion": completion.text,
+            "ids": ids[:-1] if ids[-1] in self.tokenizer.stop else ids,
+            "seed": self.cfg.seed,
+            "logprob": sum(completion.logprobs),
+            "verdict": verdict(grade) if completion.finished else "unfinished",
+            "score": grade.score,
+            "parts": grade.parts,
+            "signature": grade.signature,
+            "error": grade.error,
+        }
 
 
-def sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop):
-    """Draw this rank's missing samples, have them verified meanwhile, and log them; the records. `stop` ends it early."""
-    rank, world = distributed.rank(), distributed.world_size()
-    keys = range(rank, len(questions), world)
-    by_question = {key: {} for key in keys}
-    for (key, index), record in attempts.records.items():
-        if key in by_question:
-            by_question[key][index] = record
-    new, fresh, waiting, kept = [], [], deque(), 0
-    total = sum(cfg.oversample - len(by_question[key]) for key in keys)
-    bar = tqdm(total=total, desc="sampling", unit=" samples", disable=None if rank == 0 else True)
-
-    def log(record, grade):
-        nonlocal kept
-        record |= {"score": grade.score, "parts": grade.parts, "signature": grade.signature, "error": grade.error,
-                   "verdict": record["verdict"] or verdict(grade)}
-        by_question[record["number"]][record["sample"]] = record
-        new.append(record)
-        kept += record["verdict"] == "verified"
-        file.write(json.dumps(record) + "\n")
-
-    def speak(now):
-        errors = f", {pool.counts['errors']} errors" if pool.counts["errors"] else ""
-        yielded = f"{kept / max(1, len(new)):.0%} verified"
-        bar.set_postfix_str(f"{yielded}, {now.tokens_per_s:,.0f} tokens/s{errors}", refresh=False)
-
-    with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool, attempts.part(rank) as file, bar:
-        def hand_over(wait=False):
-            """New samples to the verifiers, verified ones to the log. Many at a time: on a CPU every process that wakes stops the
-            threads that sample, which one at a time costs a small model up to a tenth of its speed (NOTES.md)."""
-            for record in fresh:
-                waiting.append(record)
-                pool.submit(questions[record["number"]], record["completion"])
-            fresh.clear()
-            for grade in pool.collect(wait):
-                log(waiting.popleft(), grade)
-            file.flush()
-            bar.update(len(new) - bar.n)
-
-        handed = began = time.perf_counter()
-        for s in engine.generate(missing(cfg, requests, by_question, keys), speak):
-            question, ids = questions[s.request.key], s.ids[:-1] if s.ids[-1] in tokenizer.stop else s.ids
-            record = {"number": s.request.key, "sample": s.index, "question": question["question"], "answer": question["answer"],
-                      "completion": task.cut(tokenizer.text_of(s.ids)), "ids": ids, "seed": cfg.seed, "logprob": sum(s.logprobs), "verdict": None}
-            if s.reason == "length":
-                log(record | {"verdict": "unfinished"}, Grade(0.0, {}, "", None))
-            else:
-                fresh.append(record)
-            if len(fresh) >= min(64, engine.slots) or time.perf_counter() - handed > 1:
-                hand_over()
-                handed = time.perf_counter()
-            if stop.received is not None:
-                break
-        hand_over(wait=stop.received is None)              # what is not verified yet is sampled again
-        tokens = engine.progress.tokens if engine.progress else 0
-        return new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pool.counts}
+def sample(cfg, pipeline, questions, requests, attempts, stop):
+    """Draw this rank's missing samples, have them verified meanwhile, and log them. Returns (their records,
+    what they cost). stop: guard.StopSignal, which ends it early; what is not verified by then is sampled
+    again."""
+    began = time.perf_counter()
+    with attempts.part(distributed.rank()) as file:
+        share = Share(cfg, pipeline.tokenizer, len(questions), attempts, file)
+        with tqdm(total=share.to_come, desc="sampling", unit=" samples",
+                  disable=None if distributed.is_main() else True) as bar:
+            def show(progress):
+                errors = pipeline.pool.counts["errors"]
+                bar.set_postfix_str(f"{share.verified / max(1, len(share.new)):.0%} verified, "
+                                    f"{progress.tokens_per_s:,.0f} "
+                                    f"tokens/s{f', {errors} errors' if errors else ''}", refresh=False)
+                bar.update(len(share.new) - bar.n)
+            for _ in pipeline.sample(questions, share.missing(requests), show, grade_unfinished=False):
+                share.add(pipeline.graded())
+                if stop.received is not None:
+                    break
+            share.add(pipeline.graded(wait=stop.received is None))
+            bar.update(len(share.new) - bar.n)
+    tokens = pipeline.engine.progress.tokens if pipeline.engine.progress else 0
+    return share.new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pipeline.pool.counts}
 
 
 # --- the outcome ---
 
 def choose(cfg, questions, records):
-    """([[question, answer, reasoning]] that are kept, figures of the whole). Marks the records that are kept, and those that came
-    after their question had closed."""
+    """Return ([[question, answer, reasoning]] that are kept, the records that count, how many different
+    solutions each question has). Marks the records that are kept, and those that came after their question
+    had closed."""
     by_question = {key: {} for key in range(len(questions))}
     for record in records:
         by_question[record["number"]][record["sample"]] = record
-    rows, solutions, counted = [], [], []
+    rows = []
+    counted = []
+    solutions = []
     for mine in by_question.values():
         closes, chosen = closes_at(mine, cfg.keep_per_question)
         for record in mine.values():
@@ -280,7 +328,7 @@ def choose(cfg, questions, records):
 
 
 def number(answer):
-    """An answer as a number, where it is one."""
+    """Return an answer as a number, where it is one."""
     for kind in (int, float):
         with contextlib.suppress(ValueError, TypeError, OverflowError):
             value = kind(answer)
@@ -289,7 +337,7 @@ def number(answer):
 
 
 def figures(cfg, questions, records, rows, counted, solutions, cost):
-    """What a run is judged by, as a dictionary."""
+    """Return what a run is judged by, as a dictionary."""
     verdicts = Counter(r["verdict"] for r in counted)
     lengths = sorted(len(r["ids"]) for r in records if r["kept"]) or [0]
     grades = {}
@@ -297,117 +345,65 @@ def figures(cfg, questions, records, rows, counted, solutions, cost):
         grades.setdefault(r["number"], []).append(grade_of(r))
     first = [g[0].score == 1 for g in grades.values()]
     complete = not cfg.stop_early and all(len(g) == cfg.oversample for g in grades.values())
+    seconds = cost["seconds"]
     return {
-        "questions": len(questions), "solved": sum(n > 0 for n in solutions), "kept": len(rows), "attempts": len(records),
-        "yield_loose": sum(r["score"] == 1 for r in counted) / len(counted), "yield_tight": verdicts["verified"] / len(counted),
+        "questions": len(questions),
+        "solved": sum(n > 0 for n in solutions),
+        "kept": len(rows),
+        "attempts": len(records),
+        "yield_loose": sum(r["score"] == 1 for r in counted) / len(counted),
+        "yield_tight": verdicts["verified"] / len(counted),
         "pass_at_1": sum(first) / len(first),
         "pass_at_k": accuracy(list(grades.values()))["pass_at_k"] if complete else None,
-        "verdicts": dict(verdicts.most_common()), "solutions_per_question": dict(sorted(Counter(solutions).items())),
+        "verdicts": dict(verdicts.most_common()),
+        "solutions_per_question": dict(sorted(Counter(solutions).items())),
         "completion_tokens": {"median": statistics.median(lengths), "longest": lengths[-1]},
-        "verified_per_s": cost["verified"] / cost["seconds"] if cost["seconds"] else None,
-        "tokens_per_s": cost["tokens"] / cost["seconds"] if cost["seconds"] else None,
-        **{k: cost[k] for k in ("seconds", "errors", "timeouts", "restarts")}}
+        "verified_per_s": cost["verified"] / seconds if seconds else None,
+        "tokens_per_s": cost["tokens"] / seconds if seconds else None,
+        "seconds": seconds,
+        "errors": cost["errors"],
+        "timeouts": cost["timeouts"],
+        "restarts": cost["restarts"],
+    }
 
 
 def summary(f, cfg, dropped):
-    """The figures for people."""
+    """Return the figures for people."""
+    kept = f"{f['solved']:,} of {f['questions']:,} questions solved, {f['kept']:,} solutions kept in {cfg.output}"
+    if dropped:
+        kept += f"; {dropped} questions that stand in the test split were dropped"
+    shares = (f"yield {f['yield_loose']:.1%} by the task's grade, {f['yield_tight']:.1%} verified; "
+              f"pass@1 {f['pass_at_1']:.1%}")
+    shares += "".join(f", pass@{k} {v:.1%}" for k, v in (f["pass_at_k"] or {}).items() if k != "1")
+    verdicts = ", ".join(f"{k} {v:,}" for k, v in f["verdicts"].items())
     histogram = ", ".join(f"{n} of {count}" for count, n in sorted(f["solutions_per_question"].items()))
-    lines = [f"{f['solved']:,} of {f['questions']:,} questions solved, {f['kept']:,} solutions kept in {cfg.output}"
-             + (f"; {dropped} questions that stand in the test split were dropped" if dropped else ""),
-             f"yield {f['yield_loose']:.1%} by the task's grade, {f['yield_tight']:.1%} verified; pass@1 {f['pass_at_1']:.1%}"
-             + "".join(f", pass@{k} {v:.1%}" for k, v in (f["pass_at_k"] or {}).items() if k != "1"),
-             f"verdicts: {', '.join(f'{k} {v:,}' for k, v in f['verdicts'].items())}",
-             f"questions by different solutions: {histogram}; tokens of a kept one: {f['completion_tokens']['median']:.0f} in the "
-             f"middle, {f['completion_tokens']['longest']} at most"]
+    lengths = f["completion_tokens"]
+    lines = [
+        kept,
+        shares,
+        f"verdicts: {verdicts}",
+        f"questions by different solutions: {histogram}; tokens of a kept one: {lengths['median']:.0f} in the "
+        f"middle, {lengths['longest']} at most",
+    ]
     if f["seconds"]:
-        lines.append(f"{f['verified_per_s']:,.0f} verified samples/s, {f['tokens_per_s']:,.0f} tokens/s, {f['seconds']:.1f} s"
-                     + (f"; verifier: {f['errors']} errors, {f['timeouts']} of them time-outs" if f["errors"] else ""))
+        speed = (f"{f['verified_per_s']:,.0f} verified samples/s, {f['tokens_per_s']:,.0f} tokens/s, "
+                 f"{f['seconds']:.1f} s")
+        if f["errors"]:
+            speed += f"; verifier: {f['errors']} errors, {f['timeouts']} of them time-outs"
+        lines.append(speed)
     return "\n".join(lines)
 
 
-def fingerprint(model):
-    """SHA-256 of a model's weights."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def main(argv):
-    cfg = config.load(Config, argv)
-    config.at_least(cfg, 1, "oversample keep_per_question slots")
-    config.at_least(cfg, 0.01, "timeout")
-    config.at_most(cfg, 10**6, "timeout oversample")
-    config.at_most(cfg, 2**16, "slots")
-    config.check_sampling(cfg)
-    config.check_questions(cfg)
-    if not cfg.output.endswith(".json"):
-        raise BadInput(f"--output={cfg.output} should end in .json.")
-    if cfg.temperature == 0 and cfg.oversample > 1:
-        raise BadInput("At --temperature=0 all samples of a question are the same: raise it, or give --oversample=1.")
-    distributed.init()
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    found = distributed.on_main(lambda: hf.find(cfg.init_from))
-    tokenizer, model = found.tokenizer(cfg.tokenizer), found.load(device=hw.device)
-    cfg.few_shot = few_shot_of(cfg, found)
-    if cfg.deterministic and cfg.slots is None:
-        cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
-    with refused():
-        task = load(cfg.task)
-        questions, dropped = distributed.on_main(lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
-        if cfg.num_questions == "auto":
-            cfg.num_questions = len(questions) + dropped             # which the log keeps
-        requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
-        longest = max(requests, key=lambda r: len(r.ids))
-        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (task.stop,) if task.stop else ())
-        engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed,
-                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
-        engine.check(longest)
-
-    known = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in OF_THIS_CALL and (k != "slots" or cfg.deterministic)}
-    header = {"config": known | {"dtype": hw.dtype}, "tokenizer": tokenizer.describe(), "model": fingerprint(model),
-              "prompt": task.prompt, "code": code_of(task),
-              "questions": hashlib.sha256(json.dumps([questions, [r.ids for r in requests]]).encode()).hexdigest()}
-
-    locks = []
-
-    def open_log():
-        try:
-            Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
-            if Path(cfg.output).is_dir():
-                raise BadInput(f"{cfg.output} is a folder: choose another --output=.")
-            locks.append(lock(f"{examples.attempts_path(cfg.output)}.lock"))
-            return Attempts(cfg.output, header, cfg.overwrite)
-        except OSError as e:
-            raise BadInput(f"{cfg.output} can't be written to ({e.strerror}): choose another --output=.") from None
-    attempts, stop = distributed.on_main(open_log), guard.StopSignal()
-    if distributed.is_main():
-        before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
-        print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked examples before each; "
-              f"{hw.dtype} on {hw.name}, {engine.slots} samples in flight{before}.", flush=True)
-    new, cost, failure = [], {}, None
-    try:
-        new, cost = sample(cfg, engine, tokenizer, task, questions, requests, attempts, stop)
-    except (ValueError, FloatingPointError, OSError) as e:
-        failure = str(e)
-    if stop.received is not None:
-        print(f"Stopped as asked after {len(new):,} more attempts, which are logged: the same command"
-              f"{' without --overwrite' if cfg.overwrite else ''} goes on after them.", flush=True)
-        return stop.exit_code()
-    shares = distributed.gather((new, cost, failure))
-    if failure := next((failure for *_, failure in shares if failure), None):
-        raise BadInput(failure)                           # of whichever rank it was
-    return distributed.on_main(lambda: finish(cfg, questions, attempts, shares, dropped))
-
-
 def finish(cfg, questions, attempts, shares, dropped):
-    """Put the ranks' attempts together, write the output, say what came out; the exit code."""
-    for new, *_ in shares:
-        attempts.records |= {(r["number"], r["sample"]): r for r in new}
-    cost = {k: sum(c[k] for _, c, _ in shares) for k in ("tokens", "errors", "timeouts", "restarts")}
+    """Put the ranks' attempts together, write the output and say what came out. Returns the exit code.
+    shares: of each rank (its new records, what they cost)."""
+    cost = {"seconds": max(cost["seconds"] for _, cost in shares), "verified": 0}
+    for key in ("tokens", "errors", "timeouts", "restarts"):
+        cost[key] = sum(rank_cost[key] for _, rank_cost in shares)
+    for new, _ in shares:
+        cost["verified"] += sum(record["verdict"] == "verified" for record in new)
+        attempts.records |= {(record["number"], record["sample"]): record for record in new}
     check_graded(cfg.task, [grade_of(r) for r in attempts.records.values() if r["verdict"] != "unfinished"])
-    cost |= {"seconds": max(c["seconds"] for _, c, _ in shares), "verified": sum(r["verdict"] == "verified" for new, *_ in shares for r in new)}
     rows, counted, solutions = choose(cfg, questions, attempts.records.values())
     attempts.write()
     write_atomically(Path(cfg.output), ("[" + ",\n ".join(map(json.dumps, rows)) + "]\n").encode())
@@ -417,11 +413,107 @@ def finish(cfg, questions, attempts, shares, dropped):
     f = figures(cfg, questions, attempts.records.values(), rows, counted, solutions, cost)
     print(summary(f, cfg, dropped))
     if not rows:
-        print(f"No question was solved, so {cfg.output} is empty: try an easier task, more --oversample, or a better model.", file=sys.stderr)
+        print(f"No question was solved, so {cfg.output} is empty: try an easier task, more --oversample, or a "
+              "better model.",
+              file=sys.stderr)
     if cfg.json:
         print(json.dumps(f | {"dropped": dropped, "output": cfg.output}))
     return 0 if rows else 1
 
 
+# --- the command line ---
+
+def check(cfg):
+    config.at_least(cfg, 1, "oversample keep_per_question slots")
+    config.at_least(cfg, 0.01, "timeout")
+    config.at_most(cfg, 10**6, "timeout oversample")
+    config.at_most(cfg, 2**16, "slots")
+    config.check_sampling(cfg)
+    config.check_questions(cfg)
+    if not cfg.output.endswith(".json"):
+        raise BadInput(f"--output={cfg.output} should end in .json.")
+    if cfg.temperature == 0 and cfg.oversample > 1:
+        raise BadInput("At --temperature=0 all samples of a question are the same: raise it, or give "
+                       "--oversample=1.")
+
+
+def fingerprint(model):
+    """Return the SHA-256 of a model's weights."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def header_of(cfg, hw, tokenizer, model, task, questions, requests):
+    """Return what stands first in the log: a run goes on after attempts that were made in just the same
+    way."""
+    knobs = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in OF_THIS_CALL}
+    if not cfg.deterministic:
+        del knobs["slots"]
+    asked = json.dumps([questions, [request.ids for request in requests]])
+    return {
+        "config": knobs | {"dtype": hw.dtype},
+        "tokenizer": tokenizer.describe(),
+        "model": fingerprint(model),
+        "prompt": task.prompt,
+        "code": code_of(task),
+        "questions": hashlib.sha256(asked.encode()).hexdigest(),
+    }
+
+
+def main(argv):
+    cfg = config.load(Config, argv)
+    check(cfg)
+    distributed.init()
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    found = distributed.on_main(lambda: hf.find(cfg.init_from))
+    tokenizer = found.tokenizer(cfg.tokenizer)
+    model = found.load(device=hw.device)
+    cfg.few_shot = few_shot_of(cfg, found)
+    if cfg.deterministic and cfg.slots is None:
+        cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
+    with task_errors():
+        task = load(cfg.task)
+        questions, dropped = distributed.on_main(
+            lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
+        if cfg.num_questions == "auto":
+            cfg.num_questions = len(questions) + dropped             # which the log keeps
+        requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
+        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop, stop_strings_of(task))
+        engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed,
+                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
+        engine.check(max(requests, key=lambda request: len(request.ids)))
+    header = header_of(cfg, hw, tokenizer, model, task, questions, requests)
+    locks = []                               # which hold as long as they are open
+    attempts = distributed.on_main(lambda: open_log(cfg, header, locks))
+    if distributed.is_main():
+        before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
+        print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked "
+              f"examples before each; {hw.dtype} on {hw.name}, {engine.slots} samples in "
+              f"flight{before}.", flush=True)
+
+    stop = guard.StopSignal()
+    new = []
+    cost = {}
+    failure = None
+    try:
+        with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
+            new, cost = sample(cfg, Pipeline(engine, pool, tokenizer, task), questions, requests, attempts, stop)
+    except (ValueError, FloatingPointError, OSError) as e:
+        failure = str(e)
+    if stop.received is not None:
+        print(f"Stopped as asked after {len(new):,} more attempts, which are logged: the same command"
+              f"{' without --overwrite' if cfg.overwrite else ''} goes on after them.", flush=True)
+        return stop.exit_code()
+    shares = []
+    for rank_failure, *share in distributed.gather((failure, new, cost)):
+        if rank_failure:
+            raise BadInput(rank_failure)
+        shares.append(share)
+    return distributed.on_main(lambda: finish(cfg, questions, attempts, shares, dropped))
+
+
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)

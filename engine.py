@@ -23,17 +23,16 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
+from kernels import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
-from model import GPT, attend, merged, rotations
+from model import GPT, merged, rotations
 from runtime import memory
 from sampler import Sampling, StopStrings, draw, stream, uniform
 
 GROUP = 128                                  # on a CPU: rows whose attention is computed together
 SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
-# On a GPU, of the fused kernels the one that takes a mask.
-SDPA_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,8 +268,7 @@ class Engine:
         """Attend with q [B, T, H, D] to k and v [B, T, K, D], and write these to a layer's (keys, values)."""
         for cache, new in zip(layer, (k, v)):
             cache[slots, :, :new.shape[1]] = new.transpose(1, 2)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(q, k, v, self.model.backend).transpose(1, 2)
+        return ATTENTION[self.model.backend](q, k, v)
 
     def decode_step(self, B, groups, sampling):
         """Draw one more token of rows 0 ... B-1, in RowGroups. Nothing here waits for the device."""
@@ -279,7 +277,7 @@ class Engine:
         write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
         layers = zip(self.cache.k, self.cache.v)
         attention = [partial(self.decode_attention, layer, write_at, groups, masks) for layer in layers]
-        with sdpa_kernel(SDPA_WITH_MASK):
+        with sdpa_kernel(SDPA_WITH_MASK):    # on a GPU, of the fused kernels the one that takes a mask
             h = self.model.hidden(tokens[:, None], positions[:, None], attention)[:, 0]
         logits = self.model.logits(h, self.head)
         if self.device.type == "mps":                        # which has no float64

@@ -1,11 +1,11 @@
 """Hugging Face's files in and out of model.py: GPT-2, Llama (and SmolLM2), Qwen2.5, Qwen3. PEFT's files out.
 
-    python hf.py out/base exported       # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
+    python hf.py out/base exported       # a folder that transformers.AutoModelForCausalLM.from_pretrained
+    loads
 """
 import inspect
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,10 +43,12 @@ def read_config(hf):
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")} | {"rope_type": rope.get("rope_type") or
                                                                                   rope.get("type", "default")}
     if scaling["rope_type"] not in ("default", "linear", "llama3"):
-        raise BadInput(f"Rotary positions of type {scaling['rope_type']} are not known here: default, linear and llama3 are.")
+        raise BadInput(f"Rotary positions of type {scaling['rope_type']} are not known here: default, linear "
+                       "and llama3 are.")
     unknown = scaling.keys() - inspect.signature(scaled).parameters.keys()
     if unknown and scaling["rope_type"] != "default":
-        raise BadInput(f"config.json scales rotary positions with {min(unknown)}, which model.py does not know: choose another model.")
+        raise BadInput(f"config.json scales rotary positions with {min(unknown)}, which model.py does not "
+                       "know: choose another model.")
     bias = hf.get("attention_bias") or False
     return GPTConfig(
         vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
@@ -60,18 +62,20 @@ def read_config(hf):
 def refuse(hf, *knobs):
     for knob in knobs:
         if hf.get(knob):
-            raise BadInput(f"config.json has {knob}={hf[knob]}, which model.py does not compute: choose another model.")
+            raise BadInput(f"config.json has {knob}={hf[knob]}, which model.py does not compute: choose "
+                           "another model.")
 
 
 def choice(hf, knob, known):
     if hf.get(knob) not in known:
-        raise BadInput(f"config.json has {knob}={hf.get(knob)}, which model.py does not compute ({', '.join(known)} it does): choose "
-                       "another model.")
+        raise BadInput(f"config.json has {knob}={hf.get(knob)}, which model.py does not compute "
+                       f"({', '.join(known)} it does): choose another model.")
     return known[hf[knob]]
 
 
 def write_config(c):
-    """The config.json, as a dictionary, of an architecture of transformers that computes what this GPTConfig does."""
+    """The config.json, as a dictionary, of an architecture of transformers that computes what this GPTConfig
+    does."""
     if c.logit_softcap == 0 and (c.norm, c.position, c.qk_norm) == ("layernorm", "learned", False) and \
             c.mlp in ("gelu", "gelu_tanh") and c.qkv_bias and c.o_bias and c.mlp_bias and \
             (c.n_kv_head, c.head_dim) == (c.n_head, c.n_embd // c.n_head):
@@ -84,9 +88,10 @@ def write_config(c):
     kind = next((kind for kind, fit in fits.items() if fit), None)
     if not kind or c.logit_softcap or (c.norm, c.position) != ("rmsnorm", "rope") or c.mlp not in ("swiglu", "relu2") or \
             kind == "qwen2" and c.head_dim != c.n_embd // c.n_head:
-        raise BadInput(f"transformers has no architecture for norm={c.norm}, position={c.position}, qk_norm={c.qk_norm}, mlp={c.mlp}, "
-                       f"qkv_bias={c.qkv_bias}, logit_softcap={c.logit_softcap}: GPT-2's, Llama's, Qwen's and train.py's default "
-                       "can be exported.")
+        raise BadInput(f"transformers has no architecture for norm={c.norm}, position={c.position}, "
+                       f"qk_norm={c.qk_norm}, mlp={c.mlp}, qkv_bias={c.qkv_bias}, "
+                       f"logit_softcap={c.logit_softcap}: GPT-2's, Llama's, Qwen's and train.py's default can "
+                       "be exported.")
     name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
     rope = (c.rope_scaling or {"rope_type": "default"}) | {"rope_theta": c.rope_theta}
     return {"model_type": kind, "architectures": [f"{name}ForCausalLM"], "vocab_size": c.vocab_size,
@@ -100,7 +105,8 @@ def write_config(c):
 # --- weights ---
 
 def names(c, kind):
-    """For each weight of GPT(c): (its name, theirs: one, or several that are stacked, whether theirs is transposed)."""
+    """For each weight of GPT(c): (its name, theirs: one, or several that are stacked, whether theirs is
+    transposed)."""
     def both(ours, *theirs, bias, transposed=False):
         yield f"{ours}.weight", [f"{t}.weight" for t in theirs], transposed
         if bias:
@@ -147,13 +153,14 @@ class Found:
         if self.step is not None:
             tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
             if name not in (None, own := self.about["tokenizer"]["name"]):
-                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own}: leave --tokenizer out.")
+                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own}: leave --tokenizer "
+                               "out.")
             return tokenizer
         name = name or ("gpt2" if self.about["model_type"] == "gpt2" and not self.has_tokenizer else self.folder)
         tokenizer = Tokenizer(name)
         if tokenizer.n_vocab > self.config.vocab_size:
-            raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in {self.folder} {self.config.vocab_size}: "
-                           "give the model's own with --tokenizer=.")
+            raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in {self.folder} "
+                           f"{self.config.vocab_size}: give the model's own with --tokenizer=.")
         return tokenizer
 
     @property
@@ -183,7 +190,8 @@ class Found:
 
 
 def find(path_or_name, step=None):
-    """Found: a run folder (at its best checkpoint, or that of `step`), a folder of Hugging Face's, or a name on the hub."""
+    """Found: a run folder (at its best checkpoint, or that of `step`), a folder of Hugging Face's, or a name
+    on the hub."""
     run = (Path(path_or_name) / "model.json").exists()
     folder = Path(path_or_name) if run or Path(path_or_name).is_dir() else download(str(path_or_name))
     about = checkpoint.read_model(folder) if run else read_json(folder / "config.json", "give the folder of a model")
@@ -197,37 +205,43 @@ def find(path_or_name, step=None):
 
 
 def to_resume(out_dir, weights_suffice=False):
-    """Found: the newest intact checkpoint of a run that is to go on. BadInput if there is none, or one of weights alone."""
+    """Found: the newest intact checkpoint of a run that is to go on. BadInput if there is none, or one of
+    weights alone."""
     step = checkpoint.newest_intact(out_dir)
     if step is None:
         raise BadInput(f"{out_dir} has no intact checkpoint to resume from: start again with --overwrite.")
     if not checkpoint.has_state(out_dir, step) and not weights_suffice:
-        raise BadInput(f"The checkpoint of step {step} in {out_dir} holds the weights alone (save_only_model), which is "
-                       f"not enough to resume: start a new run with --init_from={out_dir} and another --out_dir=.")
+        raise BadInput(f"The checkpoint of step {step} in {out_dir} holds the weights alone "
+                       "(save_only_model), which is not enough to resume: start a new run with "
+                       f"--init_from={out_dir} and another --out_dir=.")
     return find(out_dir, step)
 
 
 def load(path_or_name, *args, device="cpu"):
-    """GPT(config, *args) in fp32 of a run folder, a folder of Hugging Face's or a name on the hub. See `find` and `fill`."""
+    """GPT(config, *args) in fp32 of a run folder, a folder of Hugging Face's or a name on the hub. See `find`
+    and `fill`."""
     return find(path_or_name).load(*args, device=device)
 
 
 def download(name):
     """Where huggingface_hub puts what it downloads by a name."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, or a name on the hub.")
+        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, or a "
+                       "name on the hub.")
     try:
         import huggingface_hub
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
                                                       local_files_only=not hub.answers()))
     except Exception as e:
-        raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model ({hub.reason(e)[:200]}): "
-                       "correct the name, or download the folder where there is a network and give its path.") from None
+        raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
+                       f"({hub.reason(e)[:200]}): correct the name, or download the folder where there is a "
+                       "network and give its path.") from None
 
 
 def fill(model, folder, hf):
-    """Give a GPT the weights of a folder's safetensors, in one file or several, converted to the model's dtype. Every tensor is
-    used exactly once; BadInput names the one that is missing, left over or of another shape."""
+    """Give a GPT the weights of a folder's safetensors, in one file or several, converted to the model's
+    dtype. Every tensor is used exactly once; BadInput names the one that is missing, left over or of another
+    shape."""
     c, theirs, own = model.config, read_tensors(folder), model.state_dict()
     if hf["model_type"] == "gpt2":                            # files of the base model lack the prefix
         theirs = {k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in theirs.items()}
@@ -235,26 +249,27 @@ def fill(model, folder, hf):
     for name, sources, transposed in names(c, hf["model_type"]):
         missing = [s for s in sources if s not in theirs]
         if missing:
-            raise BadInput(f"{folder} has no tensor {missing[0]}, which a {hf['model_type']} needs: get its files again.")
+            raise BadInput(f"{folder} has no tensor {missing[0]}, which a {hf['model_type']} needs: get its "
+                           "files again.")
         value = torch.cat([theirs.pop(s)() for s in sources])
         value, want = value.t() if transposed else value, own[name]
         if want.shape[0] == c.padded_vocab_size and value.shape[0] == c.vocab_size:
             want[c.vocab_size:] = 0                           # padding
             want = want[:c.vocab_size]
         if value.shape != want.shape:
-            raise BadInput(f"{' + '.join(sources)} in {folder} has the shape {tuple(value.shape)}, and config.json asks for "
-                           f"{tuple(want.shape)}: get the files of one model.")
+            raise BadInput(f"{' + '.join(sources)} in {folder} has the shape {tuple(value.shape)}, and "
+                           f"config.json asks for {tuple(want.shape)}: get the files of one model.")
         want.copy_(value)
         twins = [s.replace("up_proj", "gate_proj") for s in sources if c.mlp == "relu2" and "up_proj" in s]
         if not all(torch.equal(theirs.pop(twin, torch.Tensor)(), value) for twin in twins):
-            raise BadInput(f"{twins[0]} in {folder} differs from up_proj, and with hidden_act=relu only an MLP whose gate is its "
-                           "own input is known here: choose another model.")
+            raise BadInput(f"{twins[0]} in {folder} differs from up_proj, and with hidden_act=relu only an "
+                           "MLP whose gate is its own input is known here: choose another model.")
     shared = theirs.get("lm_head.weight") if c.tied_head else None
     if shared and torch.equal(shared().to(model.head_weight), own["token_embedding.weight"][:c.vocab_size]):
         del theirs["lm_head.weight"]                          # the shared weights, written twice
     if theirs:
-        raise BadInput(f"{folder} has {len(theirs)} tensors that a {hf['model_type']} has no place for, {next(iter(theirs))} "
-                       "for one: choose another model.")
+        raise BadInput(f"{folder} has {len(theirs)} tensors that a {hf['model_type']} has no place for, "
+                       f"{next(iter(theirs))} for one: choose another model.")
 
 
 def read_tensors(folder):
@@ -309,8 +324,9 @@ def write(folder, config_name, hf, tensors_name, tensors):
 
 
 def export_adapters(model, folder, base_model_name_or_path=""):
-    """Write adapter_config.json and adapter_model.safetensors: peft.PeftModel.from_pretrained(base, folder) is the function of
-    the adapted model, base being transformers' model of the base weights (`export` within adapters_off writes one)."""
+    """Write adapter_config.json and adapter_model.safetensors: peft.PeftModel.from_pretrained(base, folder)
+    is the function of the adapted model, base being transformers' model of the base weights (`export` within
+    adapters_off writes one)."""
     c, layers, tensors = model.config, {k: m for k, m in model.named_modules() if isinstance(m, LoRA)}, {}
     if not layers:
         raise BadInput("The model has no adapters: use hf.export, or add_lora before.")
@@ -320,7 +336,8 @@ def export_adapters(model, folder, base_model_name_or_path=""):
         if m is None:
             continue
         for their, b in zip(theirs, rows(c, m.lora_b, theirs)):          # one A for all, each its rows of B
-            for x, value in (("A", m.lora_a), ("B", b)):                 # [rank, in] and [out, rank], for GPT-2's Conv1D too
+            # [rank, in] and [out, rank], for GPT-2's Conv1D too
+            for x, value in (("A", m.lora_a), ("B", b)):
                 key = f"base_model.model.{their.removesuffix('weight')}lora_{x}.weight"
                 tensors[key] = value.detach().float().cpu().clone()
     tensors, m = gated(c, tensors), next(iter(layers.values()))
@@ -328,7 +345,8 @@ def export_adapters(model, folder, base_model_name_or_path=""):
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model_name_or_path),
         "inference_mode": True, "r": len(m.lora_a), "lora_alpha": m.alpha, "lora_dropout": 0.0, "bias": "none",
         "fan_in_fan_out": kind == "gpt2",                                # Conv1D keeps its weight transposed
-        # PEFT adapts what ends so, in every block. One name would not do: GPT-2 has attn.c_proj and mlp.c_proj.
+        # PEFT adapts what ends so, in every block. One name would not do: GPT-2 has attn.c_proj and
+        # mlp.c_proj.
         "target_modules": sorted({".".join(k.split(".")[-4:-2]) for k in tensors}),
     }, "adapter_model.safetensors", tensors)
 
@@ -356,4 +374,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)

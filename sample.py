@@ -18,9 +18,11 @@ from runtime.prompts import context_of
 
 @dataclass
 class Config:
-    model: str = ""                          # run folder, Hugging Face folder or hub name; first, without --model
+    model: str = ""                          # run folder, Hugging Face folder or hub name, first on the
+                                             # command line
     prompt: str = ""                         # empty: the end-of-text token, after which a document begins
-    interactive: bool = False                # read prompts from standard input, a line each, with no memory
+    interactive: bool = False                # read prompts from standard input, a line each; every one stands
+                                             # for itself
     num_samples: int = 1
     max_new_tokens: int = 128
     temperature: float = 0.8                 # 0: greedy
@@ -29,8 +31,10 @@ class Config:
     min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
     stop: str | None = None                  # a text that ends a sample, e.g. </answer>
     system: str | None = None                # system message of a chat model; None: its own
-    tokenizer: str | None = None             # where there is no tokenizer.json: gpt2, bytes, or a folder with one
-    deterministic: bool = False              # samples are the same bit for bit however many (see engine.py)
+    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
+                                             # or a folder with one
+    deterministic: bool = False              # a sample is the same bit for bit however many there are (see
+                                             # engine.py)
     seed: int = 0
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -124,4 +128,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)

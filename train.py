@@ -5,15 +5,14 @@
     python train.py config/cpu_small.py --learning_rate=0.02
     python train.py --init_from=resume --out_dir=out/book
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
-    python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
+    python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\
+        --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
     torchrun --nproc_per_node=2 train.py config/...
 
 Knobs, as --key=value:
 """
 import dataclasses
 import math
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,12 +20,12 @@ from typing import Literal
 import torch
 
 import hf
-from eval import evaluation_line, examples_loss, text_loss
 from model import GPT, GPTConfig, blank
-from runtime import checkpoint, config, data, distributed, examples, guard, hardware, memory, optim
+from runtime import config, data, distributed, examples, guard, hardware, memory, optim
 from runtime.config import BadInput
-from runtime.log import Log, check_installed, duration, shown
-from runtime.state import State, adapt, check_task, check_training
+from runtime.log import check_installed, duration, shown
+from runtime.perplexity import evaluation_line, examples_loss, text_loss
+from runtime.run import Run, adapt, check_task, check_training, not_by_default, same_folder
 from runtime.tokenizer import Tokenizer
 
 
@@ -34,19 +33,40 @@ from runtime.tokenizer import Tokenizer
 class Config:
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
-    init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging Face folder or hub name
+    init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
+                                             # Face
+                                             # folder or hub name
     overwrite: bool = False                  # replace the run that out_dir holds
-    seed: int = 0
-    eval_only: bool = False                  # evaluate once and exit; nothing is written
     # data
-    dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder), wikitext, or org/name:config;
-                                             # examples: .json or .jsonl of questions with chosen answers (runtime/examples.py)
-    text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
-    prompt: str | None = None                # examples of .json: the form of a question, with {} in it; None: as datagen.py asked
-    valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
-    tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the model's own, or bytes
-    data_dir: str = "data"                   # where tokenised texts are kept
+    dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
+                                             # wikitext, or
+                                             # org/name:config; examples: .json or .jsonl of questions with
+                                             # chosen answers (runtime/examples.py)
     block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
+    tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
+                                             # model's own,
+                                             # or bytes
+    # batch: sequences of an optimizer step = batch_size * gradient_accumulation_steps, on any number of ranks
+    batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit
+                                             # the memory
+    gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
+    max_steps: int | None = None             # optimizer steps, at most
+    num_epochs: float | None = None          # passes over the data, at most; neither given: 300 steps of a
+                                             # text,
+                                             # 3 passes over examples
+    # optimizer
+    learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
+    optimizer: Literal["adamw", "muon"] = "muon"
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
+    warmup_steps: int | None = 10            # None: a tenth of the steps, at most 50
+    cooldown: float = 0.4                    # wsd: the share of steps in which the rate falls
+    min_lr: float = 0.0                      # where the schedule ends
+    weight_decay: float = 0.0                # on matrices
+    beta1: float = 0.9
+    beta2: float = 0.95
+    muon_momentum: float = 0.9
+    grad_clip: float = 1.0                   # norm of the whole gradient; 0: off
+    dropout: float = 0.0                     # 0.1-0.2 where the text is seen many times
     # model
     n_layer: int = 4
     n_head: int = 2
@@ -61,69 +81,79 @@ class Config:
     bias: bool = False                       # of all linear layers
     tied_head: bool = False                  # the head shares the embedding's weights
     logit_softcap: float = 0.0               # e.g. 15; 0: off
-    dropout: float = 0.0                     # 0.1-0.2 where the text is seen many times
-    lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights of init_from; 0: off
+    # adapters (LoRA)
+    lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights
+                                             # of
+                                             # init_from; 0: off
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
-    # batch: sequences of an optimizer step = batch_size * gradient_accumulation_steps on any number of ranks
-    batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit the memory
-    gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
-    max_steps: int | None = None             # optimizer steps, at most
-    num_epochs: float | None = None          # passes over the data, at most; neither given: 300 steps of a text, 3 passes over examples
-    patience: int = 0                        # stop after so many evaluations in a row without a new best; 0: never
-    # optimizer
-    optimizer: Literal["adamw", "muon"] = "muon"
-    learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
-    min_lr: float = 0.0                      # where the schedule ends
-    warmup_steps: int | None = 10            # None: a tenth of the steps, at most 50
-    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
-    cooldown: float = 0.4                    # wsd: the share of steps in which the rate falls
-    weight_decay: float = 0.0                # on matrices
-    beta1: float = 0.9
-    beta2: float = 0.95
-    muon_momentum: float = 0.9
-    grad_clip: float = 1.0                   # norm of the whole gradient; 0: off
-    fused_adamw: bool = True
-    # speed and memory
+    # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
-    tf32: bool = True                        # fp32 products on tensor cores
-    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from about five minutes on)
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
-    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second forward
-    loss_chunks: int = 0                     # pieces in which head and loss are computed; 0: by size
+    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from
+                                             # about
+                                             # five minutes on)
+    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
+                                             # forward
     deterministic: bool = False              # refuse kernels whose result varies from run to run
-    keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process: no page faults
-    num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
-    pin_memory: bool = True                  # page-locked batches, on a GPU
-    prefetch: int = 2                        # steps each loader process is ahead
+    seed: int = 0
     # evaluation, log, checkpoints
     eval_interval: int = 100                 # steps; also after the last
     eval_tokens: int | None = None           # None: the whole validation split
+    eval_only: bool = False                  # evaluate once and exit; nothing is written
+    patience: int = 0                        # stop after so many evaluations in a row without a new best; 0:
+                                             # never
     log_interval: int = 10                   # steps
-    save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of examples, when asked to stop
+    save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of
+                                             # examples,
+                                             # when asked to stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
+    # data, in detail
+    text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
+    data_dir: str = "data"                   # where tokenised texts are kept
+    prompt: str | None = None                # examples of .json: the form of a question, with {} in it; None:
+                                             # as
+                                             # datagen.py asked
+    valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
+    # speed: bench.py --ladder measures what each of these buys
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    loss_chunks: int = 0                     # pieces in which head and loss are computed; 0: by size
+    tf32: bool = True                        # fp32 products on tensor cores
+    fused_adamw: bool = True
+    keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process: no page
+                                             # faults
+    num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
+    pin_memory: bool = True                  # page-locked batches, on a GPU
+    prefetch: int = 2                        # steps each loader process is ahead
 
     @property
     def sequences(self):
         """Of an optimizer step, all ranks together."""
         return self.batch_size * self.gradient_accumulation_steps
 
+    def flags_for(self, micro_batch):
+        """Return the flags for the same step in micro-batches of so many sequences."""
+        return f"--batch_size={micro_batch} --gradient_accumulation_steps={self.sequences // micro_batch}"
 
-ARCHITECTURE = "n_layer n_head n_embd n_kv_head head_dim mlp_hidden norm position qk_norm mlp bias tied_head logit_softcap".split()
+
+ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position", "qk_norm",
+                "mlp", "bias", "tied_head", "logit_softcap"]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")           # these compile modes record the step, and can't accumulate gradients
+# these compile modes record the step, and can't accumulate
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size max_steps eval_tokens "
-                            "gradient_accumulation_steps eval_interval log_interval save_interval keep_last prefetch")
+    config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size "
+                            "max_steps eval_tokens gradient_accumulation_steps eval_interval log_interval "
+                            "save_interval keep_last prefetch")
     config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience lora_rank valid_share num_epochs")
+                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience "
+                            "lora_rank valid_share num_epochs")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 256, "num_workers prefetch")
@@ -133,23 +163,28 @@ def check(cfg):
     if cfg.num_epochs == 0:
         raise BadInput("--num_epochs=0 would train nothing: it must be above 0.")
     if cfg.lora_rank and cfg.init_from == "scratch":
-        raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave --lora_rank out.")
-    if cfg.init_from not in ("scratch", "resume") and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
-        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue its run with "
-                       "--init_from=resume.")
+        raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave "
+                       "--lora_rank out.")
+    if cfg.init_from not in ("scratch", "resume") and same_folder(cfg.out_dir, cfg.init_from):
+        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
+                       "its run with --init_from=resume.")
     if cfg.sequences > 2**20:
-        raise BadInput(f"--batch_size={cfg.batch_size} x --gradient_accumulation_steps={cfg.gradient_accumulation_steps} "
-                       "is more than 2**20 sequences a step: lower one of them.")
+        raise BadInput(f"--batch_size={cfg.batch_size} x "
+                       f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps} is more than 2**20 "
+                       "sequences a step: lower one of them.")
     if cfg.sequences % distributed.world_size():
-        raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step evenly: change "
-                       "--batch_size or --gradient_accumulation_steps.")
+        raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step "
+                       "evenly: change --batch_size or --gradient_accumulation_steps.")
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
-        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate gradients: use default or "
-                       "max-autotune-no-cudagraphs, or one micro-step a rank.")
+        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate "
+                       "gradients: use default or max-autotune-no-cudagraphs, or one micro-step a rank.")
 
+
+# --- the model ---
 
 def knobs_of(model):
-    """The knobs that a model to start from settles, or block_size suggests: a run's, or those that describe Hugging Face's files."""
+    """Return the knobs that a model to start from settles, or block_size suggests: a run's, or those that
+    describe Hugging Face's files."""
     knobs = [*ARCHITECTURE, "block_size"]
     saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
     if not saved.keys() >= set(knobs):                        # Hugging Face's, or a run of grpo.py
@@ -160,26 +195,33 @@ def knobs_of(model):
 
 
 def architecture(cfg, tokenizer):
-    knobs = {k: getattr(cfg, k) for k in ARCHITECTURE + ["block_size", "dropout"] if k != "bias"}
+    """Return the GPTConfig that the knobs describe."""
+    knobs = {k: getattr(cfg, k) for k in [*ARCHITECTURE, "block_size", "dropout"]}
+    bias = knobs.pop("bias")
     try:
-        return GPTConfig(vocab_size=tokenizer.n_vocab, qkv_bias=cfg.bias, o_bias=cfg.bias, mlp_bias=cfg.bias, **knobs)
+        return GPTConfig(vocab_size=tokenizer.n_vocab, qkv_bias=bias, o_bias=bias, mlp_bias=bias, **knobs)
     except ValueError as e:
         raise BadInput(f"{e}: change one of them.") from None
 
 
 def shape_of(cfg, hw, tokenizer, found):
-    """GPTConfig of the model; BadInput for one that can't be made."""
+    """Return the GPTConfig of the model; BadInput for one that can't be made."""
     shape = dataclasses.replace(found.config, dropout=cfg.dropout) if found else architecture(cfg, tokenizer)
     if cfg.block_size > shape.block_size:
-        raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the model: lower it.")
+        raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the "
+                       "model: lower it.")
     memory.check_weights(shape, hw.device)
     return shape
 
 
 def build_model(cfg, hw, shape, found, resuming):
-    """The GPT on its device: drawn, or with the weights of what was found; of a run that is resumed they come later."""
-    knobs = hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks
-    model = blank(shape, *knobs, device=hw.device) if found else GPT(shape, *knobs).to(hw.device)
+    """Return the GPT on its device: drawn, or with the weights of what was found; of a run that is resumed
+    they come later."""
+    knobs = (hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks)
+    if found:
+        model = blank(shape, *knobs, device=hw.device)
+    else:
+        model = GPT(shape, *knobs).to(hw.device)
     if found and not resuming:
         found.fill(model)
     adapt(cfg, model, hw.device, resuming)
@@ -187,80 +229,209 @@ def build_model(cfg, hw, shape, found, resuming):
 
 
 def starting_point(cfg):
-    """hf.Found to begin from, or None. config.load has taken over that model's architecture and tokenizer."""
+    """Return the hf.Found to begin from, or None. config.load has taken over that model's architecture and
+    tokenizer."""
     if cfg.init_from == "scratch":
         return None
     return hf.to_resume(cfg.out_dir, cfg.eval_only) if cfg.init_from == "resume" else hf.find(cfg.init_from)
 
 
+# --- the data ---
+
 def open_data(cfg, tokenizer):
-    """(batches to train on; function of the model, the micro-batch and the hardware that gives the validation loss, None without
-    validation data; what is said of the data)."""
-    rank, world = distributed.rank(), distributed.world_size()
+    """Return (batches to train on, what to validate on: data.TokenFile or a list of examples, what is said of
+    both)."""
+    rank = distributed.rank()
+    world = distributed.world_size()
     if not examples.are(cfg.dataset, cfg.text_key):
         folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
-        batches = data.Windows(data.TokenFile(folder, "train"), cfg.block_size, cfg.sequences, cfg.seed, rank, world)
-        valid = data.TokenFile(folder, "valid")
-        if len(valid) < 2:
+        text = data.TokenFile(folder, "train")
+        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world)
+        held_out = data.TokenFile(folder, "valid")
+        if len(held_out) < 2:
             raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
-        return batches, lambda model, micro_batch, hw: text_loss(model, valid, cfg.block_size, micro_batch, hw, cfg.eval_tokens), \
-            f"{len(batches.text):,} training tokens, {len(valid):,} for validation"
+        return dataset, held_out, f"{len(text):,} training tokens, {len(held_out):,} for validation"
     found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt))
-    short = [e for e in found if e.length <= cfg.block_size]
+    short = [example for example in found if example.length <= cfg.block_size]
     train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
-    batches = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
-    about = (f"{len(train):,} examples of {batches.longest} tokens at most, {sum(int(e.trained[1:].sum()) for e in train):,} trained "
-             f"on; {len(held_out):,} for validation; {len(found) - len(short):,} longer than --block_size={cfg.block_size} left out")
-    return batches, (lambda model, micro_batch, hw: examples_loss(model, held_out, micro_batch, hw)) if held_out else None, about
+    dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
+    targets = sum(int(example.trained[1:].sum()) for example in train)
+    about = (f"{len(train):,} examples of {dataset.longest} tokens at most, {targets:,} trained on; "
+             f"{len(held_out):,} for validation; {len(found) - len(short):,} longer than "
+             f"--block_size={cfg.block_size} left out")
+    return dataset, held_out, about
 
 
-def number_of_steps(cfg, batches):
-    """Optimizer steps of the whole run."""
-    text, limits = isinstance(batches, data.Windows), []
+def is_text(dataset):
+    return isinstance(dataset, data.Windows)
+
+
+def validation_loss(cfg, hw, model, held_out, micro_batch):
+    """Return the figures of runtime.perplexity."""
+    if isinstance(held_out, data.TokenFile):
+        return text_loss(model, held_out, cfg.block_size, micro_batch, hw, cfg.eval_tokens)
+    return examples_loss(model, held_out, micro_batch, hw)
+
+
+def number_of_steps(cfg, dataset):
+    """Return the optimizer steps of the whole run."""
+    limits = []
     if cfg.max_steps is not None:
         limits.append(cfg.max_steps)
-    if cfg.num_epochs is not None or not (text or limits):
-        limits.append(math.ceil((3 if cfg.num_epochs is None else cfg.num_epochs) * batches.steps_per_epoch))
+    if cfg.num_epochs is not None or not (is_text(dataset) or limits):
+        num_epochs = 3 if cfg.num_epochs is None else cfg.num_epochs
+        limits.append(math.ceil(num_epochs * dataset.steps_per_epoch))
     return max(1, min(limits or [300]))
 
 
-def start_up(cfg, hw, model, batches, about, now, steps):
-    """The paragraph that says what is about to happen, on what."""
-    world, sequences = distributed.world_size(), cfg.sequences
-    micro, asked = now.micro_batch, min(cfg.batch_size, sequences // world)
-    return (
-        f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
-        f"{model.flops_per_token(batches.longest) / 1e6:,.1f} MFLOP a token.\n"
-        f"{cfg.dataset}: {about}; steps {now.step} to {steps} see {(steps - now.step) / batches.steps_per_epoch:.2f} epochs.\n"
-        f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {'on' if hw.tf32 else 'off'}, attention "
-        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, checkpointing "
-        f"{'on' if cfg.gradient_checkpointing else 'off'}, {workers(cfg, hw)} loader processes; peak "
-        f"{shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.\n"
-        f"Micro-batch {micro}{f' (for {asked}, which does not fit)' if micro < asked else ''} x accumulation "
-        f"{-(-sequences // (micro * world))} x {world} rank{'s' if world > 1 else ''} = {sequences} sequences of "
-        f"{batches.longest} = {sequences * batches.longest:,} tokens a step, at most; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak "
-        f"learning rate {cfg.learning_rate:g}.\n"
-        f"Not by default: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(cfg).items() if v != getattr(Config, k)) or '-'}")
-
-
 def workers(cfg, hw):
-    return cfg.num_workers if cfg.num_workers is not None else 2 if hw.device.type == "cuda" else 0
+    """Return the number of loader processes."""
+    if cfg.num_workers is not None:
+        return cfg.num_workers
+    return 2 if hw.device.type == "cuda" else 0
 
 
-def compile_and_fit(cfg, hw, model, optimizers, batches, micro_batch, say):
-    """(model as the loop calls it, micro-batch that fits), found by rehearsing a step on every rank. Without torch.compile
-    where that fails; with half the micro-batch, and again, while memory runs out on one of them."""
+# --- what is said ---
+
+def start_up(cfg, run, dataset, about):
+    """Return the paragraph that says what is about to happen, on what."""
+    hw = run.hardware
+    model = run.model
+    world = distributed.world_size()
+    sequences = cfg.sequences
+    micro_batch = run.state.micro_batch
+    asked_for = min(cfg.batch_size, sequences // world)
+    smaller = f" (for {asked_for}, which does not fit)" if micro_batch < asked_for else ""
+    epochs = (run.num_steps - run.step) / dataset.steps_per_epoch
+    tf32 = "on" if hw.tf32 else "off"
+    compiled = "on" if hw.compile else "off"
+    checkpointing = "on" if cfg.gradient_checkpointing else "off"
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
+    lines = [
+        f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
+        f"{model.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
+        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs.",
+        f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
+        f"{hw.attention_kernel}, compile {compiled}, checkpointing {checkpointing}, {workers(cfg, hw)} loader "
+        f"processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
+        f"Micro-batch {micro_batch}{smaller} x accumulation {-(-sequences // (micro_batch * world))} x {ranks} = "
+        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "
+        f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
+        f"Not by default: {not_by_default(cfg)}",
+    ]
+    return "\n".join(lines)
+
+
+def log_step(run, loss, lr, grad_norm, flops_per_token):
+    """Write a step's metrics and its line. Times are means of the steps since the last such line."""
+    hw = run.hardware
+    state = run.state
+    seconds = run.timings.total() / run.timed_steps
+    tokens_per_s = run.timed_tokens / run.timed_steps / seconds
+    mfu = hw.mfu(tokens_per_s / distributed.world_size(), flops_per_token)
+    busy = hw.busy()
+    used, peak = hw.memory_gb()
+    timings = {f"{name}_s": total / run.timed_steps for name, total in run.timings.items()}
+    run.log.metrics(
+        step=run.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, seconds=state.seconds,
+        tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
+        micro_batch=state.micro_batch, skipped_steps=state.skipped, **timings)
+    run.log.say(
+        f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
+        f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "
+        f"| ETA {duration(seconds * (run.num_steps - run.step))}")
+    run.reset_timings()
+
+
+def log_validation(run, result):
+    """Write the figures of an evaluation and its line."""
+    best = " | best so far" if run.new_best else ""
+    figures = {f"val_{name}": value for name, value in result.items()}
+    run.log.metrics(step=run.step, tokens=run.state.tokens, seconds=run.state.seconds, **figures)
+    run.log.say(f"step {run.step}/{run.num_steps} | {evaluation_line(result)}{best}")
+
+
+# --- training ---
+
+def compile_and_fit(cfg, run, dataset):
+    """Return the model as the loop calls it. Dry runs of a step on every rank find the micro-batch that fits;
+    where torch.compile fails, they go on without it."""
+    hw = run.hardware
     share = cfg.sequences // distributed.world_size()
 
     def attempt(micro_batch):
-        passes, mode = min(2, -(-share // micro_batch)), cfg.compile_mode
+        passes = min(2, -(-share // micro_batch))
+        mode = cfg.compile_mode
         if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
             mode = None
-        dynamic = isinstance(batches, examples.Batches) and (None if cfg.gradient_checkpointing else True)     # which that breaks (torch 2.13)
-        fast = distributed.TrainedModel(model, hw.compile, mode, dynamic)
-        return fast, memory.rehearse(fast, hw, micro_batch, batches.longest, passes, optim.state_to_come(optimizers))
-    return memory.fit(hw, micro_batch, attempt, lambda n: memory.smaller(n, share) if n > 1 else None,
-                      lambda: memory.advice(model, hw, batches.longest, optim.state_to_come(optimizers)), say)
+        dynamic = False
+        if not is_text(dataset):
+            dynamic = None if cfg.gradient_checkpointing else True     # with which True breaks (torch 2.13)
+        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
+        return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.optimizer_bytes())
+
+    def smaller(micro_batch):
+        return memory.smaller(micro_batch, share) if micro_batch > 1 else None
+
+    def advice():
+        return memory.advice(run.model, hw, dataset.longest, run.optimizer_bytes())
+    return run.fit(attempt, smaller, advice)
+
+
+def train(cfg, run, model, dataset, held_out):
+    """Train until the last step, or until the run should stop. Returns the exit code."""
+    hw = run.hardware
+    dataset.micro_batch = run.state.micro_batch
+    loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
+                          cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
+    warmup = min(50, run.num_steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
+    flops_per_token = run.model.flops_per_token(dataset.longest)
+
+    while run.step < run.num_steps and not run.should_stop():
+        run.start_step()
+        # The batch: x [micro_batch, T] token ids, y those that follow them. Targets are those of all
+        # micro-steps and ranks.
+        micro_batches = []
+        for x, y in next(loader):
+            micro_batches.append((x.to(hw.device, non_blocking=True), y.to(hw.device, non_blocking=True)))
+        num_tokens, num_targets = dataset.tokens(run.step)
+        run.lap("data")
+
+        # The gradients of the mean loss over all targets.
+        loss_sum = torch.zeros((), device=hw.device)
+        for i, (x, y) in enumerate(model.micro_steps(micro_batches)):
+            if cfg.dropout:
+                # a resumed run drops the same
+                torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))
+            with hw.autocast():
+                loss = model.loss(x, y)
+            run.scaler.scale(loss / num_targets).backward()
+            loss_sum += loss.detach()
+        # waits for the device: what follows is the optimizer's time
+        loss_sum = loss_sum.item()
+        run.lap("forward_backward")
+
+        # The step of the optimizers.
+        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule,
+                         cfg.cooldown)
+        lr *= run.state.lr_factor
+        grad_norm, finite = optim.apply_step(run.optimizers, run.scaler, lr, cfg.grad_clip)
+        run.check_gradients(finite, micro_batches=micro_batches)
+        run.finish_step(num_tokens)
+        run.lap("optimizer", wait=run.step % cfg.log_interval == 0)    # else the log's own time would hide it
+
+        if run.due(cfg.log_interval) or run.step == 1:
+            mean_loss = distributed.sum([loss_sum])[0] / num_targets
+            log_step(run, mean_loss, lr, grad_norm, flops_per_token)
+        if run.stopping:
+            # first of all: whoever asked may not wait for an evaluation
+            run.save()
+        if held_out and run.due(cfg.eval_interval):
+            result = validation_loss(cfg, hw, model, held_out, run.state.micro_batch)
+            run.record_validation(result["loss"])
+            log_validation(run, result)
+        run.save_if_due(also=not is_text(dataset) and run.step % dataset.steps_per_epoch == 0)
+    return run.end()
 
 
 def main(argv):
@@ -269,152 +440,50 @@ def main(argv):
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
-    rank, world = distributed.rank(), distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
 
     # Data and model. A model to start from settles architecture and tokenizer.
-    found, resuming = distributed.on_main(lambda: starting_point(cfg)), cfg.init_from == "resume" and not cfg.eval_only
+    found = distributed.on_main(lambda: starting_point(cfg))
+    resuming = cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
     shape = shape_of(cfg, hw, tokenizer, found)           # before minutes are spent on a text
-    batches, validate, about = open_data(cfg, tokenizer)
-    if cfg.patience and not validate:
-        raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave it out.")
-    if cfg.compile is None and isinstance(batches, examples.Batches):
-        hw.compile = False                                # lengths differ from step to step, and each would be compiled anew
-    steps = number_of_steps(cfg, batches)
-    warmup = min(50, steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
+    dataset, held_out, about = open_data(cfg, tokenizer)
+    if cfg.patience and not held_out:
+        raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
+                       "it out.")
+    if cfg.compile is None and not is_text(dataset):
+        # lengths differ from step to step; each would be compiled anew
+        hw.compile = False
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, hw, shape, found, resuming)
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, (cfg.beta1, cfg.beta2),
-                             cfg.fused_adamw, cfg.muon_momentum)
-    state = State(cfg, hw, model, optimizers, micro_batch=min(cfg.batch_size, cfg.sequences // world))
-    now = state.progress
-    now.data = batches.digest
+    betas = (cfg.beta1, cfg.beta2)
+    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
+                             cfg.muon_momentum)
+    micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
+
+    run = Run(cfg, hw, model, optimizers, micro_batch, number_of_steps(cfg, dataset), dataset.digest)
     if resuming:
-        state.restore(found.step)
-        if now.data != batches.digest:
-            raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it can't go on exactly: put the file "
-                           f"and its log back, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
-        now.micro_batch = memory.after_retreat(cfg, now.micro_batch)
+        run.restore(found.step)
+        if run.state.data != dataset.digest:
+            raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it "
+                           "can't go on exactly: put the file and its log back, or start a new run with "
+                           f"--init_from={cfg.out_dir} and another --out_dir=.")
     if cfg.eval_only:
-        if not validate:
+        if not held_out:
             raise BadInput("No example is held out to evaluate on: say how many with --valid_share=.")
-        result = validate(model, now.micro_batch, hw)
-        if rank == 0:
+        result = validation_loss(cfg, hw, model, held_out, micro_batch)
+        if distributed.is_main():
             print(evaluation_line(result))
         return 0
-    distributed.on_main(lambda: state.open_run(tokenizer, resuming))
-    log = Log(cfg.out_dir, now.step if resuming else None, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
-    fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
-    log.say(start_up(cfg, hw, model, batches, about, now, steps))
-    log.metrics(step=now.step, config=dataclasses.asdict(cfg), settings=hw.settings | {"ranks": world, "num_workers": workers(cfg, hw)})
-    fast.share_gradients()
-
-    def out_of_patience():
-        return cfg.patience and now.stale >= cfg.patience
-
-    def load_from(step):
-        batches.micro_batch = now.micro_batch
-        return data.batches(batches, range(step, steps), workers(cfg, hw), cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
-
-    stop, loader = guard.StopSignal(), load_from(now.step)
-    flops_per_token = model.flops_per_token(batches.longest)
-    spent = dict(data=0.0, forward_backward=0.0, optimizer=0.0)
-    timed_steps = timed_tokens = 0
-    while now.step < steps and not out_of_patience():
-        # One optimizer step.
-        t0 = time.perf_counter()
-        micro_steps = [(x.to(hw.device, non_blocking=True), y.to(hw.device, non_blocking=True)) for x, y in next(loader)]
-        tokens, targets = batches.tokens(now.step)        # of all micro-steps and ranks; the second is the normaliser
-        t1 = time.perf_counter()
-        nats, out_of_memory = torch.zeros((), device=hw.device), None
-        try:
-            for i, (mx, my) in enumerate(fast.micro_steps(micro_steps)):
-                if cfg.dropout:
-                    torch.manual_seed(hash((cfg.seed, now.step, rank, i)))     # so that a resumed run drops the same
-                with hw.autocast():
-                    loss = fast.loss(mx, my)              # summed over the micro-batch
-                state.scaler.scale(loss / targets).backward()
-                nats += loss.detach()
-            nats = nats.item()                            # waits for the device: what follows is the optimizer's time
-        except Exception as error:
-            if not memory.is_out_of_memory(error):
-                raise
-            out_of_memory = f"{error}".partition("\n")[0]
-        if out_of_memory is not None:                     # one process repeats the step; of several, this one ends here
-            loss = None                                   # it and the exception, now gone, hold the step's tensors
-            now.micro_batch = memory.retreat(cfg, now.step, now.micro_batch, out_of_memory, log.say)
-            fast, now.micro_batch = compile_and_fit(cfg, hw, model, optimizers, batches, now.micro_batch, log.say)
-            loader = load_from(now.step)
-            continue
-        t2 = time.perf_counter()
-        lr = now.lr_factor * optim.lr_at(now.step, steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule, cfg.cooldown)
-        grad_norm, finite = optim.apply_step(optimizers, state.scaler, lr, cfg.grad_clip)
-        stopping = stop.requested()                       # one small exchange between the ranks
-        if (now.step + 1) % cfg.log_interval == 0:
-            hw.wait()                                     # else the log's own time would hide the optimizer's
-        t3 = time.perf_counter()
-        now.step += 1
-        now.tokens += tokens
-        now.seconds += t3 - t0
-        for key, seconds in zip(spent, (t1 - t0, t2 - t1, t3 - t2)):
-            spent[key] += seconds
-        timed_steps, timed_tokens = timed_steps + 1, timed_tokens + tokens
-
-        # Gradients that are not finite have moved nothing: skip the step, go back, or give up.
-        verdict = state.nonfinite.after(finite, state.scaler.get_scale())
-        if verdict != "ok":
-            now.skipped += 1
-            log.say(f"step {now.step}: the gradients are not finite; the step is skipped.")
-        if verdict == "rollback" and state.roll_back(log.say):
-            log.forget_after(now.step)
-            loader = load_from(now.step)
-            continue
-        if verdict in ("rollback", "stop"):
-            path = guard.keep_batch(cfg.out_dir, now.step, micro_batches=micro_steps)
-            log.say(f"Training diverged: {state.nonfinite.patience} steps in a row without finite gradients, again after going "
-                    f"back or with no checkpoint to go back to. The last batch is in {path}; lower --learning_rate.")
-            return 1
-
-        # Log, evaluate, save, stop.
-        step, last = now.step, now.step == steps
-        if step % cfg.log_interval == 0 or step == 1 or last:
-            loss = distributed.sum([nats])[0] / targets
-            seconds = sum(spent.values()) / timed_steps
-            tokens_per_s = timed_tokens / timed_steps / seconds
-            mfu, busy, (used, peak) = hw.mfu(tokens_per_s / world, flops_per_token), hw.busy(), hw.memory_gb()
-            log.metrics(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=now.tokens, seconds=now.seconds,
-                        tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
-                        micro_batch=now.micro_batch, skipped_steps=now.skipped,
-                        **{f"{key}_s": value / timed_steps for key, value in spent.items()})
-            log.say(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
-                    f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB | "
-                    f"ETA {duration(seconds * (steps - step))}")
-            spent, timed_steps, timed_tokens = dict.fromkeys(spent, 0.0), 0, 0
-        if stopping:                                      # first of all: whoever asked may not wait for an evaluation
-            state.save()
-        val_loss, new_best = None, False
-        if validate and (step % cfg.eval_interval == 0 or last):
-            result = validate(fast, now.micro_batch, hw)
-            val_loss = result["loss"]
-            new_best = distributed.on_main(lambda: val_loss < checkpoint.best_loss(cfg.out_dir, step - 1))
-            now.stale = 0 if new_best else now.stale + 1
-            log.metrics(step=step, tokens=now.tokens, seconds=now.seconds, **{f"val_{k}": v for k, v in result.items()})
-            log.say(f"step {step}/{steps} | {evaluation_line(result)}{' | best so far' if new_best else ''}")
-        epoch_ends = isinstance(batches, examples.Batches) and step % batches.steps_per_epoch == 0
-        if step % cfg.save_interval == 0 or last or new_best or epoch_ends or out_of_patience() or stopping and val_loss is not None:
-            state.save(val_loss)
-        if stopping:
-            how = f"--init_from={cfg.out_dir}" if cfg.save_only_model else f"--init_from=resume --out_dir={cfg.out_dir}"
-            log.say(f"Stopped as asked after step {step}, and saved. Go on with {how}")
-            return stop.exit_code()
-    if out_of_patience():
-        log.say(f"Stopped early after step {now.step}: {now.stale} evaluations without a better loss than that of step "
-                f"{checkpoint.best(cfg.out_dir)}, whose weights are kept.")
-    return 0
+    with run.open(tokenizer, resuming):
+        trained = compile_and_fit(cfg, run, dataset)
+        run.log.say(start_up(cfg, run, dataset, about))
+        settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw)}
+        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
+        return train(cfg, run, trained, dataset, held_out)
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)

@@ -1,4 +1,5 @@
-"""What this machine can do at most, measured: products of matrices, reading memory, and the least time that sampling takes by them."""
+"""What this machine can do at most, measured: products of matrices, reading memory, and the least time that
+sampling takes by them."""
 import contextlib
 import datetime
 import importlib.util
@@ -29,8 +30,8 @@ def clock(function, hw):
 
 
 def once(function, hw):
-    """Seconds that it takes, at best: on a CPU of five calls; a GPU, whose clock rises under load, works half a second, and then counts
-    by itself what 20 calls take that wait for nothing."""
+    """Seconds that it takes, at best: on a CPU of five calls; a GPU, whose clock rises under load, works half
+    a second, and then counts by itself what 20 calls take that wait for nothing."""
     if hw.device.type != "cuda":
         return min(clock(function, hw)[0] for _ in range(5))
     until = time.perf_counter() + 0.5
@@ -125,8 +126,8 @@ def on_meta(c):
 
 
 def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
-    """(seconds that sampling takes at least, of which the steps; samples in flight): the prompts' products at the measured speed, and for
-    each step weights, keys and values at the speed of reading memory."""
+    """(seconds that sampling takes at least, of which the steps; samples in flight): the prompts' products at
+    the measured speed, and for each step weights, keys and values at the speed of reading memory."""
     model, in_flight = on_meta(c), min(slots, prompts * samples)
     in_blocks = sum(p.numel() for p in model.blocks.parameters())
     dtype, format = hw.sampling_dtype, hw.product_format(hw.sampling_format)

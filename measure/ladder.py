@@ -1,4 +1,5 @@
-"""From the plainest way of training to the fastest, one optimisation at a time: their knobs, runs in turn, what each buys."""
+"""From the plainest way of training to the fastest, one optimisation at a time: their knobs, runs in turn,
+what each buys."""
 import platform
 import statistics
 from typing import NamedTuple
@@ -11,15 +12,17 @@ from runtime.config import BadInput
 
 
 class Rung(NamedTuple):
-    """What is switched on at a step of the ladder: a name, and of each of its knobs the plain value and the other."""
+    """What is switched on at a step of the ladder: a name, and of each of its knobs the plain value and the
+    other."""
     name: str
     knobs: dict
 
 
 def rungs(stage, hw, script, given, processes):
-    """Of this device, in the order of the guides, but TF32 first: after mixed precision it has no product of fp32 left. A knob that was
-    handed over is that value when it is on; what then changes nothing is no rung. script: its Config as it is; given: knobs that were
-    handed over, None aside; processes: when there are several."""
+    """Of this device, in the order of the guides, but TF32 first: after mixed precision it has no product of
+    fp32 left. A knob that was handed over is that value when it is on; what then changes nothing is no rung.
+    script: its Config as it is; given: knobs that were handed over, None aside; processes: when there are
+    several."""
     cuda, cpu = hw.device.type == "cuda", hw.device.type == "cpu"
     precision = Rung(f"mixed precision, {hw.dtype}", {"dtype": ("fp32", hw.dtype)})
     compiled = Rung("torch.compile", {"compile": (False, cuda)})
@@ -52,7 +55,8 @@ def rows_of(found, ladder):
             knobs = knobs | {k: on[k] for k in changes}
             rows.append((f"+ {name}", knobs))
         return rows
-    left_out = [(rung.name, rung.knobs) for rung in found if rung.name != "TF32" or on["dtype"] == "fp32"]       # without effect in bf16
+    # without effect in bf16
+    left_out = [(rung.name, rung.knobs) for rung in found if rung.name != "TF32" or on["dtype"] == "fp32"]
     return [("everything on", on)] + [
         (f"without {name}".replace("without no ", "with "), on | {k: plain[k] for k in knobs}) for name, knobs in left_out]
 
@@ -76,21 +80,25 @@ def print_rows(table, unit, ladder, losses, say):
     say("")
     for line in lines:
         say("  ".join([line[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]))
-    say(("Gain: over the row above; in all: over the first. " if ladder else "It buys: everything on, over the row. ")
-        + "Speeds are medians of steps, then of runs; ratios\nare of the fastest steps of all runs, which repeat best (NOTES.md); "
+    say(("Gain: over the row above; in all: over the "
+         "first. " if ladder else "It buys: everything on, over the row. ")
+        + "Speeds are medians of steps, then of runs; ratios\nare of the fastest steps of all runs, which "
+          "repeat best (NOTES.md); "
         + "of turns: least and most of the same for the runs of a turn.\n"
         + ("Loss: of the last step; off fp32: from that of the first row in fp32, ! above 5%." if losses else
-           "No column compares losses, which are zero by construction, or gradients: in another precision other tokens are sampled."))
+           "No column compares losses, which are zero by construction, or gradients: in another precision "
+           "other tokens are sampled."))
 
 
 def bench_rungs(cfg, hw, work, handed, say):
-    """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A row whose run turns out to
-    have had the settings of the row that it is compared with (torch.compile failed, say) is left out; one that fails counts as far as it
-    came."""
+    """The ladder, or the ablation: every row is the script itself with other knobs, the same seed and data. A
+    row whose run turns out to have had the settings of the row that it is compared with (torch.compile
+    failed, say) is left out; one that fails counts as far as it came."""
     given = {k: getattr(work.config, k) for k in handed.given - {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}}
     given = {k: value for k, value in given.items() if value is not None}
     rows, runs, failed = rows_of(rungs(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder), {}, {}
-    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {len(rows)} rows x {cfg.repeats} in turn, on {hw.name}")
+    say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {len(rows)} rows x {cfg.repeats} in turn, on "
+        f"{hw.name}")
     for name, knobs in tqdm([row for _ in range(cfg.repeats) for row in rows], "runs", leave=False, disable=None):
         try:
             if name not in failed:
@@ -102,7 +110,8 @@ def bench_rungs(cfg, hw, work, handed, say):
     table = []
     for name, knobs in rows:
         if name in failed:
-            say(f"{name}: {f'{len(runs[name])} runs, then' if name in runs else 'left out,'} it failed: {failed[name]}")
+            say(f"{name}: {f'{len(runs[name])} runs, then' if name in runs else 'left out,'} it failed: "
+                f"{failed[name]}")
         if name not in runs:
             continue
         mine, settings = runs[name], runs[name][0]["settings"]

@@ -1,5 +1,5 @@
-"""The same work as others do it, for bench.py --peers: a plain training loop as nanoGPT has it, transformers' generate, generate_batch and
-Trainer, TRL's SFTTrainer and GRPOTrainer.
+"""The same work as others do it, for bench.py --peers: a plain training loop as nanoGPT has it, transformers'
+generate, generate_batch and Trainer, TRL's SFTTrainer and GRPOTrainer.
 
     python -m measure.peers JOB.json         a peer in a process of its own; the seconds of its steps as the last line
 """
@@ -25,13 +25,15 @@ PEERS = {                                    # of a stage: {peer: the packages t
     "train": {"nanogpt": (), "trainer": ("transformers", "accelerate")},
     "sft": {"trainer": ("transformers", "accelerate"), "trl": ("transformers", "trl")},
     "generate": {"generate": ("transformers",), "static": ("transformers",), "generate_batch": ("transformers",)},
-    "datagen": {"generate_32": ("transformers",), "generate_512": ("transformers",)},         # sequences at a time
+    # sequences at a time
+    "datagen": {"generate_32": ("transformers",), "generate_512": ("transformers",)},
     "grpo": {"trl_fp32": ("transformers", "trl"), "trl_bf16": ("transformers", "trl")},
 }
 
 
 def chosen(stage, asked):
-    """Names of the peers that --peers= asks for: False, True (all that are installed; what is not is said), or names with a comma."""
+    """Names of the peers that --peers= asks for: False, True (all that are installed; what is not is said),
+    or names with a comma."""
     if not asked:
         return []
     known = PEERS.get(stage, {})
@@ -90,8 +92,8 @@ SAMPLERS = {kind.name: kind for kind in (Generate, Static)}
 
 
 def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, new, at_once):
-    """How many samples transformers' generate and the verifier find right: questions in batches of at_once sequences, padded on the left; an
-    answer ends at the end-of-text token."""
+    """How many samples transformers' generate and the verifier find right: questions in batches of at_once
+    sequences, padded on the left; an answer ends at the end-of-text token."""
     verified, per_call = 0, max(1, at_once // samples)
     for first in range(0, len(prompts), per_call):
         group = prompts[first:first + per_call]
@@ -148,7 +150,8 @@ def is_gpt2(c):
 
 
 def windows(job):
-    """Function of a number of rows -> x, y [rows, T] from random places of train.bin, as nanoGPT takes them."""
+    """Function of a number of rows -> x, y [rows, T] from random places of train.bin, as nanoGPT takes
+    them."""
     ids, rng, T = np.memmap(Path(job["data"]) / "train.bin", np.uint16, mode="r"), np.random.default_rng(job["seed"]), job["block_size"]
 
     def draw(rows):
@@ -158,7 +161,8 @@ def windows(job):
 
 
 def nanogpt(job, hw):
-    """Eager, autocast, fused AdamW, gradients accumulated and clipped; batches from a memory-mapped file, without a loader."""
+    """Eager, autocast, fused AdamW, gradients accumulated and clipped; batches from a memory-mapped file,
+    without a loader."""
     model, draw = PlainGPT(job["architecture"]).to(hw.device), windows(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=hw.device.type != "mps")
     scaler, seconds = hw.scaler(), []
@@ -199,8 +203,9 @@ def trainer_options(job, hw):
 
 
 def trained(job, hw, kind):
-    """Seconds of the steps of a trainer. kind: of (transformers, model, rows, collate, Clock) -> it. rows: of text as many random windows
-    as it takes, else the examples of job["data"] with the labels that we train on."""
+    """Seconds of the steps of a trainer. kind: of (transformers, model, rows, collate, Clock) -> it. rows: of
+    text as many random windows as it takes, else the examples of job["data"] with the labels that we train
+    on."""
     transformers = quiet()
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     if job.get("lora_rank"):
@@ -236,14 +241,16 @@ def sft_trainer(job, hw):
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
         args = SFTConfig(**trainer_options(job, hw), dataset_kwargs={"skip_prepare_dataset": True}, gradient_checkpointing=False)
-        unused = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))      # it asks for one, whatever the rows are
+        # it asks for one, whatever the rows are
+        unused = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))
         unused = transformers.PreTrainedTokenizerFast(tokenizer_object=unused, eos_token="<e>", pad_token="<e>")
         return SFTTrainer(model, args, collate, Dataset.from_list(rows), callbacks=[clock], processing_class=unused)
     return trained(job, hw, make)
 
 
 def grpo_trainer(job, hw):
-    """TRL's GRPOTrainer, in one process or several: loss, clipping, group and optimizer as grpo.py has them by default."""
+    """TRL's GRPOTrainer, in one process or several: loss, clipping, group and optimizer as grpo.py has them
+    by default."""
     transformers = quiet()
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -270,8 +277,8 @@ def grpo_trainer(job, hw):
 
 
 def generate_batch(job, hw):
-    """Not of steps: of a warm-up and a run of transformers' continuous batching, a request a sample. Its threads would stay, and disturb
-    others, in the process of bench.py."""
+    """Not of steps: of a warm-up and a run of transformers' continuous batching, a request a sample. Its
+    threads would stay, and disturb others, in the process of bench.py."""
     from transformers import GenerationConfig
     peer, times = Generate(job["folder"], hw), []
     settings = GenerationConfig(max_new_tokens=job["max_new_tokens"], eos_token_id=-1, **peer.options)

@@ -1,4 +1,5 @@
-"""The real scripts as processes: what they are asked to do, what they log, and runs of several sides in turn, as lines and as a chart."""
+"""The real scripts as processes: what they are asked to do, what they log, and runs of several sides in turn,
+as lines and as a chart."""
 import json
 import os
 import statistics
@@ -13,7 +14,8 @@ from runtime import guard, plot
 from runtime.config import BadInput
 
 ROOT = Path(__file__).parent.parent
-WARM_UP = 2                                  # steps in which memory is taken and shapes are seen for the first time
+# steps in which memory is taken and shapes are seen for the first time
+WARM_UP = 2
 
 
 def as_flags(**knobs):
@@ -22,7 +24,8 @@ def as_flags(**knobs):
 
 @dataclass
 class Work:
-    """What a script is asked to do: bench.py's defaults, then the files and flags that were handed over, then what is measured."""
+    """What a script is asked to do: bench.py's defaults, then the files and flags that were handed over, then
+    what is measured."""
     script: str
     arguments: list
     folder: Path                             # of all that belongs to it; the run's is in it
@@ -54,7 +57,8 @@ def processes(n):
 
 
 def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
-    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no failure; env: more of it."""
+    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no
+    failure; env: more of it."""
     launch, path = [sys.executable], os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": path} | (env or {})
     if ranks > 1:
@@ -69,9 +73,9 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
 
 
 def a_run(work, knobs=None):
-    """Run the script once and read what it logs: {seconds: of each step that counts, step_s: their median, rate: median of units a second,
-    fastest: of the fastest step, peak_memory_gb, loss: of the last step, grad_norm: of the first, settings: every knob, and where the
-    script says so what became of it}."""
+    """Run the script once and read what it logs: {seconds: of each step that counts, step_s: their median,
+    rate: median of units a second, fastest: of the fastest step, peak_memory_gb, loss: of the last step,
+    grad_norm: of the first, settings: every knob, and where the script says so what became of it}."""
     knobs = dict(knobs or {})
     process([str(ROOT / work.script)], work.arguments + as_flags(**{k: v for k, v in knobs.items() if k != "ranks"}),
             knobs.get("ranks", work.ranks), work.script)
@@ -85,7 +89,8 @@ def a_run(work, knobs=None):
     units = [each or b["tokens"] - a["tokens"] for a, b in pairwise(steps)][WARM_UP - 1:]
     rates = [n / s for n, s in zip(units, seconds)]
     if len(seconds) != work.steps:
-        raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so there is nothing to compare.")
+        raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so "
+                            "there is nothing to compare.")
     return {"seconds": seconds, "step_s": statistics.median(seconds), "rate": statistics.median(rates), "fastest": max(rates),
             "units": statistics.fmean(units), "peak_memory_gb": steps[-1]["peak_memory_gb"], "loss": steps[-1]["loss"],
             "grad_norm": steps[0]["grad_norm"], "settings": settings, "steps": steps}
@@ -97,8 +102,8 @@ def raw(runs):
 
 
 def in_turn(sides, repeats, unit, say, warm_up=0):
-    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; say medians and ratios; the rates. A peer that
-    fails is left out, and the others go on."""
+    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; say medians and
+    ratios; the rates. A peer that fails is left out, and the others go on."""
     rates = {name: [] for name in sides}
     for repeat in range(warm_up + repeats):
         for name in list(rates):
@@ -115,19 +120,21 @@ def in_turn(sides, repeats, unit, say, warm_up=0):
     say(f"nanoRFT: {statistics.median(ours):,.1f} {unit} ({min(ours):,.1f}-{max(ours):,.1f})")
     for name in [name for name in rates if name != "nanoRFT"]:
         ratios = sorted(a / b for a, b in zip(ours, rates[name]))
-        say(f"{name}: {statistics.median(rates[name]):,.1f} {unit}; nanoRFT is {statistics.median(ratios):.2f} times as fast "
-            f"({ratios[0]:.2f}-{ratios[-1]:.2f})")
+        say(f"{name}: {statistics.median(rates[name]):,.1f} {unit}; nanoRFT is "
+            f"{statistics.median(ratios):.2f} times as fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
     return rates
 
 
 def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
-    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same warm-up."""
+    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same
+    warm-up."""
     seconds = seconds_of(peer, cfg, hw, work.folder, ranks, steps=WARM_UP + work.steps, **job)
     return units / statistics.median(seconds[WARM_UP:])
 
 
 def seconds_of(peer, cfg, hw, folder, ranks=1, **job):
-    """What a peer in a process of its own took, step by step. One process sees one GPU alone, for transformers would take all of them."""
+    """What a peer in a process of its own took, step by step. One process sees one GPU alone, for
+    transformers would take all of them."""
     path, env = Path(folder) / "job.json", {}
     if hw.device.type == "cuda" and ranks == 1:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -142,7 +149,8 @@ def chart(path, title, rates, unit):
     try:
         import matplotlib
     except ImportError:
-        print("The chart is left out, because matplotlib is not installed: pip install matplotlib, to have it.")
+        print("The chart is left out, because matplotlib is not installed: pip install matplotlib, to have "
+              "it.")
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot

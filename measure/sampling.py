@@ -10,12 +10,13 @@ import torch
 import hf
 import tasks
 from engine import Engine, Packed, Request, Sampling
-from eval import questions_of, requests_of
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
 from measure.runs import ROOT, as_flags, in_turn, process, processes, seconds_of, small
 from measure.synthetic import SHAPES, random_model
 from model import GPTConfig
+from questions import questions_of
+from rollout import requests_of
 from runtime import guard
 from sampler import draw
 

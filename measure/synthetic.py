@@ -1,4 +1,5 @@
-"""What a benchmark runs on when nothing real is at hand: shapes, random weights, a text, a tokenizer, a verifier."""
+"""What a benchmark runs on when nothing real is at hand: shapes, random weights, a text, a tokenizer, a
+verifier."""
 import hashlib
 import json
 import time
@@ -35,8 +36,8 @@ def random_model(c, hw):
 
 
 def write_text(folder, n_vocab, seed, tokens=2**20):
-    """train.bin and val.bin, as nanoGPT has them, with something to learn in them: every id has one that mostly follows, and some are
-    common. As many ids as uint16 holds, at most."""
+    """train.bin and val.bin, as nanoGPT has them, with something to learn in them: every id has one that
+    mostly follows, and some are common. As many ids as uint16 holds, at most."""
     rng, n, folder = np.random.default_rng(seed), min(n_vocab - 1, 2**16), Path(folder)
     follows, ids = rng.integers(n, size=n), np.empty((256, tokens // 256), np.int64)
     ids[:, 0] = 0
@@ -50,7 +51,8 @@ def write_text(folder, n_vocab, seed, tokens=2**20):
 
 
 def write_tokenizer(folder, n_vocab):
-    """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion decoded), the end of text."""
+    """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion
+    decoded), the end of text."""
     words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
     vocab = {token: i for i, token in enumerate([*byte_letters(), *words, END_OF_TEXT])}
     content = byte_level(vocab, [], n_vocab - 1, use_regex=False)
@@ -60,8 +62,9 @@ def write_tokenizer(folder, n_vocab):
 
 
 def never_ends(model, eos):
-    """Weights with which the end of text is never sampled, so that both sides do the same work without being told to: a channel that all
-    embeddings share and no block writes to, and a head whose row for that id is against it."""
+    """Weights with which the end of text is never sampled, so that both sides do the same work without being
+    told to: a channel that all embeddings share and no block writes to, and a head whose row for that id is
+    against it."""
     with torch.no_grad():
         model.token_embedding.weight[:, 0] = 1
         model.head_weight[eos, 0] = -1000

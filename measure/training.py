@@ -23,20 +23,24 @@ def train_work(cfg, hw, folder, handed):
     shape = None if cfg.model == "auto" else SHAPES[cfg.model]                # auto: a config file's
     if shape is not None:
         c = GPTConfig(**shape)
-        follows = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()          # from knobs that may be handed over
+        # from knobs that may be handed over
+        follows = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()
         knobs = {f.name: getattr(c, f.name) for f in fields(script) if hasattr(c, f.name) and f.name not in follows | {"dropout"}}
         knobs["bias"] = c.qkv_bias
     if cfg.ladder or cfg.ablate or cfg.peers:
-        knobs |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}          # as the guides have it, and the peers
+        # as the guides have it, and the peers
+        knobs |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}
     made = []
     if "dataset" in {flag[2:].partition("=")[0] for flag in handed.flags}:
         if cfg.peers:
-            raise BadInput("The peers train on a text that bench.py makes up: leave --dataset out, or --peers.")
+            raise BadInput("The peers train on a text that bench.py makes up: leave --dataset out, or "
+                           "--peers.")
     else:
         named = script.tokenizer or "bytes"
         n_vocab = 50257 if named == "gpt2" else Tokenizer(named).n_vocab if "tokenizer" in handed.given or shape is None else c.vocab_size
         if n_vocab != 257 and (named == "gpt2" or "tokenizer" not in handed.given):
-            write_tokenizer(folder, n_vocab)                             # GPT-2's own would have to be downloaded
+            # GPT-2's own would have to be downloaded
+            write_tokenizer(folder, n_vocab)
             made = as_flags(tokenizer=folder)
         made += as_flags(dataset=write_text(folder / "text", n_vocab, cfg.seed), data_dir=folder / "tokens")
     defaults = as_flags(**{k: v for k, v in knobs.items() if k not in handed.given})
@@ -48,7 +52,8 @@ def train_work(cfg, hw, folder, handed):
 
 
 def sft_work(cfg, hw, folder, handed):
-    """train.py on examples of unit conversion, as many as the steps need once, from random weights that are exported to the folder."""
+    """train.py on examples of unit conversion, as many as the steps need once, from random weights that are
+    exported to the folder."""
     folder, recipe = Path(folder), [] if handed.files else [str(ROOT / "config/rft.py")]
     script = config.load(type(handed.config), recipe + handed.files + handed.flags)
     task, path = tasks.load("unit_conversion"), folder / "rft.json"
@@ -62,8 +67,9 @@ def sft_work(cfg, hw, folder, handed):
 
 
 def bench_training(cfg, hw, folder, handed, say):
-    """Tokens a second (of examples without padding) within steps, the fetching of batches included: of theirs without. Peers of train have
-    the same shape and text; of sft the same weights, rows and labels. Both sides AdamW."""
+    """Tokens a second (of examples without padding) within steps, the fetching of batches included: of theirs
+    without. Peers of train have the same shape and text; of sft the same weights, rows and labels. Both sides
+    AdamW."""
     work, runs = (train_work if cfg.stage == "train" else sft_work)(cfg, hw, folder, handed), []
     say(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}")
 
@@ -74,7 +80,8 @@ def bench_training(cfg, hw, folder, handed, say):
     def theirs(peer):                        # in micro-batches as large as ours had to be
         settings, c = runs[-1]["settings"], checkpoint.read_model(work.out)["architecture"]
         if peer == "nanogpt" and not peers.is_gpt2(c):
-            raise BadInput("--peers=nanogpt is GPT-2's architecture alone: give --model=gpt2 or gpt2-1m, and no knob that changes it.")
+            raise BadInput("--peers=nanogpt is GPT-2's architecture alone: give --model=gpt2 or gpt2-1m, and "
+                           "no knob that changes it.")
         model = folder
         if cfg.stage == "train" and peer == "trainer" and not (model := Path(folder) / "peer").exists():
             hf.export(random_model(GPTConfig(**c), hardware.setup("cpu", compile=False)), model)
@@ -87,11 +94,13 @@ def bench_training(cfg, hw, folder, handed, say):
     model = on_meta(GPTConfig(**about["architecture"]))
     if about["lora"]:
         add_lora(model, **about["lora"])
-    flops = model.flops_per_token(runs[0]["units"] / work.sequences)     # at the length that sequences have on average
+    # at the length that sequences have on average
+    flops = model.flops_per_token(runs[0]["units"] / work.sequences)
     step = statistics.median(run["step_s"] for run in runs)
     n = devices(hw, work.ranks)
     limit, mfu = n * matmul_peak(hw) / flops, rate * flops / peak(hw) / n
-    say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at a large product's speed {limit:,.0f} tokens/s")
+    say(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step:,.1f} ms; at a large product's "
+        f"speed {limit:,.0f} tokens/s")
     return {"what": work.what, "unit": work.unit, "rates": rates, "limit": limit, "share": rate / limit, "mfu": mfu, "step_s": step,
             "flops_per_token": flops, "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
             "settings": runs[0]["settings"], "repeats": raw(runs), "also": f"MFU {mfu:.1%}, a step {1e3 * step:,.0f} ms"}

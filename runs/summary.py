@@ -71,4 +71,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(Path(sys.argv[1])))
+    guard.run(lambda argv: main(Path(argv[0])))

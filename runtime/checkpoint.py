@@ -9,7 +9,7 @@
             metrics.jsonl training.log
             bad_batch_step_5_rank_0.pt                    what a run that diverged was learning from
             tensorboard/ wandb/ wandb_id                  with --tensorboard, --wandb
-            retreat.json              of several ranks that ran out of memory: the micro-batch to go on with
+            retry.json                after a failed step: what is to be different when the run goes on
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
                                       meta.json           step, validation loss, config, SHA-256 of the files beside it
@@ -35,7 +35,7 @@ from runtime.config import BadInput, parse_json, read_json
 # they are replaced, so that they are never missing.
 KNOWN_BY = ("model.json", "config.json")
 WRITTEN = (*KNOWN_BY, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
-           "base.sha256", "base.partial", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
+           "base.sha256", "base.partial", "retry.json", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
            "checkpoints/step_" + 8 * "[0-9]", "checkpoints/partial", "tensorboard/events.out.tfevents.*")
 
 
@@ -77,10 +77,12 @@ def sha256(path):
 # --- checkpoints ---
 
 def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None):
-    """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation loss.
+    """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation
+    loss.
 
-    weights: {name: tensor}; state: anything that torch.load(weights_only=True) reads back, or None. Written under
-    another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as they were.
+    weights: {name: tensor}; state: anything that torch.load(weights_only=True) reads back, or None. Written
+    under another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as
+    they were.
     """
     folder = Path(out_dir) / "checkpoints"
     final, partial = folder / f"step_{step:08d}", folder / "partial"
@@ -101,8 +103,9 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
         fsync(folder)
     except (OSError, SafetensorError, RuntimeError) as e:
         shutil.rmtree(partial, ignore_errors=True)
-        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} ({getattr(e, 'strerror', None) or e}): "
-                       "free some space and go on with --init_from=resume; the earlier checkpoints are untouched.") from None
+        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} "
+                       f"({getattr(e, 'strerror', None) or e}): free some space and go on with "
+                       "--init_from=resume; the earlier checkpoints are untouched.") from None
     keep = [s for s in steps(out_dir) if s <= step][-keep_last:] + [best(out_dir, step)]
     for other in steps(out_dir):              # a later step than this one was damaged, or was rolled back
         if other not in keep:
@@ -127,7 +130,8 @@ def read_meta(out_dir, step):
 
 
 def best(out_dir, last=math.inf):
-    """The step of least validation loss among the checkpoints (up to step `last`); None if none was evaluated."""
+    """The step of least validation loss among the checkpoints (up to step `last`); None if none was
+    evaluated."""
     losses = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir) if step <= last}
     losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
     return min(losses, key=losses.get) if losses else None
@@ -159,7 +163,8 @@ def damage(out_dir, step):
 
 
 def newest_intact(out_dir, say=print):
-    """The newest step whose checkpoint is whole; damaged ones are named and passed over. None if there is none."""
+    """The newest step whose checkpoint is whole; damaged ones are named and passed over. None if there is
+    none."""
     for step in reversed(steps(out_dir)):
         problem = damage(out_dir, step)
         if problem is None:
@@ -170,7 +175,8 @@ def newest_intact(out_dir, say=print):
 
 @contextlib.contextmanager
 def loading(what):
-    """Turns what files raise that hold no weights, or another model's, into BadInput. what: they are, with their folder."""
+    """Turns what files raise that hold no weights, or another model's, into BadInput. what: they are, with
+    their folder."""
     try:
         yield
     except torch.OutOfMemoryError:           # a RuntimeError too, of which the files know nothing
@@ -178,8 +184,8 @@ def loading(what):
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError,
             LookupError, AttributeError) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise BadInput(f"{what} can't be loaded ({reason}): put back the files of one model as they were written, or "
-                       "choose another.") from None
+        raise BadInput(f"{what} can't be loaded ({reason}): put back the files of one model as they were "
+                       "written, or choose another.") from None
 
 
 def load_weights(out_dir, step, device="cpu"):
@@ -203,8 +209,8 @@ def load_base(out_dir, device="cpu"):
     except (OSError, ValueError) as e:
         problem = getattr(e, "strerror", None) or e
     if problem:
-        raise BadInput(f"{file}, the weights that the run began with, can't be used ({problem}): start again from its model with "
-                       "--overwrite.")
+        raise BadInput(f"{file}, the weights that the run began with, can't be used ({problem}): start again "
+                       "from its model with --overwrite.")
     return load_file(file, device=str(device))
 
 
@@ -231,7 +237,8 @@ def choose(out_dir, say=print):
     if step is None or damage(out_dir, step):
         step = newest_intact(out_dir, say)
     if step is None:
-        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or let this one go on until it saves.")
+        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or let this one go on until it "
+                       "saves.")
     return step
 
 
@@ -263,8 +270,8 @@ def clear(out_dir, overwrite):
 
 
 def open_run(out_dir, config, model, overwrite=False, resume=False):
-    """Write config.json and model.json; refuse an out_dir that holds a run (metrics or checkpoints) unless it is to be
-    overwritten or resumed, and one that holds other files by the names of a run's."""
+    """Write config.json and model.json; refuse an out_dir that holds a run (metrics or checkpoints) unless it
+    is to be overwritten or resumed, and one that holds other files by the names of a run's."""
     folder = Path(out_dir)
     try:
         if not resume:

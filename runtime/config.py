@@ -1,12 +1,15 @@
-"""Knobs: dataclass defaults, then config files (Python files of assignments), then --key=value flags; the last one wins.
+"""Knobs: dataclass defaults, then config files (Python files of assignments), then --key=value flags; the
+last one wins.
 
-A key that no dataclass field has is an error, from a file as from a flag, and so is a value of the wrong type.
+A key that no dataclass field has is an error, from a file as from a flag, and so is a value of the wrong
+type.
 """
 import dataclasses
 import difflib
 import inspect
 import json
 import math
+import os
 import re
 import sys
 import traceback
@@ -15,9 +18,11 @@ import typing
 from pathlib import Path
 
 
-OF_THIS_CALL = ("out_dir", "init_from", "overwrite", "eval_only")      # not taken over from the run that is resumed
+# not taken over from the run that is resumed
+OF_THIS_CALL = ("out_dir", "init_from", "overwrite", "eval_only")
 # Knobs that are paths: an empty one would be the current directory.
 PATHS = "out_dir data_dir output init_from dataset tokenizer model models runs paths run".split()
+PYTORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}       # names that a dtype may have too
 LARGEST = 2**63 - 1                  # whole number, as torch and NumPy hold them
 
 
@@ -31,17 +36,20 @@ def in_the_way(path, whose, knob="--output="):
 
 
 def load(Config, argv, frozen=(), positional=None, saved_of=None):
-    """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits. A word that is
-    neither is the value of the knob named by `positional`, if there is one; of several, if its type is tuple.
+    """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits. A
+    word that is neither is the value of the knob named by `positional`, if there is one; of several, if its
+    type is tuple.
 
-    With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL those that
-    saved_of(MODEL), if there is one, gives; a knob in `frozen` that is given another value then is an error.
+    With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL
+    those that saved_of(MODEL), if there is one, gives; a knob in `frozen` that is given another value then is
+    an error.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
     given = {}
     for arg in argv:
-        if any("\ud800" <= c <= "\udfff" for c in arg):     # bytes that Python could not decode, and can't print
+        # bytes that Python could not decode, and can't print
+        if any("\ud800" <= c <= "\udfff" for c in arg):
             raise BadInput(f"{ascii(arg)} is not UTF-8: write it in UTF-8.")
         if arg in ("-h", "--help"):
             print(help_text(Config))
@@ -61,18 +69,23 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
         elif positional and positional not in given:
             given[positional] = arg
         else:
-            raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form --key=value.")
+            raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form "
+                           "--key=value.")
     check_paths(given, fields)
 
     values = {name: f.default for name, f in fields.items()}
+    # by torchrun's --max-restarts
+    started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if started_again and (Path(given.get("out_dir", values.get("out_dir", ""))) / "retry.json").exists():
+        given["init_from"] = "resume"        # as the ranks that failed have left word
     init_from = given.get("init_from", values.get("init_from", "scratch"))
     if init_from != "scratch" and (init_from == "resume" or saved_of):
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
         saved = read_saved(run) if init_from == "resume" else saved_of(run)
         for key in frozen:
             if key in given and key in saved and given[key] != saved[key]:
-                raise BadInput(f"{key}={given[key]} can't go on from {run}, which has {key}={saved[key]}; leave it "
-                               "out, or start from scratch.")
+                raise BadInput(f"{key}={given[key]} can't go on from {run}, which has {key}={saved[key]}; "
+                               "leave it out, or start from scratch.")
         values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
                    for key in fields if key in saved and key not in OF_THIS_CALL}
     return Config(**(values | given))
@@ -91,12 +104,14 @@ def read_saved(out_dir):
     """The resolved config of the run in out_dir, as a dictionary."""
     path = Path(out_dir) / "config.json"
     if not path.is_file():
-        raise BadInput(f"{out_dir} is not the folder of a run (it has no config.json): give the out_dir of one.")
+        raise BadInput(f"{out_dir} is not the folder of a run (it has no config.json): give the out_dir of "
+                       "one.")
     return read_json(path, "restore it, or start a new run")
 
 
 def read_json(path, advice):
-    """The object that a JSON file holds; BadInput, which ends with the advice, if it can't be read or holds none."""
+    """The object that a JSON file holds; BadInput, which ends with the advice, if it can't be read or holds
+    none."""
     try:
         return parse_json(Path(path).read_bytes(), dict)
     except (OSError, ValueError) as e:
@@ -104,7 +119,8 @@ def read_json(path, advice):
 
 
 def parse_json(text, kind=object):
-    """What a JSON text, or its bytes, stands for; ValueError if it is none, nested too deep to be read, or no `kind`."""
+    """What a JSON text, or its bytes, stands for; ValueError if it is none, nested too deep to be read, or no
+    `kind`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -131,7 +147,8 @@ def read_file(path):
 def check_known(key, fields, what):
     if key not in fields:
         near = difflib.get_close_matches(key.replace("-", "_"), fields, n=1)
-        raise BadInput(f"{what} is not a knob{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}")
+        raise BadInput(f"{what} is not a "
+                       f"knob{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}")
 
 
 def choices(hint):
@@ -144,7 +161,8 @@ def choices(hint):
 
 
 def parse(text, hint, what):
-    """The value that a flag's text stands for: None, true/false, a whole number (2e4 too), a number, or the text."""
+    """The value that a flag's text stands for: None, true/false, a whole number (2e4 too), a number, or the
+    text."""
     options = choices(hint)
     if hint is tuple:
         return tuple(text.split(","))
@@ -165,6 +183,8 @@ def parse(text, hint, what):
 
 def check_type(value, hint, what):
     options = choices(hint)
+    if isinstance(value, str) and PYTORCH.get(value) in options:
+        value = PYTORCH[value]
     kind = type(value)
     if kind is int and abs(value) > LARGEST:
         raise BadInput(f"{what} is too large: a whole number is at most 2**63 - 1.")
@@ -179,7 +199,8 @@ def check_type(value, hint, what):
               {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list",
                dict: "an object"}[o] for o in options]
     near = difflib.get_close_matches(str(value), [o for o in options if isinstance(o, str)], n=1)
-    raise BadInput(f"{what}={str(value)[:80]} should be {', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
+    raise BadInput(f"{what}={str(value)[:80]} should be "
+                   f"{', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
                    f"{f'; did you mean {near[0]}?' if near else '.'}")
 
 
@@ -214,7 +235,8 @@ def check_sampling(cfg):
 
 
 def check_questions(cfg):
-    """BadInput for what eval.py, datagen.py and grpo.py can't have of a task, before one draws questions for minutes."""
+    """BadInput for what eval.py, datagen.py and grpo.py can't have of a task, before one draws questions for
+    minutes."""
     at_least(cfg, 1, "num_questions reward_workers")
     at_least(cfg, 0, "few_shot")
     at_most(cfg, 10**7, "num_questions")
@@ -223,13 +245,18 @@ def check_questions(cfg):
 
 
 def help_text(Config):
-    """Every knob with its default, the values it admits and its comment, read off the dataclass's own source."""
-    lines, hints = [], typing.get_type_hints(Config)
+    """Return every knob with its default, the values it admits and its comment, read off the dataclass's own
+    source."""
+    lines = []
+    hints = typing.get_type_hints(Config)
     for line in inspect.getsource(Config).splitlines():
         if heading := re.match(r"    # (.*)", line):
             lines.append(f"\n{heading[1]}")
         elif knob := re.match(r"    (\w+): .*? = ([^#]*?)\s*(?:# (.*))?$", line):
             values = " | ".join(c for c in choices(hints[knob[1]]) if isinstance(c, str))
-            lines.append(f"  --{knob[1] + '=' + knob[2]:<40} {'. '.join(filter(None, (values, knob[3])))}".rstrip())
+            lines.append(f"  --{knob[1] + '=' + knob[2]:<40} "
+                         f"{'. '.join(filter(None, (values, knob[3])))}".rstrip())
+        elif further := re.match(r" {20,}# (.*)", line):
+            lines[-1] += f" {further[1]}"
     module = sys.modules[Config.__module__]
     return f"{(module.__doc__ or '').strip()}\n" + "\n".join(lines)

@@ -29,22 +29,24 @@ SHARD_KEYS = {"file", "tokens", "words", "bytes"}
 # --- preparation: once per text and tokenizer ---
 
 def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
-    """Folder with the token ids of a dataset, train_*.bin and valid_*.bin, and meta.json; made now unless it is there.
+    """Folder with the token ids of a dataset, train_*.bin and valid_*.bin, and meta.json; made now unless it
+    is there.
 
-    dataset: what texts.find takes, a folder with nanoGPT's train.bin and val.bin, or task:NAME. Documents are separated by
-    the end-of-text token. Without a validation split the last tenth of the text, at most 10 MB, is one. only: one split, as
-    valid (of nanoGPT's files it is val.bin).
+    dataset: what texts.find takes, a folder with nanoGPT's train.bin and val.bin, or task:NAME. Documents are
+    separated by the end-of-text token. Without a validation split the last tenth of the text, at most 10 MB,
+    is one. only: one split, as valid (of nanoGPT's files it is val.bin).
     """
     try:
         if list(Path(dataset).glob("*.bin")):
             if only not in (None, "valid"):
-                raise BadInput(f"Of token files only the split valid can be had, and {only} was asked for: leave it out.")
+                raise BadInput(f"Of token files only the split valid can be had, and {only} was asked for: "
+                               "leave it out.")
             return adopt_bins(Path(dataset), tokenizer, data_dir)
         found = task_texts(dataset[5:], only) if dataset.startswith("task:") else texts.find(dataset, text_key, only)
         return prepare_texts(dataset, found, tokenizer, Path(data_dir))
     except OSError as e:
-        raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it readable, free some "
-                       "space, or choose another place with --data_dir=.") from None
+        raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it "
+                       "readable, free some space, or choose another place with --data_dir=.") from None
 
 
 def task_texts(name, only):
@@ -60,9 +62,9 @@ def task_texts(name, only):
 
 
 def prepare_texts(dataset, found, tokenizer, data_dir):
-    """The folder's name holds a digest of the texts, and meta.json is written when all else is there. Until then
-    partial.json counts the shards that are whole, so that a preparation which was killed goes on after them. Two at the
-    same time put the same content in place, each under temporary names of its own."""
+    """The folder's name holds a digest of the texts, and meta.json is written when all else is there. Until
+    then partial.json counts the shards that are whole, so that a preparation which was killed goes on after
+    them. Two at the same time put the same content in place, each under temporary names of its own."""
     digest = hashlib.sha256(f"{FORMAT} {tokenizer.eos}".encode())
     for split in SPLITS:
         for source in found[split]:
@@ -99,7 +101,8 @@ def is_prepared(folder):
 
 
 def whole_shards(folder, shards, dtype):
-    """The shards up to the first that is damaged: its file missing or of another length, or what is said of it."""
+    """The shards up to the first that is damaged: its file missing or of another length, or what is said of
+    it."""
     width, whole = np.dtype(dtype).itemsize, []
     for shard in shards if isinstance(shards, list) else []:
         try:
@@ -120,7 +123,8 @@ def read_or_empty(path):
 
 
 def jobs(sources):
-    """Fragments of texts, gathered to about CHUNK: a list of (begins a document, text, its source), bytes of size done."""
+    """Fragments of texts, gathered to about CHUNK: a list of (begins a document, text, its source), bytes of
+    size done."""
     gathered, length, size = [], 0, 0.0
     for source in sources:
         for begins, text, done in source.fragments():
@@ -135,7 +139,8 @@ def jobs(sources):
 
 
 def tokenise(sources, tokenizer, folder, split, dtype, shards):
-    """Write the token ids of a split to shards after those that are there; yields the list of shards after each."""
+    """Write the token ids of a split to shards after those that are there; yields the list of shards after
+    each."""
     cores, spent = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), 0.0
     eos = np.array([tokenizer.eos], dtype)
 
@@ -148,7 +153,8 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
                 text = text if isinstance(text, str) else text.decode()
                 encoded = text.encode()
             except UnicodeDecodeError as e:
-                raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it first.") from None
+                raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it "
+                               "first.") from None
             except UnicodeEncodeError:                        # half of a surrogate pair, as JSON can spell it
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                 encoded = text.encode()
@@ -169,7 +175,8 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
                     for ids, words, n, size, seconds in in_order(pool, encode, chain([first], islice(todo, SHARD - 1)),
                                                                  3 * cores):
                         if not shards and not counts[0]:
-                            ids = ids[1:]                              # the end of a document that is not there
+                            # the end of a document that is not there
+                            ids = ids[1:]
                         out.write(ids.tobytes())
                         counts += (len(ids), words, n)
                         length, spent = length + n, spent + seconds
@@ -182,12 +189,13 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
             yield shards
     if length >= 10 * texts.CHUNK:
         speed, limit = length / 1e6 / (time.perf_counter() - began), length / 1e6 / spent * cores
-        print(f"{folder.name}, {split}: {length / 1e6:,.0f} MB tokenised at {speed:.1f} MB/s, {speed / limit:.0%} of what "
-              f"{cores} cores can ({limit:.1f} MB/s).", flush=True)
+        print(f"{folder.name}, {split}: {length / 1e6:,.0f} MB tokenised at {speed:.1f} MB/s, "
+              f"{speed / limit:.0%} of what {cores} cores can ({limit:.1f} MB/s).", flush=True)
 
 
 def in_order(pool, function, arguments, ahead):
-    """Results in the order of the arguments, which are drawn at most `ahead` before their result is asked for."""
+    """Results in the order of the arguments, which are drawn at most `ahead` before their result is asked
+    for."""
     running = deque()
     for argument in arguments:
         running.append(pool.submit(function, argument))
@@ -198,7 +206,8 @@ def in_order(pool, function, arguments, ahead):
 
 
 def adopt_bins(path, tokenizer, data_dir):
-    """nanoGPT's train.bin and val.bin (uint16, no header), used where they lie. How many words they hold is not known."""
+    """nanoGPT's train.bin and val.bin (uint16, no header), used where they lie. How many words they hold is
+    not known."""
     files = {"train": path / "train.bin", "valid": path / "val.bin"}
     meta = {"source": str(path), **tokenizer.describe(), "dtype": "uint16"}
     for split, file in files.items():
@@ -208,8 +217,8 @@ def adopt_bins(path, tokenizer, data_dir):
         ids = np.memmap(file, dtype=np.uint16, mode="r", shape=size) if size else np.zeros(0, np.uint16)
         top = max((int(ids[i:i + 2**24].max()) for i in range(0, len(ids), 2**24)), default=0)
         if top >= tokenizer.n_vocab:
-            raise BadInput(f"{file} holds token id {top}, and the tokenizer {tokenizer.name} ends at {tokenizer.n_vocab - 1}: "
-                           "choose the --tokenizer= that wrote it.")
+            raise BadInput(f"{file} holds token id {top}, and the tokenizer {tokenizer.name} ends at "
+                           f"{tokenizer.n_vocab - 1}: choose the --tokenizer= that wrote it.")
         meta[split] = {"tokens": len(ids), "shards": [{"file": str(file.resolve()), "tokens": len(ids)}]}
     folder = Path(data_dir) / f"bins-{tokenizer.name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,8 +229,8 @@ def adopt_bins(path, tokenizer, data_dir):
 # --- batches ---
 
 class TokenFile:
-    """The token ids of a split, its shards one after the other, memory-mapped; `words` and `bytes` are those of its text,
-    None if not known."""
+    """The token ids of a split, its shards one after the other, memory-mapped; `words` and `bytes` are those
+    of its text, None if not known."""
 
     def __init__(self, folder, split):
         self.folder, meta = Path(folder), read_json(Path(folder) / "meta.json", "delete it")
@@ -255,19 +264,20 @@ class TokenFile:
 
 
 class Windows(torch.utils.data.Dataset):
-    """`self[step]` is this rank's share of the step's batch, a list of micro-batches x, y [micro_batch, T], y the successors of x.
+    """`self[step]` is this rank's share of the step's batch, a list of micro-batches x, y [micro_batch, T], y
+    the successors of x.
 
-    A pure function of (seed, step): each epoch cuts the text into windows from an offset of its own and visits them in an
-    order of its own, every window once. Ranks take consecutive slices of the batch, so the text of a step does not
-    depend on how many there are.
+    A pure function of (seed, step): each epoch cuts the text into windows from an offset of its own and
+    visits them in an order of its own, every window once. Ranks take consecutive slices of the batch, so the
+    text of a step does not depend on how many there are.
     """
 
     digest = ""                                           # a text's stands in the name of its folder
 
     def __init__(self, tokens, block_size, sequences_per_step, seed, rank=0, world_size=1):
         if len(tokens) <= block_size:
-            raise BadInput(f"The training text has {len(tokens)} tokens, too few for one block of {block_size} and its "
-                           "successor: lower --block_size, or give more text.")
+            raise BadInput(f"The training text has {len(tokens)} tokens, too few for one block of "
+                           f"{block_size} and its successor: lower --block_size, or give more text.")
         self.text, self.longest, self.seed, self.per_step = tokens, block_size, seed, sequences_per_step
         share = self.micro_batch = sequences_per_step // world_size
         self.mine = range(rank * share, (rank + 1) * share)
@@ -306,15 +316,17 @@ def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):
 
 
 def ignore_signals(_):
-    """Ctrl-C and torchrun's SIGTERM reach every process of a group; the training process decides, and ends its workers."""
+    """Ctrl-C and torchrun's SIGTERM reach every process of a group; the training process decides, and ends
+    its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):
-    """This rank's batches of a pass over all (or the first `limit`) predicted tokens, once each, in windows of block_size:
-    x, y [batch_size, T]. Windows begin `stride` tokens apart, None: they do not overlap; where they do, the later one has
-    IGNORE for a target, as have cells past the end of the text, so every batch has the same shape."""
+    """This rank's batches of a pass over all (or the first `limit`) predicted tokens, once each, in windows
+    of block_size: x, y [batch_size, T]. Windows begin `stride` tokens apart, None: they do not overlap; where
+    they do, the later one has IGNORE for a target, as have cells past the end of the text, so every batch has
+    the same shape."""
     predicted, stride = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1), stride or block_size
     windows = range(rank, 1 + -(-max(0, predicted - block_size) // stride) if predicted > 0 else 0, world_size)
     for first in range(0, len(windows), batch_size):

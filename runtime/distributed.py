@@ -11,11 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from runtime.config import BadInput
 
 
-patient = None                   # the group that waits for what the first rank does alone: tokenising may take hours
+# the group that waits for what the first rank does alone: tokenising may take hours
+patient = None
 
 
 def init():
-    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a
+    GPU."""
     global patient
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -24,7 +26,8 @@ def init():
 
 def close():
     if dist.is_initialized():
-        gc.collect()             # DDP's cycles hold the group: its threads must end before the interpreter does, or they abort it
+        # DDP's cycles hold the group: its threads must end before the interpreter does, or they abort it
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -81,7 +84,8 @@ def together(function, *kinds):
 
 
 def on_main(function):
-    """Run `function` on the first rank alone; every rank gets what it returned, or the BadInput that it raised."""
+    """Run `function` on the first rank alone; every rank gets what it returned, or the BadInput that it
+    raised."""
     if not dist.is_initialized():
         return function()
     answer = [None, None]
@@ -110,9 +114,9 @@ class Forward(nn.Module):
 
 
 class TrainedModel(nn.Module):
-    """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for. After share_gradients() a
-    backward pass leaves the same gradients on every rank: the sum of what each found, since losses are divided by the targets
-    of all ranks. model: the GPT itself."""
+    """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for.
+    After share_gradients() a backward pass leaves the same gradients on every rank: the sum of what each
+    found, since losses are divided by the targets of all ranks. model: the GPT itself."""
 
     def __init__(self, model, compile=False, mode=None, dynamic=None):
         super().__init__()
@@ -141,7 +145,8 @@ class TrainedModel(nn.Module):
         return forward(method, *args)
 
     def micro_steps(self, micro_batches):
-        """Yield the micro-batches of an optimizer step. Gradients are exchanged in the last one's backward pass alone."""
+        """Yield the micro-batches of an optimizer step. Gradients are exchanged in the last one's backward
+        pass alone."""
         for i, micro_batch in enumerate(micro_batches, 1):
             if self.ddp:
                 self.ddp.require_backward_grad_sync = i == len(micro_batches)

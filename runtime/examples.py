@@ -1,5 +1,5 @@
-"""Questions with chosen answers, for fine-tuning: read, turned into ids of which some are trained on, and cut into batches that are
-a pure function of (seed, step)."""
+"""Questions with chosen answers, for fine-tuning: read, turned into ids of which some are trained on, and cut
+into batches that are a pure function of (seed, step)."""
 import hashlib
 import math
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from runtime.config import BadInput, parse_json
 @dataclass
 class Example:
     ids: np.ndarray                          # the whole sequence, [T + 1]
-    trained: np.ndarray                      # [T + 1], true where an id is an answer's, or the end of one: a target
+    # [T + 1], true where an id is an answer's, or the end of one: a target
+    trained: np.ndarray
     question: str                            # examples of one question are held out together
 
     @property
@@ -28,7 +29,8 @@ class Example:
 # --- reading ---
 
 def are(dataset, text_key="text"):
-    """Whether a dataset's name is that of a file of examples (.json, or .jsonl with prompts or messages) and not of a text."""
+    """Whether a dataset's name is that of a file of examples (.json, or .jsonl with prompts or messages) and
+    not of a text."""
     path = Path(dataset)
     if path.suffix != ".jsonl" or not path.is_file():
         return path.suffix == ".json" and not dataset.startswith("task:")
@@ -41,17 +43,21 @@ def are(dataset, text_key="text"):
 
 
 def read(dataset, tokenizer, form=None):
-    """[Example] of a file; form: of a question for a model without a chat template, None: as datagen.py asked, or prompts.PROMPT.
+    """[Example] of a file; form: of a question for a model without a chat template, None: as datagen.py
+    asked, or prompts.PROMPT.
 
-    .json    [[question, answer, reasoning], ...], what datagen.py writes: the reasoning is trained on, as the very ids that were
+    .json    [[question, answer, reasoning], ...], what datagen.py writes: the reasoning is trained on, as the
+    very ids that were
              sampled where the log beside the file has them; or [[question, answer], ...]: the answer alone, within <answer> tags;
-    .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; of messages all of the
+    .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; of
+    messages all of the
              assistant's are trained on.
     """
     path, examples = Path(dataset), []
     rows = read_rows(path, lines=path.suffix != ".json")
     if not isinstance(rows, list) or not rows:
-        raise BadInput(f"{path} holds no example: give a --dataset= with some (datagen.py writes none if no question is solved).")
+        raise BadInput(f"{path} holds no example: give a --dataset= with some (datagen.py writes none if no "
+                       "question is solved).")
     asked, sampled = logged(path, tokenizer) if path.suffix == ".json" else (None, {})
     form = form or asked or prompts.PROMPT
     for number, row in enumerate(rows, 1):
@@ -63,7 +69,8 @@ def read(dataset, tokenizer, form=None):
 
 
 def read_rows(path, lines=True):
-    """The list of what a file's lines hold as JSON; not by lines: what the whole does. BadInput if that can't be read."""
+    """The list of what a file's lines hold as JSON; not by lines: what the whole does. BadInput if that can't
+    be read."""
     where = path
     try:
         text = Path(path).read_text("utf-8")
@@ -75,8 +82,8 @@ def read_rows(path, lines=True):
             rows += [parse_json(line)] if line.strip() else []
         return rows
     except (OSError, ValueError) as e:
-        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give another "
-                       "--dataset=.") from None
+        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give "
+                       "another --dataset=.") from None
 
 
 def is_answer(value):
@@ -88,8 +95,8 @@ def of_list(row, tokenizer, form, sampled):
     if not isinstance(row, list) or len(row) not in (2, 3) or not all(isinstance(x, str) for x in (row[0], *row[2:])) or \
             not isinstance(row[1], str | int | float) or isinstance(row[1], bool) or not is_answer(row[1]) or \
             not str(row[-1]).strip():
-        raise ValueError("it should be [question, answer, reasoning] or [question, answer], and the answer a text or a "
-                         "finite number")
+        raise ValueError("it should be [question, answer, reasoning] or [question, answer], and the answer a "
+                         "text or a finite number")
     completion = row[2] if len(row) == 3 else f"<answer>{row[1]}</answer>"
     ids = sampled.get((row[0], completion)) or tokenizer.encode(completion).tolist()
     return example([(prompts.prompt_ids(tokenizer, row[0], form), False), (ids + [tokenizer.end], True)], row[0])
@@ -120,8 +127,9 @@ def attempts_path(output):
 
 
 def logged(path, tokenizer):
-    """What datagen.py logged beside its output: (the form in which it asked, {(question, completion): ids} of what it sampled with
-    this tokenizer, without those of a token that ended it); encoding a completion again could give other ids. (None, {}) without a log."""
+    """What datagen.py logged beside its output: (the form in which it asked, {(question, completion): ids} of
+    what it sampled with this tokenizer, without those of a token that ended it); encoding a completion again
+    could give other ids. (None, {}) without a log."""
     try:
         with open(attempts_path(path), encoding="utf-8") as f:
             header, rows = parse_json(next(f)), [parse_json(line) for line in f]
@@ -142,11 +150,13 @@ def hold_out(examples, share, seed):
 # --- batches ---
 
 class Batches(torch.utils.data.Dataset):
-    """`self[step]` is this rank's share of a step's batch, a list of micro-batches x, y [rows, T] of about equal lengths.
+    """`self[step]` is this rank's share of a step's batch, a list of micro-batches x, y [rows, T] of about
+    equal lengths.
 
-    A pure function of (seed, step): an epoch visits every example once, in an order of its own, in steps of as equal a number
-    of examples as possible, at most `per_step`. A micro-batch has at most `rows` of them and at most micro_batch * longest cells, where
-    micro_batch is what train.py lowers if memory is short; to sort by length first leaves few cells empty.
+    A pure function of (seed, step): an epoch visits every example once, in an order of its own, in steps of
+    as equal a number of examples as possible, at most `per_step`. A micro-batch has at most `rows` of them
+    and at most micro_batch * longest cells, where micro_batch is what train.py lowers if memory is short; to
+    sort by length first leaves few cells empty.
     """
 
     def __init__(self, examples, per_step, rows, seed, rank=0, world_size=1):
@@ -182,18 +192,20 @@ class Batches(torch.utils.data.Dataset):
             n = max(1, min(self.rows, self.micro_batch * self.longest // T))
             parts.append(padded(mine[:n], T))
             mine = mine[n:]
-        return parts or [(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE))]       # a rank too many
+        # a rank too many
+        return parts or [(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE))]
 
 
 def width(length, longest):
-    """T of a micro-batch whose longest example has that length: the next multiple of 8, but no more than the `longest` of all data. For a
-    product of a shape that it has not seen oneDNN takes half a millisecond more; few shapes make fine-tuning on a CPU about 8% faster
-    (NOTES.md)."""
+    """T of a micro-batch whose longest example has that length: the next multiple of 8, but no more than the
+    `longest` of all data. For a product of a shape that it has not seen oneDNN takes half a millisecond more;
+    few shapes make fine-tuning on a CPU about 8% faster (NOTES.md)."""
     return min(longest, -(-length // 8) * 8)
 
 
 def padded(examples, T):
-    """x, y [rows, T]; y is IGNORE where nothing is trained on: prompts, and cells past an example's end, by its length."""
+    """x, y [rows, T]; y is IGNORE where nothing is trained on: prompts, and cells past an example's end, by
+    its length."""
     x, y = np.zeros((len(examples), T), np.int64), np.full((len(examples), T), IGNORE)
     for row, e in enumerate(examples):
         x[row, :e.length] = e.ids[:-1]

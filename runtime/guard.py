@@ -1,4 +1,6 @@
-"""What keeps a run safe: its exit codes, the signals that ask it to stop, steps whose gradients are not finite."""
+"""What keeps a run safe: its exit codes, the way back after what went wrong, the signals that ask it to
+stop."""
+import gc
 import os
 import signal
 import sys
@@ -11,27 +13,48 @@ from runtime.config import BadInput
 
 
 class Failure(Exception):
-    """A run that can't go on, though nothing was wrong with the input. The message is one sentence; exit code 1."""
+    """A run that can't go on, though nothing was wrong with the input. The message is one sentence; exit code
+    1. alone: only this rank raises it, and others may be waiting for it."""
+
+    def __init__(self, sentence, alone=True):
+        super().__init__(sentence)
+        self.alone = alone
 
 
-def run(main):
-    """Call main() and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else. Under torchrun the
-    first rank speaks for all; a failure ends the rank that has it at once, for others may be waiting for it."""
+class Retry(Exception):
+    """A run that can go on from its last checkpoint, in another way than it went: runtime.run.Run has left a
+    note that says how. The message is one sentence. alone: only this rank raises it, and others may be
+    waiting for it."""
+
+    def __init__(self, sentence, out_dir, alone=False):
+        super().__init__(sentence)
+        self.out_dir = out_dir
+        self.alone = alone
+
+
+def run(main, argv=None):
+    """Call main(argv) and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else.
+    Under torchrun the first rank speaks for all; a failure ends the rank that has it at once, for others may
+    be waiting for it. argv: the command line's if None."""
     try:
-        code = main()
+        code = exit_code(main, sys.argv[1:] if argv is None else argv)
     except BadInput as e:
         if distributed.is_main():
             print(f"error: {e}", file=sys.stderr)
         code = 2
     except PermissionError as e:             # of whatever file, and on whichever rank
-        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose another.",
+        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose "
+              "another.",
               file=sys.stderr, flush=True)
         if distributed.world_size() > 1:
             os._exit(2)
         code = 2
     except Failure as e:
-        print(f"error: {e}", file=sys.stderr, flush=True)
-        os._exit(1)
+        if e.alone or distributed.is_main():
+            print(f"error: {e}", file=sys.stderr, flush=True)
+        if e.alone and distributed.world_size() > 1:
+            os._exit(1)
+        code = 1
     except KeyboardInterrupt:                # a second Ctrl-C, or one where there is nothing to save
         print("error: interrupted.", file=sys.stderr, flush=True)
         os._exit(130)
@@ -39,38 +62,61 @@ def run(main):
     sys.exit(code)
 
 
+def exit_code(main, argv):
+    """Return what main(argv) does, which is called again as a resume after each Retry. Failure if that can't
+    be: of several ranks, the others are waiting for one that raised it alone. The next start goes on then,
+    torchrun's own (--max-restarts) too."""
+    StopSignal.received = None
+    while True:
+        try:
+            return main(argv)
+        except Retry as e:
+            if e.alone and distributed.world_size() > 1:
+                raise Failure(str(e)) from None
+            if distributed.is_main():
+                print(e, flush=True)
+            argv = [*argv, "--init_from=resume", f"--out_dir={e.out_dir}"]
+        # By here the exception is gone, and with its traceback all that the failed step held.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 class StopSignal:
-    """Ctrl-C and SIGTERM set `received` instead of ending the process; a second Ctrl-C does end it."""
+    """Ctrl-C and SIGTERM set `received` instead of ending the process; a second Ctrl-C does end it. What was
+    received counts for later StopSignals of the process too, so that a Retry does not lose it."""
+    received = None
 
     def __init__(self):
-        self.received = None
         signal.signal(signal.SIGTERM, self.note)
         signal.signal(signal.SIGINT, self.note)
 
-    def note(self, number, frame):
-        if self.received == number == signal.SIGINT:
+    @classmethod
+    def note(cls, number, frame):
+        if cls.received == number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = number
+        cls.received = number
 
     def requested(self):
-        """True on all ranks once one of them was asked to stop."""
+        """Tell, on all ranks, whether one of them was asked to stop."""
         return distributed.any(self.received is not None)
 
     def exit_code(self):
-        """130 after Ctrl-C, 143 after SIGTERM, as a shell reports them."""
+        """Return 130 after Ctrl-C, 143 after SIGTERM, as a shell reports them."""
         return 128 + (self.received or signal.SIGTERM)
 
 
 @dataclass
 class NonFinite:
-    """What to do about a step whose gradients are not finite: `skip` it; after `patience` in a row `rollback`, once;
-    then `stop`. fp16's overflows do not count while the loss scale is still on its way down."""
+    """What to do about a step whose gradients are not finite: `skip` it; after `patience` in a row
+    `rollback`, once; then `stop`. fp16's overflows do not count while the loss scale is still on its way
+    down."""
     patience: int = 5
     in_a_row: int = 0
     rolled_back: bool = False
 
     def after(self, finite, scale=1.0):
-        """'ok', 'skip', 'rollback' or 'stop'. scale: GradScaler's, 1 without one."""
+        """Return 'ok', 'skip', 'rollback' or 'stop'. scale: GradScaler's, 1 without one."""
         if finite:
             self.in_a_row = 0
             return "ok"
@@ -81,12 +127,13 @@ class NonFinite:
             return "skip"
         if self.rolled_back:
             return "stop"
-        self.in_a_row, self.rolled_back = 0, True
+        self.in_a_row = 0
+        self.rolled_back = True
         return "rollback"
 
 
 def keep_batch(out_dir, step, **tensors):
-    """Put the batch that broke a step on the disk; returns the file."""
+    """Put the batch that broke a step on the disk. Returns the file."""
     path = os.path.join(out_dir, f"bad_batch_step_{step}_rank_{distributed.rank()}.pt")
     torch.save(tensors, path)
     return path

@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime import distributed
 from runtime.config import BadInput
 
-# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, as the makers state
-# them (rows still to be checked against a data sheet: V100, T4, A10, L40S, RTX 5090, B200, H100 PCIe and NVL); None where
-# the hardware lacks the format. Matched as whole words, the specific name before the general. A card that is not listed
-# has no MFU: a guess would be worse.
+# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, as the
+# makers state them (rows still to be checked against a data sheet: V100, T4, A10, L40S, RTX 5090, B200, H100
+# PCIe and NVL); None where the hardware lacks the format. Matched as whole words, the specific name before
+# the general. A card that is not listed has no MFU: a guess would be worse.
 PEAKS = {
     "H100 PCIe":  (756, 756, 378, 51, 2.0),
     "H100 NVL":   (835, 835, 417, 60, 3.9),
@@ -36,7 +36,8 @@ PEAKS = {
     "T4":         (None, 65, None, 8.1, 0.32),
     "V100":       (None, 125, None, 15.7, 0.9),
 }
-OTHER_CARDS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")        # share a listed card's name, not its speed
+# share a listed card's name, not its speed
+OTHER_CARDS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")
 
 PROCESS_WIDE = contextlib.ExitStack()                # settings that hold until the process ends
 
@@ -76,7 +77,8 @@ class Hardware:
         return DTYPES[self.dtype]
 
     def product_format(self, dtype=None):
-        """In which products of dtype, None: hw's own, are computed: tf32 where that takes the place of fp32."""
+        """In which products of dtype, None: hw's own, are computed: tf32 where that takes the place of
+        fp32."""
         dtype = dtype or self.dtype
         return "tf32" if dtype == "fp32" and self.tf32 else dtype
 
@@ -114,8 +116,9 @@ class Hardware:
         return self.peak_tflops and tokens_per_s * flops_per_token / (self.peak_tflops * 1e12)
 
     def busy(self):
-        """Utilisation, 0 to 1: the share of the last second in which the GPU ran a kernel (NVML's, None without the package
-        nvidia-ml-py); of a CPU, the share of its threads' time that this process used since the last call."""
+        """Utilisation, 0 to 1: the share of the last second in which the GPU ran a kernel (NVML's, None
+        without the package nvidia-ml-py); of a CPU, the share of its threads' time that this process used
+        since the last call."""
         if self.device.type == "cuda":
             with contextlib.suppress(Exception):          # no NVML, or a driver without it: not known
                 return torch.cuda.utilization(self.device) / 100
@@ -125,8 +128,8 @@ class Hardware:
         return min(1.0, cpu / wall / torch.get_num_threads()) if self.device.type == "cpu" and then[0] else None
 
     def memory_gb(self):
-        """(GiB in use, the most so far): what tensors hold on a GPU, the process's resident set elsewhere (there the first is
-        None where the system does not tell)."""
+        """(GiB in use, the most so far): what tensors hold on a GPU, the process's resident set elsewhere
+        (there the first is None where the system does not tell)."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
         peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
@@ -151,7 +154,8 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     if kind not in ("cuda", "mps", "cpu"):
         raise BadInput(f"--device={device} is not known: use auto, cuda, cuda:1, mps or cpu.")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device=cuda was asked for, but PyTorch sees no GPU here: use --device=cpu, or install a CUDA build.")
+        raise BadInput("--device=cuda was asked for, but PyTorch sees no GPU here: use --device=cpu, or "
+                       "install a CUDA build.")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise BadInput("--device=mps was asked for, but this is no Apple GPU: use --device=cpu.")
     name = {"cpu": f"CPU, {torch.get_num_threads()} threads", "mps": "Apple GPU"}.get(kind)
@@ -159,8 +163,8 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     if kind == "cuda":
         index = str(distributed.local_rank()) if distributed.world_size() > 1 else device.partition(":")[2] or "0"
         if not index.isdigit() or int(index) >= torch.cuda.device_count():
-            raise BadInput(f"GPU {index} was asked for, and there are {torch.cuda.device_count()}, counted from 0: change "
-                           "--device or torchrun's --nproc_per_node.")
+            raise BadInput(f"GPU {index} was asked for, and there are {torch.cuda.device_count()}, counted "
+                           "from 0: change --device or torchrun's --nproc_per_node.")
         device = f"cuda:{index}"
         torch.cuda.set_device(device)
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -183,7 +187,8 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
 
 
 def choose_attention(attention, kind, capability, dtype):
-    """(sdpa or math, for model.attend; what that is called). flash, cudnn and efficient name one of sdpa's GPU kernels."""
+    """(sdpa or math, for model.attend; what that is called). flash, cudnn and efficient name one of sdpa's
+    GPU kernels."""
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
     if attention in ("flash", "cudnn") and dtype == "fp32":
@@ -207,8 +212,8 @@ def cpu_multiplies_bf16():
 
 
 def keep_freed_memory():
-    """Let glibc reuse freed tensors instead of giving their pages back, to be faulted in again at the next step. NOTES.md
-    has what that buys."""
+    """Let glibc reuse freed tensors instead of giving their pages back, to be faulted in again at the next
+    step. NOTES.md has what that buys."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
@@ -218,4 +223,5 @@ def keep_freed_memory():
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_TOP_PAD, 64 << 20)
-    mallopt(M_ARENA_MAX, 1)                                   # autograd's thread would get an arena of its own
+    # autograd's thread would get an arena of its own
+    mallopt(M_ARENA_MAX, 1)

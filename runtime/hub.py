@@ -17,7 +17,8 @@ def answers():
         return False
     try:
         urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
-    except urllib.error.URLError as e:                        # a refusal is an answer; so is a certificate that Python lacks
+    # a refusal is an answer; so is a certificate that Python lacks
+    except urllib.error.URLError as e:
         return isinstance(e, urllib.error.HTTPError) or isinstance(e.reason, ssl.SSLError)
     except (OSError, ValueError, http.client.HTTPException):
         return False

@@ -1,5 +1,4 @@
 """metrics.jsonl for programs, training.log and the terminal for people."""
-import atexit
 import importlib.util
 import json
 import os
@@ -14,21 +13,25 @@ def check_installed(tensorboard, wandb):
     """BadInput if a package that a flag asks for is missing: before a run folder is touched."""
     for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
         if wanted and importlib.util.find_spec(package) is None:
-            raise BadInput(f"--{package} needs a package that is not installed: pip install {package}, or leave it out.")
+            raise BadInput(f"--{package} needs a package that is not installed: pip install {package}, or "
+                           "leave it out.")
 
 
 class Log:
-    """Writes on the first rank only. `say` prints a line and keeps it in training.log; `metrics` appends an object to
-    metrics.jsonl, and hands its numbers to TensorBoard and Weights & Biases if they are asked for."""
+    """Writes on the first rank only. `say` prints a line and keeps it in training.log; `metrics` appends an
+    object to metrics.jsonl, and hands its numbers to TensorBoard and Weights & Biases if they are asked
+    for."""
 
     def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None):
         self.main = distributed.is_main()
-        self.folder, self.writers, self.board = Path(out_dir), [], None
+        self.folder = Path(out_dir)
+        self.writers = []
+        self.board = None                    # TensorBoard's writer
+        self.wandb_run = None
         if resumed_step is not None:
             self.forget_after(resumed_step)
         if tensorboard and self.main:
             self.open_board(resumed_step)
-            atexit.register(lambda: self.board.close())
             self.writers.append(lambda step, numbers: [self.board.add_scalar(k, v, step) for k, v in numbers.items()])
         if wandb:
             distributed.on_main(lambda: self.open_wandb(config))
@@ -40,17 +43,18 @@ class Log:
                                    purge_step=None if last_step is None else last_step + 1)
 
     def open_wandb(self, config):
-        """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed. It keeps what it has seen:
-        steps that are run again, after a crash or a roll-back, are not shown anew."""
+        """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed. It keeps
+        what it has seen: steps that are run again, after a crash or a roll-back, are not shown anew."""
         import wandb
         path = self.folder / "wandb_id"
         try:
             run = wandb.init(project=os.environ.get("WANDB_PROJECT", "nanorft"), name=self.folder.name, dir=self.folder,
                              id=path.read_text() if path.exists() else None, resume="allow", config=config)
         except Exception as e:
-            raise BadInput(f"--wandb could not start ({(str(e) or type(e).__name__).splitlines()[0]}): run 'wandb login', set "
-                           "WANDB_MODE=offline, or leave it out.") from None
+            raise BadInput(f"--wandb could not start ({(str(e) or type(e).__name__).splitlines()[0]}): run "
+                           "'wandb login', set WANDB_MODE=offline, or leave it out.") from None
         path.write_text(run.id)
+        self.wandb_run = run
         self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
     def forget_after(self, step):
@@ -69,9 +73,20 @@ class Log:
                 continue
         write_atomically(path, "".join(line + "\n" for line in kept).encode())
 
+    def close(self):
+        if self.board:
+            self.board.close()
+        if self.wandb_run:
+            self.wandb_run.finish()
+
     def say(self, text):
         if self.main:
             print(text, flush=True)
+            self.append("training.log", text)
+
+    def note(self, text):
+        """Keep in training.log what is printed elsewhere."""
+        if self.main:
             self.append("training.log", text)
 
     def metrics(self, **values):
@@ -83,7 +98,8 @@ class Log:
                 write(values["step"], numbers)
 
     def append(self, name, line):
-        """A log that can't be written (a full disk, say) does not end a run: saving a checkpoint will say so."""
+        """A log that can't be written (a full disk, say) does not end a run: saving a checkpoint will say
+        so."""
         try:
             with open(self.folder / name, "a") as f:
                 f.write(line + "\n")

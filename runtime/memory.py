@@ -1,6 +1,5 @@
 """The micro-batch that fits: a rehearsal before the first step, arithmetic for machines and people."""
 import dataclasses
-import json
 import os
 from pathlib import Path
 
@@ -8,16 +7,18 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime import checkpoint, distributed
-from runtime.config import BadInput, read_json
+from runtime import distributed
+from runtime.config import BadInput
 from runtime.guard import Failure
 
 GIB = 2**30
-CPU_SLACK = 1.6              # peak resident set over the arithmetic below: 1.0 to 1.6 in six shapes (NOTES.md)
+# peak resident set over the arithmetic below: 1.0 to 1.6 in six shapes (NOTES.md)
+CPU_SLACK = 1.6
 
 
 def is_out_of_memory(error):
-    """Whether an allocator is behind it: a GPU's, an Apple GPU's or the CPU's, alone or as the cause that a compiler reports."""
+    """Whether an allocator is behind it: a GPU's, an Apple GPU's or the CPU's, alone or as the cause that a
+    compiler reports."""
     words = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
@@ -42,52 +43,24 @@ def check_weights(c, device):
     turns = 2 * c.block_size * c.head_dim if c.position == "rope" else 0
     size, free = 4 * (n_params(c) + turns), available(device)
     if size > free:
-        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {device.type.upper()} has "
-                       f"{free / GIB:.1f} free: lower --n_layer or --n_embd, or choose a smaller model.")
+        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and {device.type.upper()} "
+                       f"has {free / GIB:.1f} free: lower --n_layer or --n_embd, or choose a smaller model.")
 
 
 def smaller(micro_batch, share):
-    """The largest micro-batch of at most half the size that cuts a rank's share of a step into equal parts."""
+    """The largest micro-batch of at most half the size that cuts a rank's share of a step into equal
+    parts."""
     return next(n for n in range(micro_batch // 2, 0, -1) if share % n == 0)
 
 
-def retreat(cfg, step, micro_batch, reason, say):
-    """The micro-batch with which to repeat a step that ran out of memory. Only one process can: of several, the others
-    already wait for this one's gradients, so it leaves the number to the run folder, and ends with Failure."""
-    world = distributed.world_size()
-    if micro_batch == 1:
-        raise Failure(f"Step {step + 1} ran out of memory with a micro-batch of one sequence ({reason}): go on from the last "
-                      "checkpoint with --gradient_checkpointing, or where more memory is free.")
-    less = smaller(micro_batch, cfg.sequences // world)
-    if world > 1:
-        what = f"Rank {distributed.rank()} ran out of memory at step {step + 1} ({reason})"
-        if not checkpoint.steps(cfg.out_dir):
-            raise Failure(f"{what}, before the first checkpoint: start again with --overwrite --batch_size={less} "
-                          f"--gradient_accumulation_steps={cfg.sequences // less}, which is the same step in smaller pieces.")
-        checkpoint.write_atomically(Path(cfg.out_dir) / "retreat.json",
-                                    json.dumps({"batch_size": cfg.batch_size, "micro_batch": less}).encode())
-        raise Failure(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with a micro-batch "
-                      f"of {less} instead of {micro_batch}.")
-    say(f"Step {step + 1} ran out of memory ({reason}): it is repeated with a micro-batch of {less} instead of {micro_batch}.")
-    return less
-
-
-def after_retreat(cfg, micro_batch):
-    """micro_batch, or the smaller one that a rank without memory left to the run folder."""
-    try:
-        left = read_json(Path(cfg.out_dir) / "retreat.json", "delete it")
-    except BadInput:
-        return micro_batch
-    less = left.get("micro_batch")
-    return less if left.get("batch_size") == cfg.batch_size and less in range(1, micro_batch) else micro_batch
-
-
 def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None):
-    """None if a training step of the longest sequences and (without `inputs`) an evaluation run and fit, else the exception.
+    """None if a training step of the longest sequences and (without `inputs`) an evaluation run and fit, else
+    the exception.
 
-    The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state. On a CPU,
-    where the kernel kills what takes too much instead of refusing it, arithmetic comes first. inputs: what grpo.py calls the model with
-    for log-probabilities, of about as many positions. Every rank must call.
+    The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state.
+    On a CPU, where the kernel kills what takes too much instead of refusing it, arithmetic comes first.
+    inputs: what grpo.py calls the model with for log-probabilities, of about as many positions. Every rank
+    must call.
     """
     failure, plain = None, model.model
     if hardware.device.type == "cpu":
@@ -107,8 +80,10 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
             with hardware.autocast(), torch.no_grad():
                 model.loss(x, y)
         del reserved, loss
-    except Exception as e:                    # out of memory, what torch.compile stumbles over here, or a mistake in the model
-        failure = torch.OutOfMemoryError(str(e).splitlines()[0]) if is_out_of_memory(e) else e      # its traceback holds tensors
+    # out of memory, what torch.compile stumbles over here, or a mistake in the model
+    except Exception as e:
+        # its traceback holds tensors
+        failure = torch.OutOfMemoryError(str(e).splitlines()[0]) if is_out_of_memory(e) else e
     model.train().zero_grad(set_to_none=True)
     if hardware.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -117,9 +92,9 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
 
 
 def fit(hardware, size, attempt, smaller, advice, say):
-    """(model, size) that fit on every rank. attempt: size of a micro-batch -> (model as the loop calls it, exception of its rehearsal, or
-    None). Without torch.compile where that fails; with a smaller(size), and again, while memory runs out on one rank, and
-    BadInput with advice() once there is none."""
+    """(model, size) that fit on every rank. attempt: size of a micro-batch -> (model as the loop calls it,
+    exception of its rehearsal, or None). Without torch.compile where that fails; with a smaller(size), and
+    again, while memory runs out on one rank, and BadInput with advice() once there is none."""
     while True:
         failure = None
         if hardware.compile:
@@ -129,7 +104,8 @@ def fit(hardware, size, attempt, smaller, advice, say):
             less = smaller(size)
             if less is None:
                 raise BadInput(advice())
-            say(f"A micro-batch of {size} does not fit the memory ({failure or 'on another rank'}): {less} instead.")
+            say(f"A micro-batch of {size} does not fit the memory ({failure or 'on another rank'}): {less} "
+                "instead.")
             size = less
         elif distributed.any(failure is not None):
             if not hardware.compile:
@@ -142,7 +118,8 @@ def fit(hardware, size, attempt, smaller, advice, say):
 
 
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
-    """Bytes that a training step adds to the weights, by name, without compiling (which saves some of the activations)."""
+    """Bytes that a training step adds to the weights, by name, without compiling (which saves some of the
+    activations)."""
     rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device.type))
     return {"gradients": 4 * sum(p.numel() for p in model.parameters() if p.requires_grad), "optimizer": optimizer_bytes,
             "activations": saved_for_backward(model, hardware, micro_batch, block_size),
@@ -150,16 +127,19 @@ def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
 
 
 def saved_for_backward(model, hardware, rows, block_size):
-    """Bytes that a forward pass of rows x block_size keeps for the backward pass. Shapes alone are computed."""
+    """Bytes that a forward pass of rows x block_size keeps for the backward pass. Shapes alone are
+    computed."""
     saved = {}
 
     def note(tensor):
         saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
-    # Fake tensors on "cpu", which has the same autocast and needs no GPU; its kernels, whatever setup chose for a GPU.
+    # Fake tensors on "cpu", which has the same autocast and needs no GPU; its kernels, whatever setup chose
+    # for a GPU.
     with FakeTensorMode(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         double = type(model)(dataclasses.replace(model.config), model.backend, model.gradient_checkpointing, model.loss_chunks)
-        if hardware.device.type != "cpu":     # whose fused attention drops out without keeping the weights, unlike the CPU's
+        # whose fused attention drops out without keeping the weights, unlike the CPU's
+        if hardware.device.type != "cpu":
             double.config.dropout = 0.0
         x = torch.zeros(rows, block_size, dtype=torch.long)
         with torch.autocast("cpu", hardware.torch_dtype, enabled=hardware.dtype != "fp32"):
@@ -194,11 +174,12 @@ def read(path):
 
 
 def advice(model, hardware, block_size, optimizer_bytes, lower="lower --n_layer, --n_embd or --block_size"):
-    """The sentence for a micro-batch of one that does not fit: what is needed, what is there, what to lower."""
+    """The sentence for a micro-batch of one that does not fit: what is needed, what is there, what to
+    lower."""
     need = {"weights": weight_bytes(model)} | parts(model, hardware, 1, block_size, optimizer_bytes)
     shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in need.items())
     if not model.gradient_checkpointing and need["activations"] > need["gradients"] / 2:
         lower = f"use --gradient_checkpointing, or {lower}"
     return (f"A micro-batch of one sequence of {block_size} tokens does not fit {hardware.name}, which has "
-            f"{available(hardware.device) / GIB:.2f} GiB left beside the weights; it needs about (GiB) {shown}, "
-            f"{sum(need.values()) / GIB:.2f} in all: {lower}.")
+            f"{available(hardware.device) / GIB:.2f} GiB left beside the weights; it needs about (GiB) "
+            f"{shown}, {sum(need.values()) / GIB:.2f} in all: {lower}.")

@@ -4,12 +4,14 @@ import math
 import torch
 import torch.nn as nn
 
-AT_A_TIME = 2**25                            # weights that Muon moves together: 128 MiB of updates in fp32, and three times 64 in bf16
+# weights that Muon moves together: 128 MiB of updates in fp32, and three times 64 in bf16
+AT_A_TIME = 2**25
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with the same results, up to rounding, and state. Matrices of one shape are orthogonalised together: of a small model
-    each product is quicker done than dispatched (16 matrices 128 wide, two Zen 5 cores: 4.0 ms instead of 8.0)."""
+    """torch.optim.Muon with the same results, up to rounding, and state. Matrices of one shape are
+    orthogonalised together: of a small model each product is quicker done than dispatched (16 matrices 128
+    wide, two Zen 5 cores: 4.0 ms instead of 8.0)."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -31,15 +33,17 @@ class Muon(torch.optim.Muon):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch.stack([update.bfloat16() for update in torch._foreach_lerp(grads, buffers, momentum)])      # Nesterov's
+        # Nesterov's
+        updates = torch.stack([update.bfloat16() for update in torch._foreach_lerp(grads, buffers, momentum)])
         updates = orthogonalised(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(matrices, updates.unbind(), alpha=-0.2 * lr * math.sqrt(max(matrices[0].shape)))        # AdamW's size
+        # AdamW's size
+        torch._foreach_add_(matrices, updates.unbind(), alpha=-0.2 * lr * math.sqrt(max(matrices[0].shape)))
 
 
 def orthogonalised(x, coefficients, steps, eps):
-    """x [N, rows, columns] in bf16 with all singular values between about 0.7 and 1.2: Newton and Schulz's iteration, quintic (Jordan et
-    al. 2024)."""
+    """x [N, rows, columns] in bf16 with all singular values between about 0.7 and 1.2: Newton and Schulz's
+    iteration, quintic (Jordan et al. 2024)."""
     (a, b, c), tall = coefficients, x.shape[1] > x.shape[2]
     x = x.mT.contiguous() if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
@@ -53,8 +57,9 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
           momentum=0.95):
     """The optimizers of a step, as a list. Weight decay on matrices only, not on norms and biases.
 
-    muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size (Liu et al. 2025) so
-    that one learning rate serves both; AdamW for embeddings, head, adapters (whose rank it would undo) and the rest.
+    muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size (Liu
+    et al. 2025) so that one learning rate serves both; AdamW for embeddings, head, adapters (whose rank it
+    would undo) and the rest.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = {name for name, p in trained.items() if name.startswith("blocks.") and p.ndim == 2 and ".lora_" not in name}
@@ -73,14 +78,15 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
 
 
 def state_to_come(optimizers):
-    """Bytes that the optimizers will keep from their first step on: two fp32 numbers a weight for AdamW, one for Muon."""
+    """Bytes that the optimizers will keep from their first step on: two fp32 numbers a weight for AdamW, one
+    for Muon."""
     return sum((4 if isinstance(o, torch.optim.Muon) else 8) * p.numel()
                for o in optimizers for group in o.param_groups for p in group["params"] if p not in o.state)
 
 
 def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):
-    """Learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to min_lr, or constant, or
-    wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al. 2024)."""
+    """Learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to min_lr, or
+    constant, or wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al. 2024)."""
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
     start = max(warmup_steps, max_steps - math.ceil(cooldown * max_steps)) if schedule == "wsd" else warmup_steps
@@ -95,10 +101,11 @@ def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldo
 
 
 def apply_step(optimizers, scaler, lr, grad_clip=0.0):
-    """Unscale, clip, check, step, clear. Returns (norm of the gradients before clipping, whether they were finite).
+    """Unscale, clip, check, step, clear. Returns (norm of the gradients before clipping, whether they were
+    finite).
 
-    DDP has summed the gradients before, so every rank computes the same norm and decides alike; with a non-finite one
-    no optimizer moves.
+    DDP has summed the gradients before, so every rank computes the same norm and decides alike; with a
+    non-finite one no optimizer moves.
     """
     parameters = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
     for optimizer in optimizers:

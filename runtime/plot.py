@@ -5,7 +5,6 @@
 
 Knobs, as --key=value:
 """
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +16,8 @@ from runtime.config import BadInput, parse_json
 @dataclass
 class Config:
     runs: tuple = ()                                 # run folders; usually without --runs=
-    x: Literal["steps", "tokens", "time"] = "steps"  # time: minutes in training steps, without evaluations and saves
+    x: Literal["steps", "tokens", "time"] = "steps"  # time: minutes in training steps, without evaluations
+                                             # and saves
     output: str | None = None                        # None: curves.png in the first run's folder
 
 
@@ -32,7 +32,8 @@ def read(run):
     """The lines of a run's metrics.jsonl that a crash has not cut short."""
     path, lines = Path(run) / "metrics.jsonl", []
     if not path.is_file():
-        raise BadInput(f"{run} is not the folder of a run (it has no metrics.jsonl): give the out_dir of one.")
+        raise BadInput(f"{run} is not the folder of a run (it has no metrics.jsonl): give the out_dir of "
+                       "one.")
     for line in path.read_text().splitlines():
         try:
             lines.append(parse_json(line, dict))
@@ -48,7 +49,8 @@ def draw(runs, x, output):
     try:
         import matplotlib
     except ImportError:
-        raise BadInput("runtime.plot needs a package that is not installed: pip install matplotlib.") from None
+        raise BadInput("runtime.plot needs a package that is not installed: pip install "
+                       "matplotlib.") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
     key, scale, label = X[x]
@@ -97,4 +99,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    guard.run(lambda: main(sys.argv[1:]))
+    guard.run(main)

@@ -1,9 +1,10 @@
 """Completions to grades. A verifier may hang, crash or eat memory: it runs in processes of its own, and the
 run goes on, unless it fails for all of the first FIRST completions.
 
-`python -m runtime.rewards SPEC` is a worker. A line of its standard input is a list, in JSON, of [question, completion] pairs;
-its standard output has null once the task is loaded (or a sentence, if it can't be), then a line [score, parts, signature, error]
-for each. Pipes, and not multiprocessing, because that would import the caller into each worker, and torch with it.
+`python -m runtime.rewards SPEC` is a worker. A line of its standard input is a list, in JSON, of [question,
+completion] pairs; its standard output has null once the task is loaded (or a sentence, if it can't be), then
+a line [score, parts, signature, error] for each. Pipes, and not multiprocessing, because that would import
+the caller into each worker, and torch with it.
 """
 import contextlib
 import functools
@@ -28,7 +29,10 @@ from tasks import said
 MEMORY = 4 * 2**30                   # bytes of address space that a worker may have
 LOADING = 120.0                      # seconds that a task may take to load
 MOST_AT_ONCE = 16                    # items that a quick worker is given in one go
-QUICK = 0.005                        # seconds an item: one that takes longer is given one at a time, for another may have the next
+# seconds an item: one that takes longer is given one at a time, for another may have the next
+QUICK = 0.005
+HAND_OVER = 32                       # completions that are given to the workers together,
+PATIENCE = 1.0                       # or those that have come in so many seconds
 FIRST = 32                           # grades that end the run if all of them are errors
 LOADED = 97                          # exit code of a process that only had to load a task
 KINDS = ("process", "thread", "serial")
@@ -39,8 +43,8 @@ class BrokenReward(BadInput, ValueError):
 
 
 class Grade(NamedTuple):
-    """score in [0, 1]; parts {name: bool}; signature of a completion whose score is 1, else ""; error: what went wrong with the
-    grading itself, else None. With an error the score is 0 and parts are empty."""
+    """score in [0, 1]; parts {name: bool}; signature of a completion whose score is 1, else ""; error: what
+    went wrong with the grading itself, else None. With an error the score is 0 and parts are empty."""
     score: float
     parts: dict
     signature: str
@@ -53,7 +57,8 @@ class Grade(NamedTuple):
 
 
 def grade(task, question, completion):
-    """The Grade of a completion, cut after the task's stop. What the task raises, and a score outside [0, 1], is its error."""
+    """The Grade of a completion, cut after the task's stop. What the task raises, and a score outside [0, 1],
+    is its error."""
     try:
         completion = task.cut(completion)
         score, parts = task.reward(question, completion)
@@ -127,12 +132,14 @@ def main(spec, folder=".", only_try=False):
         task = tasks.load(spec)
     except (Exception, SystemExit) as e:
         plain = isinstance(e, LookupError | ValueError | OSError)
-        write(str(e) if plain else f"The task {spec} can't be loaded ({said(e)}): mend it, or choose another.")
+        write(str(e) if plain else f"The task {spec} can't be loaded ({said(e)}): mend it, or choose "
+                                   "another.")
         return
     write(None)
     for line in items:
         for question, completion in unpack(line):
-            random.seed(pack([question, completion]))        # a verifier that draws does so alike on any worker, and after a resume
+            # a verifier that draws does so alike on any worker, and after a resume
+            random.seed(pack([question, completion]))
             graded = grade(task, question, completion)
             if os.getpid() != me:                # a copy that the verifier forked and forgot
                 os._exit(1)
@@ -140,16 +147,19 @@ def main(spec, folder=".", only_try=False):
 
 
 def confine():
-    """A worker takes no more memory than MEMORY and ends with the thread that started it; when to stop is its parent's matter."""
+    """A worker takes no more memory than MEMORY and ends with the thread that started it; when to stop is its
+    parent's matter."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)   # a handler and not SIG_IGN, which programs that a verifier runs would inherit
+        # a handler and not SIG_IGN, which programs that a verifier runs would inherit
+        signal.signal(number, lambda *_: None)
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
         limits = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([MEMORY, *limits]), resource.getrlimit(resource.RLIMIT_AS)[1]))
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)           # Linux's PR_SET_PDEATHSIG: one that hangs does not see its input end
+        # Linux's PR_SET_PDEATHSIG: one that hangs does not see its input end
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 # --- the pool ---
@@ -163,14 +173,14 @@ def default_workers():
 class Pool:
     """Grades completions of the task `spec`, in the order of submission, the same whatever the kind.
 
-    kind "process": `workers` processes (default_workers() if None). One that gives no answer for `timeout` seconds is killed and
-    replaced, and so is one that dies: the completion in work gets an error for its grade, those behind it another worker.
-    "thread", "serial": threads, or the caller itself. There a verifier that hangs can't be stopped, nor its memory limited.
-    counts: "errors", grades collected that have one, whatever it is; "timeouts", those of them for the time;
-    "restarts", workers that were replaced. The first error is printed when it happens. ValueError,
-    LookupError or OSError with a sentence if the task can't be loaded; BrokenReward, of submit, collect and
-    score, once the first FIRST items have all failed.
-    To be used by one thread, and to be closed; one that is not ends with the program.
+    kind "process": `workers` processes (default_workers() if None). One that gives no answer for `timeout`
+    seconds is killed and replaced, and so is one that dies: the completion in work gets an error for its
+    grade, those behind it another worker. "thread", "serial": threads, or the caller itself. There a verifier
+    that hangs can't be stopped, nor its memory limited. counts: "errors", grades collected that have one,
+    whatever it is; "timeouts", those of them for the time; "restarts", workers that were replaced. The first
+    error is printed when it happens. ValueError, LookupError or OSError with a sentence if the task can't be
+    loaded; BrokenReward, of submit, collect and score, once the first FIRST items have all failed. To be used
+    by one thread, and to be closed; one that is not ends with the program.
     """
 
     def __init__(self, spec, workers=None, timeout=10.0, kind="process"):
@@ -181,7 +191,11 @@ class Pool:
             raise ValueError(f"{self.n} reward workers can't grade anything: ask for at least 1.")
         self.spec, self.timeout, self.kind, self.folder = spec, timeout, kind, os.getcwd()
         self.counts = {"errors": 0, "timeouts": 0, "restarts": 0}
-        self.pending, self.waiting = deque(), deque()        # futures not collected; (future, item) that no worker has
+        # (question, completion) not given to the workers yet
+        self.outbox = []
+        self.handed_over = time.monotonic()                  # when the outbox was last emptied
+        # futures not collected; (future, item) that no worker has
+        self.pending, self.waiting = deque(), deque()
         self.submitted, self.failed = 0, False               # failed: there was an error
         self.first = {}                                      # {number: Grade} of the first FIRST submitted
         self.changed, self.loaded, self.ended = threading.Condition(), kind != "process", None
@@ -199,13 +213,32 @@ class Pool:
             raise
 
     def submit(self, question, completion):
-        """Queue a completion. question: a dict that JSON can hold. RuntimeError if the pool is closed."""
-        self.pending.append(self._put(question, completion))
+        """Queue a completion. question: a dict that JSON can hold. RuntimeError if the pool is closed.
+
+        Workers get HAND_OVER of them at a time: on a CPU every process that wakes stops the threads that
+        sample, which one at a time costs a small model up to a tenth of its speed (NOTES.md).
+        """
+        if self.ended:
+            raise self.ended
+        self.outbox.append((question, completion))
+        if len(self.outbox) >= HAND_OVER or time.monotonic() - self.handed_over > PATIENCE:
+            self.flush()
+
+    def flush(self):
+        """Give the workers all that is queued."""
+        for question, completion in self.outbox:
+            self.pending.append(self._put(question, completion))
+        self.outbox.clear()
+        self.handed_over = time.monotonic()
 
     def collect(self, wait=False):
-        """List of the next Grades that are ready, in the order of submission; wait: of all that were submitted."""
+        """List of the next Grades that are ready, in the order of submission; wait: of all that were
+        submitted."""
+        if wait or time.monotonic() - self.handed_over > PATIENCE:
+            self.flush()
         if wait:
-            for future in reversed(self.pending):            # the last is awaited first: one waking instead of many
+            # the last is awaited first: one waking instead of many
+            for future in reversed(self.pending):
                 future.result()
         grades = []
         while self.pending and self.pending[0].done():
@@ -278,7 +311,8 @@ class Pool:
         future.set_result(graded)
 
     def batch(self, most):
-        """Some of what waits, once there is something: a worker's share, `most` at most. Nothing at the end."""
+        """Some of what waits, once there is something: a worker's share, `most` at most. Nothing at the
+        end."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self.ended)
             return deque(self.waiting.popleft() for _ in range(min(most, -(-len(self.waiting) // self.n))))
@@ -289,7 +323,8 @@ class Pool:
             self.hand_over(batch[0][0], grade(self.task, *batch[0][1]))
 
     def end(self, error, batch=()):
-        """From here on, all that waits and all that will be asked gets this exception, or that with which it had ended before."""
+        """From here on, all that waits and all that will be asked gets this exception, or that with which it
+        had ended before."""
         with self.changed:
             self.ended = self.ended or error
             for future, _ in (*batch, *self.waiting):
@@ -299,7 +334,8 @@ class Pool:
 
 
 class Worker:
-    """A process that grades, and the thread that feeds it, watches the clock, and puts another in its place."""
+    """A process that grades, and the thread that feeds it, watches the clock, and puts another in its
+    place."""
 
     def __init__(self, pool):
         self.pool, self.process, self.inbox = pool, None, b""
@@ -319,8 +355,9 @@ class Worker:
         self.remove()
 
     def grade(self, batch):
-        """Grade (future, line) pairs. They go over as one line, so that the process has read all of it before it writes: no two
-        full pipes wait for each other. If one of them ends the process, those behind it wait for whoever is free."""
+        """Grade (future, line) pairs. They go over as one line, so that the process has read all of it before
+        it writes: no two full pipes wait for each other. If one of them ends the process, those behind it
+        wait for whoever is free."""
         try:
             self.write(b"[" + b",".join(line for _, line in batch) + b"]\n")
             while batch:
@@ -345,7 +382,8 @@ class Worker:
             with self.pool.changed:
                 if self.pool.ended:
                     raise self.pool.ended
-                # One thread each; sets in an order that is not the worker's own; a session of its own, for Ctrl-C is not for it.
+                # One thread each; sets in an order that is not the worker's own; a session of its own, for
+                # Ctrl-C is not for it.
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "runtime.rewards", self.pool.spec, self.pool.folder], cwd=Path(__file__).parent.parent,
                     env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, start_new_session=True,
@@ -364,8 +402,8 @@ class Worker:
                 self.pool.loaded = True
                 self.pool.changed.notify_all()
             return
-        raise ValueError(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): look at what its file does "
-                         "when it is imported.")
+        raise ValueError(f"The task {self.pool.spec} can't be loaded in a worker process ({problem}): look at "
+                         "what its file does when it is imported.")
 
     def write(self, data):
         data = memoryview(data)

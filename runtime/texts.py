@@ -1,8 +1,8 @@
 """Where text comes from: .txt, .jsonl and .parquet files, folders of them, datasets of the Hugging Face hub.
 
-A source is a part of a split. It has a `size` (bytes on the disk, which the progress bar counts), `divide(at)` gives it in
-two, `raw()` yields the bytes that identify it, and `fragments()` yields (begins a document, text as str or bytes, bytes of
-size done) in pieces that tokenisation does not notice.
+A source is a part of a split. It has a `size` (bytes on the disk, which the progress bar counts),
+`divide(at)` gives it in two, `raw()` yields the bytes that identify it, and `fragments()` yields (begins a
+document, text as str or bytes, bytes of size done) in pieces that tokenisation does not notice.
 """
 import os
 import re
@@ -18,21 +18,23 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 KINDS = ".txt, .jsonl or .parquet"
 NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt", ".safetensors")
 HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
-# Line ends at which GPT-2's pattern, and those that split off digits, always end a piece: cutting there changes no token.
+# Line ends at which GPT-2's pattern, and those that split off digits, always end a piece: cutting there
+# changes no token.
 SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-/:-~])")
 
 
 def find(dataset, text_key, only=None):
-    """{split: sources} of a file, a folder or a name on the hub, as README.md says which file is which split. only: a split
-    (train, valid or test), which is returned as valid, with nothing to train on; of a single file it is all of it."""
+    """{split: sources} of a file, a folder or a name on the hub, as README.md says which file is which split.
+    only: a split (train, valid or test), which is returned as valid, with nothing to train on; of a single
+    file it is all of it."""
     path = Path(dataset)
     if path.exists():
         texts = find_files(path, text_key)
     elif dataset in HUB_NAMES or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and path.suffix not in SUFFIXES:
         texts = find_on_hub(dataset, text_key)
     else:
-        raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or a name on the Hugging "
-                       "Face hub (wikitext, org/name, org/name:config).")
+        raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or "
+                       "a name on the Hugging Face hub (wikitext, org/name, org/name:config).")
     if only and path.is_file():
         return {"train": [], "valid": texts["train"]}
     if only:
@@ -53,7 +55,8 @@ def find_files(path, text_key):
         raise BadInput(f"{path} is not text as it stands: unpack or convert it to {KINDS}.")
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file()
                                                           and not re.search(r"(^|/)\.", str(f.relative_to(path))))
-    full = [f for f in files if f.stat().st_size]                     # an empty shard holds no text, whatever its format
+    # an empty shard holds no text, whatever its format
+    full = [f for f in files if f.stat().st_size]
     if not full:
         raise BadInput(f"The dataset {path} holds no text: give a {KINDS} file, or a folder of them.")
     names = {f: str(f.relative_to(path).with_suffix("")) if path.is_dir() else "" for f in full}
@@ -70,24 +73,28 @@ def find_files(path, text_key):
 
 def find_on_hub(name, text_key):
     if not (answers := hub.answers()):
-        os.environ["HF_HUB_OFFLINE"] = "1"                    # its cache at once, instead of after half a minute of retries
+        # its cache at once, instead of after half a minute of retries
+        os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import datasets
     except ImportError:
-        raise BadInput(f"The dataset {name} is no file here, and a name on the hub needs the package datasets: "
-                       "pip install datasets, or give a path.") from None
+        raise BadInput(f"The dataset {name} is no file here, and a name on the hub needs the package "
+                       "datasets: pip install datasets, or give a path.") from None
     repository, _, configuration = HUB_NAMES.get(name, name).partition(":")
     try:
         found = datasets.load_dataset(repository, configuration or None)
-    except Exception as e:                                    # connection, name, configuration, format: it says which
-        raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the Hugging Face hub"
-                       f"{'' if answers else ', which does not answer'} ({hub.reason(e)}): correct the name, or download the files "
-                       "where there is a network and give their path.") from None
+    # connection, name, configuration, format: it says which
+    except Exception as e:
+        raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the Hugging "
+                       f"Face hub{'' if answers else ', which does not answer'} ({hub.reason(e)}): correct "
+                       "the name, or download the files where there is a network and give their "
+                       "path.") from None
     lines = repository == "Salesforce/wikitext"
     texts = {split: [HubRows(found[k], f"{name} ({k})", text_key, lines) for k in names if k in found]
              for split, names in (("train", ["train"]), ("valid", VALID_NAMES), ("test", ["test"]))}
     if not any(texts.values()):
-        raise BadInput(f"The dataset {name} has no split 'train' (it has {', '.join(found)}): give files of your choice by path.")
+        raise BadInput(f"The dataset {name} has no split 'train' (it has {', '.join(found)}): give files of "
+                       "your choice by path.")
     return texts
 
 
@@ -121,7 +128,8 @@ def pieces(blocks):
         if len(rest) < CHUNK:
             continue
         cuts = [m.end() for m in SAFE_CUT.finditer(rest, max(0, len(rest) - CHUNK // 8))]
-        if not cuts and len(rest) > 8 * CHUNK:                # bounded memory comes before the last token of 8 MB
+        # bounded memory comes before the last token of 8 MB
+        if not cuts and len(rest) > 8 * CHUNK:
             last_character = max((i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80), default=len(rest))
             cuts = [rest.rfind(b"\n") + 1 or last_character]
         if cuts:
@@ -211,13 +219,15 @@ class JsonLines(Text):
         try:
             row = parse_json(line)
         except ValueError as e:
-            raise BadInput(f"{self.where(at)} is not JSON ({e}): a .jsonl file has one object a line.") from None
+            raise BadInput(f"{self.where(at)} is not JSON ({e}): a .jsonl file has one object a "
+                           "line.") from None
         if not isinstance(row, dict) or self.key not in row:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
-            raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with --text_key=.")
+            raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with "
+                           "--text_key=.")
         if not isinstance(row[self.key], str | None):
-            raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(row[self.key]).__name__}, not a text: choose "
-                           "another --text_key=.")
+            raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(row[self.key]).__name__}, not "
+                           "a text: choose another --text_key=.")
         return row[self.key] or ""
 
     def where(self, at):
@@ -227,16 +237,18 @@ class JsonLines(Text):
 
 
 class Rows:
-    """Rows start to stop of a table with a column of texts, a document each; `width` is a row's share of the size."""
+    """Rows start to stop of a table with a column of texts, a document each; `width` is a row's share of the
+    size."""
 
     def check(self, columns):
         """columns: {name: pyarrow type}"""
         kind = str(columns.get(self.key))
         if self.key not in columns:
-            raise BadInput(f"{self.name} has no column '{self.key}' (it has {', '.join(columns)}): name the text's with "
-                           "--text_key=.")
+            raise BadInput(f"{self.name} has no column '{self.key}' (it has {', '.join(columns)}): name the "
+                           "text's with --text_key=.")
         if not re.match("(dictionary<values=)?(large_)?string", kind):
-            raise BadInput(f"{self.name}: the column '{self.key}' holds {kind}, not text: choose another --text_key=.")
+            raise BadInput(f"{self.name}: the column '{self.key}' holds {kind}, not text: choose another "
+                           "--text_key=.")
 
     @property
     def size(self):
@@ -269,8 +281,8 @@ class Parquet(Rows):
         self.stop, self.width = rows if stop is None else stop, path.stat().st_size / max(1, rows)
 
     def unreadable(self, error):
-        return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it again, or take it "
-                        "out.")
+        return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it "
+                        "again, or take it out.")
 
     def divide(self, at):
         at = self.start + int(at / self.width)
@@ -284,7 +296,8 @@ class Parquet(Rows):
         import pyarrow.parquet
         first = 0
         try:
-            with pyarrow.parquet.ParquetFile(self.path, buffer_size=CHUNK) as file:    # without, a column of a group at once
+            # without, a column of a group at once
+            with pyarrow.parquet.ParquetFile(self.path, buffer_size=CHUNK) as file:
                 for group in range(file.num_row_groups):
                     rows = file.metadata.row_group(group).num_rows
                     if first < self.stop and first + rows > self.start:
@@ -299,8 +312,8 @@ class Parquet(Rows):
 
 
 class HubRows(Rows):
-    """Rows of a dataset that the package datasets has brought here. With `lines` they are the lines of one text (WikiText's
-    rows are, and have lost what the empty ones held, a blank)."""
+    """Rows of a dataset that the package datasets has brought here. With `lines` they are the lines of one
+    text (WikiText's rows are, and have lost what the empty ones held, a blank)."""
 
     def __init__(self, dataset, name, key, lines=False, start=0, stop=None):
         self.dataset, self.name, self.key, self.lines = dataset, name, key, lines

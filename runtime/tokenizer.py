@@ -1,5 +1,5 @@
-"""Text to token ids and back, and prompts around it: GPT-2's merges or plain bytes, through tiktoken, or the tokenizer.json
-of a Hugging Face model, through the library tokenizers."""
+"""Text to token ids and back, and prompts around it: GPT-2's merges or plain bytes, through tiktoken, or the
+tokenizer.json of a Hugging Face model, through the library tokenizers."""
 import hashlib
 import json
 import re
@@ -16,22 +16,25 @@ FILE = "tokenizer.json"
 PLAIN = {"name": "plain"}
 DESCRIBED = {"name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict}
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-# The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression would end.
+# The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression
+# would end.
 SYSTEM = re.compile(r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%])[^'"\\]|\\.|\b'\b)+?)<\|im_end\|>""")
 
 
 class Tokenizer:
-    """name, fit for file names; n_vocab, the number of ids (the highest plus one); eos, the id that ends a document; end,
-    the id that ends an answer (eos, or in chatml <|im_end|>); stop, the ids that end a completion, both of these among them;
-    pad, the id in cells that no loss looks at (masks come from lengths, so it may be eos); bos, the id that a prompt begins
-    with, or None; template, {"name": "plain"} or {"name": "chatml", "system": the default message or None}.
+    """name, fit for file names; n_vocab, the number of ids (the highest plus one); eos, the id that ends a
+    document; end, the id that ends an answer (eos, or in chatml <|im_end|>); stop, the ids that end a
+    completion, both of these among them; pad, the id in cells that no loss looks at (masks come from lengths,
+    so it may be eos); bos, the id that a prompt begins with, or None; template, {"name": "plain"} or {"name":
+    "chatml", "system": the default message or None}.
 
-    Text never becomes one of these ids: they are put in as ids. Added tokens that are none of them and that the
-    tokenizer.json does not call special (Qwen3's <think>, runs of blanks) are vocabulary like any other."""
+    Text never becomes one of these ids: they are put in as ids. Added tokens that are none of them and that
+    the tokenizer.json does not call special (Qwen3's <think>, runs of blanks) are vocabulary like any
+    other."""
 
     def __init__(self, name, about=None):
-        """name: gpt2, bytes, or the path of a tokenizer.json or of its folder; about: what describe() said of it once, else
-        the files beside the tokenizer.json say it. BadInput if it can't be had."""
+        """name: gpt2, bytes, or the path of a tokenizer.json or of its folder; about: what describe() said of
+        it once, else the files beside the tokenizer.json say it. BadInput if it can't be had."""
         if name in BUILT_IN:
             self.encoding = BUILT_IN[name]()
             eos = self.encoding.eot_token
@@ -41,7 +44,8 @@ class Tokenizer:
             about = about or settings(self.encoding)
         self.name, self.n_vocab = self.encoding.name, self.encoding.n_vocab
         self.eos, self.stop, self.pad = about["eos"], about["stop"], about["pad"]
-        self.bos, self.template = about.get("bos"), about.get("template", PLAIN)      # the run folders of old lack them
+        # the run folders of old lack them
+        self.bos, self.template = about.get("bos"), about.get("template", PLAIN)
         self.start, self.end = None, self.eos
         if self.template["name"] == "chatml":
             self.start, self.end = self.encoding.id_of(IM_START), self.encoding.id_of(IM_END)
@@ -56,11 +60,11 @@ class Tokenizer:
         ids = check_described(about, path)
         tokenizer = cls(Path(folder) / FILE if about["name"] == FILE else about["name"], about)
         if tokenizer.n_vocab != about["n_vocab"]:
-            raise BadInput(f"{FILE} in {folder} has {tokenizer.n_vocab} ids, and the run was made with {about['n_vocab']}: put "
-                           "the one it was made with there.")
+            raise BadInput(f"{FILE} in {folder} has {tokenizer.n_vocab} ids, and the run was made with "
+                           f"{about['n_vocab']}: put the one it was made with there.")
         if max(ids) >= tokenizer.n_vocab:
-            raise BadInput(f"{path} names the token id {max(ids)}, and its tokenizer ends at {tokenizer.n_vocab - 1}: "
-                           "restore it.")
+            raise BadInput(f"{path} names the token id {max(ids)}, and its tokenizer ends at "
+                           f"{tokenizer.n_vocab - 1}: restore it.")
         return tokenizer
 
     def describe(self):
@@ -105,13 +109,13 @@ class Tokenizer:
         return self.decode(ids[:-1] if ids and ids[-1] in self.stop else ids)
 
     def prompt_ids(self, text, system=None, examples=()):
-        """List of the ids after which the answer begins. system: a message instead of the template's own; "" for none. examples:
-        (user's text, assistant's text) turns that stand before."""
+        """List of the ids after which the answer begins. system: a message instead of the template's own; ""
+        for none. examples: (user's text, assistant's text) turns that stand before."""
         first = [] if self.bos is None else [self.bos]
         if self.template["name"] == "plain":
             if system or examples:
-                raise BadInput("The plain prompt template has no place for a system message or earlier turns: leave them out, or put "
-                               "them into the prompt.")
+                raise BadInput("The plain prompt template has no place for a system message or earlier turns: "
+                               "leave them out, or put them into the prompt.")
             return first + self.encode(text).tolist() or [self.eos]
         system = self.template["system"] if system is None else system
         turns = self.turn("system", system) if system else []
@@ -128,9 +132,11 @@ class Tokenizer:
         return self.encode(text).tolist() + [self.end]
 
     def conversation(self, messages):
-        """[(ids, whether they are the assistant's to write)] of [{"role", "content"}, ...]; ValueError without a chat template."""
+        """[(ids, whether they are the assistant's to write)] of [{"role", "content"}, ...]; ValueError
+        without a chat template."""
         if self.template["name"] == "plain":
-            raise ValueError("messages need a model with a chat template, and this one has none; give prompt and completion")
+            raise ValueError("messages need a model with a chat template, and this one has none; give prompt "
+                             "and completion")
         parts = [([] if self.bos is None else [self.bos], False)]
         if messages[0]["role"] != "system" and self.template["system"]:
             parts.append((self.turn("system", self.template["system"]), False))
@@ -144,8 +150,8 @@ class Tokenizer:
 
 
 def check_described(about, path):
-    """The ids that a file names when it describes a tokenizer; BadInput if it has not the form of describe(). The run
-    folders of old lack the last two keys."""
+    """The ids that a file names when it describes a tokenizer; BadInput if it has not the form of describe().
+    The run folders of old lack the last two keys."""
     about = {"bos": None, "template": PLAIN} | check_type(about, dict, f"{path}: tokenizer")
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
@@ -155,7 +161,8 @@ def check_described(about, path):
     else:
         known = template == PLAIN and about["name"] in BUILT_IN
     if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise BadInput(f"{path} describes a tokenizer that no run has ({about['name']}): restore it, or give another run.")
+        raise BadInput(f"{path} describes a tokenizer that no run has ({about['name']}): restore it, or give "
+                       "another run.")
     return ids
 
 
@@ -164,7 +171,8 @@ def chatml_jinja(system, bos):
     default = f"{IM_START}system\n{system}{IM_END}\n".replace("\\", "\\\\").replace("\n", "\\n").replace("'", "\\'") if system else ""
     return ("{{ bos_token }}" if bos else "") + (
         "{% if messages[0]['role'] != 'system' %}{{ '" + default + "' }}{% endif %}" if system else "") + (
-        "{% for message in messages %}{{ '" + IM_START + "' + message['role'] + '\\n' + message['content'] + '" + IM_END + "\\n' }}{% endfor %}"
+        "{% for message in messages %}{{ '" + IM_START + "' + message['role'] + '\\n' + message['content'] + "
+                                                         "'" + IM_END + "\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '" + IM_START + "assistant\\n' }}{% endif %}")
 
 
@@ -174,8 +182,9 @@ def load_gpt2():
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as e:
-        raise BadInput(f"GPT-2's tokenizer could not be downloaded ({type(e).__name__}): set TIKTOKEN_CACHE_DIR to a folder "
-                       "that holds tiktoken's files, or use --tokenizer=bytes.") from None
+        raise BadInput(f"GPT-2's tokenizer could not be downloaded ({type(e).__name__}): set "
+                       "TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's files, or use "
+                       "--tokenizer=bytes.") from None
 
 
 def load_bytes():
@@ -196,7 +205,8 @@ def byte_letters():
 
 def byte_level(vocab, merges, end, use_regex):
     """Give the tokenizer.json, as a dictionary, of byte-level BPE. vocab: {token in byte_letters: id};
-    merges: [[left, right]] of such, in order; end: the id of the end of text; use_regex: split as GPT-2 does."""
+    merges: [[left, right]] of such, in order; end: the id of the end of text; use_regex: split as GPT-2
+    does."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     special = {"id": end, "content": END_OF_TEXT, "special": True}
     special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -237,8 +247,8 @@ class TokenizerJson:
             self.content = path.read_bytes()
             self.hf = tokenizers.Tokenizer.from_buffer(self.content)
         except Exception as e:
-            raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): get it "
-                           "again.") from None
+            raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): "
+                           "get it again.") from None
         self.hf.no_truncation()
         self.hf.no_padding()
         self.hf.encode_special_tokens = True                  # written out in a text they are text
@@ -269,16 +279,17 @@ class TokenizerJson:
         self.hf.add_special_tokens(list(tokens.values()))
         for i, token in tokens.items():
             if i in self.encode_to_numpy(token):
-                raise BadInput(f"{self.path} gives a text that spells {token} the id of that control token, {i}: choose a "
-                               "byte-level tokenizer.")
+                raise BadInput(f"{self.path} gives a text that spells {token} the id of that control token, "
+                               f"{i}: choose a byte-level tokenizer.")
 
 
     def check_pieces(self):
-        """Texts are encoded in pieces, which must come out as they do within the whole (Llama 2's, for one, do not)."""
+        """Texts are encoded in pieces, which must come out as they do within the whole (Llama 2's, for one,
+        do not)."""
         whole, *pieces = (self.encode_to_numpy(text).tolist() for text in ("a\nb", "a\n", "b"))
         if whole != sum(pieces, []):
-            raise BadInput(f"{self.path} encodes a piece of a text otherwise than the text: choose a byte-level tokenizer, such as GPT-2's, "
-                           "Llama 3's or Qwen's.")
+            raise BadInput(f"{self.path} encodes a piece of a text otherwise than the text: choose a "
+                           "byte-level tokenizer, such as GPT-2's, Llama 3's or Qwen's.")
 
 
 def locate(name):
@@ -287,12 +298,14 @@ def locate(name):
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise BadInput((f"The folder {path} has no {FILE}" if path.is_dir() else f"There is no tokenizer {path}") +
-                       f": choose --tokenizer=gpt2, bytes, or the path of a {FILE} or of the folder that holds one.")
+                       f": choose --tokenizer=gpt2, bytes, or the path of a {FILE} or of the folder that "
+                       "holds one.")
     return file
 
 
 def settings(encoding):
-    """{eos, stop, pad, bos, template} as the files beside a tokenizer.json say. A token by name comes before one by id."""
+    """{eos, stop, pad, bos, template} as the files beside a tokenizer.json say. A token by name comes before
+    one by id."""
     folder, id_of = encoding.path.parent, encoding.id_of
     names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
     files = [folder / f"{name}.json" for name in names]
@@ -309,12 +322,14 @@ def settings(encoding):
 
     eos, pad = find("eos"), find("pad")
     if eos is None:
-        raise BadInput(f"{folder} does not say which token ends a text: name it as eos_token in its tokenizer_config.json.")
+        raise BadInput(f"{folder} does not say which token ends a text: name it as eos_token in its "
+                       "tokenizer_config.json.")
     found = {"eos": eos, "stop": [eos, *ids(generation.get("eos_token_id"))], "pad": eos if pad is None else pad}
     jinja = chat_template(folder, tokens)
     if IM_START in jinja and None not in (id_of(IM_START), id_of(IM_END)):
         system = SYSTEM.search(jinja)
-        system = system and system[1].encode("ascii", "backslashreplace").decode("unicode_escape")   # as jinja reads it
+        # as jinja reads it
+        system = system and system[1].encode("ascii", "backslashreplace").decode("unicode_escape")
         found["stop"].append(id_of(IM_END))
         found |= {"template": {"name": "chatml", "system": system}, "bos": find("bos") if "bos_token" in jinja else None}
     else:
@@ -323,7 +338,8 @@ def settings(encoding):
 
 
 def chat_template(folder, tokenizer_config):
-    """The text of the chat template, "" if there is none: a file of its own, or in older models one or several in the config."""
+    """The text of the chat template, "" if there is none: a file of its own, or in older models one or
+    several in the config."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text("utf-8", "replace")
     found = tokenizer_config.get("chat_template")

@@ -37,4 +37,4 @@ def loss(self, x, y):
 
 
 train.GPT.loss = loss
-guard.run(lambda: train.main(sys.argv[1:]))
+guard.run(train.main)

@@ -128,10 +128,10 @@ def test_what_can_not_be_opened_is_one_sentence_too(tmp_path, capsys):
         with pytest.raises(BadInput, match=r"can't be read \((Is a directory|No such file or directory)\): mend it\."):
             config.read_json(path, "mend it")
 
-    def main():
+    def main(argv):
         raise PermissionError(13, "Permission denied", "secret")
     with pytest.raises(SystemExit) as e:
-        guard.run(main)
+        guard.run(main, [])
     assert e.value.code == 2
     assert capsys.readouterr().err == "error: secret can't be opened (Permission denied): change its permissions, or choose another.\n"
 

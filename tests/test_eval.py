@@ -15,8 +15,11 @@ import hf
 import tasks
 from conftest import ROOT, command, environment, trained
 from engine import Engine, Sampling
-from eval import accuracy, difference, interval, pass_at, requests_of
 from model import GPT, GPTConfig
+from questions import questions_of
+from rollout import Pipeline, ask, requests_of
+from runtime import accuracy as statistics_of_grades
+from runtime.accuracy import accuracy, difference, interval, pass_at
 from runtime.config import BadInput
 from runtime.prompts import prompt_ids
 from runtime.rewards import Grade, Pool
@@ -112,7 +115,7 @@ def test_about_95_percent_of_intervals_hold_the_truth(n, k, beta, truth):
 
 @pytest.mark.parametrize("n, k", [(60, 1), (100, 4), (200, 8)])
 def test_about_95_percent_of_intervals_hold_the_difference(n, k, monkeypatch):
-    monkeypatch.setattr(evaluation, "right", lambda shares: shares)                # grades would take most of the time
+    monkeypatch.setattr(statistics_of_grades, "right", lambda shares: shares)                # grades would take most of the time
     rng = np.random.default_rng(n)
     held = 0
     for _ in range(3000):
@@ -268,11 +271,11 @@ def test_a_verifier_that_always_fails_is_heard_and_ends_the_evaluation(model, tm
 def test_as_many_questions_as_there_are_unless_a_number_is_asked_for(task):
     luck, plain = tasks.load(str(task)), tasks.load("arithmetic")
     assert evaluation.Config.num_questions == "auto"
-    assert evaluation.questions_of(luck, "test", "auto", most=500) == luck.questions("test", n=24)
-    assert evaluation.questions_of(plain, "test", "auto", most=500) == plain.questions("test", n=500)
+    assert questions_of(luck, "test", "auto", most=500) == luck.questions("test", n=24)
+    assert questions_of(plain, "test", "auto", most=500) == plain.questions("test", n=500)
     sentence = "^--num_questions=25 is more than there are: the split test of .* has 24 questions; lower --"
     with pytest.raises(BadInput, match=sentence):
-        evaluation.questions_of(luck, "test", 25)
+        questions_of(luck, "test", 25)
 
 
 def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
@@ -281,11 +284,11 @@ def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
     with Pool(str(task), kind="serial") as pool:
         small = Engine(GPT(GPTConfig(vocab_size=64, block_size=64, n_layer=1, n_head=1, n_embd=16)), 2)
         with pytest.raises(ValueError, match="encode it with the model's tokenizer"):
-            evaluation.ask(small, tokenizer, questions, asked, pool)
+            ask(Pipeline(small, pool, tokenizer, luck), questions, asked)
         broken = GPT(GPTConfig(vocab_size=257, block_size=64, n_layer=1, n_head=1, n_embd=16))
         torch.nn.init.constant_(broken.token_embedding.weight, math.nan)
         with pytest.raises(ValueError, match="not finite"):
-            evaluation.ask(Engine(broken, 2), tokenizer, questions, asked, pool)
+            ask(Pipeline(Engine(broken, 2), pool, tokenizer, luck), questions, asked)
 
 
 @pytest.mark.parametrize("arguments, words", [

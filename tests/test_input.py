@@ -13,12 +13,14 @@ import datagen
 import eval as evaluation
 import grpo
 import hf
+import questions
 import sample
 import train
 from engine import Sampling
 from model import GPT, GPTConfig, add_lora, adapters
-from runtime import checkpoint, examples, memory, prompts, rollouts
+from runtime import checkpoint, examples, hardware, prompts
 from runtime.config import BadInput
+from runtime.run import Run
 from runtime.tokenizer import Tokenizer
 
 DEEP = "[" * 100_000
@@ -267,16 +269,22 @@ def test_examples(tmp_path, name, text, words):
                                          ('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": -Infinity}', "Row 2 of")])
 def test_questions(tmp_path, text, words):
     (tmp_path / "questions.jsonl").write_text(text)
-    sentence(lambda: rollouts.read_questions(tmp_path / "questions.jsonl", 4), words)
+    sentence(lambda: questions.read_questions(tmp_path / "questions.jsonl", 4), words)
 
 
 def test_notes_of_an_earlier_run_that_are_none_are_passed_over(tmp_path):
-    cfg = train.Config(out_dir=str(tmp_path))
-    for text in (DEEP, "[]", "{}", '{"batch_size": 32, "micro_batch": "two"}', '{"batch_size": 32, "micro_batch": 0}'):
-        (tmp_path / "retreat.json").write_text(text)
-        assert memory.after_retreat(cfg, 8) == 8
-    (tmp_path / "retreat.json").write_text('{"batch_size": 32, "micro_batch": 4}')
-    assert memory.after_retreat(cfg, 8) == 4
+    def after(text):
+        (tmp_path / "retry.json").write_text(text)
+        run = Run(train.Config(out_dir=str(tmp_path)), hardware.setup("cpu", "fp32"), None, [], 8, 1)
+        run.take_over_note()
+        return run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
+    nothing = (8, 1.0, False, "fp32")
+    for text in (DEEP, "[]", "{}", '{"batch_size": 32, "micro_batch": "two"}', '{"batch_size": 32, "micro_batch": 0}',
+                 '{"batch_size": 16, "micro_batch": 4}', '{"lr_factor": NaN, "dtype": "fp32"}', '{"lr_factor": "half"}',
+                 '{"lr_factor": 0.5, "dtype": "int8"}', '{"lr_factor": 2.0, "dtype": "fp32"}', '{"lr_factor": 0.5}'):
+        assert after(text) == nothing, text
+    assert after('{"batch_size": 32, "micro_batch": 4}') == (4, 1.0, False, "fp32")
+    assert after('{"batch_size": 32, "lr_factor": 0.5, "dtype": "bf16"}') == (8, 0.5, True, "bf16")
 
 
 # --- knobs ---

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, IGNORE, GPTConfig, HeadAndLoss, SquaredReLU, attend, rms_norm, rotate
+from kernels import HeadAndLoss, SquaredReLU, math_attention, rms_norm, sdpa_attention
+from model import GPT, IGNORE, GPTConfig, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
             tied_head=True)
@@ -149,8 +150,8 @@ def test_checkpointing_gives_the_same_gradients_bit_for_bit():
 @pytest.mark.parametrize("K", [1, 2, 4])
 def test_written_out_attention_equals_the_fused_one(K):
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 10, 8), torch.randn(2, K, 10, 8), torch.randn(2, K, 10, 8)
-    torch.testing.assert_close(attend(q, k, v, "math"), attend(q, k, v, "sdpa"))
+    q, k, v = torch.randn(2, 10, 4, 8), torch.randn(2, 10, K, 8), torch.randn(2, 10, K, 8)
+    torch.testing.assert_close(math_attention(q, k, v), sdpa_attention(q, k, v))
 
 
 @pytest.mark.parametrize("heads", [(), (3,)], ids=["channels", "heads"])

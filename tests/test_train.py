@@ -195,7 +195,9 @@ def test_gradients_that_stay_non_finite_roll_back_once_then_stop_with_the_batch_
     done = run(tmp_path / "a", text, dtype="fp32", learning_rate=1e30, lr_schedule="constant", save_interval=1, grad_clip=0,
                optimizer="adamw", max_steps=60)
     assert done.returncode == 1
-    assert done.stdout.count("Back to the checkpoint of step") == 1 and "Training diverged" in done.stdout
+    assert done.stdout.count("Back to the checkpoint of step") == 1 and "Training diverged" in done.stderr
+    log = (tmp_path / "a/training.log").read_text()
+    assert log.count("Back to the checkpoint of step") == 1 and "Training diverged" in log
     (batch,) = (tmp_path / "a").glob("bad_batch*.pt")
     assert torch.load(batch, weights_only=True)["micro_batches"][0][0].shape == (4, 32)
 

@@ -1,0 +1,121 @@
+"""A step of grpo.py in figures: metrics.jsonl for programs, a line for people."""
+from collections import Counter
+
+from rollout import zero_variance
+from runtime import distributed
+from runtime.log import duration
+
+
+OF_AN_UPDATE = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")     # sums that `learn` gives
+PARTS = ("rollout", "reward", "reference", "update", "sync")           # of a step, which are timed
+
+
+def flops(model, completions):
+    """Count those of forward and backward passes, without padding: a prefix once, the head for what is
+    sampled alone."""
+    head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
+    plain = model.flops_per_token(0) - head
+    by_length = model.flops_per_token(1) - model.flops_per_token(0)
+    total = 0
+    for length in map(len, {c.prefix for c in completions}):
+        total += length * (plain + by_length * length)
+    for c in completions:
+        total += len(c.ids) * (plain + by_length * (len(c.prefix) + len(c.ids)) + head)
+    return total
+
+
+def step_metrics(cfg, run, groups, updates, bytes_read):
+    """Return a step's metrics, from the groups that all ranks sampled, the figures of each optimizer step,
+    the bytes that sampling read, and this rank's timings."""
+    completions = [c for group in groups for c in group]
+    counts = Counter(
+        samples=len(completions),
+        groups=len(groups),
+        reward=sum(c.reward for c in completions),
+        reward_squared=sum(c.reward**2 for c in completions),
+        right=sum(c.grade.score == 1 for c in completions),
+        solved=sum(any(c.grade.score == 1 for c in group) for group in groups),
+        zero_variance=sum(map(zero_variance, groups)),
+        sampled=sum(len(c.ids) for c in completions),
+        prompts=sum(len(c.prompt) for c in completions),
+        bytes=bytes_read,
+        truncated=sum(not c.finished for c in completions),
+        errors=sum(c.grade.error is not None for c in completions),
+        timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
+    )
+    for c in completions:
+        counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
+    for update in updates:
+        counts.update({name: update[name] for name in OF_AN_UPDATE})
+    largest_difference = 0.0
+    if updates:                              # before any weight has moved
+        counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
+        largest_difference = updates[0]["largest_difference"]
+
+    ranks = distributed.gather((counts, largest_difference, max(len(c.ids) for c in completions)))
+    total = Counter()
+    for rank_counts, _, _ in ranks:
+        total.update(rank_counts)
+    n = total["samples"]
+    learnt = max(1.0, total["tokens"])
+    tokens = total["sampled"] + total["prompts"]
+    mean_reward = total["reward"] / n
+    hw = run.hardware
+    world = distributed.world_size()
+    seconds = run.timings.total()
+    rollout_s = run.timings["rollout"]
+    mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1)
+    return {
+        "loss": total["loss"] / max(1, len(updates)),
+        "reward": mean_reward,
+        "reward_std": max(0.0, total["reward_squared"] / n - mean_reward**2) ** 0.5,
+        "pass_at_1": total["right"] / n,
+        f"pass_at_{cfg.k_samples}": total["solved"] / total["groups"],
+        "zero_variance": total["zero_variance"] / total["groups"],
+        "groups": total["groups"],
+        **{name: total[name] / n for name in sorted(total) if name.startswith("parts/")},
+        "errors": total["errors"],
+        "timeouts": total["timeouts"],
+        "entropy": total["entropy"] / learnt,
+        "kl": total["kl"] / learnt,
+        "kl_old": total["kl_old"] / learnt,
+        "clip_fraction": total["clipped"] / learnt,
+        "logprob_gap": total["difference"] / max(1.0, total["compared"]),
+        "logprob_gap_max": max(difference for _, difference, _ in ranks),
+        "completion_tokens": total["sampled"] / n,
+        "completion_tokens_max": max(longest for _, _, longest in ranks),
+        "truncated": total["truncated"] / n,
+        "completions_per_s": n / seconds,
+        "tokens_per_s": tokens / seconds,
+        "sampled_tokens_per_s": total["sampled"] / rollout_s,
+        "mfu": mfu,
+        "mbu_rollout": hw.bandwidth and total["bytes"] / world / rollout_s / (hw.bandwidth * 1e12),
+        "perf/throughput": tokens / seconds / world,
+        "perf/mfu/actor": mfu,
+    }
+
+
+def log_step(cfg, run, stream, lr, metrics, updates):
+    """Write a step's metrics and its line."""
+    state = run.state
+    grad_norm = updates[-1]["grad_norm"] if updates else 0.0
+    seconds = run.timings.total()
+    used, peak = run.hardware.memory_gb()
+    asked = stream.state.asked
+    timings = {f"{name}_s": run.timings[name] for name in PARTS}
+    run.log.metrics(
+        step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
+        seconds=state.seconds, memory_gb=used, peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked,
+        epoch=asked / len(stream), epoch_s=seconds * len(stream) / cfg.prompts_per_step,
+        **{"training/global_step": run.step}, **metrics, **timings)
+    line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
+            f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
+            f"zero variance {metrics['zero_variance']:.0%} | entropy {metrics['entropy']:.3f} | "
+            f"{metrics['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: "
+            f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
+            f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
+    if metrics["errors"]:
+        line += f" | {metrics['errors']} errors"
+    if not updates:
+        line += " | nothing to learn: in each group all samples have the same reward"
+    run.log.say(line)

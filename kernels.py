@@ -1,0 +1,210 @@
+"""The parts of model.py that are written by hand for speed or memory. Imports torch alone.
+
+They are attention, of which each kind is a function in ATTENTION; the norm and the squared ReLU, whose
+backward passes are quick on a CPU; and the head with its loss.
+
+Shapes: B sequences of T positions, C channels, V ids; in attention H query heads, K key/value heads of S
+positions, D channels a head.
+"""
+from contextlib import nullcontext
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+IGNORE = -1          # a target that is not trained on; set from lengths, never from token ids
+SDPA_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+# --- attention ---
+
+def sdpa_attention(q, k, v, mask=None, dropout=0.0):
+    """Return attention [B, T, H, D] of q [B, T, H, D] over k and v [B, S, K, D], by PyTorch's fused kernel.
+
+    It is causal, unless there is a mask [B, 1 or H, T, S] of 0 and -inf, which is added to the scores.
+    """
+    H = q.shape[2]
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    if mask is None:
+        grouped = k.shape[1] != H
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
+    else:
+        # The fused kernels that take a mask can't share heads.
+        k = repeat_heads(k, H)
+        v = repeat_heads(v, H)
+        # On a GPU whatever kernel was asked for: flash takes no mask.
+        with sdpa_kernel(SDPA_WITH_MASK) if q.is_cuda else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return y.transpose(1, 2)
+
+
+def math_attention(q, k, v, mask=None, dropout=0.0):
+    """Return the same as sdpa_attention, with its two products written out.
+
+    On a CPU in bf16 that is several times faster at short lengths and still ahead at 1,024 (see NOTES.md).
+    """
+    B, T, H, D = q.shape
+    S = k.shape[1]
+    q = q.transpose(1, 2).reshape(B * H, T, D)
+    k = repeat_heads(k.transpose(1, 2), H).reshape(B * H, S, D)
+    v = repeat_heads(v.transpose(1, 2), H).reshape(B * H, S, D)
+    if mask is None:
+        mask = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    else:
+        mask = mask.expand(B, H, T, S).flatten(0, 1)
+    weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5).softmax(-1)
+    y = torch.bmm(F.dropout(weights, dropout), v)
+    return y.view(B, H, T, D).transpose(1, 2)
+
+
+def repeat_heads(x, n_head):
+    """Repeat heads of keys or values [B, K, S, D], so that each query head has its own: [B, H, S, D]."""
+    groups = n_head // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+ATTENTION = {"sdpa": sdpa_attention, "math": math_attention}
+
+
+# --- norm and activation ---
+
+def rms_norm(x, gain, eps):
+    """Return x [..., D] over the root of its mean square, times gain [D] (or [H, D]: one for each head).
+
+    In the engine, where no gradient will be asked for, F.rms_norm is as fast on a CPU.
+    """
+    # Dynamo can't ask whether this is inference mode.
+    in_engine = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    if x.device.type == "cpu" and not in_engine:
+        return NormOnCPU.apply(x, gain, eps)
+    gain = gain.to(x.dtype)                  # the kernel is fused only if both are of one dtype
+    # A GPU's autocast would return fp32.
+    autocast = torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
+        if gain.ndim == 1:
+            return F.rms_norm(x, x.shape[-1:], gain, eps)
+        return F.rms_norm(x, x.shape[-1:], eps=eps) * gain
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class NormOnCPU(torch.autograd.Function):
+    """What rms_norm says, in few passes over memory.
+
+    The backward pass of F.rms_norm on a CPU takes twenty. Both ways, 8192 x 128 in bf16: 1.3 ms instead of
+    2.5, two Zen 5 cores.
+    """
+
+    @staticmethod
+    def forward(ctx, x, gain, eps):
+        at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32)
+        mean_square = length.square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_().to(x.dtype)
+        normed = x * scale
+        ctx.gain_dtype = gain.dtype
+        gain = gain.to(x.dtype)
+        ctx.save_for_backward(normed, scale, gain)
+        return normed * gain
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        normed, scale, gain = ctx.saved_tensors
+        dy_normed = dy * normed
+        dgain = None
+        if ctx.needs_input_grad[1]:
+            dgain = dy_normed.flatten(0, -1 - gain.ndim).sum(0).to(ctx.gain_dtype)
+        # A longer x gives the same result, so the gradient's component along x is taken out.
+        component = (dy_normed * gain).sum(-1, keepdim=True)
+        dx = torch.addcmul(dy * gain, normed, component, value=-1 / normed.shape[-1]).mul_(scale)
+        return dx, dgain, None
+
+
+class SquaredReLU(torch.autograd.Function):
+    """relu(x)^2 (So et al. 2021), with a backward pass in one pass over memory instead of three.
+
+    Both ways, 8192 x 512 in bf16: 1.2 ms instead of 2.3, two Zen 5 cores.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        positive = F.relu(x)
+        ctx.save_for_backward(positive)
+        return positive.square()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        positive, = ctx.saved_tensors
+        return torch.addcmul(dy.new_zeros(()), dy, positive, value=2)
+
+
+# --- head and loss ---
+
+class HeadAndLoss(torch.autograd.Function):
+    """Summed cross entropy of a linear head, `rows` positions at a time: B*T*V logits never exist at once.
+
+    The gradient of a summed cross entropy is softmax - onehot, so it is taken while a chunk's logits exist.
+    Nothing is recomputed in the backward pass and only [B*T, C] and [V, C] are kept. At 32 x 1024 x 50304 the
+    fp32 logits and their gradient would be 6,288 MiB each. Chunks of 2**27 logits hold 512 MiB each.
+    """
+
+    @staticmethod
+    def forward(ctx, h, weight, targets, vocab_size, softcap, rows):
+        """Return nats as fp32 [] for h [B*T, C], weight [V padded, C] and targets [B*T] (or IGNORE)."""
+        ctx.h_dtype = h.dtype
+        ctx.weight_dtype = weight.dtype
+        w = weight.to(h.dtype)
+        if torch.is_autocast_enabled(h.device.type):
+            autocast_dtype = torch.get_autocast_dtype(h.device.type)
+            h = h.to(autocast_dtype)
+            w = w.to(autocast_dtype)
+        dh = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        loss = torch.zeros((), dtype=torch.float32, device=h.device)
+        for start in range(0, len(h), rows):
+            chunk = h[start:start + rows]
+            y = targets[start:start + rows]
+            logits = chunk @ w.t()
+            if softcap:
+                logits = softcap * torch.tanh(logits.float() / softcap)
+            logits[:, vocab_size:] = float("-inf")
+            p = torch.softmax(logits, dim=-1, dtype=torch.float32)
+            # The likeliest id has p = 1 / sum(exp(logits - max)), so two maxima give the log of the sum.
+            log_sum = logits.amax(-1).float() - p.amax(-1).log()
+            trained = (y != IGNORE).float()
+            index = y.clamp(min=0)[:, None]
+            target_logits = logits.gather(1, index)[:, 0].float()
+            loss += ((log_sum - target_logits) * trained).sum()
+            if dh is None and dw is None:
+                continue
+            p.scatter_add_(1, index, p.new_full((1, 1), -1.0).expand(len(y), 1))       # softmax - onehot
+            if softcap:
+                logits[:, vocab_size:] = 0
+                p *= 1 - (logits / softcap).square()
+            grad = p.to(h.dtype)
+            trained = trained[:, None].to(h.dtype)       # masks positions where they are C wide, not V
+            if dh is not None:
+                dh[start:start + rows] = (grad @ w) * trained
+            if dw is not None:
+                dw += grad.t() @ (chunk * trained)
+        ctx.save_for_backward(dh, dw)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale):
+        dh, dw = ctx.saved_tensors
+        if dh is not None:
+            dh = (dh.float() * scale).to(ctx.h_dtype)
+        if dw is not None:
+            dw = (dw * scale).to(ctx.weight_dtype)
+        return dh, dw, None, None, None, None

@@ -1,0 +1,145 @@
+"""What a model is asked: the questions of a task or of a file, and their order in reinforcement learning."""
+import contextlib
+import functools
+import hashlib
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from runtime import distributed
+from runtime.config import BadInput
+from runtime.examples import is_answer, read_rows
+
+
+@contextlib.contextmanager
+def task_errors():
+    """Turn what a task, its workers or the engine say of their input into BadInput. A KeyError is a mistake
+    in a task's code."""
+    try:
+        yield
+    except (LookupError, ValueError, OSError, FloatingPointError) as e:
+        if isinstance(e, KeyError | IndexError):
+            raise
+        raise BadInput(str(e)) from None
+
+
+@task_errors()
+def questions_of(task, split, n, seed=0, most=1000):
+    """Return n questions of a task's split, at least one; for "auto" as many as there are, up to `most`.
+    BadInput if there are not so many."""
+    questions = task.questions(split, seed, most if n == "auto" else n, fewer=True)
+    if isinstance(n, int) and len(questions) < n:
+        raise ValueError(f"--num_questions={n} is more than there are: the split {split} of {task.name} has "
+                         f"{len(questions)} questions; lower --num_questions, or leave it out.")
+    if not questions:
+        raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another "
+                         "task.")
+    return questions
+
+
+def plain(text):
+    """Return a question as it is compared: without case, spaces, and what punctuation is no part of a number
+    or a formula."""
+    return " ".join(re.sub(r"""[?!;:"'_]|[.,](?!\d)""", " ", text).casefold().split())
+
+
+@task_errors()
+def unseen_questions(task, split, n, seed=0):
+    """Return (questions of a split to train on, how many were dropped because they, or ones that read the
+    same, stand in the test split)."""
+    questions = questions_of(task, split, n, seed)
+    try:
+        test = {plain(q["question"]) for q in task.questions("test")}
+    except ValueError as e:
+        print("The task has no test split that could be read, so no question was compared with it "
+              f"({e})", flush=True)
+        test = set()
+    kept = [q for q in questions if plain(q["question"]) not in test]
+    if not kept:
+        raise ValueError(f"All {len(questions)} questions of {task.name} stand in its test split too: let "
+                         "questions() tell splits apart.")
+    return kept, len(questions) - len(kept)
+
+
+def read_questions(path, n_valid):
+    """Return (questions to train on, questions for validation) of a .jsonl file; the latter a tenth by a
+    hash, n_valid at most."""
+    questions = {}
+    for number, row in enumerate(read_rows(path), 1):
+        text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
+        if not isinstance(text, str) or "answer" not in row or not is_answer(row["answer"]):
+            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}, and the '
+                           'answer not NaN.')
+        questions.setdefault(text, row | {"question": text})
+    tenth = [text for text in questions
+             if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
+    valid = [questions.pop(text) for text in tenth[:n_valid]]
+    if not questions:
+        raise BadInput(f"{path} holds no question to train on: give a --dataset= with more.")
+    return list(questions.values()), valid
+
+
+# --- the stream that grpo.py asks ---
+
+@dataclass
+class StreamState:
+    """What of the stream is saved with the run."""
+    asked: int = 0                           # positions of the stream that have been asked
+    solved: dict = field(default_factory=dict)       # {number of a question: epoch in which all its samples
+                                             # were right}
+    slots: int = 0                           # samples in flight, as many as fit
+
+
+class QuestionStream:
+    """The endless stream of questions: each once an epoch, in an order of its own. pairs: [(question,
+    Request)]."""
+
+    def __init__(self, cfg, pairs):
+        self.cfg = cfg
+        self.pairs = pairs
+        self.state = StreamState()
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def number(self, position):
+        """Return which question stands at a position of the stream."""
+        return question_at(position, len(self), self.cfg.seed)
+
+    def next(self):
+        """Return the positions of a step's questions, of all ranks together. Those that rest are passed
+        over."""
+        state = self.state
+        rest = self.cfg.skip_solved
+        positions = []
+        resting = set()
+        while len(positions) < self.cfg.prompts_per_step:
+            number = self.number(state.asked)
+            epoch = state.asked // len(self)
+            rested = epoch - state.solved.get(number, -rest - 1) > rest
+            if rested or len(resting) == len(self):
+                positions.append(state.asked)
+            else:
+                resting.add(number)          # if all do, they are asked all the same
+            state.asked += 1
+        return positions
+
+    def note_solved(self, groups):
+        """Let the questions rest all of whose samples were right, on any rank. groups: {position:
+        [Completion]}."""
+        solved = [position for position, group in groups.items() if all(c.grade.score == 1 for c in group)]
+        for positions in distributed.gather(solved):
+            for position in positions:
+                self.state.solved[self.number(position)] = position // len(self)
+
+
+def question_at(position, n, seed):
+    """Return the number of the question at a position of the stream of n questions."""
+    epoch, k = divmod(position, n)
+    return int(epoch_order(n, seed, epoch)[k])
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(n, seed, epoch):
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)

@@ -1,0 +1,71 @@
+"""The loss of a model on a text or on chosen answers, over all ranks, and what it is called: perplexity, bits
+per byte."""
+import math
+
+import torch
+
+from runtime import data, distributed, examples
+
+
+def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, stride=None):
+    """Compute the loss of a text over all ranks, each token predicted once (data.complete_pass).
+
+    tokens: data.TokenFile. limit: only the first so many predicted tokens. Returns a dictionary: `loss` in
+    nats per token, `nll` in nats, `tokens` predicted (the first token of a text is context only),
+    `ppl_token`; where the text's words and bytes are known also these, `ppl_word` = exp(nll / words), words
+    being what white space separates, and `bits_per_byte`. With a limit, words and bytes are counted in
+    proportion.
+    """
+    batches = data.complete_pass(
+        tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride)
+    result = loss_of(model, batches, hardware)
+    if tokens.words:
+        share = result["tokens"] / (len(tokens) - 1)
+        words = share * tokens.words
+        n_bytes = share * tokens.bytes
+        result["words"] = round(words)
+        result["bytes"] = round(n_bytes)
+        result["ppl_word"] = exp(result["nll"] / words)
+        result["bits_per_byte"] = result["nll"] / n_bytes / math.log(2)
+    return result
+
+
+def examples_loss(model, held_out, batch_size, hardware):
+    """Compute the loss of the answers of examples.Examples over all ranks, as text_loss does."""
+    held_out = sorted(held_out, key=lambda example: example.length)
+    longest = held_out[-1].length
+    mine = held_out[distributed.rank()::distributed.world_size()]
+    batches = []
+    for first in range(0, len(mine), batch_size):
+        some = mine[first:first + batch_size]
+        batches.append(examples.padded(some, examples.width(some[-1].length, longest)))
+    return loss_of(model, batches, hardware)
+
+
+@torch.no_grad()
+def loss_of(model, batches, hardware):
+    """Return {loss, nll, tokens, ppl_token} of batches (x, y), summed over all ranks."""
+    training = model.training
+    model.eval()
+    nll = 0.0
+    n_tokens = 0
+    for x, y in batches:
+        n_tokens += int((y != data.IGNORE).sum())
+        with hardware.autocast():
+            nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
+    model.train(training)
+    nll, n_tokens = distributed.sum([nll, n_tokens])
+    return {"loss": nll / n_tokens, "nll": nll, "tokens": int(n_tokens), "ppl_token": exp(nll / n_tokens)}
+
+
+def exp(x):
+    """Return e**x, infinity where a float can't hold it."""
+    return math.exp(x) if x < 700 else math.inf
+
+
+def evaluation_line(result):
+    """Return a line for people of what text_loss gave."""
+    line = f"val loss {result['loss']:.4f} | perplexity {result['ppl_token']:.2f} a token"
+    if "ppl_word" in result:
+        line += f", {result['ppl_word']:.2f} a word | {result['bits_per_byte']:.4f} bits/byte"
+    return line

@@ -1,0 +1,484 @@
+"""A training run: what must be found again in order to go on as if it had never stopped, and when to save and
+to stop.
+
+A stage says what happens when nothing goes wrong:
+
+    run = Run(cfg, hardware, model, optimizers, micro_batch, digest)
+    if resuming:
+        run.restore(step)
+    with run.open(tokenizer, resuming):
+        while run.step < num_steps and not run.should_stop():
+            run.start_step()
+            ...
+            run.check_gradients(finite, batch)
+            run.finish_step(tokens)
+            ...
+            run.save_if_due()
+
+What goes wrong raises. Out of memory, and gradients that stay without finite values, become a guard.Retry:
+there is a checkpoint to go back to, the note retry.json says what is to be different, and `restore` reads it.
+"""
+import copy
+import dataclasses
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import tasks
+from model import adapters, add_lora, load_adapters
+from runtime import checkpoint, distributed, memory, optim
+from runtime.config import BadInput, read_json
+from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
+from runtime.hardware import DTYPES
+from runtime.log import Log
+
+# in the run folder, until the next checkpoint: what is to be different
+NOTE = "retry.json"
+
+
+@dataclass
+class TrainState:
+    """The plain numbers of a run's state."""
+    batch_size: int                          # the config's, for which micro_batch was found
+    micro_batch: int                         # sequences (grpo.py: tokens) of a micro-step, as many as fit
+    step: int = 0                            # optimizer steps done (grpo.py: rollouts)
+    tokens: int = 0                          # positions seen in them
+    data: str = ""                           # digest of the examples, or questions, that are trained on
+    seconds: float = 0.0                     # in optimizer steps
+    lr_factor: float = 1.0                   # halved by a roll-back
+    skipped: int = 0                         # optimizer steps whose gradients were not finite
+    stale: int = 0                           # evaluations since the best
+
+
+class Run:
+    """Model, optimizers, loss scale (`scaler`), `state` and the log of a run; the first two are given, and
+    changed in place.
+
+    num_steps: of the whole run. data: digest of what is trained on. stage_state: a dataclass instance of what
+    else a stage must find again, saved with the rest. `timings` holds the seconds of each part of a step, see
+    `lap`.
+    """
+
+    def __init__(self, cfg, hardware, model, optimizers, micro_batch, num_steps, data="", stage_state=None):
+        self.cfg = cfg
+        self.hardware = hardware
+        self.model = model
+        self.optimizers = optimizers
+        self.num_steps = num_steps
+        self.state = TrainState(cfg.batch_size, micro_batch, data=data)
+        self.stage_state = stage_state
+        self.scaler = hardware.scaler()
+        self.nonfinite = NonFinite()
+        # micro-batch -> the next smaller one, None if there is none; see `fit`
+        self.smaller = None
+        self.reset_timings()
+        self.before = None                   # plain_state() when this step began
+        self.weights_moved = False           # in this step
+        # what was last learnt from, for people to look at if training diverges
+        self.batch = {}
+        self.stopping = False                # one of the ranks was asked to stop
+        self.val_loss = None                 # of this step, if it was evaluated
+        self.new_best = False
+
+    @property
+    def step(self):
+        return self.state.step
+
+    # --- the run folder ---
+
+    def open(self, tokenizer, resuming, keep_base=False):
+        """Write the run folder, with all that is needed to use the model, and open the log. keep_base: also
+        keep the weights as they are now, beside which an adapter stands, and which a reference goes on to
+        have. Returns the run, for `with`."""
+        distributed.on_main(lambda: self.write_folder(tokenizer, resuming, keep_base))
+        cfg = self.cfg
+        last_step = self.step if resuming else None
+        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
+        return self
+
+    def write_folder(self, tokenizer, resuming, keep_base):
+        cfg = self.cfg
+        about = {
+            "architecture": dataclasses.asdict(self.model.config),
+            "tokenizer": tokenizer.describe(),
+            "lora": lora(cfg),
+            "task": own_task(cfg),
+        }
+        checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
+        if resuming:
+            return
+        tokenizer.save(cfg.out_dir)
+        trained = adapters(self.model)
+        if trained or keep_base:
+            weights = self.model.state_dict().items()
+            checkpoint.save_base(cfg.out_dir, {name: w for name, w in weights if name not in trained})
+
+    def __enter__(self):
+        self.stop = StopSignal()
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        """Turn running out of memory into a Retry; keep in the log why the run ends."""
+        try:
+            known = error is None or isinstance(error, BadInput | Failure | Retry)
+            if not known and memory.is_out_of_memory(error):
+                self.go_on_with_smaller_pieces(f"{error}".partition("\n")[0])
+            # on every rank: nothing can be sampled from such weights
+            if isinstance(error, FloatingPointError):
+                self.log.say(f"step {self.step + 1}: the logits are not finite, so nothing can be sampled.")
+                self.roll_back()
+        except (Failure, Retry) as e:
+            error = e
+            raise
+        finally:
+            if isinstance(error, Failure | Retry):
+                self.log.note(str(error))
+            self.log.close()
+
+    def fit(self, attempt, smaller, advice):
+        """Return the model as the loop calls it, with the micro-batch that fits every rank's memory
+        (memory.fit)."""
+        self.smaller = smaller
+        model, self.state.micro_batch = memory.fit(
+            self.hardware, self.state.micro_batch, attempt, smaller, advice, self.log.say)
+        model.share_gradients()
+        return model
+
+    def optimizer_bytes(self):
+        """Return the memory that the optimizers will take from their first step on."""
+        return optim.state_to_come(self.optimizers)
+
+    # --- a step ---
+
+    def start_step(self):
+        """Remember the state to which a step that fails goes back."""
+        self.before = self.plain_state()
+        self.weights_moved = False
+        self.val_loss = None
+        self.new_best = False
+        self.clock = time.perf_counter()
+
+    def reset_timings(self):
+        self.timings = Counter()             # {part of a step: seconds}, in `timed_steps` steps
+        self.timed_steps = 0
+        self.timed_tokens = 0
+
+    def lap(self, name, wait=False):
+        """Add the seconds since the last lap to timings[name]. wait: until the device has done what it was
+        given."""
+        if wait:
+            self.hardware.wait()
+        clock = time.perf_counter()
+        self.timings[name] += clock - self.clock
+        self.state.seconds += clock - self.clock
+        self.clock = clock
+
+    def check_gradients(self, finite, **batch):
+        """Note the outcome of an optimizer step. Gradients that are not finite have moved nothing: the step
+        is skipped; five of them in a row go back to the last checkpoint, once, with half the learning rate
+        and without fp16; then the run fails, with `batch` on the disk."""
+        self.weights_moved = True
+        self.batch = batch
+        verdict = self.nonfinite.after(finite, self.scaler.get_scale())
+        if verdict == "ok":
+            return
+        self.state.skipped += 1
+        self.log.say(f"step {self.step + 1}: the gradients are not finite; this optimizer step is skipped.")
+        if verdict == "rollback":
+            self.roll_back()
+        if verdict == "stop":
+            self.give_up()
+
+    def finish_step(self, tokens):
+        """Count a step that is done. tokens: positions of it, all ranks together."""
+        self.state.step += 1
+        self.state.tokens += tokens
+        self.timed_steps += 1
+        self.timed_tokens += tokens
+        self.stopping = self.stop.requested()             # one small exchange between the ranks
+
+    def due(self, interval):
+        """Tell whether it is time for what happens every so many steps, and after the last; never if that is
+        0."""
+        return interval > 0 and (self.step % interval == 0 or self.step == self.num_steps)
+
+    def should_stop(self):
+        """Tell whether the run was asked to stop, or has not become better for too long."""
+        return self.stopping or self.out_of_patience()
+
+    def out_of_patience(self):
+        patience = getattr(self.cfg, "patience", 0)
+        return patience > 0 and self.state.stale >= patience
+
+    def record_validation(self, loss):
+        """Note a validation loss. Tells whether it is the best so far."""
+        self.val_loss = loss
+        best = distributed.on_main(lambda: checkpoint.best_loss(self.cfg.out_dir, self.step - 1))
+        self.new_best = loss < best
+        self.state.stale = 0 if self.new_best else self.state.stale + 1
+        return self.new_best
+
+    def save_if_due(self, also=False):
+        """Save every save_interval steps, after the last, at a new best, before an end, and where `also` says
+        so."""
+        evaluated_late = self.stopping and self.val_loss is not None
+        ends = self.out_of_patience() or evaluated_late
+        if self.due(self.cfg.save_interval) or self.new_best or ends or also:
+            self.save()
+
+    def end(self):
+        """Say why the run ends before its last step, if it does. Returns the exit code."""
+        if self.stopping:
+            out_dir = self.cfg.out_dir
+            resume = f"--init_from=resume --out_dir={out_dir}"
+            how = f"--init_from={out_dir}" if self.cfg.save_only_model else resume
+            self.log.say(f"Stopped as asked after step {self.step}, and saved. Go on with {how}")
+            return self.stop.exit_code()
+        if self.out_of_patience():
+            best = checkpoint.best(self.cfg.out_dir)
+            self.log.say(f"Stopped early after step {self.step}: {self.state.stale} evaluations without a "
+                         f"better loss than that of step {best}, whose weights are kept.")
+        return 0
+
+    # --- checkpoints ---
+
+    def plain_state(self):
+        """Copy the numbers that a checkpoint holds."""
+        stage = {}
+        if self.stage_state:
+            stage = {name: copy.copy(value) for name, value in vars(self.stage_state).items()}
+        return {
+            "progress": dataclasses.asdict(self.state),
+            "nonfinite": dataclasses.asdict(self.nonfinite),
+            "stage": stage,
+        }
+
+    def save(self, plain_state=None, save_only_model=None, val_loss=None):
+        """Write a checkpoint of the step that has been reached; every rank must call. plain_state: other
+        numbers than the present ones."""
+        cfg = self.cfg
+        plain_state = plain_state or self.plain_state()
+        only_model = cfg.save_only_model if save_only_model is None else save_only_model
+        state = {
+            "optimizer": cfg.optimizer,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "dtype": self.hardware.dtype,
+        }
+        state = None if only_model else state | plain_state
+        weights = adapters(self.model) or self.model.state_dict()
+        val_loss = self.val_loss if val_loss is None else val_loss
+
+        def write():
+            step = plain_state["progress"]["step"]
+            checkpoint.save(cfg.out_dir, step, weights, state, val_loss, cfg.keep_last, dataclasses.asdict(cfg))
+            (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
+        distributed.on_main(write)
+
+    def restore(self, step):
+        """Bring everything back as it was after `step` steps of the run in out_dir; but knobs of the
+        optimizer that are given on resume count, and so do a smaller micro-batch and what a Retry asks
+        for."""
+        with checkpoint.loading(f"The checkpoint of step {step} in {self.cfg.out_dir}"):
+            self.load(step)
+        self.take_over_note()
+        self.scaler = self.hardware.scaler()
+        if self.scaler_state and self.scaler.is_enabled():
+            self.scaler.load_state_dict(self.scaler_state)
+
+    def load(self, step):
+        """Restore, with whatever files raise that are not this run's."""
+        weights = checkpoint.load_weights(self.cfg.out_dir, step, self.hardware.device)
+        if adapters(self.model):
+            load_adapters(self.model, weights)
+        else:
+            self.model.load_state_dict(weights)
+        state = checkpoint.load_state(self.cfg.out_dir, step)
+        if state["optimizer"] != self.cfg.optimizer:
+            raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of "
+                           f"{state['optimizer']}: leave it out.")
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            knobs = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            optimizer.load_state_dict(saved)
+            for group, given in zip(optimizer.param_groups, knobs):
+                group.update(given)
+        asked_for = self.state.micro_batch
+        update(self.state, state["progress"])
+        if self.stage_state:                              # runs of grpo.py once had it among the others
+            update(self.stage_state, state.get("stage", state["progress"]))
+        if self.state.batch_size != self.cfg.batch_size:
+            self.state.batch_size = self.cfg.batch_size
+            self.state.micro_batch = asked_for
+        self.state.micro_batch = min(asked_for, self.state.micro_batch)
+        update(self.nonfinite, state["nonfinite"])
+        if self.nonfinite.rolled_back:                    # it may have left fp16
+            self.hardware.dtype = state["dtype"]
+        self.scaler_state = state["scaler"]               # empty without fp16
+
+    # --- the way back ---
+
+    def take_over_note(self):
+        """Change what the Retry that left the note asks for. Its values are absolute: to take them over twice
+        does no harm."""
+        try:
+            note = read_json(Path(self.cfg.out_dir) / NOTE, "delete it")
+        except BadInput:
+            return
+        micro_batch = note.get("micro_batch")
+        if note.get("batch_size") == self.cfg.batch_size and micro_batch in range(1, self.state.micro_batch):
+            self.state.micro_batch = micro_batch
+        factor = note.get("lr_factor")
+        if type(factor) is float and 0 < factor <= 1 and note.get("dtype") in DTYPES:
+            self.state.lr_factor = factor
+            self.nonfinite.rolled_back = True
+            self.hardware.dtype = note["dtype"]
+
+    def retry(self, sentence, alone=False, **changes):
+        """Leave a note of the changes and raise Retry."""
+        if alone or distributed.is_main():
+            note = json.dumps({"batch_size": self.cfg.batch_size} | changes)
+            checkpoint.write_atomically(Path(self.cfg.out_dir) / NOTE, note.encode())
+        raise Retry(sentence, self.cfg.out_dir, alone)
+
+    def go_on_with_smaller_pieces(self, reason):
+        """Raise Retry after running out of memory: from the beginning of this step where that can be saved,
+        else from the last checkpoint. Failure where there is none, or nothing smaller to try."""
+        cfg = self.cfg
+        step = self.step + 1
+        micro_batch = self.state.micro_batch
+        less = self.smaller(micro_batch) if self.smaller else None
+        if less is None:
+            raise Failure(f"Step {step} ran out of memory with a micro-batch of one sequence ({reason}): go "
+                          "on from the last checkpoint with --gradient_checkpointing, or where more memory is "
+                          "free.")
+        if distributed.world_size() == 1 and not self.weights_moved:
+            self.save_beginning_of_step()
+            self.retry(f"Step {step} ran out of memory ({reason}): it is repeated with a micro-batch of "
+                       f"{less} instead of {micro_batch}.", micro_batch=less)
+        what = f"Rank {distributed.rank()} ran out of memory at step {step} ({reason})"
+        if not any(checkpoint.has_state(cfg.out_dir, saved) for saved in checkpoint.steps(cfg.out_dir)):
+            raise Failure(f"{what}, before the first checkpoint: start again with --overwrite "
+                          f"{cfg.flags_for(less)}, which is the same step in smaller pieces.")
+        self.retry(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with "
+                   f"a micro-batch of {less} instead of {micro_batch}.", alone=True, micro_batch=less)
+
+    def save_beginning_of_step(self):
+        """Save the state in which this step began, weights alone or not, unless there is a checkpoint of
+        it."""
+        out_dir = self.cfg.out_dir
+        if not self.before or self.before["progress"]["step"] != self.step:
+            self.before = self.plain_state()              # the step was done, and what came after it failed
+        if checkpoint.damage(out_dir, self.step) or not checkpoint.has_state(out_dir, self.step):
+            val_loss = checkpoint.read_meta(out_dir, self.step).get("val_loss")
+            self.save(self.before, save_only_model=False, val_loss=val_loss)
+
+    def roll_back(self):
+        """Raise Retry from the newest checkpoint with half the learning rate and without fp16; Failure if
+        there is none, or if that was tried before."""
+        out_dir = self.cfg.out_dir
+        step = distributed.on_main(lambda: checkpoint.newest_intact(out_dir, self.log.say))
+        if step is None or not checkpoint.has_state(out_dir, step) or self.state.lr_factor < 1:
+            self.give_up()
+        dtype = self.hardware.dtype
+        if dtype == "fp16":
+            bf16 = self.hardware.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8
+            dtype = "bf16" if bf16 else "fp32"
+        self.retry(f"Back to the checkpoint of step {step}, once, with half the learning rate and {dtype}.",
+                   lr_factor=self.state.lr_factor / 2, dtype=dtype)
+
+    def give_up(self):
+        """Raise Failure with the batch that was last learnt from on the disk."""
+        path = keep_batch(self.cfg.out_dir, self.step + 1, **self.batch)
+        raise Failure(f"Training diverged: {self.nonfinite.patience} optimizer steps in a row without finite "
+                      "gradients, again after going back or with no checkpoint to go back to. The last batch "
+                      f"is in {path}; lower --learning_rate.", alone=False)
+
+
+def update(instance, values):
+    """Set those fields of a dataclass instance that are among the values."""
+    for field in dataclasses.fields(instance):
+        if field.name in values:
+            setattr(instance, field.name, values[field.name])
+
+
+# --- what train.py and grpo.py ask of their knobs ---
+
+def same_folder(a, b):
+    return Path(a).resolve() == Path(b).resolve()
+
+
+def not_by_default(cfg):
+    """Return the knobs that are set to something of one's own, for people."""
+    changed = []
+    for name, value in dataclasses.asdict(cfg).items():
+        if value != getattr(type(cfg), name):
+            changed.append(f"{name}={value}")
+    return ", ".join(changed) or "-"
+
+
+
+def lora(cfg):
+    """What model.add_lora is given; None without."""
+    if not cfg.lora_rank:
+        return None
+    return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")}
+
+
+def own_task(cfg):
+    """Give {file, sha256} of the task file of one's own that a run executes, None without."""
+    kind, _, name = ("task:" + cfg.task if hasattr(cfg, "task") else cfg.dataset).partition(":")
+    file = tasks.own_file(name) if kind == "task" else ""
+    try:
+        return {"file": file, "sha256": checkpoint.sha256(file)} if file else None
+    except OSError:                                           # loading the task will say so
+        return None
+
+
+def check_task(cfg, argv):
+    """Say which task file of one's own a resumed run is about to execute. BadInput if it is not as the run
+    noted it, unless the command line names it."""
+    found = own_task(cfg) if cfg.init_from == "resume" else None
+    if not found:
+        return
+    model, file = checkpoint.read_model(cfg.out_dir), found["file"]
+    about, knob = "as the run noted it", "--task=" if hasattr(cfg, "task") else "--dataset=task:"
+    if "task" not in model:
+        about = "of which the run noted no digest"
+    elif not isinstance(model["task"], dict) or model["task"].get("sha256") != found["sha256"]:
+        about = f"not as the run noted it, because {knob} names it"
+        if not any(arg.startswith(knob) for arg in argv):
+            raise BadInput(f"{file} is not the task file that the run in {cfg.out_dir} noted: put that back, "
+                           f"name the new one with {knob}{file}, or start a new run with --init_from=.")
+    print(f"Executing {file}, {about}.", flush=True)
+
+
+def check_training(cfg):
+    """BadInput for knobs of train.py and grpo.py, of the optimizer and of adapters, that don't go
+    together."""
+    if cfg.min_lr > cfg.learning_rate:
+        raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above "
+                       f"--learning_rate={cfg.learning_rate:g}: lower it.")
+    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
+        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
+    for knob in ("lora_alpha", "lora_linears"):
+        if not cfg.lora_rank and getattr(cfg, knob) != getattr(type(cfg), knob):
+            raise BadInput(f"--{knob}={getattr(cfg, knob)} is about adapters, and there are none: give "
+                           "--lora_rank= too, or leave it out.")
+
+
+def adapt(cfg, model, device, resuming):
+    """Give the model the adapters that cfg asks for; of a resumed run also the weights that they stand
+    beside."""
+    if not cfg.lora_rank:
+        return
+    if resuming:
+        with checkpoint.loading(f"base.safetensors in {cfg.out_dir}"):
+            model.load_state_dict(checkpoint.load_base(cfg.out_dir, device))
+    try:
+        add_lora(model, **lora(cfg))
+    except ValueError as e:
+        raise BadInput(str(e)) from None
