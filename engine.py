@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from kernels import ATTENTION
+from kernels import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
 from model import GPT, merged, rotations
 from runtime import memory
@@ -33,8 +33,6 @@ from sampler import Sampling, StopStrings, draw, stream, uniform
 
 GROUP = 128                                  # on a CPU: rows whose attention is computed together
 SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
-# On a GPU, of the fused kernels the one that takes a mask.
-SDPA_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +185,7 @@ class Engine:
         old weights'.
         """
         self.progress = None
-        weights = merged(model)
+        weights = merged(getattr(model, "_orig_mod", model))             # of a compiled one
         in_blocks = sum(weight.numel() for name, weight in weights.items() if name.startswith("blocks."))
         in_step = in_blocks + model.head_weight.numel()
         self.weight_bytes = self.dtype.itemsize * in_step
@@ -237,9 +235,8 @@ class Engine:
 
     def row_arrays(self):
         """Return what is kept of each slot beside the cache, slots first."""
-        on_device = [self.state.T, self.noise]
-        on_host = [self.prompt_tokens, self.new_tokens, self.max_new_tokens, self.ids, self.logprobs]
-        return on_device + on_host
+        counts = [self.prompt_tokens, self.new_tokens, self.max_new_tokens]
+        return [self.state.T, self.noise, *counts, self.ids, self.logprobs]
 
     def bytes_read(self, lengths):
         """Return what the last generate() had to read at least, for samples of lengths (prompt, new tokens).
@@ -280,7 +277,7 @@ class Engine:
         write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
         layers = zip(self.cache.k, self.cache.v)
         attention = [partial(self.decode_attention, layer, write_at, groups, masks) for layer in layers]
-        with sdpa_kernel(SDPA_WITH_MASK):
+        with sdpa_kernel(SDPA_WITH_MASK):    # on a GPU, of the fused kernels the one that takes a mask
             h = self.model.hidden(tokens[:, None], positions[:, None], attention)[:, 0]
         logits = self.model.logits(h, self.head)
         if self.device.type == "mps":                        # which has no float64
@@ -354,12 +351,13 @@ class Engine:
         state = self.state.clone()
         step_index = self.step_index.clone()
         graph = torch.cuda.CUDAGraph()
-        self.capture_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.capture_stream):       # a first run, in which libraries set themselves up
+        stream = self.capture_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):      # a first run, in which libraries set themselves up
             self.decode_step(B, groups, sampling)
-        torch.cuda.current_stream().wait_stream(self.capture_stream)
+        torch.cuda.current_stream().wait_stream(stream)
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool, self.capture_stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.decode_step(B, groups, sampling)
         self.state.copy_(state)
         self.step_index.copy_(step_index)
@@ -424,6 +422,7 @@ class Engine:
                                    "let one finish before the next, or make two engines.")
 
     def in_flight(self, rows):
+        """Return [(Sample, its ids so far)] of the running rows."""
         return [(row, self.ids[i, :self.new_tokens[i]].tolist()) for i, row in enumerate(rows) if row]
 
     def check(self, request):
@@ -445,6 +444,7 @@ class Engine:
                              "must be at least 1.")
 
     def check_sampling(self, sampling):
+        """Raise ValueError if stop strings can't be looked for."""
         if sampling.stop_strings and not self.decode:
             raise ValueError("Stop strings need the function that turns ids into text: give Engine "
                              "decode=tokenizer.decode.")

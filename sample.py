@@ -1,7 +1,7 @@
 """A prompt in, text out.
 
     python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4
-    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive       a prompt a line, answers as they come; Ctrl-D ends it
+    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive         a prompt a line; Ctrl-D ends it
     torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
 
 Knobs, as --key=value:
@@ -41,37 +41,51 @@ class Config:
 
 
 def make_engine(cfg, model, tokenizer, hw, context, slots):
-    """Every rank makes one, so that all refuse what can't be sampled."""
-    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), (cfg.stop,) if cfg.stop else ())
-    return Engine(model, slots, context, sampling, cfg.seed, hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
+    """Return an Engine. Every rank makes one, so that all refuse what can't be sampled."""
+    stop_strings = (cfg.stop,) if cfg.stop else ()
+    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), stop_strings)
+    return Engine(model, slots, context, sampling, cfg.seed, hw.sampling_dtype, cfg.deterministic,
+                  tokenizer.decode)
+
+
+class Printer:
+    """Prints what is sure of an answer's text as its tokens come."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.printed = 0                     # characters
+
+    def show(self, ids):
+        text = self.tokenizer.text_of(ids)
+        text = text.rstrip("\N{REPLACEMENT CHARACTER}")     # the last character may still lack bytes
+        print(text[self.printed:], end="", flush=True)
+        self.printed = max(self.printed, len(text))
+
+    def show_progress(self, progress):
+        for _, ids in progress.in_flight():
+            self.show(ids)
 
 
 def talk(cfg, model, tokenizer, hw):
-    """Answer prompts from standard input, printing what is sure of the text as its tokens come."""
-    tty, engine = sys.stdin.isatty(), None
+    """Answer prompts from standard input, a line each."""
+    prompt = "> " if sys.stdin.isatty() else ""
     sys.stdin.reconfigure(errors="replace")
+    engine = None
     while True:
         try:
-            line = input("> " if tty else "")
+            line = input(prompt)
         except (EOFError, KeyboardInterrupt):
             return
-        ids, shown = tokenizer.prompt_ids(line, cfg.system), 0
+        ids = tokenizer.prompt_ids(line, cfg.system)
+        printer = Printer(tokenizer)
         try:
             engine = engine or make_engine(cfg, model, tokenizer, hw, 4096, 1)
-
-            def show(ids):
-                nonlocal shown
-                text = tokenizer.text_of(ids)
-                # the last character may still lack bytes
-                whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
-                print(whole[shown:], end="", flush=True)
-                shown = max(shown, len(whole))
-            for sample in engine.generate([Request(ids, max_new_tokens=cfg.max_new_tokens)],
-                                          lambda now: [show(ids) for _, ids in now.in_flight()]):
-                show(sample.ids)
+            request = Request(ids, max_new_tokens=cfg.max_new_tokens)
+            for sample in engine.generate([request], printer.show_progress):
+                printer.show(sample.ids)
         except (ValueError, FloatingPointError) as e:
             print(f"error: {e}", end="", file=sys.stderr)
-        except KeyboardInterrupt:                                      # of this answer
+        except KeyboardInterrupt:            # of this answer
             pass
         print(flush=True)
 
@@ -84,22 +98,27 @@ def main(argv):
     config.at_most(cfg, 10**6, "num_samples")
     config.check_sampling(cfg)
     distributed.init()
-    rank, world = distributed.rank(), distributed.world_size()
+    rank = distributed.rank()
+    world = distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     found = distributed.on_main(lambda: hf.find(cfg.model))
-    tokenizer, model = found.tokenizer(cfg.tokenizer), found.load(device=hw.device)
+    tokenizer = found.tokenizer(cfg.tokenizer)
+    model = found.load(device=hw.device)
     if cfg.interactive and world > 1:
         raise config.BadInput("--interactive is for one process: leave torchrun out.")
     if cfg.interactive:
         return talk(cfg, model, tokenizer, hw)
 
-    prompt, first, last = tokenizer.prompt_ids(cfg.prompt, cfg.system), *(cfg.num_samples * r // world for r in (rank, rank + 1))
+    prompt = tokenizer.prompt_ids(cfg.prompt, cfg.system)
+    first = cfg.num_samples * rank // world
+    count = cfg.num_samples * (rank + 1) // world - first
+    slots = 64 if cfg.deterministic else max(1, min(count, 64))
+    context = context_of(len(prompt), cfg.max_new_tokens, found.config.block_size)
     try:
-        slots = 64 if cfg.deterministic else max(1, min(last - first, 64))
-        context = context_of(len(prompt), cfg.max_new_tokens, found.config.block_size)
         engine = make_engine(cfg, model, tokenizer, hw, context, slots)
         engine.check(Request(prompt))
-        samples = list(engine.generate([Request(prompt, last - first, 0, cfg.max_new_tokens, first)] if last > first else []))
+        requests = [Request(prompt, count, 0, cfg.max_new_tokens, first)] if count else []
+        samples = list(engine.generate(requests))
     except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
     texts = distributed.gather([(sample.index, tokenizer.text_of(sample.ids)) for sample in samples])
