@@ -105,7 +105,8 @@ def is_log(path):
     """Whether a file begins as a log of attempts does."""
     try:
         with open(path, encoding="utf-8") as file:
-            return {"config", "tokenizer", "model", "questions"} <= config.parse_json(file.readline(), dict).keys()
+            header = config.parse_json(file.readline(), dict)
+        return {"config", "tokenizer", "model", "questions"} <= header.keys()
     except (OSError, ValueError):
         return False
 
@@ -121,7 +122,9 @@ class Attempts:
     crash cut short is dropped. An output without a log beside it is not datagen.py's, and stays."""
 
     def __init__(self, output, header, overwrite):
-        self.path, self.header, self.records = examples.attempts_path(output), header, {}
+        self.path = examples.attempts_path(output)
+        self.header = header
+        self.records = {}
         for path in [self.path, *self.parts()]:
             if path.exists() and not overwrite:
                 self.read(path)
@@ -138,32 +141,43 @@ class Attempts:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part[0-9]*"))
 
     def read(self, path):
+        """Take over the records of a file, and check that they were made as this run makes them."""
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines):
             try:
                 row = config.parse_json(line)
-                which = (row["number"], row["sample"]) if number else None
+                which = (row["number"], row["sample"]) if number > 0 else None
             except (ValueError, TypeError, KeyError):
                 if number < len(lines) - 1 or path == self.path and number == 0:
-                    anew = "--overwrite to begin anew, or " if number else ""
+                    anew = "--overwrite to begin anew, or " if number > 0 else ""
                     raise BadInput(f"Line {number + 1} of {path} can't be read: mend or delete it, give "
                                    f"{anew}another --output=.") from None
                 break                        # the last, cut short, or nothing after the last end of line
-            if number:
-                # those may fare better
-                if not (row["error"] or "").startswith(("timed out", "the worker died")):
-                    self.records[which] = row
-            elif different := [k for k in self.header if not isinstance(row, dict) or row.get(k) != self.header[k]]:
-                raise BadInput(f"{path} was made with another {self.difference(row, different[0])}: leave the "
-                               "knobs as they were to go on, give --overwrite to begin anew, or another "
-                               "--output=.")
+            if number == 0:
+                self.check_header(path, row if isinstance(row, dict) else {})
+            elif not (row["error"] or "").startswith(("timed out", "the worker died")):      # those may fare better
+                self.records[which] = row
 
-    def difference(self, row, key):
-        """What to call it, for people."""
-        if key != "config" or not isinstance(row, dict):
-            return {"model": "model, or another checkpoint of it", "questions": "list of questions", "code": "version of the verifier"}.get(key, key)
-        old, new = (header.get("config") or {} for header in (row, self.header))
-        return next((f"{k} ({old.get(k)}, now {new.get(k)})" for k in new if old.get(k) != new[k]), "set of knobs")
+    def check_header(self, path, header):
+        """BadInput, with what is different, unless a log begins as this run's does."""
+        different = [key for key in self.header if header.get(key) != self.header[key]]
+        if not different:
+            return
+        names = {
+            "model": "model, or another checkpoint of it",
+            "questions": "list of questions",
+            "code": "version of the verifier",
+        }
+        what = names.get(different[0], different[0])
+        if different[0] == "config":
+            what = "set of knobs"
+            saved = header.get("config") or {}
+            for knob, value in self.header["config"].items():
+                if saved.get(knob) != value:
+                    what = f"{knob} ({saved.get(knob)}, now {value})"
+                    break
+        raise BadInput(f"{path} was made with another {what}: leave the knobs as they were to go on, give "
+                       "--overwrite to begin anew, or another --output=.")
 
     def write(self):
         rows = [self.header, *(self.records[key] for key in sorted(self.records))]
@@ -205,10 +219,15 @@ def closes_at(records, keep):
 
 
 def verdict(grade):
-    """verified, or the first thing that is wrong."""
+    """Return verified, or the first thing that is wrong."""
     if grade.error:
         return "error"
-    return "verified" if grade.verified else next((f"not {part}" for part, holds in grade.parts.items() if not holds), "not correct")
+    if grade.verified:
+        return "verified"
+    for part, holds in grade.parts.items():
+        if not holds:
+            return f"not {part}"
+    return "not correct"
 
 
 # --- sampling ---
@@ -369,7 +388,8 @@ def figures(cfg, questions, records, rows, counted, solutions, cost):
 
 def summary(f, cfg, dropped):
     """Return the figures for people."""
-    kept = f"{f['solved']:,} of {f['questions']:,} questions solved, {f['kept']:,} solutions kept in {cfg.output}"
+    kept = (f"{f['solved']:,} of {f['questions']:,} questions solved, {f['kept']:,} solutions kept in "
+            f"{cfg.output}")
     if dropped:
         kept += f"; {dropped} questions that stand in the test split were dropped"
     shares = (f"yield {f['yield_loose']:.1%} by the task's grade, {f['yield_tight']:.1%} verified; "
@@ -481,7 +501,8 @@ def main(argv):
         if cfg.num_questions == "auto":
             cfg.num_questions = len(questions) + dropped             # which the log keeps
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
-        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop, stop_strings_of(task))
+        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
+                            stop_strings_of(task))
         engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed,
                         hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
         engine.check(max(requests, key=lambda request: len(request.ids)))
@@ -500,7 +521,8 @@ def main(argv):
     failure = None
     try:
         with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
-            new, cost = sample(cfg, Pipeline(engine, pool, tokenizer, task), questions, requests, attempts, stop)
+            pipeline = Pipeline(engine, pool, tokenizer, task)
+            new, cost = sample(cfg, pipeline, questions, requests, attempts, stop)
     except (ValueError, FloatingPointError, OSError) as e:
         failure = str(e)
     if stop.received is not None:

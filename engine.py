@@ -25,7 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
-from kernels import ATTENTION, SDPA_WITH_MASK
+from ops import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
 from model import GPT, merged, rotations
 from runtime import memory

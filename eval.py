@@ -87,7 +87,8 @@ def evaluate_text(cfg):
                        "--block_size.")
 
     split = "valid" if cfg.split == "auto" else cfg.split
-    folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key, split))
+    folder = distributed.on_main(
+        lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key, split))
     text = data.TokenFile(folder, "valid")
     if len(text) < 2:
         raise BadInput(f"{cfg.dataset} has no token to predict: give more text.")
@@ -167,7 +168,8 @@ def evaluate_task(cfg):
 def evaluate_model(cfg, hw, task, questions, pool, candidate):
     """Ask one model. Returns (its figures, its Grades [n_questions][num_samples])."""
     tokenizer = candidate.tokenizer
-    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop, stop_strings_of(task))
+    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
+                        stop_strings_of(task))
     slots = 64 if cfg.deterministic else None
     engine = Engine(candidate.found.load(device=hw.device), slots, candidate.context, sampling, cfg.seed,
                     hw.sampling_dtype, cfg.deterministic, tokenizer.decode)

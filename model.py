@@ -1,4 +1,4 @@
-"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch and kernels.py alone.
+"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch and ops.py alone.
 
 Shapes: B sequences of T positions, C = n_embd channels, V = vocab_size ids; in attention H query heads and K
 key/value heads of D channels.
@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, rms_norm
+from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, rms_norm
 
 LINEARS = ("qkv", "out", "up", "gate", "down")         # of a block; what LoRA adapts
 LOGITS_PER_CHUNK = {"cpu": 2**25, "cuda": 2**27}       # in GPT.loss: 128 MiB, 512 MiB in fp32
@@ -196,7 +196,7 @@ class GPT(nn.Module):
     def __init__(self, config, attention="sdpa", gradient_checkpointing=False, loss_chunks=0):
         """Draw new weights.
 
-        attention: a name in kernels.ATTENTION.
+        attention: a name in ops.ATTENTION.
         gradient_checkpointing: recompute each block in the backward pass.
         loss_chunks: pieces in which head and loss are computed; 0: as many as LOGITS_PER_CHUNK asks for.
         """
@@ -478,7 +478,7 @@ class Prompts(NamedTuple):
 class PromptAttention:
     """Attention in one sequence of G prompts and then B rows that continue them.
 
-    mask [B, 1 or H, T, P + T]: from Prompts.mask. attend: a function in kernels.ATTENTION.
+    mask [B, 1 or H, T, P + T]: from Prompts.mask. attend: a function in ops.ATTENTION.
     """
 
     def __init__(self, prompts, mask, attend):

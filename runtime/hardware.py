@@ -61,7 +61,7 @@ class Hardware:
     dtype: str                       # bf16 | fp16 | fp32: what matrix products compute in
     tf32: bool
     compile: bool
-    attention: str                   # sdpa | math, for model.attend
+    attention: str                   # sdpa | math, for ops.ATTENTION
     attention_kernel: str            # for people: which kernels sdpa may take
     peaks: dict                      # dense TFLOP/s by format, one device; {} if not known
     bandwidth: float | None          # of its memory, TB/s; None if not known
@@ -187,14 +187,14 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
 
 
 def choose_attention(attention, kind, capability, dtype):
-    """(sdpa or math, for model.attend; what that is called). flash, cudnn and efficient name one of sdpa's
+    """(sdpa or math, for ops.ATTENTION; what that is called). flash, cudnn and efficient name one of sdpa's
     GPU kernels."""
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
     if attention in ("flash", "cudnn") and dtype == "fp32":
         raise BadInput(f"--attention={attention} has no fp32 kernel: use auto, or --dtype=bf16 or fp16.")
     if attention == "auto" and kind == "cpu" and dtype == "bf16":
-        return "math", "math"                                 # see model.attend for what that buys
+        return "math", "math"                                 # see ops.ATTENTION for what that buys
     if attention in ("math", "sdpa") or kind != "cuda":
         return ("math", "math") if attention == "math" else ("sdpa", "sdpa")
     order = [attention]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import HeadAndLoss, SquaredReLU, math_attention, rms_norm, sdpa_attention
+from ops import HeadAndLoss, SquaredReLU, math_attention, rms_norm, sdpa_attention
 from model import GPT, IGNORE, GPTConfig, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
