@@ -77,7 +77,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
     # by torchrun's --max-restarts
     started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if started_again and (Path(given.get("out_dir", values.get("out_dir", ""))) / "retry.json").exists():
-        given["init_from"] = "resume"        # as the ranks that failed have left word
+        # As the ranks that failed have left word; all other knobs are in the run folder.
+        given = {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
     init_from = given.get("init_from", values.get("init_from", "scratch"))
     if init_from != "scratch" and (init_from == "resume" or saved_of):
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from

@@ -75,7 +75,7 @@ def exit_code(main, argv):
                 raise Failure(str(e)) from None
             if distributed.is_main():
                 print(e, flush=True)
-            argv = [*argv, "--init_from=resume", f"--out_dir={e.out_dir}"]
+            argv = ["--init_from=resume", f"--out_dir={e.out_dir}"]    # all knobs are in the run folder
         # By here the exception is gone, and with its traceback all that the failed step held.
         gc.collect()
         if torch.cuda.is_available():

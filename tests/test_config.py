@@ -147,6 +147,34 @@ def test_what_can_not_be_opened_is_one_sentence_too(tmp_path, capsys):
     assert capsys.readouterr().err == "error: secret can't be opened (Permission denied): change its permissions, or choose another.\n"
 
 
+def test_a_retry_goes_on_with_the_knobs_of_the_run_folder(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def main(argv):
+        calls.append(argv)
+        if len(calls) == 1:
+            raise guard.Retry("Once more.", tmp_path)
+        return 7
+    assert guard.exit_code(main, ["some.py", "--n_layer=2"]) == 7 and "Once more." in capsys.readouterr().out
+    assert calls[1] == ["--init_from=resume", f"--out_dir={tmp_path}"]
+
+    def alone(argv):
+        raise guard.Retry("One of two is out of memory.", tmp_path, alone=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(guard.Failure, match="One of two"):
+        guard.exit_code(alone, [])
+    # torchrun gives the same flags again, and has counted how often it has started.
+    (tmp_path / "config.json").write_text('{"n_layer": 3, "out_dir": "elsewhere"}')
+    flags = [f"--out_dir={tmp_path}", "--n_layer=2"]
+    for count, note, n_layer in (("0", False, 2), ("1", False, 2), ("0", True, 2), ("1", True, 3)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        if note:
+            (tmp_path / "retry.json").write_text("{}")
+        cfg = load(*flags)
+        assert cfg.n_layer == n_layer and cfg.init_from == ("resume" if n_layer == 3 else "scratch")
+        assert cfg.out_dir == str(tmp_path)
+
+
 def test_help_has_every_knob_with_default_choices_and_comment(capsys):
     with pytest.raises(SystemExit) as e:
         load("--help")
