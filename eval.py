@@ -43,8 +43,8 @@ class Config:
     task: str = ""                           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
     compare: bool = False                    # several models, each against the first; implied when several
                                              # are named
-    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 500; None: all;
-                                             # the same for every model and seed
+    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 500; None: all; the
+                                             # same for every model and seed
     num_samples: int = 1                     # a question
     few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py
                                              # gave), 4 for Hugging Face's

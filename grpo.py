@@ -49,14 +49,13 @@ class Config:
     # questions and their rewards
     task: str | None = None                  # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
                                              # reward(question, completion); None: unit_conversion
-    dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the task's
-                                             # questions
+    dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the
+                                             # task's questions
     num_questions: int | None = None         # to train on; None: all there are, or as the task finds right;
-                                             # of a dataset
-                                             # at most
+                                             # of a dataset at most
     few_shot: int | None = None              # worked examples before each; None: of a run folder as many as
-                                             # it was
-                                             # trained with, of a model of Hugging Face's 4; with a dataset 0
+                                             # it was trained with, of a model of Hugging Face's 4; with a
+                                             # dataset 0
     # rollout. There is no top_k or top_p: the loss is about the distribution that was sampled from
     prompts_per_step: int = 32               # all ranks together
     k_samples: int = 8                       # of each prompt: its group
@@ -65,34 +64,28 @@ class Config:
     max_prompt_tokens: int | None = None     # longer ones are left out; None: those that leave no room for an
                                              # answer
     overlong: Literal["keep", "mask", "penalty"] = "keep"       # samples that reach max_new_tokens: keep
-                                             # their reward;
-                                             # don't train on them; subtract up to 1 over the last
-                                             # overlong_tokens (DAPO's soft punishment)
+                                             # their reward; don't train on them; subtract up to 1 over the
+                                             # last overlong_tokens (DAPO's soft punishment)
     overlong_tokens: int = 32
     skip_solved: int = 0                     # epochs for which a question rests after all its samples were
-                                             # right; they
-                                             # teach nothing
+                                             # right; they teach nothing
     dynamic_sampling: bool = False           # other questions in place of those whose samples all have the
-                                             # same reward
-                                             # (DAPO, Yu et al. 2025)
+                                             # same reward (DAPO, Yu et al. 2025)
     max_rounds: int = 4                      # in which it looks for them
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"      # what a token's loss is divided by; see
                                              # `normaliser`
     advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in
-                                             # the group,
-                                             # as in GRPO
+                                             # the group, as in GRPO
     clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low,
     clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2)
     beta: float = 0.0                        # weight of the KL divergence from the model that training began
-                                             # with, k3
-                                             # (Schulman 2020) times the ratio, without which its gradient is
-                                             # biased; 0: that model is not loaded
+                                             # with, k3 (Schulman 2020) times the ratio, without which its
+                                             # gradient is biased; 0: that model is not loaded
     inner_epochs: int = 1                    # passes over a step's samples
     mini_batches: int = 1                    # optimizer steps a pass
     tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025) where
-                                             # the engine's
-                                             # log-probabilities are not the trainer's; 0: off
+                                             # the engine's log-probabilities are not the trainer's; 0: off
     # optimizer
     max_steps: int = 100                     # rollouts, each with inner_epochs * mini_batches optimizer steps
     learning_rate: float = 3e-4              # of a model of a million parameters; 1e-6 is usual for a few
@@ -109,18 +102,15 @@ class Config:
     grad_clip: float = 1.0                   # norm of the whole gradient; 0: off
     # adapters (LoRA)
     lora_rank: int = 0                       # train adapters of that rank; the reference is the model without
-                                             # them.
-                                             # 0: off
+                                             # them. 0: off
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32. The
-                                             # engine samples
-                                             # in bf16 or fp32
+                                             # engine samples in bf16 or fp32
     tokens_per_micro_batch: int = 16384      # positions of a forward pass, see rollout.token_cost; less while
-                                             # they don't
-                                             # fit the memory
+                                             # they don't fit the memory
     compile: bool = False                    # torch.compile of the update
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
                                              # forward
@@ -131,8 +121,7 @@ class Config:
     # evaluation, log, checkpoints
     eval_interval: int = 50                  # steps; also before the first and after the last; 0: never
     eval_questions: int = 200                # of split valid, answered greedily; of a dataset at most a
-                                             # tenth, which is
-                                             # not trained on
+                                             # tenth, which is not trained on
     shown_questions: int = 4                 # of them whose answers samples.txt shows
     log_interval: int = 1                    # steps
     save_interval: int = 100                 # steps; also after the last, at a new best, and when asked to
@@ -147,11 +136,9 @@ class Config:
     reward_pool: Literal["process", "thread", "serial"] = "process"       # only a process can be stopped if
                                              # it hangs
     timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an
-                                             # error,
-                                             # worth 0
+                                             # error, worth 0
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
-                                             # or a folder
-                                             # with one
+                                             # or a folder with one
     # speed: bench.py --ladder measures what each of these buys
     slots: int | None = None                 # samples in flight a rank; None: all of a step's, up to 512, if
                                              # they fit
@@ -234,11 +221,12 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
     """Compute the clipped objective (PPO, Schulman et al. 2017), negated, summed over a micro-batch and
     divided by `divisor`.
 
-    logp [B, T]: of the sampled tokens under the model that is trained, with a gradient; old_logp: when they
-    were sampled; ref_logp: under the reference, None without beta; advantage [B]; mask [B, T]: which tokens
-    are trained on; what stands elsewhere, NaN and infinity too, has no effect. sampled_logp: the engine's,
-    where old_logp is the trainer's, for tis_cap. divisor: see `normaliser`. All in fp32, nats. Returns (loss
-    [], {sums over tokens: kl to the reference, kl_old to the sampler (both k3), clipped}).
+    logp [B, T]: of the sampled tokens under the model that is trained, with a gradient; column t is a
+    completion's t-th token. old_logp: before this step, by the engine when they were sampled, or with tis_cap
+    by the trainer; sampled_logp: then the engine's. ref_logp: under the reference, not looked at without
+    beta. advantage [B]. mask [B, T]: which tokens are trained on; what stands elsewhere, NaN and infinity
+    too, has no effect. divisor: see `normaliser`. All in fp32, nats. Returns (loss [], {sums over tokens: kl
+    to the reference, kl_old to old_logp (both k3), clipped}).
     """
     mask = mask.bool()
     advantage = advantage.float()[:, None]
@@ -380,8 +368,9 @@ def learn(cfg, run, model, groups, lr):
             logprobs, entropy = model.token_logprobs(batch.x, batch.y, cfg.temperature, batch.prefixes)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, figures = grpo_loss(
-            logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, divisor, cfg.clip_low,
-            cfg.clip_high, cfg.beta, cfg.loss_type, batch.sampled_logprobs, cfg.tis_cap)
+            logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, divisor,
+            clip_low=cfg.clip_low, clip_high=cfg.clip_high, beta=cfg.beta, loss_type=cfg.loss_type,
+            sampled_logp=batch.sampled_logprobs, tis_cap=cfg.tis_cap)
         run.scaler.scale(loss).backward()
 
         difference = torch.where(mask, logprobs.detach() - batch.sampled_logprobs, 0.0).abs()
@@ -389,9 +378,8 @@ def learn(cfg, run, model, groups, lr):
         stats.update(figures)
         stats.update(loss=loss.detach(), entropy=entropy.sum())
         stats.update(difference=difference.sum(), tokens=mask.sum())
-    grad_norm, finite = optim.apply_step(run.optimizers, run.scaler, lr, cfg.grad_clip)
     rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
-    run.check_gradients(finite, rollouts=rollouts)
+    grad_norm = run.optimizer_step(lr, rollouts=rollouts)
     figures = {name: float(value) for name, value in stats.items()}
     return figures | {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
 

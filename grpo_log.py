@@ -25,8 +25,8 @@ def flops(model, completions):
 
 
 def step_metrics(cfg, run, groups, updates, bytes_read):
-    """Return a step's metrics, from the groups that all ranks sampled, the figures of each optimizer step,
-    the bytes that sampling read, and this rank's timings."""
+    """Return a step's metrics, summed over ranks below: from this rank's groups, the figures of each of its
+    optimizer steps, the bytes that its sampling read, and its timings."""
     completions = [c for group in groups for c in group]
     counts = Counter(
         samples=len(completions),
@@ -36,8 +36,8 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
         right=sum(c.grade.score == 1 for c in completions),
         solved=sum(any(c.grade.score == 1 for c in group) for group in groups),
         zero_variance=sum(map(zero_variance, groups)),
-        sampled=sum(len(c.ids) for c in completions),
-        prompts=sum(len(c.prompt) for c in completions),
+        completion_tokens=sum(len(c.ids) for c in completions),
+        prompt_tokens=sum(len(c.prompt) for c in completions),
         bytes=bytes_read,
         truncated=sum(not c.finished for c in completions),
         errors=sum(c.grade.error is not None for c in completions),
@@ -58,7 +58,7 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
         total.update(rank_counts)
     n = total["samples"]
     learnt = max(1.0, total["tokens"])
-    tokens = total["sampled"] + total["prompts"]
+    tokens = total["completion_tokens"] + total["prompt_tokens"]
     mean_reward = total["reward"] / n
     hw = run.hardware
     world = distributed.world_size()
@@ -82,12 +82,12 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
         "clip_fraction": total["clipped"] / learnt,
         "logprob_gap": total["difference"] / max(1.0, total["compared"]),
         "logprob_gap_max": max(difference for _, difference, _ in ranks),
-        "completion_tokens": total["sampled"] / n,
+        "completion_tokens": total["completion_tokens"] / n,
         "completion_tokens_max": max(longest for _, _, longest in ranks),
         "truncated": total["truncated"] / n,
         "completions_per_s": n / seconds,
         "tokens_per_s": tokens / seconds,
-        "sampled_tokens_per_s": total["sampled"] / rollout_s,
+        "sampled_tokens_per_s": total["completion_tokens"] / rollout_s,
         "mfu": mfu,
         "mbu_rollout": hw.bandwidth and total["bytes"] / world / rollout_s / (hw.bandwidth * 1e12),
         "perf/throughput": tokens / seconds / world,

@@ -76,7 +76,8 @@ class Completion:
     logprobs: list                           # of them, nats, when they were sampled
     finished: bool                           # not cut off at max_new_tokens
     question: dict | None = None
-    key: int = 0                             # of the request: which question
+    key: int = 0                             # of the request: which question (grpo.py: its position in the
+                                             # stream)
     index: int = 0                           # which of its samples
     text: str = ""                           # without what follows the task's stop
     grade: Grade | None = None
@@ -189,7 +190,8 @@ def table(values, requests):
 
 @dataclass
 class Batch:
-    """Completions that continue prefixes, each of which stands there once. Elsewhere y is IGNORE and the
+    """Completions that continue prefixes, each of which stands there once; column t is a completion's t-th
+    token. Elsewhere y is IGNORE and the
     numbers are 0."""
     # [B, T] ids: a prompt's last, and the completion's but for the last
     x: torch.Tensor

@@ -34,26 +34,22 @@ class Config:
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
-                                             # Face
-                                             # folder or hub name
+                                             # Face folder or hub name
     overwrite: bool = False                  # replace the run that out_dir holds
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
-                                             # wikitext, or
-                                             # org/name:config; examples: .json or .jsonl of questions with
-                                             # chosen answers (runtime/examples.py)
+                                             # wikitext, or org/name:config; examples: .json or .jsonl of
+                                             # questions with chosen answers (runtime/examples.py)
     block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
-                                             # model's own,
-                                             # or bytes
+                                             # model's own, or bytes
     # batch: sequences of an optimizer step = batch_size * gradient_accumulation_steps, on any number of ranks
     batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit
                                              # the memory
     gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
     max_steps: int | None = None             # optimizer steps, at most
     num_epochs: float | None = None          # passes over the data, at most; neither given: 300 steps of a
-                                             # text,
-                                             # 3 passes over examples
+                                             # text, 3 passes over examples
     # optimizer
     learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
     optimizer: Literal["adamw", "muon"] = "muon"
@@ -83,16 +79,14 @@ class Config:
     logit_softcap: float = 0.0               # e.g. 15; 0: off
     # adapters (LoRA)
     lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights
-                                             # of
-                                             # init_from; 0: off
+                                             # of init_from; 0: off
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
     compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from
-                                             # about
-                                             # five minutes on)
+                                             # about five minutes on)
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
                                              # forward
     deterministic: bool = False              # refuse kernels whose result varies from run to run
@@ -105,8 +99,7 @@ class Config:
                                              # never
     log_interval: int = 10                   # steps
     save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of
-                                             # examples,
-                                             # when asked to stop
+                                             # examples, when asked to stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
     tensorboard: bool = False                # curves in out_dir/tensorboard too
@@ -115,8 +108,7 @@ class Config:
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
     data_dir: str = "data"                   # where tokenised texts are kept
     prompt: str | None = None                # examples of .json: the form of a question, with {} in it; None:
-                                             # as
-                                             # datagen.py asked
+                                             # as datagen.py asked
     valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
     # speed: bench.py --ladder measures what each of these buys
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
@@ -415,8 +407,7 @@ def train(cfg, run, model, dataset, held_out):
         lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule,
                          cfg.cooldown)
         lr *= run.state.lr_factor
-        grad_norm, finite = optim.apply_step(run.optimizers, run.scaler, lr, cfg.grad_clip)
-        run.check_gradients(finite, micro_batches=micro_batches)
+        grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
         run.finish_step(num_tokens)
         run.lap("optimizer", wait=run.step % cfg.log_interval == 0)    # else the log's own time would hide it
 

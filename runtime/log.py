@@ -85,9 +85,8 @@ class Log:
             self.append("training.log", text)
 
     def note(self, text):
-        """Keep in training.log what is printed elsewhere."""
-        if self.main:
-            self.append("training.log", text)
+        """Keep in training.log what is printed elsewhere, on whichever rank."""
+        self.append("training.log", text)
 
     def metrics(self, **values):
         """values: `step`, and numbers, None, or the run's config and settings."""

@@ -10,7 +10,7 @@ A stage says what happens when nothing goes wrong:
         while run.step < num_steps and not run.should_stop():
             run.start_step()
             ...
-            run.check_gradients(finite, batch)
+            grad_norm = run.optimizer_step(lr, batch=batch)
             run.finish_step(tokens)
             ...
             run.save_if_due()
@@ -135,7 +135,7 @@ class Run:
             error = e
             raise
         finally:
-            if isinstance(error, Failure | Retry):
+            if isinstance(error, Failure | Retry) and (error.alone or distributed.is_main()):
                 self.log.note(str(error))
             self.log.close()
 
@@ -177,25 +177,28 @@ class Run:
         self.state.seconds += clock - self.clock
         self.clock = clock
 
-    def check_gradients(self, finite, **batch):
-        """Note the outcome of an optimizer step. Gradients that are not finite have moved nothing: the step
+    def optimizer_step(self, lr, **batch):
+        """Clip the gradients and move the weights. Returns the norm of the gradients before clipping. Gradients that are not finite have moved nothing: the step
         is skipped; five of them in a row go back to the last checkpoint, once, with half the learning rate
         and without fp16; then the run fails, with `batch` on the disk."""
-        self.weights_moved = True
         self.batch = batch
+        self.weights_moved = True            # some of them, even if this runs out of memory midway
+        grad_norm, finite = optim.apply_step(self.optimizers, self.scaler, lr, self.cfg.grad_clip)
         verdict = self.nonfinite.after(finite, self.scaler.get_scale())
         if verdict == "ok":
-            return
+            return grad_norm
         self.state.skipped += 1
         self.log.say(f"step {self.step + 1}: the gradients are not finite; this optimizer step is skipped.")
         if verdict == "rollback":
             self.roll_back()
         if verdict == "stop":
             self.give_up()
+        return grad_norm
 
     def finish_step(self, tokens):
         """Count a step that is done. tokens: positions of it, all ranks together."""
         self.state.step += 1
+        self.weights_moved = False
         self.state.tokens += tokens
         self.timed_steps += 1
         self.timed_tokens += tokens
@@ -350,7 +353,9 @@ class Run:
         cfg = self.cfg
         step = self.step + 1
         micro_batch = self.state.micro_batch
-        less = self.smaller(micro_batch) if self.smaller else None
+        if not self.smaller:                 # before there was a micro-batch
+            return
+        less = self.smaller(micro_batch)
         if less is None:
             raise Failure(f"Step {step} ran out of memory with a micro-batch of one sequence ({reason}): go "
                           "on from the last checkpoint with --gradient_checkpointing, or where more memory is "
@@ -363,6 +368,9 @@ class Run:
         if not any(checkpoint.has_state(cfg.out_dir, saved) for saved in checkpoint.steps(cfg.out_dir)):
             raise Failure(f"{what}, before the first checkpoint: start again with --overwrite "
                           f"{cfg.flags_for(less)}, which is the same step in smaller pieces.")
+        if distributed.world_size() == 1:
+            self.retry(f"Step {step} ran out of memory ({reason}), and weights had moved: back to the last "
+                       f"checkpoint, with a micro-batch of {less} instead of {micro_batch}.", micro_batch=less)
         self.retry(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with "
                    f"a micro-batch of {less} instead of {micro_batch}.", alone=True, micro_batch=less)
 

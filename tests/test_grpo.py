@@ -900,6 +900,27 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_pieces(learn, monk
     assert largest_difference(weights(out, 2), weights(whole, 2)) < 1e-5
 
 
+@pytest.mark.parametrize("saving", [1, 10**6])
+def test_weights_that_have_moved_go_back_to_the_last_checkpoint(learn, monkeypatch, saving):
+    """What runs out of memory while the weights are moved is no beginning of a step."""
+    whole, step, calls = learn("whole", max_steps=3), optim.apply_step, itertools.count(1)
+
+    def short(optimizers, *rest):
+        if next(calls) == 3:
+            with torch.no_grad():
+                optimizers[0].param_groups[0]["params"][0].add_(1)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return step(optimizers, *rest)
+    monkeypatch.setattr(optim, "apply_step", short)
+    out = learn("short", code=int(saving > 1), max_steps=3, save_interval=saving)
+    if saving > 1:
+        assert "before the first checkpoint: start again with --overwrite --tokens_per_micro_batch=" in learn.error
+    else:
+        assert "and weights had moved: back to the last checkpoint" in learn.said
+        assert largest_difference(weights(out, 3), weights(whole, 3)) < 1e-5
+        assert [line["step"] for line in lines(out)] == [1, 2, 3] and not unknown(out)
+
+
 def spoil(monkeypatch, steps):
     """Let the loss be NaN at these calls of it: one a step."""
     loss, calls = grpo.grpo_loss, itertools.count(1)
