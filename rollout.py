@@ -20,7 +20,7 @@ from engine import Request
 from model import IGNORE, Prompts
 from runtime import config, distributed
 from runtime.prompts import context_of, prompt_ids
-from runtime.rewards import BrokenReward, Grade
+from runtime.rewards import Grade
 
 # of a completion that was cut off, where nobody asks for its grade
 UNFINISHED = Grade(0.0, {}, "", None)
@@ -133,6 +133,7 @@ class Pipeline:
             else:
                 completion.grade = UNFINISHED
             yield completion
+        self.pool.flush()
 
     def graded(self, wait=False):
         """Return the Completions whose grades have come since the last call, in the order they were sampled;
@@ -165,7 +166,7 @@ def ask(pipeline, questions, requests, progress=None, sampling=None, shown=0):
         mine += pipeline.graded(wait=True)
     except (ValueError, FloatingPointError) as e:
         error = e
-        with contextlib.suppress(BrokenReward):
+        with contextlib.suppress(Exception):             # whatever it is, the other ranks wait to be told
             pipeline.graded(wait=True)        # of what no one asks for any more
     grades = {}
     texts = {}
@@ -212,7 +213,7 @@ class Batch:
 def padded(completions):
     """Return the Batch of some Completions; of none, a row in which nothing is trained on. Masks come from
     lengths: a completion's last token, be it the end of text, is trained on."""
-    completions = completions or [Completion([0], [0], [0.0], True, trained=False)]
+    completions = completions or [Completion([0, 0], [0], [0.0], True, trained=False)]
     B = len(completions)
     T = max(len(c.ids) for c in completions)
     x = np.zeros((B, T), np.int64)
@@ -307,8 +308,10 @@ class WorstCase:
         return math.ceil(self.answers(tokens) * self.cost / context)
 
     def smaller(self, tokens):
-        """Return the tokens of a micro-batch of half the answers; None if it holds one alone."""
-        return math.ceil(self.answers(tokens) // 2 * self.cost) or None
+        """Return the tokens of a micro-batch of half the answers; None if one of them is all it holds."""
+        if self.answers(tokens) > 1:
+            return math.ceil(self.answers(tokens) // 2 * self.cost)
+        return math.ceil(self.cost) if tokens > math.ceil(self.cost) else None
 
     def inputs(self, tokens, temperature, device):
         """Return what GPT.token_logprobs is given in such a micro-batch."""

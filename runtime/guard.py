@@ -78,6 +78,7 @@ def exit_code(main, argv):
             argv = ["--init_from=resume", f"--out_dir={e.out_dir}"]    # all knobs are in the run folder
         # By here the exception is gone, and with its traceback all that the failed step held.
         gc.collect()
+        torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -1,4 +1,5 @@
 """metrics.jsonl for programs, training.log and the terminal for people."""
+import contextlib
 import importlib.util
 import json
 import os
@@ -73,11 +74,12 @@ class Log:
                 continue
         write_atomically(path, "".join(line + "\n" for line in kept).encode())
 
-    def close(self):
+    def close(self, failed=False):
         if self.board:
             self.board.close()
         if self.wandb_run:
-            self.wandb_run.finish()
+            with contextlib.suppress(Exception):         # a run does not end by what became of its curves
+                self.wandb_run.finish(exit_code=int(failed))
 
     def say(self, text):
         if self.main:

@@ -192,7 +192,7 @@ class Pool:
         self.spec, self.timeout, self.kind, self.folder = spec, timeout, kind, os.getcwd()
         self.counts = {"errors": 0, "timeouts": 0, "restarts": 0}
         # (question, completion) not given to the workers yet
-        self.outbox = []
+        self.outbox = deque()
         self.handed_over = time.monotonic()                  # when the outbox was last emptied
         # futures not collected; (future, item) that no worker has
         self.pending, self.waiting = deque(), deque()
@@ -226,9 +226,8 @@ class Pool:
 
     def flush(self):
         """Give the workers all that is queued."""
-        for question, completion in self.outbox:
-            self.pending.append(self._put(question, completion))
-        self.outbox.clear()
+        while self.outbox:
+            self.pending.append(self._put(*self.outbox.popleft()))
         self.handed_over = time.monotonic()
 
     def collect(self, wait=False):

@@ -119,6 +119,7 @@ class Run:
 
     def __enter__(self):
         self.stop = StopSignal()
+        self.stopping = self.stop.requested()             # before a Retry, say
         return self
 
     def __exit__(self, kind, error, traceback):
@@ -137,7 +138,7 @@ class Run:
         finally:
             if isinstance(error, Failure | Retry) and (error.alone or distributed.is_main()):
                 self.log.note(str(error))
-            self.log.close()
+            self.log.close(failed=error is not None)
 
     def fit(self, attempt, smaller, advice):
         """Return the model as the loop calls it, with the micro-batch that fits every rank's memory
@@ -324,13 +325,16 @@ class Run:
 
     # --- the way back ---
 
+    def read_note(self):
+        try:
+            return read_json(Path(self.cfg.out_dir) / NOTE, "delete it")
+        except BadInput:
+            return {}
+
     def take_over_note(self):
         """Change what the Retry that left the note asks for. Its values are absolute: to take them over twice
         does no harm."""
-        try:
-            note = read_json(Path(self.cfg.out_dir) / NOTE, "delete it")
-        except BadInput:
-            return
+        note = self.read_note()
         micro_batch = note.get("micro_batch")
         if note.get("batch_size") == self.cfg.batch_size and micro_batch in range(1, self.state.micro_batch):
             self.state.micro_batch = micro_batch
@@ -343,7 +347,8 @@ class Run:
     def retry(self, sentence, alone=False, **changes):
         """Leave a note of the changes and raise Retry."""
         if alone or distributed.is_main():
-            note = json.dumps({"batch_size": self.cfg.batch_size} | changes)
+            # No checkpoint holds yet what an earlier note asks for, if there is one.
+            note = json.dumps(self.read_note() | {"batch_size": self.cfg.batch_size} | changes)
             checkpoint.write_atomically(Path(self.cfg.out_dir) / NOTE, note.encode())
         raise Retry(sentence, self.cfg.out_dir, alone)
 
@@ -365,9 +370,13 @@ class Run:
             self.retry(f"Step {step} ran out of memory ({reason}): it is repeated with a micro-batch of "
                        f"{less} instead of {micro_batch}.", micro_batch=less)
         what = f"Rank {distributed.rank()} ran out of memory at step {step} ({reason})"
-        if not any(checkpoint.has_state(cfg.out_dir, saved) for saved in checkpoint.steps(cfg.out_dir)):
+        newest = checkpoint.newest_intact(cfg.out_dir, self.log.say)
+        if newest is None:
             raise Failure(f"{what}, before the first checkpoint: start again with --overwrite "
                           f"{cfg.flags_for(less)}, which is the same step in smaller pieces.")
+        if not checkpoint.has_state(cfg.out_dir, newest):
+            raise Failure(f"{what}, and with --save_only_model there is no state to go on from: begin a new run with "
+                          f"--init_from={cfg.out_dir} {cfg.flags_for(less)}, and another --out_dir=.")
         if distributed.world_size() == 1:
             self.retry(f"Step {step} ran out of memory ({reason}), and weights had moved: back to the last "
                        f"checkpoint, with a micro-batch of {less} instead of {micro_batch}.", micro_batch=less)
@@ -401,7 +410,7 @@ class Run:
     def give_up(self):
         """Raise Failure with the batch that was last learnt from on the disk."""
         path = keep_batch(self.cfg.out_dir, self.step + 1, **self.batch)
-        raise Failure(f"Training diverged: {self.nonfinite.patience} optimizer steps in a row without finite "
+        raise Failure(f"Training diverged: no finite logits, or {self.nonfinite.patience} optimizer steps in a row without finite "
                       "gradients, again after going back or with no checkpoint to go back to. The last batch "
                       f"is in {path}; lower --learning_rate.", alone=False)
 

@@ -514,6 +514,9 @@ class Judge:
     def submit(self, question, completion):
         self.asked.append((question["question"], completion))
 
+    def flush(self):
+        pass
+
     def collect(self, wait):
         new = self.asked[self.collected:] if wait else []
         self.collected += len(new)

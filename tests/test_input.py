@@ -18,7 +18,7 @@ import sample
 import train
 from engine import Sampling
 from model import GPT, GPTConfig, add_lora, adapters
-from runtime import checkpoint, examples, hardware, prompts
+from runtime import checkpoint, examples, guard, hardware, prompts
 from runtime.config import BadInput
 from runtime.run import Run
 from runtime.tokenizer import Tokenizer
@@ -285,6 +285,16 @@ def test_notes_of_an_earlier_run_that_are_none_are_passed_over(tmp_path):
         assert after(text) == nothing, text
     assert after('{"batch_size": 32, "micro_batch": 4}') == (4, 1.0, False, "fp32")
     assert after('{"batch_size": 32, "lr_factor": 0.5, "dtype": "bf16"}') == (8, 0.5, True, "bf16")
+
+
+def test_a_note_keeps_what_no_checkpoint_holds_yet(tmp_path):
+    run = Run(train.Config(out_dir=str(tmp_path)), hardware.setup("cpu", "fp32"), None, [], 8, 1)
+    for changes in (dict(lr_factor=0.5, dtype="bf16"), dict(micro_batch=4)):
+        with pytest.raises(guard.Retry):
+            run.retry("Once more.", **changes)
+    run.take_over_note()
+    found = run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
+    assert found == (4, 0.5, True, "bf16")
 
 
 # --- knobs ---
