@@ -35,7 +35,7 @@ from runtime.config import BadInput
 from runtime.log import check_installed
 from runtime.prompts import context_of
 from runtime.rewards import BrokenReward, Pool, load
-from runtime.run import Run, adapt, check_task, check_training, not_by_default, same_folder
+from runtime.run import Run, adapt, check_task, check_training, not_by_default
 
 
 @dataclass
@@ -190,9 +190,6 @@ def check(cfg):
                        f"--max_new_tokens={cfg.max_new_tokens}: lower it.")
     if cfg.init_from == "scratch":
         raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
-    if cfg.init_from != "resume" and same_folder(cfg.out_dir, cfg.init_from):
-        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
-                       "its run with --init_from=resume.")
 
 
 # --- the objective ---
@@ -393,8 +390,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
         run.start_step()
         run.reset_timings()
 
-        # 1. Ask some questions, k_samples times each. 2. Grade the answers, while others are still being
-        # written.
+        # 1. Ask some questions, k_samples times each.
+        # 2. Grade the answers, while others are still being written.
         groups, sampled, bytes_read = sample_groups(cfg, run, pipeline, stream, reference)
 
         # 3. Compare each answer with those to the same question.
@@ -407,7 +404,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
         lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule,
                          cfg.cooldown)
         lr *= run.state.lr_factor
-        # in sampling, CUDA's running sums would be refused
+        # Only here: in sampling, CUDA's running sums would be refused.
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
@@ -422,17 +419,15 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
         stream.state.slots = pipeline.engine.slots
         (num_tokens,) = distributed.sum([sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)])
         run.finish_step(int(num_tokens))
-        # the weights that the engine takes over are this step's time
-        run.lap("sync", wait=True)
+        run.lap("sync", wait=True)           # the weights that the engine takes over are this step's time
 
         if run.due(cfg.log_interval) or run.step == 1:
             log_step(cfg, run, stream, lr, step_metrics(cfg, run, sampled, updates, bytes_read), updates)
         if run.stopping:
-            # first of all: whoever asked may not wait for an evaluation
-            run.save()
+            run.save()                       # at once: whoever asked may not wait for an evaluation
         if valid and run.due(cfg.eval_interval):
             result = evaluate(cfg, run, pipeline, valid)
-            # of those that do as well the last
+            # Of steps that do as well as each other the last is the best.
             run.record_validation(1 - result["reward"] - 1e-9 * run.step)
         run.save_if_due()
     return run.end()

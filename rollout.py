@@ -166,8 +166,9 @@ def ask(pipeline, questions, requests, progress=None, sampling=None, shown=0):
         mine += pipeline.graded(wait=True)
     except (ValueError, FloatingPointError) as e:
         error = e
-        with contextlib.suppress(Exception):             # whatever it is, the other ranks wait to be told
-            pipeline.graded(wait=True)        # of what no one asks for any more
+        # Drop what no one asks for any more; whatever that raises, the other ranks wait to be told.
+        with contextlib.suppress(Exception):
+            pipeline.graded(wait=True)
     grades = {}
     texts = {}
     for completion in mine:
@@ -192,10 +193,8 @@ def table(values, requests):
 @dataclass
 class Batch:
     """Completions that continue prefixes, each of which stands there once; column t is a completion's t-th
-    token. Elsewhere y is IGNORE and the
-    numbers are 0."""
-    # [B, T] ids: a prompt's last, and the completion's but for the last
-    x: torch.Tensor
+    token. Elsewhere y is IGNORE and the numbers are 0."""
+    x: torch.Tensor                          # [B, T] ids: a prompt's last, and the completion's but for the last
     y: torch.Tensor                          # [B, T] ids of the completions, where they are trained on
     sampled_logprobs: torch.Tensor           # [B, T] of y: the engine's,
     trainer_logprobs: torch.Tensor           # the trainer's before the step (0 if not needed),

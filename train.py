@@ -25,7 +25,7 @@ from runtime import config, data, distributed, examples, guard, hardware, memory
 from runtime.config import BadInput
 from runtime.log import check_installed, duration, shown
 from runtime.perplexity import evaluation_line, examples_loss, text_loss
-from runtime.run import Run, adapt, check_task, check_training, not_by_default, same_folder
+from runtime.run import Run, adapt, check_task, check_training, not_by_default
 from runtime.tokenizer import Tokenizer
 
 
@@ -157,9 +157,6 @@ def check(cfg):
     if cfg.lora_rank and cfg.init_from == "scratch":
         raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave "
                        "--lora_rank out.")
-    if cfg.init_from not in ("scratch", "resume") and same_folder(cfg.out_dir, cfg.init_from):
-        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
-                       "its run with --init_from=resume.")
     if cfg.sequences > 2**20:
         raise BadInput(f"--batch_size={cfg.batch_size} x "
                        f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps} is more than 2**20 "
@@ -393,14 +390,13 @@ def train(cfg, run, model, dataset, held_out):
         loss_sum = torch.zeros((), device=hw.device)
         for i, (x, y) in enumerate(model.micro_steps(micro_batches)):
             if cfg.dropout:
-                # a resumed run drops the same
+                # A function of the step, so that a resumed run drops the same.
                 torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))
             with hw.autocast():
                 loss = model.loss(x, y)
             run.scaler.scale(loss / num_targets).backward()
             loss_sum += loss.detach()
-        # waits for the device: what follows is the optimizer's time
-        loss_sum = loss_sum.item()
+        loss_sum = loss_sum.item()           # waits for the device: what follows is the optimizer's time
         run.lap("forward_backward")
 
         # The step of the optimizers.
@@ -415,8 +411,7 @@ def train(cfg, run, model, dataset, held_out):
             mean_loss = distributed.sum([loss_sum])[0] / num_targets
             log_step(run, mean_loss, lr, grad_norm, flops_per_token)
         if run.stopping:
-            # first of all: whoever asked may not wait for an evaluation
-            run.save()
+            run.save()                       # at once: whoever asked may not wait for an evaluation
         if held_out and run.due(cfg.eval_interval):
             result = validation_loss(cfg, hw, model, held_out, run.state.micro_batch)
             run.record_validation(result["loss"])

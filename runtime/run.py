@@ -128,7 +128,7 @@ class Run:
             known = error is None or isinstance(error, BadInput | Failure | Retry)
             if not known and memory.is_out_of_memory(error):
                 self.go_on_with_smaller_pieces(f"{error}".partition("\n")[0])
-            # on every rank: nothing can be sampled from such weights
+            # Raised on every rank: nothing can be sampled from such weights.
             if isinstance(error, FloatingPointError):
                 self.log.say(f"step {self.step + 1}: the logits are not finite, so nothing can be sampled.")
                 self.roll_back()
@@ -158,7 +158,6 @@ class Run:
     def start_step(self):
         """Remember the state to which a step that fails goes back."""
         self.before = self.plain_state()
-        self.weights_moved = False
         self.val_loss = None
         self.new_best = False
         self.clock = time.perf_counter()
@@ -179,9 +178,10 @@ class Run:
         self.clock = clock
 
     def optimizer_step(self, lr, **batch):
-        """Clip the gradients and move the weights. Returns the norm of the gradients before clipping. Gradients that are not finite have moved nothing: the step
-        is skipped; five of them in a row go back to the last checkpoint, once, with half the learning rate
-        and without fp16; then the run fails, with `batch` on the disk."""
+        """Clip the gradients and move the weights. Returns the norm of the gradients before clipping. If they are
+        not finite, nothing moves and the step is skipped; five of those in a row go back to the last
+        checkpoint, once, with half the learning rate and without fp16; then the run fails, with `batch` on
+        the disk."""
         self.batch = batch
         self.weights_moved = True            # some of them, even if this runs out of memory midway
         grad_norm, finite = optim.apply_step(self.optimizers, self.scaler, lr, self.cfg.grad_clip)
@@ -219,12 +219,11 @@ class Run:
         return patience > 0 and self.state.stale >= patience
 
     def record_validation(self, loss):
-        """Note a validation loss. Tells whether it is the best so far."""
+        """Note a validation loss, and whether it is the best so far (`new_best`)."""
         self.val_loss = loss
         best = distributed.on_main(lambda: checkpoint.best_loss(self.cfg.out_dir, self.step - 1))
         self.new_best = loss < best
         self.state.stale = 0 if self.new_best else self.state.stale + 1
-        return self.new_best
 
     def save_if_due(self, also=False):
         """Save every save_interval steps, after the last, at a new best, before an end, and where `also` says
@@ -375,8 +374,8 @@ class Run:
             raise Failure(f"{what}, before the first checkpoint: start again with --overwrite "
                           f"{cfg.flags_for(less)}, which is the same step in smaller pieces.")
         if not checkpoint.has_state(cfg.out_dir, newest):
-            raise Failure(f"{what}, and with --save_only_model there is no state to go on from: begin a new run with "
-                          f"--init_from={cfg.out_dir} {cfg.flags_for(less)}, and another --out_dir=.")
+            raise Failure(f"{what}, and with --save_only_model there is no state to go on from: begin a new run "
+                          f"with --init_from={cfg.out_dir} {cfg.flags_for(less)}, and another --out_dir=.")
         if distributed.world_size() == 1:
             self.retry(f"Step {step} ran out of memory ({reason}), and weights had moved: back to the last "
                        f"checkpoint, with a micro-batch of {less} instead of {micro_batch}.", micro_batch=less)
@@ -410,9 +409,9 @@ class Run:
     def give_up(self):
         """Raise Failure with the batch that was last learnt from on the disk."""
         path = keep_batch(self.cfg.out_dir, self.step + 1, **self.batch)
-        raise Failure(f"Training diverged: no finite logits, or {self.nonfinite.patience} optimizer steps in a row without finite "
-                      "gradients, again after going back or with no checkpoint to go back to. The last batch "
-                      f"is in {path}; lower --learning_rate.", alone=False)
+        raise Failure(f"Training diverged: no finite logits, or {self.nonfinite.patience} optimizer steps in a "
+                      "row without finite gradients, again after going back or with no checkpoint to go back "
+                      f"to. The last batch is in {path}; lower --learning_rate.", alone=False)
 
 
 def update(instance, values):
@@ -423,10 +422,6 @@ def update(instance, values):
 
 
 # --- what train.py and grpo.py ask of their knobs ---
-
-def same_folder(a, b):
-    return Path(a).resolve() == Path(b).resolve()
-
 
 def not_by_default(cfg):
     """Return the knobs that are set to something of one's own, for people."""
@@ -474,8 +469,10 @@ def check_task(cfg, argv):
 
 
 def check_training(cfg):
-    """BadInput for knobs of train.py and grpo.py, of the optimizer and of adapters, that don't go
-    together."""
+    """BadInput for knobs that train.py and grpo.py share and that don't go together."""
+    if cfg.init_from not in ("scratch", "resume") and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
+        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
+                       "its run with --init_from=resume.")
     if cfg.min_lr > cfg.learning_rate:
         raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above "
                        f"--learning_rate={cfg.learning_rate:g}: lower it.")
