@@ -1,18 +1,29 @@
 """What this machine can do and what the stages make of it, beside their limits and beside other ways to do
 the same.
 
-    python bench.py                                             an overview: matrix products, memory, one line a stage (two minutes)
-    python bench.py --stage=train config/gpt2_124m.py --batch_size=8         any knob of the stage's script may follow bench.py's own
-    python bench.py --stage=train --ladder                      from the plainest training, one optimisation after the other
-    python bench.py --stage=sft --ablate                        everything on, and each left out once
-    python bench.py --stage=grpo --profile                      a trace of a few steps, and what takes their time
-    python bench.py --stage=train --peers                       against nanoGPT's way of training and transformers' Trainer
-    python bench.py --stage=generate --peers=generate           SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
+    python bench.py
+        an overview: matrix products, memory, one line a stage (two minutes)
+    python bench.py --stage=train config/gpt2_124m.py --batch_size=8
+        any knob of the stage's script may follow bench.py's own
+    python bench.py --stage=train --ladder
+        from the plainest training, one optimisation after the other
+    python bench.py --stage=sft --ablate
+        everything on, and each left out once
+    python bench.py --stage=grpo --profile
+        a trace of a few steps, and what takes their time
+    python bench.py --stage=train --peers
+        against nanoGPT's way of training and transformers' Trainer
+    python bench.py --stage=generate --peers=generate
+        SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
     python bench.py --stage=generate --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
-    python bench.py --stage=datagen --run=out/quickstart/base --peers        rejection sampling against a loop over transformers' generate
-    python bench.py --stage=sft --model=llama-1m --peers        fine-tuning against transformers' Trainer and TRL's
-    python bench.py --stage=grpo --model=llama-50m --peers      whole steps of reinforcement learning against TRL's GRPOTrainer
-    python bench.py --stage=rewards                             slow verifiers in worker processes against the caller itself
+    python bench.py --stage=datagen --run=out/quickstart/base --peers
+        rejection sampling against a loop over transformers' generate
+    python bench.py --stage=sft --model=llama-1m --peers
+        fine-tuning against transformers' Trainer and TRL's
+    python bench.py --stage=grpo --model=llama-50m --peers
+        whole steps of reinforcement learning against TRL's GRPOTrainer
+    python bench.py --stage=rewards
+        slow verifiers in worker processes against the caller itself
 
 Of train.py, datagen.py and grpo.py the real scripts run, as processes, and what they log is read: medians
 over the steps after a warm-up. Whatever is compared has the same weights or shapes, data and precision and is
@@ -91,18 +102,37 @@ class Config:
 
 SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 STEPS = {"train": 12, "sft": 6, "grpo": 6}
-ONLY_IN = {                                  # knobs of bench.py that some stages know alone
-    "run": "datagen", "ranks": "train sft datagen grpo", "peer_ranks": "grpo", "steps": "overview train sft grpo", "slots": "generate",
-    "work": "overview generate grpo", "prompt_tokens": "overview generate grpo", "max_new_tokens": "overview generate datagen grpo",
-    "completions": "overview rewards", "reward_workers": "overview rewards", "verifier_ms": "overview rewards grpo"}
+# knobs of bench.py that some stages know alone
+ONLY_IN = {
+    "run": "datagen",
+    "ranks": "train sft datagen grpo",
+    "peer_ranks": "grpo",
+    "steps": "overview train sft grpo",
+    "slots": "generate",
+    "work": "overview generate grpo",
+    "prompt_tokens": "overview generate grpo",
+    "max_new_tokens": "overview generate datagen grpo",
+    "completions": "overview rewards",
+    "reward_workers": "overview rewards",
+    "verifier_ms": "overview rewards grpo",
+}
 # knobs of bench.py even where a script has them too
 TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")
+# knobs of a stage's script that bench.py itself settles
+SETTLED = {
+    "train": "num_epochs patience eval_tokens",
+    "sft": "num_epochs patience dataset tokenizer",
+    "datagen": "task tokenizer few_shot",
+    "grpo": "task dataset num_questions tokenizer few_shot",
+}
+SETTLED_IN_ALL = ("out_dir init_from overwrite eval_only max_steps log_interval eval_interval save_interval "
+                  "save_only_model")
 FOLDER = "bench_results"
 
 
-# --- what the stages' scripts are handed ---
+# --- what the stages' scripts are given ---
 
-class Handed(NamedTuple):
+class ScriptArgs(NamedTuple):
     """Config files and flags of a stage's script, the Config that they make, and the knobs that they name."""
     files: list = ()
     flags: list = ()
@@ -110,57 +140,106 @@ class Handed(NamedTuple):
     given: frozenset = frozenset()
 
 
-def hand_over(stage, arguments):
-    """Handed, checked by the script's own Config: what it does not know it refuses in its own words."""
-    cfg = config.load(importlib.import_module(SCRIPTS[stage]).Config, arguments)
-    files, flags = ([a for a in arguments if a.startswith("--") == flag] for flag in (False, True))
-    flagged = {a[2:].partition("=")[0] for a in flags}
-    settled = {"train": "num_epochs patience eval_tokens", "sft": "num_epochs patience dataset tokenizer",
-               "datagen": "task tokenizer few_shot", "grpo": "task dataset num_questions tokenizer "
-                                                             "few_shot"}[stage]
-    always = "out_dir init_from overwrite eval_only max_steps log_interval eval_interval save_interval save_only_model"
-    for knob in f"{settled} {always}".split():
+def script_config_class(stage):
+    """Return the Config of a stage's script."""
+    return importlib.import_module(SCRIPTS[stage]).Config
+
+
+def split_arguments(argv):
+    """Return (bench.py's own arguments, those for the stage's script). What only the script knows, or both,
+    is the script's."""
+    stages = [arg.removeprefix("--stage=") for arg in argv if arg.startswith("--stage=")]
+    stage = stages[-1] if stages else Config.stage
+    script_knobs = set()
+    if stage in SCRIPTS:
+        script_knobs = {field.name for field in fields(script_config_class(stage))} - set(TO_BOTH)
+    own_knobs = {field.name for field in fields(Config)} - script_knobs
+    own = []
+    others = []
+    for arg in argv:
+        name = arg[2:].partition("=")[0] if arg.startswith("--") else None
+        is_own = arg in ("-h", "--help") or not script_knobs or name in own_knobs
+        (own if is_own else others).append(arg)
+    return own, others
+
+
+def parse_script_args(stage, arguments):
+    """Return the ScriptArgs of a stage, checked by the script's own Config: what it does not know it refuses
+    in its own words. BadInput for a knob that bench.py itself settles."""
+    script_config = config.load(script_config_class(stage), arguments)
+    files = [arg for arg in arguments if not arg.startswith("--")]
+    flags = [arg for arg in arguments if arg.startswith("--")]
+    flagged = {flag[2:].partition("=")[0] for flag in flags}
+    for knob in f"{SETTLED[stage]} {SETTLED_IN_ALL}".split():
         if knob in flagged:
-            raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it out"
-                           f"{', and say with --steps= how many' if knob in ('max_steps', 'num_epochs') else ''}.")
-    return Handed(files, flags, cfg, frozenset(flagged.union(*(config.read_file(file) for file in files))))
+            advice = ", and say with --steps= how many" if knob in ("max_steps", "num_epochs") else ""
+            raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it "
+                           f"out{advice}.")
+    in_files = [config.read_file(file) for file in files]
+    return ScriptArgs(files, flags, script_config, frozenset(flagged.union(*in_files)))
 
 
 # --- all of it at a glance ---
 
-def bench_overview(cfg, hw, folder, handed, say):
-    """Peaks, and a line for each stage: short runs, one after the other."""
-    found = {dtype: matmul_peak(hw, dtype) for dtype in formats(hw)}
+def log_nothing(line):
+    """Stand in for print where a stage's lines are not wanted."""
+
+
+def bench_overview(cfg, hw, folder, script_args, log):
+    """Measure the peaks, and a short run of each stage, one after the other; log a line for each."""
+    peaks = {dtype: matmul_peak(hw, dtype) for dtype in formats(hw)}
     bandwidth = read_bandwidth(hw)
-    say("matrix products, TFLOP/s: " + ", ".join(
-        f"{name} {flops / 1e12:,.2f}" + (f" (nominal {hw.peaks[name]:g})" if hw.peaks.get(name) else "") for name, flops in found.items())
-        + f"; reading memory: {bandwidth / 1e9:,.0f} "
-          "GB/s" + (f" (nominal {1e3 * hw.bandwidth:,.0f})" if hw.bandwidth else ""))
-    say(f"\n{'':9} {'speed':>28} {'limit':>14} {'of it':>7}")
-    lines, most = {}, "64x8" if hw.device.type == "cuda" else "8x8"
+    products = []
+    for name, flops in peaks.items():
+        nominal = f" (nominal {hw.peaks[name]:g})" if hw.peaks.get(name) else ""
+        products.append(f"{name} {flops / 1e12:,.2f}{nominal}")
+    nominal = f" (nominal {1e3 * hw.bandwidth:,.0f})" if hw.bandwidth else ""
+    log(f"matrix products, TFLOP/s: {', '.join(products)}; "
+        f"reading memory: {bandwidth / 1e9:,.0f} GB/s{nominal}")
+    log(f"\n{'':9} {'speed':>28} {'limit':>14} {'of it':>7}")
+    stages = {}
+    generate_work = "64x8" if hw.device.type == "cuda" else "8x8"
     for stage in ("train", "sft", "generate", "datagen", "grpo", "rewards"):
-        short = {"train": 10, "sft": 4, "grpo": 3}.get(stage)
-        one = with_defaults(replace(cfg, stage=stage, steps=cfg.steps or short, work=cfg.work or (most if stage == "generate" else None)))
-        given = hand_over(stage, ["--num_questions=40", "--oversample=8"] if stage == "datagen" else []) if stage in SCRIPTS else Handed()
+        steps = cfg.steps or {"train": 10, "sft": 4, "grpo": 3}.get(stage)
+        work = cfg.work or (generate_work if stage == "generate" else None)
+        stage_cfg = with_defaults(replace(cfg, stage=stage, steps=steps, work=work))
+        stage_args = ScriptArgs()
+        if stage in SCRIPTS:
+            flags = ["--num_questions=40", "--oversample=8"] if stage == "datagen" else []
+            stage_args = parse_script_args(stage, flags)
         try:
-            with tempfile.TemporaryDirectory(dir=folder) as own:
-                put_weights(one, hw, own, lambda *_: None)
-                f = lines[stage] = STAGES[stage](one, hw, own, given, lambda *_: None)
+            with tempfile.TemporaryDirectory(dir=folder) as stage_folder:
+                export_random_weights(stage_cfg, hw, stage_folder, log_nothing)
+                figures = STAGES[stage](stage_cfg, hw, stage_folder, stage_args, log_nothing)
         except (BadInput, guard.Failure) as e:
-            say(f"{stage:9} left out: {e}")
+            log(f"{stage:9} left out: {e}")
             continue
-        mine = [values for name, values in f["rates"].items() if "nanoRFT" in name][0]
-        speed = f"{statistics.median(mine):,.0f} {f['unit']}"
-        say(f"{stage:9} {speed:>28} {f['limit']:14,.0f} {f['share']:7.1%}  {f['also']}")
-    say("\nThe limit is arithmetic: training's operations at the measured speed of a large product, "
-        "sampling's weights, keys and values\nat that of memory, the cores of verifiers. A model of a million "
+        stages[stage] = figures
+        our_rates = [rates for name, rates in figures["rates"].items() if "nanoRFT" in name][0]
+        speed = f"{statistics.median(our_rates):,.0f} {figures['unit']}"
+        log(f"{stage:9} {speed:>28} {figures['limit']:14,.0f} {figures['share']:7.1%}  {figures['also']}")
+    log("\nThe limit is arithmetic: training's operations at the measured speed of a large product, "
+        "sampling's weights, keys and values\n"
+        "at that of memory, the cores of verifiers. A model of a million "
         "parameters stays far from it: dispatching operations takes time.")
-    return {"unit": "% of the limit", "peaks": found, "bandwidth": bandwidth, "stages": lines,
-            "rates": {stage: [100 * f["share"]] for stage, f in lines.items()}}
+    return {
+        "unit": "% of the limit",
+        "peaks": peaks,
+        "bandwidth": bandwidth,
+        "stages": stages,
+        "rates": {stage: [100 * figures["share"]] for stage, figures in stages.items()},
+    }
 
 
-STAGES = {"overview": bench_overview, "train": bench_training, "sft": bench_training, "generate": bench_generate, "datagen": bench_datagen,
-          "grpo": bench_grpo, "rewards": bench_rewards}
+STAGES = {
+    "overview": bench_overview,
+    "train": bench_training,
+    "sft": bench_training,
+    "generate": bench_generate,
+    "datagen": bench_datagen,
+    "grpo": bench_grpo,
+    "rewards": bench_rewards,
+}
 # of a stage that --ladder, --ablate and --profile look into
 WORK = {"train": train_work, "sft": sft_work, "grpo": grpo_work}
 
@@ -168,29 +247,40 @@ WORK = {"train": train_work, "sft": sft_work, "grpo": grpo_work}
 # --- the call ---
 
 def model_of(cfg, hw):
-    """The name of a shape."""
+    """Return the name of a shape."""
     if cfg.model != "auto":
         return cfg.model
     if cfg.stage == "generate":
         return "smollm2-360m"
     if hw.device.type == "cuda":
         return "gpt2"
-    return {"train": "gpt2-1m" if cfg.peers else "1m"}.get(cfg.stage, "llama-1m")
+    if cfg.stage == "train":
+        return "gpt2-1m" if cfg.peers else "1m"
+    return "llama-1m"
 
 
 def with_defaults(cfg):
-    """Config with the values that depend on the stage."""
+    """Return the Config with the values that depend on the stage."""
+    overview = cfg.stage == "overview"
+    in_rows = cfg.ladder or cfg.ablate
+    repeats = 3
+    if overview:
+        repeats = 1
+    elif in_rows:
+        repeats = 5
     steps = 3 if cfg.profile else STEPS.get(cfg.stage)
-    slow = None if cfg.stage == "overview" else 5.0 if cfg.stage == "rewards" or cfg.ladder or cfg.ablate else 0.0
-    repeats = 1 if cfg.stage == "overview" else 5 if cfg.ladder or cfg.ablate else 3
-    cfg = replace(cfg, repeats=cfg.repeats or repeats, steps=cfg.steps or steps,
-                  verifier_ms=slow if cfg.verifier_ms is None else cfg.verifier_ms)
+    verifier_ms = cfg.verifier_ms
+    if verifier_ms is None and not overview:
+        verifier_ms = 5.0 if cfg.stage == "rewards" or in_rows else 0.0
+    cfg = replace(cfg, repeats=cfg.repeats or repeats, steps=cfg.steps or steps, verifier_ms=verifier_ms)
     if cfg.stage in ("grpo", "overview"):                # a config file may say more: see grpo_case
         return cfg
-    return replace(cfg, work=cfg.work or "2x10,8x8,32x1", prompt_tokens=cfg.prompt_tokens or 120, max_new_tokens=cfg.max_new_tokens or 60)
+    return replace(cfg, work=cfg.work or "2x10,8x8,32x1", prompt_tokens=cfg.prompt_tokens or 120,
+                   max_new_tokens=cfg.max_new_tokens or 60)
 
 
 def check(cfg):
+    """Raise BadInput for knobs that mean nothing, alone or together."""
     config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats steps ranks peer_ranks completions "
                             "reward_workers")
     config.at_least(cfg, 0, "verifier_ms seed")
@@ -213,8 +303,10 @@ def check(cfg):
                            f"{', '.join(stages.split())}: leave it out.")
     if cfg.profile and cfg.repeats:
         raise BadInput("--profile looks into one run: leave --repeats out.")
-    one_case, work = cfg.stage == "grpo", cfg.work or "8x8"
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + ("" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"), work):
+    one_case = cfg.stage == "grpo"
+    work = cfg.work or "8x8"
+    further_cases = "" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + further_cases, work):
         raise BadInput(f"--work={work} is not prompts x samples: write for example "
                        f"--work={'8x8' if one_case else '2x10,32x1'}.")
     if one_case and work.endswith("x1"):
@@ -224,22 +316,49 @@ def check(cfg):
         raise BadInput(f"--output={cfg.output} should end in .json.")
 
 
+def check_context(cfg, script_args):
+    """Raise BadInput if a prompt and what is sampled after it are longer than the model's context."""
+    if cfg.stage not in ("generate", "grpo"):
+        return
+    prompt_tokens = cfg.prompt_tokens
+    max_new_tokens = cfg.max_new_tokens
+    if cfg.stage == "grpo":
+        _, _, max_new_tokens, prompt_tokens = grpo_case(cfg, script_args)
+    block_size = GPTConfig(**SHAPES[cfg.model]).block_size
+    if max_new_tokens + prompt_tokens > block_size:
+        raise BadInput(f"{cfg.model} has {block_size} positions: lower --prompt_tokens or --max_new_tokens.")
+
+
 def check_output(path):
-    """BadInput if a file is there, or where chart and trace go, that no earlier record names as its own."""
+    """Raise BadInput if a file is there, or where chart and trace go, that no earlier record names as its
+    own."""
     try:
         record = config.parse_json(path.read_bytes(), dict)
         ours = record["command"].startswith("python bench.py")
         own = [path, record.get("chart"), record.get("trace")] if ours else []
     except (OSError, ValueError, KeyError, AttributeError):
         own = []
+    own_names = [Path(file).name for file in own if file]
     for file in (path, path.with_suffix(".png"), path.with_suffix(".trace.json")):
-        if file.exists() and file.name not in [Path(one).name for one in own if one]:
+        if file.exists() and file.name not in own_names:
             raise config.in_the_way(file, "bench.py's")
 
 
-def put_weights(cfg, hw, folder, say):
-    """Random weights of the shape, and for grpo a tokenizer, exported to the folder, where a stage begins
-    with such."""
+def check_writable(path):
+    """Make the output's folder. Raises BadInput if the file can't be written: now, not after half an hour."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        if not path.stat().st_size:
+            path.unlink()
+    except OSError as e:
+        raise BadInput(f"{path} can't be written ({e.strerror}): name another file with "
+                       "--output=.") from None
+
+
+def export_random_weights(cfg, hw, folder, log):
+    """Export random weights of the shape, and for grpo a tokenizer, to the folder, where a stage begins with
+    such."""
     if cfg.stage in ("train", "rewards", "overview") or cfg.run or cfg.stage == "generate" and not cfg.peers:
         return
     torch.manual_seed(cfg.seed)
@@ -249,68 +368,73 @@ def put_weights(cfg, hw, folder, say):
         never_ends(model, c.vocab_size - 1)
         write_tokenizer(folder, c.vocab_size)
     hf.export(model, folder)
-    say(f"{cfg.model}, {model.n_params():,} parameters, random weights")
+    log(f"{cfg.model}, {model.n_params():,} parameters, random weights")
     del model
     give_back(hw)
 
 
+def measured_model(cfg, script_args):
+    """Return the name of what is measured, for people; "" where there is no model."""
+    if cfg.run:
+        return cfg.run
+    if cfg.stage == "rewards":
+        return ""
+    return cfg.model if cfg.model != "auto" else " ".join(script_args.files)
+
+
 def main(argv):
-    known = {f.name for f in fields(Config)}
-    stage = ([arg[8:] for arg in argv if arg.startswith("--stage=")] or [Config.stage])[-1]
-    theirs = {f.name for f in fields(importlib.import_module(SCRIPTS[stage]).Config)} - set(TO_BOTH) if stage in SCRIPTS else set()
-    own, others = [], []
-    # what only the script knows, or both, is the script's
-    for arg in argv:
-        name = arg[2:].partition("=")[0] if arg.startswith("--") else None
-        mine = arg in ("-h", "--help") or not theirs or name in known - theirs
-        (own if mine else others).append(arg)
+    own, others = split_arguments(argv)
     cfg = config.load(Config, own)
     check(cfg)
     cfg.peers = peers.chosen(cfg.stage, cfg.peers)
-    handed = hand_over(cfg.stage, others) if cfg.stage in SCRIPTS else Handed()
-    wanted, tf32 = (handed.config.dtype, handed.config.tf32) if hasattr(handed.config, "tf32") else ("auto", True)
-    hw = hardware.setup(cfg.device, wanted if cfg.dtype == "auto" else cfg.dtype, tf32, compile=False)
-    if cfg.stage != "train" or not handed.files or cfg.model != "auto":
+    script_args = parse_script_args(cfg.stage, others) if cfg.stage in SCRIPTS else ScriptArgs()
+    dtype = cfg.dtype
+    tf32 = True
+    if hasattr(script_args.config, "tf32"):
+        tf32 = script_args.config.tf32
+        if dtype == "auto":
+            dtype = script_args.config.dtype
+    hw = hardware.setup(cfg.device, dtype, tf32, compile=False)
+    if cfg.stage != "train" or not script_args.files or cfg.model != "auto":
         cfg.model = model_of(cfg, hw)
     cfg = with_defaults(cfg)
-    if cfg.stage in ("generate", "grpo"):
-        places, (new, read) = GPTConfig(**SHAPES[cfg.model]).block_size, grpo_case(cfg, handed)[2:] if cfg.stage == "grpo" else (
-            cfg.max_new_tokens, cfg.prompt_tokens)
-        if new + read > places:
-            raise BadInput(f"{cfg.model} has {places} positions: lower --prompt_tokens or --max_new_tokens.")
+    check_context(cfg, script_args)
     facts = machine(hw)
     mode = next((mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)), None)
-    name = "_".join(filter(None, (cfg.stage, mode, hw.device.type, facts["date"][:19].replace(":", ""))))
+    timestamp = facts["date"][:19].replace(":", "")
+    name = "_".join(filter(None, (cfg.stage, mode, hw.device.type, timestamp)))
     cfg.output = Path(cfg.output or f"{FOLDER}/{name}.json")
     check_output(cfg.output)
-    try:                                                 # now, not after half an hour
-        cfg.output.parent.mkdir(parents=True, exist_ok=True)
-        cfg.output.touch()
-        if not cfg.output.stat().st_size:
-            cfg.output.unlink()
-    except OSError as e:
-        raise BadInput(f"{cfg.output} can't be written ({e.strerror}): name another file with "
-                       "--output=.") from None
-    what = cfg.run or ("" if cfg.stage == "rewards" else cfg.model if cfg.model != "auto" else " ".join(handed.files))
-    print(f"{cfg.stage}{f', {mode}' if mode else ''}: {f'{what}; ' if what else ''}{facts['hardware']}, torch "
-          f"{facts['torch']}", flush=True)
+    check_writable(cfg.output)
+    model_name = measured_model(cfg, script_args)
+    subject = f"{model_name}; " if model_name else ""
+    mode_suffix = f", {mode}" if mode else ""
+    print(f"{cfg.stage}{mode_suffix}: {subject}{facts['hardware']}, torch {facts['torch']}", flush=True)
+    log = functools.partial(print, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        put_weights(cfg, hw, folder, print)
-        say = functools.partial(print, flush=True)
+        export_random_weights(cfg, hw, folder, print)
         if mode:
-            look = bench_profile if mode == "profile" else bench_rungs
-            figures = look(cfg, hw, WORK[cfg.stage](cfg, hw, folder, handed), handed, say)
+            bench_mode = bench_profile if mode == "profile" else bench_rungs
+            work = WORK[cfg.stage](cfg, hw, folder, script_args)
+            figures = bench_mode(cfg, hw, work, script_args, log)
         else:
-            figures = STAGES[cfg.stage](cfg, hw, folder, handed, say)
-    record = {"stage": cfg.stage, "mode": mode, "model": what, "command": shlex.join(["python", "bench.py", *argv]), "device": hw.name,
-              "dtype": hw.dtype} | facts | figures
+            figures = STAGES[cfg.stage](cfg, hw, folder, script_args, log)
+    record = {
+        "stage": cfg.stage,
+        "mode": mode,
+        "model": model_name,
+        "command": shlex.join(["python", "bench.py", *argv]),
+        "device": hw.name,
+        "dtype": hw.dtype,
+    }
+    record |= facts | figures
     if "rates" in figures:
-        record["chart"] = chart(cfg.output.with_suffix(".png"), "bench.py "
-                                                                f"{' '.join(argv)}\n{facts['hardware']}, "
-                                                                f"{facts['date'][:10]}",
-                                figures["rates"], figures["unit"])
+        title = f"bench.py {' '.join(argv)}\n{facts['hardware']}, {facts['date'][:10]}"
+        path = cfg.output.with_suffix(".png")
+        record["chart"] = chart(path, title, figures["rates"], figures["unit"])
     cfg.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
-    print(f"All figures: {cfg.output}" + (f"; chart: {record['chart']}" if record.get("chart") else ""))
+    chart_note = f"; chart: {record['chart']}" if record.get("chart") else ""
+    print(f"All figures: {cfg.output}{chart_note}")
     if cfg.json:
         print(json.dumps(record, default=str))
     return 0

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
@@ -23,19 +22,19 @@ import torch
 
 import hf
 from engine import Engine, Sampling, slots_that_fit
-from grpo_log import flops, log_step, step_metrics
+from grpo_log import flops, log_evaluation, log_step, start_up, step_metrics
 from model import IGNORE, blank
 from questions import QuestionStream, read_questions, task_errors, unseen_questions
 from reference import Reference
 from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
                      stop_strings_of, zero_variance)
 from runtime import config, distributed, guard, hardware, memory, optim
-from runtime.accuracy import accuracy, n_right
+from runtime.accuracy import accuracy
 from runtime.config import BadInput
 from runtime.log import check_installed
 from runtime.prompts import context_of
 from runtime.rewards import BrokenReward, Pool, load
-from runtime.run import Run, adapt, check_task, check_training, not_by_default
+from runtime.run import Run, adapt, check_task, check_training, claim
 
 
 @dataclass
@@ -45,6 +44,8 @@ class Config:
                                              # training.log
     init_from: str = "out/rft"               # run folder, Hugging Face folder or hub name; resume: the run in
                                              # out_dir
+    resume: Literal["auto"] | None = None    # auto: go on with the run in out_dir if there is one, else begin as
+                                             # the flags say
     overwrite: bool = False                  # replace the run that out_dir holds
     # questions and their rewards
     task: str | None = None                  # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
@@ -293,7 +294,7 @@ def ask_and_grade(cfg, run, pipeline, stream, positions, reference):
     completions = list(pipeline.sample(questions, requests))
     run.lap("rollout")
     if reference:
-        reference.note_logprobs(completions, run.state.micro_batch)
+        reference.add_logprobs(completions, run.state.micro_batch)
     if cfg.tis_cap:
         tokens = run.state.micro_batch
         for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
@@ -337,7 +338,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
         lengths = [(len(c.prompt), len(c.ids)) for group in answered.values() for c in group]
         bytes_read += pipeline.engine.bytes_read(lengths)
         if cfg.skip_solved:
-            stream.note_solved(answered)
+            stream.mark_solved(answered)
         if not distributed.any(len(groups) < share):
             break
     return groups[:share], sampled, bytes_read
@@ -386,6 +387,9 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
     if valid and run.step == 0:
         with task_errors():
             evaluate(cfg, run, pipeline, valid)
+    if valid and run.state.evaluation_due:                 # the run was stopped before it
+        evaluate(cfg, run, pipeline, valid)
+        run.save()
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
         run.reset_timings()
@@ -425,38 +429,23 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
             log_step(cfg, run, stream, lr, step_metrics(cfg, run, sampled, updates, bytes_read), updates)
         if run.stopping:
             run.save()                       # at once: whoever asked may not wait for an evaluation
-        if valid and run.due(cfg.eval_interval):
-            result = evaluate(cfg, run, pipeline, valid)
-            # Of steps that do as well as each other the last is the best.
-            run.record_validation(1 - result["reward"] - 1e-9 * run.step)
+        if valid and run.state.evaluation_due:
+            evaluate(cfg, run, pipeline, valid)
         run.save_if_due()
     return run.end()
 
 
 def evaluate(cfg, run, pipeline, valid):
-    """Answer the questions that are held out, greedily, and log how that went. Returns the figures of
-    runtime.accuracy, and the mean `reward`. Answers to the first few are added to samples.txt."""
+    """Answer the questions that are held out, greedily, and log how that went. Answers to the first few are added
+    to samples.txt."""
     questions = [question for question, _ in valid]
     requests = [request for _, request in valid]
     greedy = dataclasses.replace(pipeline.engine.sampling, temperature=0.0)
     grades, texts = ask(pipeline, questions, requests, sampling=greedy, shown=cfg.shown_questions)
     result = accuracy(grades)
     result["reward"] = fmean(grade.score for row in grades for grade in row)
-    if distributed.is_main() and texts:
-        right = sum(n_right(row) for row in grades)
-        lines = [f"{'=' * 20} step {run.step}: {right} of {len(grades)} right\n"]
-        for question, (grade,), (text,) in zip(questions, grades, texts):
-            parts = ", ".join(name for name, holds in grade.parts.items() if holds) or "nothing"
-            lines.append(f"{question['question']}\n--> reward {grade.score:g} "
-                         f"({grade.error or parts})\n{text}\n{'-' * 20}\n")
-        with open(Path(cfg.out_dir) / "samples.txt", "a", encoding="utf-8", errors="backslashreplace") as f:
-            f.write("\n".join(lines) + "\n")
-    figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
-    run.log.metrics(step=run.step, **figures)
-    run.log.say(f"step {run.step}/{cfg.max_steps} | {len(valid)} held-out questions, greedy: "
-                f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
-                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}")
-    return result
+    log_evaluation(run, result, questions, grades, texts)
+    run.record_validation(1 - result["reward"] - 1e-9 * run.step)      # of steps that do as well, the last is best
 
 
 # --- what fits the memory ---
@@ -496,29 +485,9 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
                       tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
 
 
-def start_up(cfg, run, stream, pipeline, about):
-    """Return the paragraph that says what is about to happen, on what. about: the questions, for people."""
-    hw = run.hardware
-    engine = pipeline.engine
-    pool = pipeline.pool
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    reference = f"beta {cfg.beta:g}" if cfg.beta else "no reference"
-    lines = [
-        f"{run.model.n_params():,} parameters, {trained:,} of them trained, from {cfg.init_from}; {about}.",
-        f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "
-        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, "
-        f"micro-batches of {run.state.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).",
-        f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x "
-        f"{cfg.mini_batches} optimizer steps on them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
-        f"learning rate {cfg.learning_rate:g}, {reference}.",
-        f"Not by default: {not_by_default(cfg)}",
-    ]
-    return "\n".join(lines)
-
-
 def main(argv):
     distributed.init()
-    cfg = config.load(Config, argv, frozen=LORA)
+    cfg = config.load(Config, argv, frozen=LORA, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
@@ -550,8 +519,7 @@ def main(argv):
         about += f"; {len(questions) - len(stream)} too long left out"
 
     torch.manual_seed(cfg.seed)
-    # the ratio is about the model that sampled
-    shape = dataclasses.replace(found.config, dropout=0.0)
+    shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
     memory.check_weights(shape, hw.device)
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=hw.device)
     if not resuming:
@@ -577,14 +545,14 @@ def main(argv):
         reference = Reference(cfg, hw, model) if cfg.beta else None
         most = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples // cfg.mini_batches
         worst = WorstCase(longest, min(cfg.max_new_tokens, context - 1), cfg.k_samples, most)
-        trained = fit_update(cfg, run, worst, context)
+        wrapped = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log.say(start_up(cfg, run, stream, pipeline, about))
         settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
                                   "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
-        return train(cfg, run, trained, pipeline, stream, valid, reference)
+        return train(cfg, run, wrapped, pipeline, stream, valid, reference)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,36 @@
-"""A step of grpo.py in figures: metrics.jsonl for programs, a line for people."""
+"""What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a line."""
 from collections import Counter
+from pathlib import Path
 
 from rollout import zero_variance
 from runtime import distributed
+from runtime.accuracy import n_right
 from runtime.log import duration
+from runtime.run import not_by_default
 
 
 OF_AN_UPDATE = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")     # sums that `learn` gives
 PARTS = ("rollout", "reward", "reference", "update", "sync")           # of a step, which are timed
+
+
+def start_up(cfg, run, stream, pipeline, about):
+    """Return the paragraph that says what is about to happen, on what. about: the questions, for people."""
+    hw = run.hardware
+    engine = pipeline.engine
+    pool = pipeline.pool
+    trainable = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    reference = f"beta {cfg.beta:g}" if cfg.beta else "no reference"
+    lines = [
+        f"{run.model.n_params():,} parameters, {trainable:,} of them trained, from {cfg.init_from}; {about}.",
+        f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "
+        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, "
+        f"micro-batches of {run.state.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).",
+        f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x "
+        f"{cfg.mini_batches} optimizer steps on them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
+        f"learning rate {cfg.learning_rate:g}, {reference}.",
+        f"Not by default: {not_by_default(cfg)}",
+    ]
+    return "\n".join(lines)
 
 
 def flops(model, completions):
@@ -119,3 +142,22 @@ def log_step(cfg, run, stream, lr, metrics, updates):
     if not updates:
         line += " | nothing to learn: in each group all samples have the same reward"
     run.log.say(line)
+
+
+def log_evaluation(run, result, questions, grades, texts):
+    """Write the figures of an evaluation and its line, and the texts of answers into samples.txt."""
+    cfg = run.cfg
+    if distributed.is_main() and texts:
+        right = sum(n_right(row) for row in grades)
+        lines = [f"{'=' * 20} step {run.step}: {right} of {len(grades)} right\n"]
+        for question, (grade,), (text,) in zip(questions, grades, texts):
+            parts = ", ".join(name for name, holds in grade.parts.items() if holds) or "nothing"
+            lines.append(f"{question['question']}\n--> reward {grade.score:g} "
+                         f"({grade.error or parts})\n{text}\n{'-' * 20}\n")
+        with open(Path(cfg.out_dir) / "samples.txt", "a", encoding="utf-8", errors="backslashreplace") as f:
+            f.write("\n".join(lines) + "\n")
+    figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
+    run.log.metrics(step=run.step, **figures)
+    run.log.say(f"step {run.step}/{cfg.max_steps} | {len(grades)} held-out questions, greedy: "
+                f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
+                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}")

@@ -1,8 +1,8 @@
 """Hugging Face's files in and out of model.py: GPT-2, Llama (and SmolLM2), Qwen2.5, Qwen3. PEFT's files out.
 
-    python hf.py out/base exported       # a folder that transformers.AutoModelForCausalLM.from_pretrained
-    loads
+    python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
 """
+import functools
 import inspect
 import json
 import re
@@ -24,24 +24,40 @@ BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 # --- configurations ---
 
-def read_config(hf):
-    """GPTConfig of a config.json, given as a dictionary. BadInput for what model.py does not compute."""
-    kind = hf.get("model_type")
+def read_config(hf_config):
+    """Return the GPTConfig of a config.json, given as a dictionary. BadInput for what model.py does not
+    compute."""
+    kind = hf_config.get("model_type")
     if kind == "gpt2":
-        refuse(hf | {"unscaled attention": not hf.get("scale_attn_weights", True)}, "scale_attn_by_inverse_layer_idx",
-               "add_cross_attention", "unscaled attention")
+        unscaled = not hf_config.get("scale_attn_weights", True)
+        refuse(hf_config | {"unscaled attention": unscaled},
+               "scale_attn_by_inverse_layer_idx", "add_cross_attention", "unscaled attention")
         return GPTConfig(
-            vocab_size=hf["vocab_size"], block_size=hf["n_positions"], n_layer=hf["n_layer"], n_head=hf["n_head"],
-            n_embd=hf["n_embd"], mlp_hidden=hf.get("n_inner"), norm="layernorm", norm_eps=hf.get("layer_norm_epsilon", 1e-5),
-            position="learned", qk_norm=False, mlp=choice(hf, "activation_function", {"gelu_new": "gelu_tanh", "gelu": "gelu"}),
-            qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=hf.get("tie_word_embeddings", True))
+            vocab_size=hf_config["vocab_size"],
+            block_size=hf_config["n_positions"],
+            n_layer=hf_config["n_layer"],
+            n_head=hf_config["n_head"],
+            n_embd=hf_config["n_embd"],
+            mlp_hidden=hf_config.get("n_inner"),
+            norm="layernorm",
+            norm_eps=hf_config.get("layer_norm_epsilon", 1e-5),
+            position="learned",
+            qk_norm=False,
+            mlp=translate(hf_config, "activation_function", {"gelu_new": "gelu_tanh", "gelu": "gelu"}),
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            tied_head=hf_config.get("tie_word_embeddings", True))
     if kind not in ("llama", "qwen2", "qwen3"):
         raise BadInput(f"The model type {kind} is not known here: gpt2, llama, qwen2 and qwen3 are.")
-    other_layers = set(hf.get("layer_types") or ()) - {"full_attention"}
-    refuse(hf | {"layer_types": other_layers}, "use_sliding_window", "layer_types")
-    rope = hf.get("rope_parameters") or (hf.get("rope_scaling") or {}) | {"rope_theta": hf.get("rope_theta", 10000.0)}
-    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")} | {"rope_type": rope.get("rope_type") or
-                                                                                  rope.get("type", "default")}
+    other_layers = set(hf_config.get("layer_types") or ()) - {"full_attention"}
+    refuse(hf_config | {"layer_types": other_layers}, "use_sliding_window", "layer_types")
+
+    rope = hf_config.get("rope_parameters")
+    if not rope:
+        rope = (hf_config.get("rope_scaling") or {}) | {"rope_theta": hf_config.get("rope_theta", 10000.0)}
+    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
+    scaling["rope_type"] = rope.get("rope_type") or rope.get("type", "default")
     if scaling["rope_type"] not in ("default", "linear", "llama3"):
         raise BadInput(f"Rotary positions of type {scaling['rope_type']} are not known here: default, linear "
                        "and llama3 are.")
@@ -49,94 +65,148 @@ def read_config(hf):
     if unknown and scaling["rope_type"] != "default":
         raise BadInput(f"config.json scales rotary positions with {min(unknown)}, which model.py does not "
                        "know: choose another model.")
-    bias = hf.get("attention_bias") or False
+
+    attention_bias = hf_config.get("attention_bias") or False
     return GPTConfig(
-        vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
-        n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], n_kv_head=hf.get("num_key_value_heads"),
-        head_dim=hf.get("head_dim"), mlp_hidden=hf["intermediate_size"], norm="rmsnorm", norm_eps=hf.get("rms_norm_eps", 1e-6),
-        position="rope", rope_theta=rope["rope_theta"], rope_scaling=None if scaling["rope_type"] == "default" else scaling,
-        qk_norm=kind == "qwen3", mlp=choice(hf, "hidden_act", {"silu": "swiglu", "relu": "relu2"}), qkv_bias=kind == "qwen2" or bias,
-        o_bias=kind != "qwen2" and bias, mlp_bias=hf.get("mlp_bias") or False, tied_head=hf.get("tie_word_embeddings", False))
+        vocab_size=hf_config["vocab_size"],
+        block_size=hf_config["max_position_embeddings"],
+        n_layer=hf_config["num_hidden_layers"],
+        n_head=hf_config["num_attention_heads"],
+        n_embd=hf_config["hidden_size"],
+        n_kv_head=hf_config.get("num_key_value_heads"),
+        head_dim=hf_config.get("head_dim"),
+        mlp_hidden=hf_config["intermediate_size"],
+        norm="rmsnorm",
+        norm_eps=hf_config.get("rms_norm_eps", 1e-6),
+        position="rope",
+        rope_theta=rope["rope_theta"],
+        rope_scaling=None if scaling["rope_type"] == "default" else scaling,
+        qk_norm=kind == "qwen3",
+        mlp=translate(hf_config, "hidden_act", {"silu": "swiglu", "relu": "relu2"}),
+        qkv_bias=kind == "qwen2" or attention_bias,
+        o_bias=kind != "qwen2" and attention_bias,
+        mlp_bias=hf_config.get("mlp_bias") or False,
+        tied_head=hf_config.get("tie_word_embeddings", False))
 
 
-def refuse(hf, *knobs):
-    for knob in knobs:
-        if hf.get(knob):
-            raise BadInput(f"config.json has {knob}={hf[knob]}, which model.py does not compute: choose "
+def refuse(hf_config, *keys):
+    """Raise BadInput if config.json switches one of these on."""
+    for key in keys:
+        if hf_config.get(key):
+            raise BadInput(f"config.json has {key}={hf_config[key]}, which model.py does not compute: choose "
                            "another model.")
 
 
-def choice(hf, knob, known):
-    if hf.get(knob) not in known:
-        raise BadInput(f"config.json has {knob}={hf.get(knob)}, which model.py does not compute "
+def translate(hf_config, key, known):
+    """Return our word for a value of config.json, from {theirs: ours}. BadInput for one that is not known."""
+    if hf_config.get(key) not in known:
+        raise BadInput(f"config.json has {key}={hf_config.get(key)}, which model.py does not compute "
                        f"({', '.join(known)} it does): choose another model.")
-    return known[hf[knob]]
+    return known[hf_config[key]]
 
 
-def write_config(c):
-    """The config.json, as a dictionary, of an architecture of transformers that computes what this GPTConfig
-    does."""
-    if c.logit_softcap == 0 and (c.norm, c.position, c.qk_norm) == ("layernorm", "learned", False) and \
-            c.mlp in ("gelu", "gelu_tanh") and c.qkv_bias and c.o_bias and c.mlp_bias and \
-            (c.n_kv_head, c.head_dim) == (c.n_head, c.n_embd // c.n_head):
-        return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": c.vocab_size, "n_positions": c.block_size,
-                "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_inner": c.mlp_hidden,
-                "layer_norm_epsilon": c.norm_eps, "activation_function": "gelu_new" if c.mlp == "gelu_tanh" else "gelu",
-                "tie_word_embeddings": c.tied_head, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    fits = {"llama": not c.qk_norm and c.qkv_bias == c.o_bias, "qwen2": c.qkv_bias and not (c.qk_norm or c.o_bias or c.mlp_bias),
-            "qwen3": c.qk_norm and c.qkv_bias == c.o_bias and not c.mlp_bias}
-    kind = next((kind for kind, fit in fits.items() if fit), None)
-    if not kind or c.logit_softcap or (c.norm, c.position) != ("rmsnorm", "rope") or c.mlp not in ("swiglu", "relu2") or \
-            kind == "qwen2" and c.head_dim != c.n_embd // c.n_head:
-        raise BadInput(f"transformers has no architecture for norm={c.norm}, position={c.position}, "
-                       f"qk_norm={c.qk_norm}, mlp={c.mlp}, qkv_bias={c.qkv_bias}, "
-                       f"logit_softcap={c.logit_softcap}: GPT-2's, Llama's, Qwen's and train.py's default can "
-                       "be exported.")
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
-    rope = (c.rope_scaling or {"rope_type": "default"}) | {"rope_theta": c.rope_theta}
-    return {"model_type": kind, "architectures": [f"{name}ForCausalLM"], "vocab_size": c.vocab_size,
-            "max_position_embeddings": c.block_size, "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
-            "num_key_value_heads": c.n_kv_head, "head_dim": c.head_dim, "hidden_size": c.n_embd,
-            "intermediate_size": c.mlp_hidden, "hidden_act": "silu" if c.mlp == "swiglu" else "relu", "rms_norm_eps": c.norm_eps,
-            "rope_parameters": rope, "rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling,
-            "attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias, "tie_word_embeddings": c.tied_head}
+def write_config(config):
+    """Return the config.json, as a dictionary, of an architecture of transformers that computes what this
+    GPTConfig does."""
+    plain_heads = (config.n_kv_head, config.head_dim) == (config.n_head, config.n_embd // config.n_head)
+    all_biases = config.qkv_bias and config.o_bias and config.mlp_bias
+    like_gpt2 = (config.norm, config.position, config.qk_norm) == ("layernorm", "learned", False)
+    gelu = config.mlp in ("gelu", "gelu_tanh")
+    if config.logit_softcap == 0 and like_gpt2 and gelu and all_biases and plain_heads:
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "vocab_size": config.vocab_size,
+            "n_positions": config.block_size,
+            "n_layer": config.n_layer,
+            "n_head": config.n_head,
+            "n_embd": config.n_embd,
+            "n_inner": config.mlp_hidden,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new" if config.mlp == "gelu_tanh" else "gelu",
+            "tie_word_embeddings": config.tied_head,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
+    same_biases = config.qkv_bias == config.o_bias
+    if not config.qk_norm and same_biases:
+        kind = "llama"
+    elif config.qkv_bias and not (config.qk_norm or config.o_bias or config.mlp_bias):
+        kind = "qwen2"
+    elif config.qk_norm and same_biases and not config.mlp_bias:
+        kind = "qwen3"
+    else:
+        kind = None
+    like_llama = (config.norm, config.position) == ("rmsnorm", "rope") and config.mlp in ("swiglu", "relu2")
+    wide_heads = config.head_dim != config.n_embd // config.n_head
+    if not kind or config.logit_softcap or not like_llama or (kind == "qwen2" and wide_heads):
+        raise BadInput(f"transformers has no architecture for norm={config.norm}, "
+                       f"position={config.position}, qk_norm={config.qk_norm}, mlp={config.mlp}, "
+                       f"qkv_bias={config.qkv_bias}, logit_softcap={config.logit_softcap}: GPT-2's, Llama's, "
+                       "Qwen's and train.py's default can be exported.")
+    rope_scaling = config.rope_scaling or {"rope_type": "default"}
+    return {
+        "model_type": kind,
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.block_size,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.mlp_hidden,
+        "hidden_act": "silu" if config.mlp == "swiglu" else "relu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope_scaling | {"rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": config.tied_head,
+    }
 
 
 # --- weights ---
 
-def names(c, kind):
-    """For each weight of GPT(c): (its name, theirs: one, or several that are stacked, whether theirs is
-    transposed)."""
-    def both(ours, *theirs, bias, transposed=False):
-        yield f"{ours}.weight", [f"{t}.weight" for t in theirs], transposed
+def weight_names(config, kind):
+    """Yield for each weight of GPT(config): its name, its names in Hugging Face's files (one, or several that
+    ours stacks), and whether theirs is transposed."""
+    def linear(name, *hf_names, bias, transposed=False):
+        yield f"{name}.weight", [f"{hf_name}.weight" for hf_name in hf_names], transposed
         if bias:
-            yield f"{ours}.bias", [f"{t}.bias" for t in theirs], False
+            yield f"{name}.bias", [f"{hf_name}.bias" for hf_name in hf_names], False
 
     gpt2 = kind == "gpt2"
     yield "token_embedding.weight", ["transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"], False
     if gpt2:
         yield "position_embedding.weight", ["transformer.wpe.weight"], False
-    for i in range(c.n_layer):
-        a, m, t = f"blocks.{i}.attention", f"blocks.{i}.mlp", f"transformer.h.{i}" if gpt2 else f"model.layers.{i}"
-        yield from both(f"{a}_norm", f"{t}.ln_1" if gpt2 else f"{t}.input_layernorm", bias=gpt2)
-        yield from both(f"{m}_norm", f"{t}.ln_2" if gpt2 else f"{t}.post_attention_layernorm", bias=gpt2)
+    for i in range(config.n_layer):
+        attention = f"blocks.{i}.attention"
+        mlp = f"blocks.{i}.mlp"
+        layer = f"transformer.h.{i}" if gpt2 else f"model.layers.{i}"
+        norms = ("ln_1", "ln_2") if gpt2 else ("input_layernorm", "post_attention_layernorm")
+        yield from linear(f"{attention}_norm", f"{layer}.{norms[0]}", bias=gpt2)
+        yield from linear(f"{mlp}_norm", f"{layer}.{norms[1]}", bias=gpt2)
         if gpt2:
-            yield from both(f"{a}.qkv", f"{t}.attn.c_attn", bias=True, transposed=True)
-            yield from both(f"{a}.out", f"{t}.attn.c_proj", bias=True, transposed=True)
-            yield from both(f"{m}.up", f"{t}.mlp.c_fc", bias=True, transposed=True)
-            yield from both(f"{m}.down", f"{t}.mlp.c_proj", bias=True, transposed=True)
+            yield from linear(f"{attention}.qkv", f"{layer}.attn.c_attn", bias=True, transposed=True)
+            yield from linear(f"{attention}.out", f"{layer}.attn.c_proj", bias=True, transposed=True)
+            yield from linear(f"{mlp}.up", f"{layer}.mlp.c_fc", bias=True, transposed=True)
+            yield from linear(f"{mlp}.down", f"{layer}.mlp.c_proj", bias=True, transposed=True)
             continue
-        yield from both(f"{a}.qkv", *(f"{t}.self_attn.{x}_proj" for x in "qkv"), bias=c.qkv_bias)
-        yield from both(f"{a}.out", f"{t}.self_attn.o_proj", bias=c.o_bias)
-        if c.qk_norm:
-            yield f"{a}.q_norm", [f"{t}.self_attn.q_norm.weight"], False
-            yield f"{a}.k_norm", [f"{t}.self_attn.k_norm.weight"], False
-        if c.mlp == "swiglu":
-            yield from both(f"{m}.gate", f"{t}.mlp.gate_proj", bias=c.mlp_bias)
-        yield from both(f"{m}.up", f"{t}.mlp.up_proj", bias=c.mlp_bias)
-        yield from both(f"{m}.down", f"{t}.mlp.down_proj", bias=c.mlp_bias)
-    yield from both("final_norm", "transformer.ln_f" if gpt2 else "model.norm", bias=gpt2)
-    if not c.tied_head:
+        qkv = [f"{layer}.self_attn.{letter}_proj" for letter in "qkv"]
+        yield from linear(f"{attention}.qkv", *qkv, bias=config.qkv_bias)
+        yield from linear(f"{attention}.out", f"{layer}.self_attn.o_proj", bias=config.o_bias)
+        if config.qk_norm:
+            yield f"{attention}.q_norm", [f"{layer}.self_attn.q_norm.weight"], False
+            yield f"{attention}.k_norm", [f"{layer}.self_attn.k_norm.weight"], False
+        if config.mlp == "swiglu":
+            yield from linear(f"{mlp}.gate", f"{layer}.mlp.gate_proj", bias=config.mlp_bias)
+        yield from linear(f"{mlp}.up", f"{layer}.mlp.up_proj", bias=config.mlp_bias)
+        yield from linear(f"{mlp}.down", f"{layer}.mlp.down_proj", bias=config.mlp_bias)
+    yield from linear("final_norm", "transformer.ln_f" if gpt2 else "model.norm", bias=gpt2)
+    if not config.tied_head:
         yield "head.weight", ["lm_head.weight"], False
 
 
@@ -149,18 +219,22 @@ class Found:
     step: int | None = None                  # of a run: the checkpoint whose weights count
 
     def tokenizer(self, name=None):
-        """The model's own, or for Hugging Face's files the one of that name."""
+        """Return the model's own, or for Hugging Face's files the one of that name. BadInput for another name
+        than a run's own, or more ids than the model has."""
         if self.step is not None:
             tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
-            if name not in (None, own := self.about["tokenizer"]["name"]):
-                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own}: leave --tokenizer "
-                               "out.")
+            own_name = self.about["tokenizer"]["name"]
+            if name not in (None, own_name):
+                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: leave "
+                               "--tokenizer out.")
             return tokenizer
-        name = name or ("gpt2" if self.about["model_type"] == "gpt2" and not self.has_tokenizer else self.folder)
+        if not name:
+            tiktoken = self.about["model_type"] == "gpt2" and not self.has_tokenizer
+            name = "gpt2" if tiktoken else self.folder
         tokenizer = Tokenizer(name)
         if tokenizer.n_vocab > self.config.vocab_size:
-            raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in {self.folder} "
-                           f"{self.config.vocab_size}: give the model's own with --tokenizer=.")
+            raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in "
+                           f"{self.folder} {self.config.vocab_size}: give the model's own with --tokenizer=.")
         return tokenizer
 
     @property
@@ -168,7 +242,7 @@ class Found:
         return self.step is not None or (self.folder / "tokenizer.json").exists()
 
     def load(self, *args, device="cpu"):
-        """GPT(config, *args) in fp32 with the weights; BadInput if they don't fit the memory."""
+        """Return GPT(config, *args) in fp32 with the weights. BadInput if they don't fit the memory."""
         memory.check_weights(self.config, device)
         model = blank(self.config, *args, device=device)
         self.fill(model)
@@ -178,10 +252,12 @@ class Found:
         """Give a GPT(config) the weights; a run's adapters are merged."""
         if self.step is None:
             with checkpoint.loading(f"The model in {self.folder}"):
-                return fill(model, self.folder, self.about)
+                load_safetensors(model, self.folder, self.about)
+            return
         with checkpoint.loading(f"The checkpoint of step {self.step} in {self.folder}"):
             weights = checkpoint.load_weights(self.folder, self.step)
-            if lora := self.about.get("lora"):
+            lora = self.about.get("lora")
+            if lora:
                 adapted = blank(self.config)
                 adapted.load_state_dict(checkpoint.load_base(self.folder))
                 load_adapters(add_lora(adapted, **lora), weights)
@@ -190,23 +266,29 @@ class Found:
 
 
 def find(path_or_name, step=None):
-    """Found: a run folder (at its best checkpoint, or that of `step`), a folder of Hugging Face's, or a name
-    on the hub."""
-    run = (Path(path_or_name) / "model.json").exists()
-    folder = Path(path_or_name) if run or Path(path_or_name).is_dir() else download(str(path_or_name))
-    about = checkpoint.read_model(folder) if run else read_json(folder / "config.json", "give the folder of a model")
+    """Return the Found of a run folder (at its best checkpoint, or that of `step`), a folder of Hugging
+    Face's, or a name on the hub."""
+    folder = Path(path_or_name)
+    is_run = (folder / "model.json").exists()
+    if is_run:
+        about = checkpoint.read_model(folder)
+    else:
+        folder = folder if folder.is_dir() else download(str(path_or_name))
+        about = read_json(folder / "config.json", "give the folder of a model")
     try:
-        shape = GPTConfig(**about["architecture"]) if run else read_config(about)
+        shape = GPTConfig(**about["architecture"]) if is_run else read_config(about)
     except (LookupError, TypeError, ValueError, AttributeError) as e:
-        file = folder / ("model.json" if run else "config.json")
-        raise BadInput(f"{file} describes no model ({type(e).__name__}: {e}): "
-                       f"{'restore it, or give another run' if run else 'get it again'}.") from None
-    return Found(folder, shape, about, step or checkpoint.choose(folder) if run else None)
+        file = folder / ("model.json" if is_run else "config.json")
+        advice = "restore it, or give another run" if is_run else "get it again"
+        raise BadInput(f"{file} describes no model ({type(e).__name__}: {e}): {advice}.") from None
+    if is_run:
+        step = step or checkpoint.choose(folder)
+    return Found(folder, shape, about, step if is_run else None)
 
 
 def to_resume(out_dir, weights_suffice=False):
-    """Found: the newest intact checkpoint of a run that is to go on. BadInput if there is none, or one of
-    weights alone."""
+    """Return the Found of the newest intact checkpoint of a run that is to go on. BadInput if there is none,
+    or one of weights alone, unless they suffice."""
     step = checkpoint.newest_intact(out_dir)
     if step is None:
         raise BadInput(f"{out_dir} has no intact checkpoint to resume from: start again with --overwrite.")
@@ -218,137 +300,179 @@ def to_resume(out_dir, weights_suffice=False):
 
 
 def load(path_or_name, *args, device="cpu"):
-    """GPT(config, *args) in fp32 of a run folder, a folder of Hugging Face's or a name on the hub. See `find`
-    and `fill`."""
+    """Return GPT(config, *args) in fp32 of a run folder, a folder of Hugging Face's or a name on the hub. See
+    `find` and `load_safetensors`."""
     return find(path_or_name).load(*args, device=device)
 
 
 def download(name):
-    """Where huggingface_hub puts what it downloads by a name."""
+    """Return the folder into which huggingface_hub downloads the model of a name."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, or a "
-                       "name on the hub.")
+        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, or "
+                       "a name on the hub.")
     try:
         import huggingface_hub
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"],
-                                                      local_files_only=not hub.answers()))
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        offline = not hub.answers()
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
+        return Path(folder)
     except Exception as e:
         raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
                        f"({hub.reason(e)[:200]}): correct the name, or download the folder where there is a "
                        "network and give its path.") from None
 
 
-def fill(model, folder, hf):
+def load_safetensors(model, folder, hf_config):
     """Give a GPT the weights of a folder's safetensors, in one file or several, converted to the model's
     dtype. Every tensor is used exactly once; BadInput names the one that is missing, left over or of another
     shape."""
-    c, theirs, own = model.config, read_tensors(folder), model.state_dict()
-    if hf["model_type"] == "gpt2":                            # files of the base model lack the prefix
-        theirs = {k if k.startswith(("transformer.", "lm_head.")) else f"transformer.{k}": v for k, v in theirs.items()}
-    theirs = {k: v for k, v in theirs.items() if not BUFFERS.fullmatch(k)}
-    for name, sources, transposed in names(c, hf["model_type"]):
-        missing = [s for s in sources if s not in theirs]
+    config = model.config
+    kind = hf_config["model_type"]
+    readers = read_tensors(folder)
+    weights = model.state_dict()
+    if kind == "gpt2":                                        # files of the base model lack the prefix
+        readers = {with_gpt2_prefix(name): reader for name, reader in readers.items()}
+    readers = {name: reader for name, reader in readers.items() if not BUFFERS.fullmatch(name)}
+    for name, hf_names, transposed in weight_names(config, kind):
+        missing = [hf_name for hf_name in hf_names if hf_name not in readers]
         if missing:
-            raise BadInput(f"{folder} has no tensor {missing[0]}, which a {hf['model_type']} needs: get its "
-                           "files again.")
-        value = torch.cat([theirs.pop(s)() for s in sources])
-        value, want = value.t() if transposed else value, own[name]
-        if want.shape[0] == c.padded_vocab_size and value.shape[0] == c.vocab_size:
-            want[c.vocab_size:] = 0                           # padding
-            want = want[:c.vocab_size]
-        if value.shape != want.shape:
-            raise BadInput(f"{' + '.join(sources)} in {folder} has the shape {tuple(value.shape)}, and "
-                           f"config.json asks for {tuple(want.shape)}: get the files of one model.")
-        want.copy_(value)
-        twins = [s.replace("up_proj", "gate_proj") for s in sources if c.mlp == "relu2" and "up_proj" in s]
-        if not all(torch.equal(theirs.pop(twin, torch.Tensor)(), value) for twin in twins):
-            raise BadInput(f"{twins[0]} in {folder} differs from up_proj, and with hidden_act=relu only an "
-                           "MLP whose gate is its own input is known here: choose another model.")
-    shared = theirs.get("lm_head.weight") if c.tied_head else None
-    if shared and torch.equal(shared().to(model.head_weight), own["token_embedding.weight"][:c.vocab_size]):
-        del theirs["lm_head.weight"]                          # the shared weights, written twice
-    if theirs:
-        raise BadInput(f"{folder} has {len(theirs)} tensors that a {hf['model_type']} has no place for, "
-                       f"{next(iter(theirs))} for one: choose another model.")
+            raise BadInput(f"{folder} has no tensor {missing[0]}, which a {kind} needs: get its files again.")
+        value = torch.cat([readers.pop(hf_name)() for hf_name in hf_names])
+        if transposed:
+            value = value.t()
+        weight = weights[name]
+        if weight.shape[0] == config.padded_vocab_size and value.shape[0] == config.vocab_size:
+            weight[config.vocab_size:] = 0                    # padding
+            weight = weight[:config.vocab_size]
+        if value.shape != weight.shape:
+            raise BadInput(f"{' + '.join(hf_names)} in {folder} has the shape {tuple(value.shape)}, and "
+                           f"config.json asks for {tuple(weight.shape)}: get the files of one model.")
+        weight.copy_(value)
+        if config.mlp == "relu2" and "up_proj" in hf_names[0]:
+            gate = hf_names[0].replace("up_proj", "gate_proj")
+            gate_reader = readers.pop(gate, torch.Tensor)     # which gives an empty one if there is none
+            if not torch.equal(gate_reader(), value):
+                raise BadInput(f"{gate} in {folder} differs from up_proj, and with hidden_act=relu only an "
+                               "MLP whose gate is its own input is known here: choose another model.")
+    if config.tied_head and "lm_head.weight" in readers:
+        head = readers["lm_head.weight"]().to(model.head_weight)
+        if torch.equal(head, weights["token_embedding.weight"][:config.vocab_size]):
+            del readers["lm_head.weight"]                     # the shared weights, written twice
+    if readers:
+        raise BadInput(f"{folder} has {len(readers)} tensors that a {kind} has no place for, "
+                       f"{next(iter(readers))} for one: choose another model.")
+
+
+def with_gpt2_prefix(name):
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def read_tensors(folder):
-    """{name: function that reads the tensor} of model.safetensors, or of the shards that its index names."""
-    index, tensors = folder / "model.safetensors.index.json", {}
-    shards = read_json(index, "get it again").get("weight_map") if index.exists() else {"": "model.safetensors"}
+    """Return {name: function that reads the tensor} of model.safetensors, or of the shards that its index
+    names."""
+    index = folder / "model.safetensors.index.json"
+    shards = {"": "model.safetensors"}
+    if index.exists():
+        shards = read_json(index, "get it again").get("weight_map")
     if not isinstance(shards, dict):
         raise BadInput(f"{index} does not say which file holds which tensor: get it again.")
+    readers = {}
     for shard in sorted({checkpoint.inside(folder, name) for name in shards.values()}):
         try:
             file = safe_open(shard, framework="pt")
         except (OSError, SafetensorError) as e:
             raise BadInput(f"{shard} can't be read ({e}): get it again.") from None
-        tensors |= {name: (lambda file=file, name=name: file.get_tensor(name)) for name in file.keys()}
-    return tensors
+        for name in file.keys():
+            readers[name] = functools.partial(file.get_tensor, name)
+    return readers
 
 
 def export(model, folder, tokenizer=None):
     """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters
     merged, and the tokenizer for its AutoTokenizer."""
-    c = model.config
-    hf, own, tensors = write_config(c), merged(model), {}
+    config = model.config
+    hf_config = write_config(config)
+    weights = merged(model)
+    tensors = {}
     if tokenizer:
-        hf |= {"eos_token_id": tokenizer.stop if len(tokenizer.stop) > 1 else tokenizer.eos, "pad_token_id": tokenizer.pad,
-               "bos_token_id": tokenizer.bos}
-    for name, theirs, transposed in names(c, hf["model_type"]):
-        value = own[name].float().cpu()
-        if value.shape[0] == c.padded_vocab_size and name in ("token_embedding.weight", "head.weight"):
-            value = value[:c.vocab_size]
-        parts = (value.t(),) if transposed else rows(c, value, theirs)
-        tensors |= {their: part.clone().contiguous() for their, part in zip(theirs, parts)}
-    write(folder, "config.json", hf, "model.safetensors", gated(c, tensors))
+        hf_config["eos_token_id"] = tokenizer.stop if len(tokenizer.stop) > 1 else tokenizer.eos
+        hf_config["pad_token_id"] = tokenizer.pad
+        hf_config["bos_token_id"] = tokenizer.bos
+    for name, hf_names, transposed in weight_names(config, hf_config["model_type"]):
+        value = weights[name].float().cpu()
+        if value.shape[0] == config.padded_vocab_size and name in ("token_embedding.weight", "head.weight"):
+            value = value[:config.vocab_size]
+        parts = [value.t()] if transposed else split_stacked(config, value, hf_names)
+        for hf_name, part in zip(hf_names, parts):
+            tensors[hf_name] = part.clone().contiguous()
+    write(folder, "config.json", hf_config, "model.safetensors", add_gates(config, tensors))
     if tokenizer:
         tokenizer.export(folder)
 
 
-def rows(c, value, theirs):
-    """The parts of a weight [out, ...] of ours that stacks several of theirs."""
-    return value.split([c.n_head * c.head_dim] + 2 * [c.n_kv_head * c.head_dim] if len(theirs) == 3 else len(value))
+def split_stacked(config, value, hf_names):
+    """Split a weight [out, ...] of ours into those of theirs that it stacks: three (q, k, v), or one."""
+    if len(hf_names) == 1:
+        return [value]
+    queries = config.n_head * config.head_dim
+    keys = config.n_kv_head * config.head_dim
+    return value.split([queries, keys, keys])
 
 
-def gated(c, tensors):
-    """relu(z)^2 = relu(z) * z: a gated MLP whose gate is its input."""
-    twins = {k.replace("up_proj", "gate_proj"): v.clone() for k, v in tensors.items() if c.mlp == "relu2" and "up_proj" in k}
-    return tensors | twins
+def add_gates(config, tensors):
+    """Add the gates of transformers' MLP to ours with relu(z)^2 = relu(z) * z: a gated MLP whose gate is its
+    input."""
+    gates = {}
+    if config.mlp == "relu2":
+        for name, value in tensors.items():
+            if "up_proj" in name:
+                gates[name.replace("up_proj", "gate_proj")] = value.clone()
+    return tensors | gates
 
 
-def write(folder, config_name, hf, tensors_name, tensors):
+def write(folder, config_name, hf_config, tensors_name, tensors):
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(folder, tensors_name), metadata={"format": "pt"})
-    Path(folder, config_name).write_text(json.dumps(hf, indent=1))
+    Path(folder, config_name).write_text(json.dumps(hf_config, indent=1))
 
 
 def export_adapters(model, folder, base_model_name_or_path=""):
     """Write adapter_config.json and adapter_model.safetensors: peft.PeftModel.from_pretrained(base, folder)
     is the function of the adapted model, base being transformers' model of the base weights (`export` within
     adapters_off writes one)."""
-    c, layers, tensors = model.config, {k: m for k, m in model.named_modules() if isinstance(m, LoRA)}, {}
+    config = model.config
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
     if not layers:
         raise BadInput("The model has no adapters: use hf.export, or add_lora before.")
-    kind = write_config(c)["model_type"]
-    for name, theirs, _ in names(c, kind):
-        m = layers.get(name.removesuffix(".weight"))
-        if m is None:
+    kind = write_config(config)["model_type"]
+    tensors = {}
+    for name, hf_names, _ in weight_names(config, kind):
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is None:
             continue
-        for their, b in zip(theirs, rows(c, m.lora_b, theirs)):          # one A for all, each its rows of B
+        rows_of_b = split_stacked(config, layer.lora_b, hf_names)        # one A for all, each its rows of B
+        for hf_name, lora_b in zip(hf_names, rows_of_b):
+            prefix = f"base_model.model.{hf_name.removesuffix('weight')}"
             # [rank, in] and [out, rank], for GPT-2's Conv1D too
-            for x, value in (("A", m.lora_a), ("B", b)):
-                key = f"base_model.model.{their.removesuffix('weight')}lora_{x}.weight"
-                tensors[key] = value.detach().float().cpu().clone()
-    tensors, m = gated(c, tensors), next(iter(layers.values()))
-    write(folder, "adapter_config.json", {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base_model_name_or_path),
-        "inference_mode": True, "r": len(m.lora_a), "lora_alpha": m.alpha, "lora_dropout": 0.0, "bias": "none",
+            tensors[f"{prefix}lora_A.weight"] = layer.lora_a.detach().float().cpu().clone()
+            tensors[f"{prefix}lora_B.weight"] = lora_b.detach().float().cpu().clone()
+    tensors = add_gates(config, tensors)
+    layer = next(iter(layers.values()))
+    # PEFT adapts what ends so, in every block. One name would not do: GPT-2 has attn.c_proj and mlp.c_proj.
+    target_modules = {".".join(name.split(".")[-4:-2]) for name in tensors}
+    adapter_config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base_model_name_or_path),
+        "inference_mode": True,
+        "r": len(layer.lora_a),
+        "lora_alpha": layer.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
         "fan_in_fan_out": kind == "gpt2",                                # Conv1D keeps its weight transposed
-        # PEFT adapts what ends so, in every block. One name would not do: GPT-2 has attn.c_proj and
-        # mlp.c_proj.
-        "target_modules": sorted({".".join(k.split(".")[-4:-2]) for k in tensors}),
-    }, "adapter_model.safetensors", tensors)
+        "target_modules": sorted(target_modules),
+    }
+    write(folder, "adapter_config.json", adapter_config, "adapter_model.safetensors", tensors)
 
 
 @dataclass
@@ -366,10 +490,12 @@ def main(argv):
     found = find(source)
     model = found.load()
     try:
-        export(model, out, found.tokenizer() if found.has_tokenizer else None)
+        tokenizer = found.tokenizer() if found.has_tokenizer else None
+        export(model, out, tokenizer)
     except OSError as e:
         raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
-    print(f"{out}: {model.n_params():,} parameters{'' if found.step is None else f' of step {found.step}'}")
+    step = "" if found.step is None else f" of step {found.step}"
+    print(f"{out}: {model.n_params():,} parameters{step}")
     return 0
 
 

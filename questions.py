@@ -125,7 +125,7 @@ class QuestionStream:
             state.asked += 1
         return positions
 
-    def note_solved(self, groups):
+    def mark_solved(self, groups):
         """Let the questions rest all of whose samples were right, on any rank. groups: {position:
         [Completion]}."""
         solved = [position for position, group in groups.items() if all(c.grade.score == 1 for c in group)]

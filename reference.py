@@ -27,7 +27,7 @@ class Reference:
         for parameter, weight in zip(self.model.parameters(), weights):
             parameter.data = weight
 
-    def note_logprobs(self, completions, tokens):
+    def add_logprobs(self, completions, tokens):
         """Give each Completion its reference_logprobs, in micro-batches of at most so many tokens."""
         self.place(weight.to(self.hw.device, non_blocking=True) for weight in self.waiting)
         with adapters_off(self.model) if self.cfg.lora_rank else contextlib.nullcontext():

@@ -23,10 +23,11 @@ import hf
 from model import GPT, GPTConfig, blank
 from runtime import config, data, distributed, examples, guard, hardware, memory, optim
 from runtime.config import BadInput
-from runtime.log import check_installed, duration, shown
+from runtime.log import check_installed
 from runtime.perplexity import evaluation_line, examples_loss, text_loss
-from runtime.run import Run, adapt, check_task, check_training, not_by_default
+from runtime.run import Run, adapt, check_task, check_training, claim
 from runtime.tokenizer import Tokenizer
+from train_log import log_step, log_validation, start_up
 
 
 @dataclass
@@ -35,6 +36,8 @@ class Config:
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
                                              # Face folder or hub name
+    resume: Literal["auto"] | None = None    # auto: go on with the run in out_dir if there is one, else begin as
+                                             # the flags say
     overwrite: bool = False                  # replace the run that out_dir holds
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
@@ -135,8 +138,7 @@ class Config:
 ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position", "qk_norm",
                 "mlp", "bias", "tied_head", "logit_softcap"]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
-# these compile modes record the step, and can't accumulate
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")       # compile modes that record a step, and can't accumulate
 
 
 def check(cfg):
@@ -235,7 +237,7 @@ def open_data(cfg, tokenizer):
     if not examples.are(cfg.dataset, cfg.text_key):
         folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
         text = data.TokenFile(folder, "train")
-        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world)
+        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world, data.digest(folder))
         held_out = data.TokenFile(folder, "valid")
         if len(held_out) < 2:
             raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
@@ -280,66 +282,6 @@ def workers(cfg, hw):
     return 2 if hw.device.type == "cuda" else 0
 
 
-# --- what is said ---
-
-def start_up(cfg, run, dataset, about):
-    """Return the paragraph that says what is about to happen, on what."""
-    hw = run.hardware
-    model = run.model
-    world = distributed.world_size()
-    sequences = cfg.sequences
-    micro_batch = run.state.micro_batch
-    asked_for = min(cfg.batch_size, sequences // world)
-    smaller = f" (for {asked_for}, which does not fit)" if micro_batch < asked_for else ""
-    epochs = (run.num_steps - run.step) / dataset.steps_per_epoch
-    tf32 = "on" if hw.tf32 else "off"
-    compiled = "on" if hw.compile else "off"
-    checkpointing = "on" if cfg.gradient_checkpointing else "off"
-    ranks = f"{world} rank{'s' if world > 1 else ''}"
-    lines = [
-        f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
-        f"{model.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
-        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs.",
-        f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
-        f"{hw.attention_kernel}, compile {compiled}, checkpointing {checkpointing}, {workers(cfg, hw)} loader "
-        f"processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
-        f"Micro-batch {micro_batch}{smaller} x accumulation {-(-sequences // (micro_batch * world))} x {ranks} = "
-        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "
-        f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
-        f"Not by default: {not_by_default(cfg)}",
-    ]
-    return "\n".join(lines)
-
-
-def log_step(run, loss, lr, grad_norm, flops_per_token):
-    """Write a step's metrics and its line. Times are means of the steps since the last such line."""
-    hw = run.hardware
-    state = run.state
-    seconds = run.timings.total() / run.timed_steps
-    tokens_per_s = run.timed_tokens / run.timed_steps / seconds
-    mfu = hw.mfu(tokens_per_s / distributed.world_size(), flops_per_token)
-    busy = hw.busy()
-    used, peak = hw.memory_gb()
-    timings = {f"{name}_s": total / run.timed_steps for name, total in run.timings.items()}
-    run.log.metrics(
-        step=run.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, seconds=state.seconds,
-        tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
-        micro_batch=state.micro_batch, skipped_steps=state.skipped, **timings)
-    run.log.say(
-        f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
-        f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "
-        f"| ETA {duration(seconds * (run.num_steps - run.step))}")
-    run.reset_timings()
-
-
-def log_validation(run, result):
-    """Write the figures of an evaluation and its line."""
-    best = " | best so far" if run.new_best else ""
-    figures = {f"val_{name}": value for name, value in result.items()}
-    run.log.metrics(step=run.step, tokens=run.state.tokens, seconds=run.state.seconds, **figures)
-    run.log.say(f"step {run.step}/{run.num_steps} | {evaluation_line(result)}{best}")
-
-
 # --- training ---
 
 def compile_and_fit(cfg, run, dataset):
@@ -376,6 +318,9 @@ def train(cfg, run, model, dataset, held_out):
     warmup = min(50, run.num_steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
     flops_per_token = run.model.flops_per_token(dataset.longest)
 
+    if held_out and run.state.evaluation_due:              # the run was stopped before it
+        validate(cfg, run, model, held_out)
+        run.save()
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
         # The batch: x [micro_batch, T] token ids, y those that follow them. Targets are those of all
@@ -412,17 +357,22 @@ def train(cfg, run, model, dataset, held_out):
             log_step(run, mean_loss, lr, grad_norm, flops_per_token)
         if run.stopping:
             run.save()                       # at once: whoever asked may not wait for an evaluation
-        if held_out and run.due(cfg.eval_interval):
-            result = validation_loss(cfg, hw, model, held_out, run.state.micro_batch)
-            run.record_validation(result["loss"])
-            log_validation(run, result)
+        if held_out and run.state.evaluation_due:
+            validate(cfg, run, model, held_out)
         run.save_if_due(also=not is_text(dataset) and run.step % dataset.steps_per_epoch == 0)
     return run.end()
 
 
+def validate(cfg, run, model, held_out):
+    """Evaluate the step that has been reached, and log how it did."""
+    result = validation_loss(cfg, run.hardware, model, held_out, run.state.micro_batch)
+    run.record_validation(result["loss"])
+    log_validation(run, result)
+
+
 def main(argv):
     distributed.init()
-    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA, saved_of=knobs_of)
+    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA, saved_of=knobs_of, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
@@ -440,8 +390,7 @@ def main(argv):
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
     if cfg.compile is None and not is_text(dataset):
-        # lengths differ from step to step; each would be compiled anew
-        hw.compile = False
+        hw.compile = False                   # lengths differ from step to step; each would be compiled anew
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, hw, shape, found, resuming)
     betas = (cfg.beta1, cfg.beta2)
@@ -452,9 +401,9 @@ def main(argv):
     run = Run(cfg, hw, model, optimizers, micro_batch, number_of_steps(cfg, dataset), dataset.digest)
     if resuming:
         run.restore(found.step)
-        if run.state.data != dataset.digest:
+        if run.state.data not in ("", dataset.digest):                  # "": of a run that did not note it yet
             raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it "
-                           "can't go on exactly: put the file and its log back, or start a new run with "
+                           "can't go on exactly: put it back as it was, or start a new run with "
                            f"--init_from={cfg.out_dir} and another --out_dir=.")
     if cfg.eval_only:
         if not held_out:
@@ -464,11 +413,11 @@ def main(argv):
             print(evaluation_line(result))
         return 0
     with run.open(tokenizer, resuming):
-        trained = compile_and_fit(cfg, run, dataset)
-        run.log.say(start_up(cfg, run, dataset, about))
+        wrapped = compile_and_fit(cfg, run, dataset)
+        run.log.say(start_up(cfg, run, dataset, about, workers(cfg, hw)))
         settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw)}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
-        return train(cfg, run, trained, dataset, held_out)
+        return train(cfg, run, wrapped, dataset, held_out)
 
 
 if __name__ == "__main__":

@@ -17,46 +17,49 @@ from engine import Packed, cache_bytes
 from model import GPT
 from runtime import hardware
 
-MEASURED = {}                                # in this process: {(device, format, or bytes): a second}
+# {(device, format): FLOP/s, (device, "bytes"): bytes/s}, as measured in this process
+MEASURED = {}
 
 
 def clock(function, hw):
-    """(seconds, result); the device is done when it starts and when it stops."""
+    """Call function() and return (seconds, result); the device is idle when the clock starts and when it
+    stops."""
     hw.wait()
-    began = time.perf_counter()
+    start = time.perf_counter()
     result = function()
     hw.wait()
-    return time.perf_counter() - began, result
+    return time.perf_counter() - start, result
 
 
 def once(function, hw):
-    """Seconds that it takes, at best: on a CPU of five calls; a GPU, whose clock rises under load, works half
-    a second, and then counts by itself what 20 calls take that wait for nothing."""
+    """Return the seconds that function() takes, at best: on a CPU of five calls; a GPU, whose clock rises
+    under load, works half a second, and then counts by itself what 20 calls take that wait for nothing."""
     if hw.device.type != "cuda":
         return min(clock(function, hw)[0] for _ in range(5))
     until = time.perf_counter() + 0.5
     while time.perf_counter() < until:
         clock(function, hw)
-    found = []
+    seconds = []
     for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(20):
             function()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / 20)
-    return min(found)
+        seconds.append(start.elapsed_time(end) / 1e3 / 20)
+    return min(seconds)
 
 
 def give_back(hw):
-    """Memory of a GPU that no tensor holds, to the processes that are measured."""
+    """Give memory of a GPU that no tensor holds to the processes that are measured."""
     if hw.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def read_bandwidth(hw):
-    """Bytes/s that reading 1 GiB reaches."""
+    """Return the bytes/s that reading 1 GiB reaches."""
     if (hw.device, "bytes") not in MEASURED:
         big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
         MEASURED[hw.device, "bytes"] = big.nbytes / once(big.max, hw)
@@ -66,72 +69,111 @@ def read_bandwidth(hw):
 
 
 def matmul_peak(hw, format=None):
-    """FLOP/s of a product of large matrices in bf16, fp16, tf32 or fp32; None: in what hw computes in."""
+    """Return the FLOP/s of a product of large matrices in bf16, fp16, tf32 or fp32; None: in what hw computes
+    in."""
     format = format or hw.product_format()
     if (hw.device, format) not in MEASURED:
-        n, before = 8192 if hw.device.type == "cuda" else 2048, torch.get_float32_matmul_precision()
+        n = 8192 if hw.device.type == "cuda" else 2048
+        precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if format == "tf32" else "highest")
         a = torch.randn(n, n, device=hw.device).to(hardware.DTYPES[format.replace("tf", "fp")])
-        ways = [a.mm]
+        products = [a.mm]
         if format == "fp32" and Packed.works(hw.device, a.dtype):        # the faster one on most processors
-            ways.append(Packed())
-            ways[1].pack(a)
-        MEASURED[hw.device, format] = 2 * n**3 / min(once(lambda: way(a), hw) for way in ways)
-        torch.set_float32_matmul_precision(before)
-        del a, ways
+            products.append(Packed())
+            products[1].pack(a)
+        seconds = min(once(lambda: product(a), hw) for product in products)
+        MEASURED[hw.device, format] = 2 * n**3 / seconds
+        torch.set_float32_matmul_precision(precision)
+        del a, products
         give_back(hw)
     return MEASURED[hw.device, format]
 
 
 def formats(hw):
-    """That the device multiplies natively."""
-    if hw.device.type == "cuda":
-        return ["fp32", *(["tf32", "bf16"] if torch.cuda.get_device_capability(hw.device) >= (8, 0) else []), "fp16"]
-    half = getattr(torch.cpu, "_is_avx512_fp16_supported", bool)() or getattr(torch.cpu, "_is_amx_fp16_supported", bool)()
-    return ["fp32", *(["bf16"] if hw.device.type == "cpu" and hardware.cpu_multiplies_bf16() else []),
-            *(["fp16"] if hw.device.type == "mps" or hw.device.type == "cpu" and half else [])]
+    """Return the formats that the device multiplies natively."""
+    kind = hw.device.type
+    if kind == "cuda":
+        ampere = torch.cuda.get_device_capability(hw.device) >= (8, 0)
+        return ["fp32", "tf32", "bf16", "fp16"] if ampere else ["fp32", "fp16"]
+    native = ["fp32"]
+    if kind == "cpu" and hardware.cpu_multiplies_bf16():
+        native.append("bf16")
+    if kind == "mps" or kind == "cpu" and cpu_multiplies_fp16():
+        native.append("fp16")
+    return native
+
+
+def cpu_multiplies_fp16():
+    """Tell whether the CPU has instructions for fp16; older PyTorch can't say."""
+    avx512 = getattr(torch.cpu, "_is_avx512_fp16_supported", bool)
+    amx = getattr(torch.cpu, "_is_amx_fp16_supported", bool)
+    return avx512() or amx()
 
 
 def peak(hw):
-    """FLOP/s that MFU is a share of: the card's nominal ones, measured where they are not known."""
+    """Return the FLOP/s that MFU is a share of: the card's nominal ones, measured where they are unknown."""
     return hw.peak_tflops * 1e12 if hw.peak_tflops else matmul_peak(hw)
 
 
 def devices(hw, ranks):
-    """How many times its peak so many processes have: GPUs are one each, the cores of a CPU are shared."""
+    """Return how many times its peak so many processes have: GPUs are one each, the cores of a CPU are
+    shared."""
     return ranks if hw.device.type == "cuda" else 1
 
 
 def machine(hw):
-    """What figures are of no use without."""
+    """Return what figures are of no use without: the hardware, versions, the commit and the date."""
     name = hw.name
     if hw.device.type == "cpu":
-        known = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").exists() else None
         threads = torch.get_num_threads()
-        name = f"{known[1] if known else platform.processor() or platform.machine()}, {threads} thread{'s' * (threads > 1)}"
-    done = None
+        name = f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}"
+    packages = ("transformers", "trl", "accelerate", "peft")
+    return {
+        "hardware": name,
+        "cores": os.cpu_count(),
+        "memory_gb": round(hw.memory_size_gb(), 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if hw.device.type == "cuda" else None,
+        "packages": {name: version(name) for name in packages if importlib.util.find_spec(name)},
+        "commit": git_commit(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def cpu_name():
+    cpuinfo = Path("/proc/cpuinfo")
+    model_name = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return model_name[1] if model_name else platform.processor() or platform.machine()
+
+
+def git_commit():
+    """Return the commit of this repository, with -dirty if files differ from it; None if git can't tell."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    result = None
     with contextlib.suppress(OSError):
-        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=Path(__file__).parent,
-                              capture_output=True, text=True)
-    return {"hardware": name, "cores": os.cpu_count(), "memory_gb": round(hw.memory_size_gb(), 1), "python": platform.python_version(),
-            "torch": torch.__version__, "cuda": torch.version.cuda if hw.device.type == "cuda" else None,
-            "packages": {name: version(name) for name in ("transformers", "trl", "accelerate", "peft") if importlib.util.find_spec(name)},
-            "commit": done.stdout.strip() or None if done and done.returncode == 0 else None,
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds")}
+        result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return result.stdout.strip() or None if result and result.returncode == 0 else None
 
 
 def on_meta(c):
+    """Return a model of this shape without memory for its weights."""
     with torch.device("meta"):
         return GPT(c)
 
 
 def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
-    """(seconds that sampling takes at least, of which the steps; samples in flight): the prompts' products at
-    the measured speed, and for each step weights, keys and values at the speed of reading memory."""
-    model, in_flight = on_meta(c), min(slots, prompts * samples)
-    in_blocks = sum(p.numel() for p in model.blocks.parameters())
-    dtype, format = hw.sampling_dtype, hw.product_format(hw.sampling_format)
-    weights, per_token = (in_blocks + model.head_weight.numel()) * dtype.itemsize, cache_bytes(c, 0, 64, dtype) / 64
-    floor = (weights + in_flight * (prompt_tokens + new / 2) * per_token) / read_bandwidth(hw)
-    steps = floor * new * prompts * samples / in_flight
-    return 2 * in_blocks * prompts * prompt_tokens / matmul_peak(hw, format) + steps, steps, in_flight
+    """Return (seconds that sampling takes at least, of which the steps, samples in flight): the prompts'
+    products at the measured speed, and for each step weights, keys and values at the speed of reading
+    memory. new: tokens of each sample."""
+    model = on_meta(c)
+    in_flight = min(slots, prompts * samples)
+    dtype = hw.sampling_dtype
+    format = hw.product_format(hw.sampling_format)
+    block_params = sum(p.numel() for p in model.blocks.parameters())
+    weight_bytes = (block_params + model.head_weight.numel()) * dtype.itemsize
+    bytes_per_token = cache_bytes(c, 0, 64, dtype) / 64
+    context = prompt_tokens + new / 2                    # on average
+    step = (weight_bytes + in_flight * context * bytes_per_token) / read_bandwidth(hw)
+    decode = step * new * prompts * samples / in_flight
+    return 2 * block_params * prompts * prompt_tokens / matmul_peak(hw, format) + decode, decode, in_flight

@@ -1,7 +1,9 @@
 """The same work as others do it, for bench.py --peers: a plain training loop as nanoGPT has it, transformers'
 generate, generate_batch and Trainer, TRL's SFTTrainer and GRPOTrainer.
 
-    python -m measure.peers JOB.json         a peer in a process of its own; the seconds of its steps as the last line
+    python -m measure.peers JOB.json
+
+runs a peer in a process of its own; the seconds of its steps are its last line.
 """
 import importlib.util
 import json
@@ -21,19 +23,22 @@ from runtime import distributed, examples, hardware
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 
-PEERS = {                                    # of a stage: {peer: the packages that it needs}
-    "train": {"nanogpt": (), "trainer": ("transformers", "accelerate")},
-    "sft": {"trainer": ("transformers", "accelerate"), "trl": ("transformers", "trl")},
-    "generate": {"generate": ("transformers",), "static": ("transformers",), "generate_batch": ("transformers",)},
-    # sequences at a time
-    "datagen": {"generate_32": ("transformers",), "generate_512": ("transformers",)},
-    "grpo": {"trl_fp32": ("transformers", "trl"), "trl_bf16": ("transformers", "trl")},
+TRANSFORMERS = ("transformers",)
+TRAINER = ("transformers", "accelerate")
+TRL = ("transformers", "trl")
+# of a stage: {peer: the packages that it needs}
+PEERS = {
+    "train": {"nanogpt": (), "trainer": TRAINER},
+    "sft": {"trainer": TRAINER, "trl": TRL},
+    "generate": {"generate": TRANSFORMERS, "static": TRANSFORMERS, "generate_batch": TRANSFORMERS},
+    "datagen": {"generate_32": TRANSFORMERS, "generate_512": TRANSFORMERS},      # sequences at a time
+    "grpo": {"trl_fp32": TRL, "trl_bf16": TRL},
 }
 
 
 def chosen(stage, asked):
-    """Names of the peers that --peers= asks for: False, True (all that are installed; what is not is said),
-    or names with a comma."""
+    """Return the names of the peers that --peers= asks for: False, True (all that are installed; what is not
+    is said), or names with a comma. BadInput for one that is not known or not installed."""
     if not asked:
         return []
     known = PEERS.get(stage, {})
@@ -53,7 +58,7 @@ def chosen(stage, asked):
 
 
 def quiet():
-    """transformers, without its reports."""
+    """Import transformers, and return it without its reports."""
     import transformers
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -68,23 +73,26 @@ class Generate:
     name = "generate"
 
     def __init__(self, folder, hw):
-        self.model = quiet().AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype).to(hw.device).eval()
+        model = quiet().AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype)
+        self.model = model.to(hw.device).eval()
         self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
         self.device = hw.device
         if self.name == "static":
             self.options["cache_implementation"] = "static"
 
     def run(self, prompts, samples, new):
-        """Tokens sampled."""
+        """Return how many tokens were sampled."""
         x = torch.tensor(prompts, device=self.device)
+        mask = torch.ones_like(x)
         with torch.inference_mode():
-            out = self.model.generate(x, attention_mask=torch.ones_like(x), num_return_sequences=samples, max_new_tokens=new,
-                                      min_new_tokens=new, eos_token_id=None, **self.options)
+            out = self.model.generate(
+                x, attention_mask=mask, num_return_sequences=samples, max_new_tokens=new, min_new_tokens=new,
+                eos_token_id=None, **self.options)
         return out[:, x.shape[1]:].numel()
 
 
 class Static(Generate):
-    """With a static cache, which transformers compiles for on a GPU."""
+    """Generate with a static cache, which transformers compiles for on a GPU."""
     name = "static"
 
 
@@ -92,39 +100,50 @@ SAMPLERS = {kind.name: kind for kind in (Generate, Static)}
 
 
 def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, new, at_once):
-    """How many samples transformers' generate and the verifier find right: questions in batches of at_once
-    sequences, padded on the left; an answer ends at the end-of-text token."""
-    verified, per_call = 0, max(1, at_once // samples)
+    """Return how many samples transformers' generate and the verifier find right: questions in batches of
+    at_once sequences, padded on the left; an answer ends at the end-of-text token."""
+    verified = 0
+    per_call = max(1, at_once // samples)
+    options = peer.options | {"pad_token_id": tokenizer.pad}
     for first in range(0, len(prompts), per_call):
         group = prompts[first:first + per_call]
         T = max(map(len, group))
         x = torch.tensor([[tokenizer.pad] * (T - len(p)) + p for p in group], device=hw.device)
         mask = torch.tensor([[0] * (T - len(p)) + [1] * len(p) for p in group], device=hw.device)
         with torch.inference_mode():
-            out = peer.model.generate(x, attention_mask=mask, num_return_sequences=samples, max_new_tokens=new,
-                                      eos_token_id=tokenizer.stop, **peer.options | {"pad_token_id": tokenizer.pad})
+            out = peer.model.generate(
+                x, attention_mask=mask, num_return_sequences=samples, max_new_tokens=new,
+                eos_token_id=tokenizer.stop, **options)
         for i, ids in enumerate(out[:, T:].tolist()):
-            score, parts = task.reward(questions[first + i // samples], task.cut(tokenizer.decode(ids)))
+            question = questions[first + i // samples]
+            answer = task.cut(tokenizer.decode(ids))
+            score, parts = task.reward(question, answer)
             verified += task.verified(score, parts)
     return verified
 
 
-# --- each in a process of its own, with TF32 and a CPU's memory kept as for ours; job: what bench.py wrote ---
-# They return the seconds of their steps.
+# --- each in a process of its own, with TF32 and a CPU's memory kept as for ours ---
+# job: what bench.py wrote. They return the seconds of their steps.
 
 class PlainBlock(nn.Module):
     """A block of GPT-2."""
 
     def __init__(self, c):
         super().__init__()
-        C, self.heads = c["n_embd"], c["n_head"]
-        self.norm1, self.norm2 = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.qkv, self.out = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.up, self.down = nn.Linear(C, c["mlp_hidden"]), nn.Linear(c["mlp_hidden"], C)
+        C = c["n_embd"]
+        self.heads = c["n_head"]
+        self.norm1 = nn.LayerNorm(C)
+        self.norm2 = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.out = nn.Linear(C, C)
+        self.up = nn.Linear(C, c["mlp_hidden"])
+        self.down = nn.Linear(c["mlp_hidden"], C)
 
     def forward(self, h):                    # [B, T, C]
-        q, k, v = (z.unflatten(2, (self.heads, -1)).transpose(1, 2) for z in self.qkv(self.norm1(h)).chunk(3, dim=2))
-        h = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        qkv = self.qkv(self.norm1(h)).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = h + self.out(attended.transpose(1, 2).flatten(2))
         return h + self.down(F.gelu(self.up(self.norm2(h)), approximate="tanh"))
 
 
@@ -133,43 +152,59 @@ class PlainGPT(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        C, V = c["n_embd"], -(-c["vocab_size"] // 64) * 64
-        self.tokens, self.positions = nn.Embedding(V, C), nn.Embedding(c["block_size"], C)
-        self.blocks, self.norm = nn.Sequential(*(PlainBlock(c) for _ in range(c["n_layer"]))), nn.LayerNorm(C)
-        self.apply(lambda m: nn.init.normal_(m.weight, 0, 0.02) if isinstance(m, nn.Embedding | nn.Linear) else None)
+        C = c["n_embd"]
+        V = -(-c["vocab_size"] // 64) * 64
+        self.tokens = nn.Embedding(V, C)
+        self.positions = nn.Embedding(c["block_size"], C)
+        self.blocks = nn.Sequential(*(PlainBlock(c) for _ in range(c["n_layer"])))
+        self.norm = nn.LayerNorm(C)
+        self.apply(self.init_weights)
+
+    @staticmethod
+    def init_weights(module):
+        if isinstance(module, nn.Embedding | nn.Linear):
+            nn.init.normal_(module.weight, 0, 0.02)
 
     def forward(self, x, y):                 # [B, T] -> []
-        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        positions = torch.arange(x.shape[1], device=x.device)
+        h = self.tokens(x) + self.positions(positions)
         logits = F.linear(self.norm(self.blocks(h)), self.tokens.weight)
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.reshape(-1))
 
 
 def is_gpt2(c):
-    """Whether PlainGPT is the architecture of GPTConfig's fields."""
-    return all(c.get(name) == value for name, value in GPT2.items()) and c.get("n_kv_head") in (None, c["n_head"])
+    """Tell whether PlainGPT is the architecture of GPTConfig's fields."""
+    is_like_gpt2 = all(c.get(name) == value for name, value in GPT2.items())
+    return is_like_gpt2 and c.get("n_kv_head") in (None, c["n_head"])
 
 
 def windows(job):
-    """Function of a number of rows -> x, y [rows, T] from random places of train.bin, as nanoGPT takes
-    them."""
-    ids, rng, T = np.memmap(Path(job["data"]) / "train.bin", np.uint16, mode="r"), np.random.default_rng(job["seed"]), job["block_size"]
+    """Return a function of a number of rows that gives x, y [rows, T] from random places of train.bin, as
+    nanoGPT takes them."""
+    ids = np.memmap(Path(job["data"]) / "train.bin", np.uint16, mode="r")
+    rng = np.random.default_rng(job["seed"])
+    T = job["block_size"]
 
     def draw(rows):
-        picked = np.stack([ids[i:i + T + 1] for i in rng.integers(0, len(ids) - T - 1, rows)]).astype(np.int64)
-        return torch.from_numpy(picked[:, :-1]), torch.from_numpy(picked[:, 1:])
+        starts = rng.integers(0, len(ids) - T - 1, rows)
+        batch = np.stack([ids[i:i + T + 1] for i in starts]).astype(np.int64)
+        return torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
     return draw
 
 
 def nanogpt(job, hw):
-    """Eager, autocast, fused AdamW, gradients accumulated and clipped; batches from a memory-mapped file,
-    without a loader."""
-    model, draw = PlainGPT(job["architecture"]).to(hw.device), windows(job)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=hw.device.type != "mps")
-    scaler, seconds = hw.scaler(), []
+    """Train in eager mode, with autocast and fused AdamW, gradients accumulated and clipped; batches come
+    from a memory-mapped file, without a loader."""
+    model = PlainGPT(job["architecture"]).to(hw.device)
+    draw = windows(job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
+                                  fused=hw.device.type != "mps")
+    scaler = hw.scaler()
+    seconds = []
     for _ in range(job["steps"]):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(job["accumulation"]):
-            x, y = (z.to(hw.device, non_blocking=True) for z in draw(job["batch_size"]))
+            x, y = (ids.to(hw.device, non_blocking=True) for ids in draw(job["batch_size"]))
             with hw.autocast():
                 loss = model(x, y) / job["accumulation"]
             scaler.scale(loss).backward()
@@ -179,12 +214,12 @@ def nanogpt(job, hw):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         loss.item()                          # waits for the device
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return seconds
 
 
 def clock_of(transformers, hw):
-    """(callback that notes when steps begin and end, function that gives their seconds)."""
+    """Return (a callback that notes when steps begin and end, a function that gives their seconds)."""
     times = []
 
     class Clock(transformers.TrainerCallback):
@@ -192,112 +227,189 @@ def clock_of(transformers, hw):
             hw.wait()
             times.append(time.perf_counter())
         on_step_end = on_step_begin
-    return Clock(), lambda: [end - begin for begin, end in zip(times[::2], times[1::2])]
+
+    def seconds():
+        return [end - start for start, end in zip(times[::2], times[1::2])]
+    return Clock(), seconds
+
+
+def common_options(hw):
+    """Return the options that all trainers have in common."""
+    return {
+        "optim": "adamw_torch_fused",
+        "bf16": hw.dtype == "bf16",
+        "fp16": hw.dtype == "fp16",
+        "use_cpu": hw.device.type == "cpu",
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
 
 
 def trainer_options(job, hw):
-    return dict(output_dir=f"{job['folder']}/trainer", per_device_train_batch_size=job["batch_size"], max_steps=job["steps"],
-                gradient_accumulation_steps=job["accumulation"], learning_rate=1e-4, lr_scheduler_type="cosine", optim="adamw_torch_fused",
-                bf16=hw.dtype == "bf16", fp16=hw.dtype == "fp16", report_to=[], save_strategy="no", logging_steps=10, disable_tqdm=True,
-                use_cpu=hw.device.type == "cpu", remove_unused_columns=False)
+    return common_options(hw) | {
+        "output_dir": f"{job['folder']}/trainer",
+        "per_device_train_batch_size": job["batch_size"],
+        "gradient_accumulation_steps": job["accumulation"],
+        "max_steps": job["steps"],
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 10,
+        "remove_unused_columns": False,
+    }
 
 
-def trained(job, hw, kind):
-    """Seconds of the steps of a trainer. kind: of (transformers, model, rows, collate, Clock) -> it. rows: of
-    text as many random windows as it takes, else the examples of job["data"] with the labels that we train
-    on."""
+def training_rows(job):
+    """Return rows {input_ids, labels}: of text as many random windows as it takes, else the examples of
+    job["data"] with the labels that we train on."""
+    if Path(job["data"]).is_dir():
+        x, _ = windows(job)(job["steps"] * job["batch_size"] * job["accumulation"])
+        return [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
+    rows = []
+    for example in examples.read(job["data"], Tokenizer("bytes")):
+        labels = [int(i) if is_trained else -100 for i, is_trained in zip(example.ids, example.trained)]
+        rows.append({"input_ids": example.ids.tolist(), "labels": labels})
+    return rows
+
+
+def collate(batch):
+    """Return the tensors [B, T] of some rows, padded on the right."""
+    T = max(len(row["input_ids"]) for row in batch)
+    input_ids = []
+    labels = []
+    attention_mask = []
+    for row in batch:
+        n = len(row["input_ids"])
+        padding = T - n
+        input_ids.append(row["input_ids"] + [0] * padding)
+        labels.append(row["labels"] + [-100] * padding)
+        attention_mask.append([1] * n + [0] * padding)
+    return {
+        "input_ids": torch.tensor(input_ids),
+        "labels": torch.tensor(labels),
+        "attention_mask": torch.tensor(attention_mask),
+    }
+
+
+def run_trainer(job, hw, make):
+    """Return the seconds of a trainer's steps. make: (transformers, model, rows, callback) -> the trainer."""
     transformers = quiet()
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     if job.get("lora_rank"):
         import peft
-        adapters = peft.LoraConfig(r=job["lora_rank"], lora_alpha=2 * job["lora_rank"], target_modules="all-linear")
+        rank = job["lora_rank"]
+        adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         model = peft.get_peft_model(model, adapters)
-    if Path(job["data"]).is_dir():
-        x, _ = windows(job)(job["steps"] * job["batch_size"] * job["accumulation"])
-        rows = [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
-    else:
-        rows = [{"input_ids": e.ids.tolist(), "labels": [int(i) if t else -100 for i, t in zip(e.ids, e.trained)]}
-                for e in examples.read(job["data"], Tokenizer("bytes"))]
-
-    def collate(batch):
-        T = max(len(row["input_ids"]) for row in batch)
-        return {"input_ids": torch.tensor([r["input_ids"] + [0] * (T - len(r["input_ids"])) for r in batch]),
-                "labels": torch.tensor([r["labels"] + [-100] * (T - len(r["labels"])) for r in batch]),
-                "attention_mask": torch.tensor([[1] * len(r["input_ids"]) + [0] * (T - len(r["input_ids"])) for r in batch])}
+    rows = training_rows(job)
     clock, seconds = clock_of(transformers, hw)
-    kind(transformers, model, rows, collate, clock).train()
+    make(transformers, model, rows, clock).train()
     return seconds()
 
 
 def trainer(job, hw):
-    def make(transformers, model, rows, collate, clock):
-        return transformers.Trainer(model, transformers.TrainingArguments(**trainer_options(job, hw)), collate, rows, callbacks=[clock])
-    return trained(job, hw, make)
+    """Train with transformers' Trainer."""
+    def make(transformers, model, rows, clock):
+        args = transformers.TrainingArguments(**trainer_options(job, hw))
+        return transformers.Trainer(model, args, collate, rows, callbacks=[clock])
+    return run_trainer(job, hw, make)
 
 
 def sft_trainer(job, hw):
-    def make(transformers, model, rows, collate, clock):
+    """Train with TRL's SFTTrainer."""
+    def make(transformers, model, rows, clock):
         import tokenizers
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
-        args = SFTConfig(**trainer_options(job, hw), dataset_kwargs={"skip_prepare_dataset": True}, gradient_checkpointing=False)
+        args = SFTConfig(**trainer_options(job, hw), dataset_kwargs={"skip_prepare_dataset": True},
+                         gradient_checkpointing=False)
         # it asks for one, whatever the rows are
-        unused = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))
-        unused = transformers.PreTrainedTokenizerFast(tokenizer_object=unused, eos_token="<e>", pad_token="<e>")
-        return SFTTrainer(model, args, collate, Dataset.from_list(rows), callbacks=[clock], processing_class=unused)
-    return trained(job, hw, make)
+        word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))
+        unused = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=word_level, eos_token="<e>", pad_token="<e>")
+        dataset = Dataset.from_list(rows)
+        return SFTTrainer(model, args, collate, dataset, callbacks=[clock], processing_class=unused)
+    return run_trainer(job, hw, make)
 
 
 def grpo_trainer(job, hw):
-    """TRL's GRPOTrainer, in one process or several: loss, clipping, group and optimizer as grpo.py has them
-    by default."""
+    """Train with TRL's GRPOTrainer, in one process or several: loss, clipping, group and optimizer as grpo.py
+    has them by default."""
     transformers = quiet()
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
-    task, lengths = tasks.load(job["task"]), set()
+    task = tasks.load(job["task"])
+    lengths = set()                          # tokens of completions
     clock, seconds = clock_of(transformers, hw)
 
     def score(completions, completion_ids, **_):
         lengths.update(map(len, completion_ids))
         return [task.score(None, completion) for completion in completions]
-    args = GRPOConfig(
-        output_dir=f"{job['folder']}/trl", per_device_train_batch_size=job["prompts"] * job["samples"] // distributed.world_size(),
-        num_generations=job["samples"], max_completion_length=job["max_new_tokens"], max_steps=job["steps"], beta=0.0, epsilon=0.2,
-        epsilon_high=0.28, loss_type="dapo", scale_rewards="none", temperature=1.0, learning_rate=1e-6, lr_scheduler_type="constant",
-        optim="adamw_torch_fused", adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, bf16=hw.dtype == "bf16", fp16=hw.dtype == "fp16",
-        gradient_checkpointing=False, report_to=[], save_strategy="no", logging_steps=10**9, disable_tqdm=True,
-        use_cpu=hw.device.type == "cpu", seed=job["seed"])
-    made = GRPOTrainer(
-        transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32), score, args, callbacks=[clock],
-        train_dataset=Dataset.from_list([{"prompt": json.loads(line)["prompt"]} for line in Path(job["data"]).read_text().splitlines()]),
-        processing_class=transformers.AutoTokenizer.from_pretrained(job["model"]))
-    made.train()
-    assert lengths == {job["max_new_tokens"]}, f"not the work that was asked for: completions of {lengths} tokens"
+    options = common_options(hw) | {
+        "output_dir": f"{job['folder']}/trl",
+        "per_device_train_batch_size": job["prompts"] * job["samples"] // distributed.world_size(),
+        "num_generations": job["samples"],
+        "max_completion_length": job["max_new_tokens"],
+        "max_steps": job["steps"],
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "loss_type": "dapo",
+        "scale_rewards": "none",
+        "temperature": 1.0,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": False,
+        "logging_steps": 10**9,
+        "seed": job["seed"],
+    }
+    args = GRPOConfig(**options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    prompts = [json.loads(line)["prompt"] for line in Path(job["data"]).read_text().splitlines()]
+    dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
+    trl_trainer = GRPOTrainer(
+        model, score, args, callbacks=[clock], train_dataset=dataset, processing_class=tokenizer)
+    trl_trainer.train()
+    expected = {job["max_new_tokens"]}
+    assert lengths == expected, f"not the work that was asked for: completions of {lengths} tokens"
     return seconds()
 
 
 def generate_batch(job, hw):
-    """Not of steps: of a warm-up and a run of transformers' continuous batching, a request a sample. Its
-    threads would stay, and disturb others, in the process of bench.py."""
+    """Sample by transformers' continuous batching, a request a sample. Returns the seconds not of steps but
+    of a warm-up and a run. Its threads would stay, and disturb others, in the process of bench.py."""
     from transformers import GenerationConfig
-    peer, times = Generate(job["folder"], hw), []
+    peer = Generate(job["folder"], hw)
+    inputs = [prompt for prompt in job["prompts"] for _ in range(job["samples"])]
+    times = []
     settings = GenerationConfig(max_new_tokens=job["max_new_tokens"], eos_token_id=-1, **peer.options)
     for _ in range(2):
         hw.wait()
-        began = time.perf_counter()
-        out = peer.model.generate_batch(inputs=[p for p in job["prompts"] for _ in range(job["samples"])], generation_config=settings,
-                                        progress_bar=False, persistent_manager=True)
-        times.append(time.perf_counter() - began)
-        assert all(len(o.generated_tokens) == job["max_new_tokens"] for o in out.values()), "not the work that was asked for"
+        start = time.perf_counter()
+        outputs = peer.model.generate_batch(
+            inputs=inputs, generation_config=settings, progress_bar=False, persistent_manager=True)
+        times.append(time.perf_counter() - start)
+        lengths = {len(output.generated_tokens) for output in outputs.values()}
+        assert lengths <= {job["max_new_tokens"]}, "not the work that was asked for"
     peer.model.destroy_cached_continuous_batching_manager()
     return times
 
 
-ALONE = {"generate_batch": generate_batch, "nanogpt": nanogpt, "trainer": trainer, "trl": sft_trainer, "trl_fp32": grpo_trainer,
-         "trl_bf16": grpo_trainer}
+ALONE = {
+    "generate_batch": generate_batch,
+    "nanogpt": nanogpt,
+    "trainer": trainer,
+    "trl": sft_trainer,
+    "trl_fp32": grpo_trainer,
+    "trl_bf16": grpo_trainer,
+}
 
 
 def main(path):
+    """Run the peer of a job that bench.py wrote, and print the seconds of its steps."""
     job = json.loads(Path(path).read_text())
     hw = hardware.setup(job["device"], job["dtype"], job.get("tf32", True), compile=False)
     torch.manual_seed(job["seed"])

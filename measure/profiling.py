@@ -2,6 +2,7 @@
 import contextlib
 import importlib
 import io
+from operator import attrgetter
 
 import torch
 
@@ -9,56 +10,91 @@ from measure.runs import WARM_UP
 from runtime import guard, optim
 
 
-def bench_profile(cfg, hw, work, handed, say):
-    """The script runs in this process, its main called with the arguments that a process would get; what
-    every optimizer step ends with, optim.apply_step, is wrapped to start torch.profiler after WARM_UP steps
-    and to stop it `steps` later. The script has no part in it."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (hw.device.type == "cuda")
-    profiler, apply_step, done = torch.profiler.profile(activities=activities, profile_memory=cfg.memory), optim.apply_step, 0
-    # of the optimizers, in a step of grpo.py
-    each = getattr(work.config, "inner_epochs", 1) * getattr(work.config, "mini_batches", 1)
+def run_profiled(work, profiler):
+    """Run the script in this process, its main called with the arguments that a process would get. What every
+    optimizer step ends with, optim.apply_step, is wrapped to start the profiler after WARM_UP steps and to
+    stop it `steps` later; the script has no part in it. Failure if it makes fewer."""
+    # optimizer steps in a step of grpo.py
+    steps_each = getattr(work.config, "inner_epochs", 1) * getattr(work.config, "mini_batches", 1)
+    first = steps_each * WARM_UP
+    last = steps_each * (WARM_UP + work.steps)
+    apply_step = optim.apply_step
+    done = 0
 
     def counted(*arguments):
         nonlocal done
-        result, done = apply_step(*arguments), done + 1
-        if done == each * WARM_UP:
+        result = apply_step(*arguments)
+        done += 1
+        if done == first:
             profiler.start()
-        if done == each * (WARM_UP + work.steps):
+        if done == last:
             profiler.stop()
         return result
     optim.apply_step = counted
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            code = importlib.import_module(work.script.removesuffix(".py")).main(list(map(str, work.arguments)))
+            script = importlib.import_module(work.script.removesuffix(".py"))
+            code = script.main([str(argument) for argument in work.arguments])
     finally:
         optim.apply_step = apply_step
-    if code or done < each * (WARM_UP + work.steps):
-        raise guard.Failure(f"{work.script} made {done} optimizer steps instead of "
-                            f"{each * (WARM_UP + work.steps)}, so there is no profile.")
-    profiler.export_chrome_trace(str(trace := cfg.output.with_suffix(".trace.json")))
+    if code or done < last:
+        raise guard.Failure(f"{work.script} made {done} optimizer steps instead of {last}, so there is no "
+                            "profile.")
+
+
+def is_kernel(event):
+    """Tell whether an event is a GPU's own; operations would count its time again."""
+    on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
+    return on_gpu and not getattr(event, "is_user_annotation", False)
+
+
+def self_time(event, cuda):
+    """Return an event's microseconds, without what it calls."""
+    return event.self_device_time_total if cuda else event.self_cpu_time_total
+
+
+def bench_profile(cfg, hw, work, script_args, log):
+    """Profile a few steps of the script: the operations or kernels that take most of their time, with
+    --memory also of memory, and a trace beside the output."""
     cuda = hw.device.type == "cuda"
-    side = "self_device_time_total" if cuda else "self_cpu_time_total"
-    # on a GPU kernels, of which operations would count the time again
-    events = [event for event in profiler.key_averages()
-              if not cuda or event.device_type == torch.profiler.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)]
-    events.sort(key=lambda event: -getattr(event, side))
-    whole = sum(getattr(event, side) for event in events)
-    table = [{"name": e.key, "calls": e.count, "ms_a_step": getattr(e, side) / 1e3 / work.steps, "share": getattr(e, side) / max(1, whole)}
-             for e in events[:15]]
-    say(f"\n{work.what}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: "
-        f"{whole / 1e3 / work.steps:,.1f} ms a step in "
-        f"{'kernels' if cuda else 'operations, without what they call'}")
-    say(f"{'':58} {'calls a step':>12} {'ms a step':>10} {'share':>6}")
-    for row in table:
-        say(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} "
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(activities=activities, profile_memory=cfg.memory)
+    run_profiled(work, profiler)
+    trace = cfg.output.with_suffix(".trace.json")
+    profiler.export_chrome_trace(str(trace))
+    events = [event for event in profiler.key_averages() if not cuda or is_kernel(event)]
+    events.sort(key=lambda event: -self_time(event, cuda))
+    total = sum(self_time(event, cuda) for event in events)
+    ms_per_step = total / 1e3 / work.steps
+    consumers = []
+    for event in events[:15]:
+        consumers.append({
+            "name": event.key,
+            "calls": event.count,
+            "ms_a_step": self_time(event, cuda) / 1e3 / work.steps,
+            "share": self_time(event, cuda) / max(1, total),
+        })
+    kinds = "kernels" if cuda else "operations, without what they call"
+    log(f"\n{work.what}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: "
+        f"{ms_per_step:,.1f} ms a step in {kinds}")
+    log(f"{'':58} {'calls a step':>12} {'ms a step':>10} {'share':>6}")
+    for row in consumers:
+        log(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} "
             f"{row['share']:6.1%}")
-    found = {"what": work.what, "consumers": table, "trace": str(trace), "ms_a_step": whole / 1e3 / work.steps}
+    figures = {"what": work.what, "consumers": consumers, "trace": str(trace), "ms_a_step": ms_per_step}
     if cfg.memory:
-        kept = f"self_{'device' if cuda else 'cpu'}_memory_usage"
-        takers = sorted(profiler.key_averages(), key=lambda event: -abs(getattr(event, kept)))[:15]
-        found["memory"] = [{"name": e.key, "mib_a_step": getattr(e, kept) / 2**20 / work.steps} for e in takers]
-        say(f"\n{'memory taken, less what was given back':58} {'MiB a step':>12}")
-        for row in found["memory"]:
-            say(f"{row['name'][:58]:58} {row['mib_a_step']:12,.2f}")
-    say(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
-    return found
+        figures["memory"] = memory_consumers(profiler, cuda, work.steps)
+        log(f"\n{'memory taken, less what was given back':58} {'MiB a step':>12}")
+        for row in figures["memory"]:
+            log(f"{row['name'][:58]:58} {row['mib_a_step']:12,.2f}")
+    log(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
+    return figures
+
+
+def memory_consumers(profiler, cuda, steps):
+    """Return the events that take, or give back, most memory, and how much of it a step."""
+    usage = attrgetter("self_device_memory_usage" if cuda else "self_cpu_memory_usage")
+    events = sorted(profiler.key_averages(), key=lambda event: -abs(usage(event)))
+    return [{"name": event.key, "mib_a_step": usage(event) / 2**20 / steps} for event in events[:15]]

@@ -19,6 +19,7 @@ WARM_UP = 2
 
 
 def as_flags(**knobs):
+    """Return knobs as --key=value."""
     return [f"--{key}={value}" for key, value in knobs.items()]
 
 
@@ -42,13 +43,13 @@ class Work:
 
 
 def steps_alone(cfg, folder):
-    """Flags of a run that does nothing but steps, and logs each."""
-    return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + cfg.steps, log_interval=1, save_interval=10**9,
-                    save_only_model=True, seed=cfg.seed, device=cfg.device)
+    """Return the flags of a run that does nothing but steps, and logs each."""
+    return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + cfg.steps, log_interval=1,
+                    save_interval=10**9, save_only_model=True, seed=cfg.seed, device=cfg.device)
 
 
 def small(c):
-    """So small that a process for each core is fastest on a CPU (README)."""
+    """Tell whether a shape is so small that a process for each core is fastest on a CPU (README)."""
     return c.n_layer * c.n_embd**2 < 2e6
 
 
@@ -57,53 +58,72 @@ def processes(n):
 
 
 def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
-    """What a process of ours printed, or several ranks with a thread each. fine: exit codes that are no
-    failure; env: more of it."""
-    launch, path = [sys.executable], os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"PYTHONPATH": path} | (env or {})
+    """Run a process of ours, or several ranks with a thread each, and return what it printed. start: a
+    script, or -m and a module. fine: exit codes that are no failure. env: more of it. Raises BadInput or
+    Failure with the last line of the process's standard error."""
+    python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"PYTHONPATH": python_path} | (env or {})
+    command = [sys.executable]
     if ranks > 1:
-        launch, env = launch + ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"], env | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, *start, *map(str, arguments)], capture_output=True, text=True, env=env)
-    said = (done.stderr.strip().splitlines() or ["without a word"])[-1].removeprefix("error: ")
-    if done.returncode == 2 and ranks == 1:
-        raise BadInput(said)
-    if done.returncode not in fine:
-        raise guard.Failure(f"{name or start[-1]} ended with {done.returncode}: {said}")
-    return done.stdout
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        env["OMP_NUM_THREADS"] = "1"
+    command += [*start, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    error_lines = result.stderr.strip().splitlines() or ["without a word"]
+    error = error_lines[-1].removeprefix("error: ")
+    if result.returncode == 2 and ranks == 1:
+        raise BadInput(error)
+    if result.returncode not in fine:
+        raise guard.Failure(f"{name or start[-1]} ended with {result.returncode}: {error}")
+    return result.stdout
 
 
 def a_run(work, knobs=None):
-    """Run the script once and read what it logs: {seconds: of each step that counts, step_s: their median,
+    """Run the script once and return what it logs: {seconds: of each step that counts, step_s: their median,
     rate: median of units a second, fastest: of the fastest step, peak_memory_gb, loss: of the last step,
     grad_norm: of the first, settings: every knob, and where the script says so what became of it}."""
     knobs = dict(knobs or {})
-    process([str(ROOT / work.script)], work.arguments + as_flags(**{k: v for k, v in knobs.items() if k != "ranks"}),
-            knobs.get("ranks", work.ranks), work.script)
+    ranks = knobs.pop("ranks", work.ranks)
+    process([str(ROOT / work.script)], work.arguments + as_flags(**knobs), ranks, work.script)
     lines = plot.read(work.out)
-    steps, settings = [line for line in lines if "lr" in line], next(x["config"] | x["settings"] for x in lines if "config" in x)
+    steps = [line for line in lines if "lr" in line]
+    settings = next(line["config"] | line["settings"] for line in lines if "config" in line)
     if "batch_size" in settings:             # asked for, in pieces
         settings["micro_batch"] = steps[-1]["micro_batch"]
         del settings["batch_size"], settings["gradient_accumulation_steps"]
-    each = settings["prompts_per_step"] * settings["k_samples"] if work.script == "grpo.py" else None
-    seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(steps)][WARM_UP - 1:]
-    units = [each or b["tokens"] - a["tokens"] for a, b in pairwise(steps)][WARM_UP - 1:]
+    counted = list(pairwise(steps))[WARM_UP - 1:]
+    seconds = [step["seconds"] - before["seconds"] for before, step in counted]
+    if work.script == "grpo.py":
+        units = [settings["prompts_per_step"] * settings["k_samples"] for _ in counted]
+    else:
+        units = [step["tokens"] - before["tokens"] for before, step in counted]
     rates = [n / s for n, s in zip(units, seconds)]
     if len(seconds) != work.steps:
         raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so "
                             "there is nothing to compare.")
-    return {"seconds": seconds, "step_s": statistics.median(seconds), "rate": statistics.median(rates), "fastest": max(rates),
-            "units": statistics.fmean(units), "peak_memory_gb": steps[-1]["peak_memory_gb"], "loss": steps[-1]["loss"],
-            "grad_norm": steps[0]["grad_norm"], "settings": settings, "steps": steps}
+    return {
+        "seconds": seconds,
+        "step_s": statistics.median(seconds),
+        "rate": statistics.median(rates),
+        "fastest": max(rates),
+        "units": statistics.fmean(units),
+        "peak_memory_gb": steps[-1]["peak_memory_gb"],
+        "loss": steps[-1]["loss"],
+        "grad_norm": steps[0]["grad_norm"],
+        "settings": settings,
+        "steps": steps,
+    }
 
 
 def raw(runs):
-    """What of runs is kept in the record."""
-    return [{key: run[key] for key in ("seconds", "step_s", "rate", "fastest", "peak_memory_gb", "loss", "grad_norm")} for run in runs]
+    """Return what of runs is kept in the record."""
+    keys = ("seconds", "step_s", "rate", "fastest", "peak_memory_gb", "loss", "grad_norm")
+    return [{key: run[key] for key in keys} for run in runs]
 
 
-def in_turn(sides, repeats, unit, say, warm_up=0):
-    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; say medians and
-    ratios; the rates. A peer that fails is left out, and the others go on."""
+def in_turn(sides, repeats, unit, log, warm_up=0):
+    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; log medians and
+    ratios, and return {name: rates}. A peer that fails is left out, and the others go on."""
     rates = {name: [] for name in sides}
     for repeat in range(warm_up + repeats):
         for name in list(rates):
@@ -112,40 +132,54 @@ def in_turn(sides, repeats, unit, say, warm_up=0):
             except guard.Failure as e:
                 if name == "nanoRFT":
                     raise
-                say(f"{name}: left out, it failed: {e}")
+                log(f"{name}: left out, it failed: {e}")
                 del rates[name]
                 continue
-            rates[name] += [rate] if repeat >= warm_up else []
+            if repeat >= warm_up:
+                rates[name].append(rate)
     ours = rates["nanoRFT"]
-    say(f"nanoRFT: {statistics.median(ours):,.1f} {unit} ({min(ours):,.1f}-{max(ours):,.1f})")
-    for name in [name for name in rates if name != "nanoRFT"]:
-        ratios = sorted(a / b for a, b in zip(ours, rates[name]))
-        say(f"{name}: {statistics.median(rates[name]):,.1f} {unit}; nanoRFT is "
+    log(f"nanoRFT: {statistics.median(ours):,.1f} {unit} ({min(ours):,.1f}-{max(ours):,.1f})")
+    for name, theirs in rates.items():
+        if name == "nanoRFT":
+            continue
+        ratios = sorted(our_rate / their_rate for our_rate, their_rate in zip(ours, theirs))
+        log(f"{name}: {statistics.median(theirs):,.1f} {unit}; nanoRFT is "
             f"{statistics.median(ratios):.2f} times as fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
     return rates
 
 
 def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
-    """Units a second of a training peer: those of a step by the median of its steps' seconds, after the same
-    warm-up."""
+    """Return the units a second of a training peer: those of a step by the median of its steps' seconds,
+    after the same warm-up."""
     seconds = seconds_of(peer, cfg, hw, work.folder, ranks, steps=WARM_UP + work.steps, **job)
     return units / statistics.median(seconds[WARM_UP:])
 
 
 def seconds_of(peer, cfg, hw, folder, ranks=1, **job):
-    """What a peer in a process of its own took, step by step. One process sees one GPU alone, for
-    transformers would take all of them."""
-    path, env = Path(folder) / "job.json", {}
+    """Return the seconds that a peer in a process of its own took, step by step. One process sees one GPU
+    alone, for transformers would take all of them."""
+    path = Path(folder) / "job.json"
+    env = {}
     if hw.device.type == "cuda" and ranks == 1:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        env = {"CUDA_VISIBLE_DEVICES": seen.split(",")[hw.device.index] if seen else str(hw.device.index)}
-    path.write_text(json.dumps({"peer": peer, "folder": str(folder), "device": hw.device.type, "dtype": hw.dtype, "tf32": hw.tf32,
-                                "seed": cfg.seed} | job))
-    return json.loads(process(["-m", "measure.peers"], [path], ranks, peer, env=env).splitlines()[-1])["seconds"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpu = visible.split(",")[hw.device.index] if visible else str(hw.device.index)
+        env = {"CUDA_VISIBLE_DEVICES": gpu}
+    common = {
+        "peer": peer,
+        "folder": str(folder),
+        "device": hw.device.type,
+        "dtype": hw.dtype,
+        "tf32": hw.tf32,
+        "seed": cfg.seed,
+    }
+    path.write_text(json.dumps(common | job))
+    printed = process(["-m", "measure.peers"], [path], ranks, peer, env=env)
+    return json.loads(printed.splitlines()[-1])["seconds"]
 
 
 def chart(path, title, rates, unit):
-    """Bars of medians, from least to most a line each; one sentence without matplotlib."""
+    """Draw bars of medians, each with a line from least to most, and return the path. Without matplotlib, say
+    so and return None."""
     try:
         import matplotlib
     except ImportError:
@@ -155,11 +189,14 @@ def chart(path, title, rates, unit):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(rates)), layout="constrained")
-    names, middle = list(rates)[::-1], [statistics.median(values) for values in rates.values()][::-1]
-    around = [[m - min(rates[n]) for n, m in zip(names, middle)], [max(rates[n]) - m for n, m in zip(names, middle)]]
-    axis.barh(names, middle, xerr=around, color="C0", ecolor="0.3", capsize=3)
-    for y, (name, m) in enumerate(zip(names, middle)):
-        axis.annotate(f"  {m:,.1f}" if m < 1000 else f"  {m:,.0f}", (max(rates[name]), y), va="center", fontsize=9)
+    names = list(rates)[::-1]                # the first is drawn on top
+    medians = [statistics.median(rates[name]) for name in names]
+    below = [median - min(rates[name]) for name, median in zip(names, medians)]
+    above = [max(rates[name]) - median for name, median in zip(names, medians)]
+    axis.barh(names, medians, xerr=[below, above], color="C0", ecolor="0.3", capsize=3)
+    for y, (name, median) in enumerate(zip(names, medians)):
+        label = f"  {median:,.1f}" if median < 1000 else f"  {median:,.0f}"
+        axis.annotate(label, (max(rates[name]), y), va="center", fontsize=9)
     axis.margins(x=0.12)
     axis.set_xlabel(f"{unit}; median, least and most of the runs")
     axis.set_title(title, loc="left", fontsize=10)

@@ -13,37 +13,46 @@ import torch
 from model import blank
 from runtime.tokenizer import END_OF_TEXT, byte_letters, byte_level
 
-GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True, tied_head=True)
+GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True,
+            mlp_bias=True, tied_head=True)
 MILLION = dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128)
 SHAPES = {
-    "smollm2-360m": dict(vocab_size=49152, block_size=8192, n_layer=32, n_head=15, n_kv_head=5, n_embd=960, mlp="swiglu",
-                         mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
+    "smollm2-360m": dict(vocab_size=49152, block_size=8192, n_layer=32, n_head=15, n_kv_head=5, n_embd=960,
+                         mlp="swiglu", mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
     "gpt2": GPT2,
     "gpt2-1m": GPT2 | MILLION,
     "1m": MILLION,                                                       # as train.py makes it by default
     "llama-1m": MILLION | dict(mlp="swiglu", qk_norm=False),
-    "llama-50m": dict(vocab_size=32768, block_size=256, n_layer=8, n_head=9, n_embd=576, mlp="swiglu", mlp_hidden=1536, qk_norm=False,
-                      tied_head=True),
+    "llama-50m": dict(vocab_size=32768, block_size=256, n_layer=8, n_head=9, n_embd=576, mlp="swiglu",
+                      mlp_hidden=1536, qk_norm=False, tied_head=True),
 }
 
 
 def random_model(c, hw):
+    """Return a model of this shape: matrices from a normal distribution, norms 1 and biases 0."""
     model = blank(c, device=hw.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(not name.endswith("bias"))
+            if p.ndim > 1:
+                p.normal_(0, 0.02)
+            else:
+                p.fill_(not name.endswith("bias"))
     return model.eval()
 
 
 def write_text(folder, n_vocab, seed, tokens=2**20):
-    """train.bin and val.bin, as nanoGPT has them, with something to learn in them: every id has one that
-    mostly follows, and some are common. As many ids as uint16 holds, at most."""
-    rng, n, folder = np.random.default_rng(seed), min(n_vocab - 1, 2**16), Path(folder)
-    follows, ids = rng.integers(n, size=n), np.empty((256, tokens // 256), np.int64)
+    """Write train.bin and val.bin, as nanoGPT has them, with something to learn in them: every id has one
+    that mostly follows, and some are common. As many ids as uint16 holds, at most. Returns the folder."""
+    folder = Path(folder)
+    rng = np.random.default_rng(seed)
+    n = min(n_vocab - 1, 2**16)
+    successors = rng.integers(n, size=n)
+    ids = np.empty((256, tokens // 256), np.int64)
     ids[:, 0] = 0
     for t in range(1, ids.shape[1]):
         common = (n * rng.random(len(ids))**3).astype(np.int64)
-        ids[:, t] = np.where(rng.random(len(ids)) < 0.6, follows[ids[:, t - 1]], common)
+        follows = rng.random(len(ids)) < 0.6
+        ids[:, t] = np.where(follows, successors[ids[:, t - 1]], common)
     folder.mkdir(exist_ok=True)
     ids.astype(np.uint16).tofile(folder / "train.bin")
     ids[:, :64].astype(np.uint16).tofile(folder / "val.bin")
@@ -51,20 +60,26 @@ def write_text(folder, n_vocab, seed, tokens=2**20):
 
 
 def write_tokenizer(folder, n_vocab):
-    """A tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion
+    """Write a tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion
     decoded), the end of text."""
-    words = islice(("".join(word) for n in (2, 3, 4) for word in product(ascii_lowercase, repeat=n)), n_vocab - 257)
+    folder = Path(folder)
+    all_words = ("".join(letters) for n in (2, 3, 4) for letters in product(ascii_lowercase, repeat=n))
+    words = islice(all_words, n_vocab - 257)
     vocab = {token: i for i, token in enumerate([*byte_letters(), *words, END_OF_TEXT])}
     content = byte_level(vocab, [], n_vocab - 1, use_regex=False)
-    (Path(folder) / "tokenizer.json").write_text(json.dumps(content))
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}))
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def never_ends(model, eos):
-    """Weights with which the end of text is never sampled, so that both sides do the same work without being
-    told to: a channel that all embeddings share and no block writes to, and a head whose row for that id is
-    against it."""
+    """Give the model weights with which the end of text is never sampled, so that both sides do the same work
+    without being told to: a channel that all embeddings share and no block writes to, and a head whose row
+    for that id is against it."""
     with torch.no_grad():
         model.token_embedding.weight[:, 0] = 1
         model.head_weight[eos, 0] = -1000
@@ -89,14 +104,20 @@ def reward(question, completion):
 
 
 def write_verifier(path, milliseconds):
-    """SCORE as a task's file; it takes about so long on an idle core."""
-    Path(path).write_text(SCORE.replace("ROUNDS", str(rounds(milliseconds))))
+    """Write SCORE as a task's file; it takes about so long on an idle core."""
+    Path(path).write_text(SCORE.replace("ROUNDS", str(hash_rounds(milliseconds))))
 
 
-def rounds(milliseconds):
-    """Of a hash that take about so long on an idle core, always the same work."""
-    def seconds():
-        began = time.thread_time()
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 10_000)
-        return time.thread_time() - began
-    return max(1, int(10_000 * milliseconds / 1000 / min(seconds() for _ in range(5)))) if milliseconds else 1
+def hash_rounds(milliseconds):
+    """Return how many rounds of a hash take about so long on an idle core, always the same work."""
+    if not milliseconds:
+        return 1
+    seconds = min(time_hash(10_000) for _ in range(5))
+    return max(1, int(10_000 * milliseconds / 1000 / seconds))
+
+
+def time_hash(rounds):
+    """Return the seconds of a core's time that so many rounds take."""
+    start = time.thread_time()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+    return time.thread_time() - start

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Sets up what is missing, then climbs the ladder: a small GPT from scratch, on worked examples of which three in ten are wrong; many
 # solutions a question, of which the verified ones are kept; fine-tuning on these; reinforcement learning on the verifier's rewards; and what
-# it all bought, on 500 questions that none of it has seen. No data to download, no GPU. Takes --out_dir=, --data_dir=, --seed= and --grpo_steps=.
+# it all bought, on 500 questions that none of it has seen. No data to download, no GPU. Takes --out_dir=, --data_dir=, --seed=, --base_steps= and --grpo_steps=.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/quickstart data=data seed=0 grpo=
+out=out/quickstart data=data seed=0 base= grpo=
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seed=*) seed=${argument#*=} ;;
+        --base_steps=*) base=--max_steps=${argument#*=} ;;
         --grpo_steps=*) grpo=--max_steps=${argument#*=} ;;
-        *) echo "error: quickstart.sh takes --out_dir=, --data_dir=, --seed= and --grpo_steps=, not $argument; train.py --help lists the knobs of training." >&2; exit 2 ;;
+        *) echo "error: quickstart.sh takes --out_dir=, --data_dir=, --seed=, --base_steps= and --grpo_steps=, not $argument; train.py --help lists the knobs of training." >&2; exit 2 ;;
     esac
 done
 refuse() { echo "error: $1" >&2; exit 2; }
@@ -45,7 +46,7 @@ compare() {                              # compare FILE FLAGS...: all models on 
     local file=$1; shift
     $each_core eval.py --compare "$out/base" "$out/rft" "$out/grpo" $ask --json "$@" > "$file" && grep -v '^{' "$file"
 }
-timed base "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50
+timed base "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite --log_interval=50 $base
 timed datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
     --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
 # One pass and a half: what more would add, the last rung adds as well, and more easily while the model's answers still differ.

@@ -1,10 +1,11 @@
 """Checkpoints that are whole or not there, and the rest of a run folder.
 
     out/run/config.json               every knob, resolved
-            model.json                architecture, tokenizer, prompt template: with any checkpoint's weights, the model
+            model.json                architecture, tokenizer, prompt template: with any checkpoint's weights,
+                                      the model
             tokenizer.json            if it is Hugging Face's
-            base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the adapters alone. Of grpo.py
-                                      with a KL term: the reference's weights
+            base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the
+                                      adapters alone. Of grpo.py with a KL term: the reference's weights
             samples.txt               of grpo.py: answers to the same questions as training goes on
             metrics.jsonl training.log
             bad_batch_step_5_rank_0.pt                    what a run that diverged was learning from
@@ -12,7 +13,8 @@
             retry.json                after a failed step: what is to be different when the run goes on
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
                                       state.pt            optimizer, scaler (absent with save_only_model)
-                                      meta.json           step, validation loss, config, SHA-256 of the files beside it
+                                      meta.json           step, validation loss, config, SHA-256 of the files
+                                                          beside it
 """
 import contextlib
 import hashlib
@@ -35,8 +37,9 @@ from runtime.config import BadInput, parse_json, read_json
 # they are replaced, so that they are never missing.
 KNOWN_BY = ("model.json", "config.json")
 WRITTEN = (*KNOWN_BY, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
-           "base.sha256", "base.partial", "retry.json", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
-           "checkpoints/step_" + 8 * "[0-9]", "checkpoints/partial", "tensorboard/events.out.tfevents.*")
+           "base.sha256", "base.partial", "retry.json", "retreat.json", "wandb_id",
+           "bad_batch_step_*_rank_*.pt", "checkpoints/step_" + 8 * "[0-9]", "checkpoints/partial",
+           "tensorboard/events.out.tfevents.*")
 
 
 # --- files that are whole or not there ---
@@ -60,7 +63,7 @@ def write_atomically(path, content):
 
 
 def inside(folder, name):
-    """Give folder / name; BadInput if a name that a file gave leads out of the folder (links may)."""
+    """Return folder / name. BadInput if a name that a file gave leads out of the folder (links may)."""
     path = Path(name) if isinstance(name, str) and "\0" not in name else None
     if not path or not path.name or path.is_absolute() or ".." in path.parts:
         raise BadInput(f"{folder} names {str(name)[:80]!r} as a file of its own, which is no path in it: get "
@@ -70,11 +73,16 @@ def inside(folder, name):
 
 def sha256(path):
     with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else \
-            hashlib.sha256(f.read()).hexdigest()
+        if hasattr(hashlib, "file_digest"):                   # from Python 3.11 on
+            return hashlib.file_digest(f, "sha256").hexdigest()
+        return hashlib.sha256(f.read()).hexdigest()
 
 
 # --- checkpoints ---
+
+def step_folder(out_dir, step):
+    return Path(out_dir) / "checkpoints" / f"step_{step:08d}"
+
 
 def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None):
     """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation
@@ -85,17 +93,19 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
     they were.
     """
     folder = Path(out_dir) / "checkpoints"
-    final, partial = folder / f"step_{step:08d}", folder / "partial"
+    final = step_folder(out_dir, step)
+    partial = folder / "partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_file(weights, partial / "model.safetensors")
         if state is not None:
             torch.save(state, partial / "state.pt")
-        files = sorted(p.name for p in partial.iterdir())
+        files = sorted(path.name for path in partial.iterdir())
         for name in files:
             fsync(partial / name)
-        meta = {"step": step, "val_loss": val_loss, "config": config, "sha256": {name: sha256(partial / name) for name in files}}
+        digests = {name: sha256(partial / name) for name in files}
+        meta = {"step": step, "val_loss": val_loss, "config": config, "sha256": digests}
         write_atomically(partial / "meta.json", json.dumps(meta, indent=1).encode())
         if final.exists():                    # one that failed its checksum, or was not evaluated yet
             shutil.rmtree(final)
@@ -103,49 +113,57 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
         fsync(folder)
     except (OSError, SafetensorError, RuntimeError) as e:
         shutil.rmtree(partial, ignore_errors=True)
-        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} "
-                       f"({getattr(e, 'strerror', None) or e}): free some space and go on with "
-                       "--init_from=resume; the earlier checkpoints are untouched.") from None
-    keep = [s for s in steps(out_dir) if s <= step][-keep_last:] + [best(out_dir, step)]
+        reason = getattr(e, "strerror", None) or e
+        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} ({reason}): free "
+                       "some space and go on with --init_from=resume; the earlier checkpoints are "
+                       "untouched.") from None
+    newest = [other for other in steps(out_dir) if other <= step][-keep_last:]
+    kept = [*newest, best(out_dir, step)]
     for other in steps(out_dir):              # a later step than this one was damaged, or was rolled back
-        if other not in keep:
-            shutil.rmtree(folder / f"step_{other:08d}", ignore_errors=True)
+        if other not in kept:
+            shutil.rmtree(step_folder(out_dir, other), ignore_errors=True)
 
 
 def steps(out_dir):
-    """The steps that have a checkpoint, in order."""
-    found = [re.fullmatch(r"step_(\d{8,})", p.name) for p in Path(out_dir, "checkpoints").glob("step_*")]
-    return sorted(int(m[1]) for m in found if m)
+    """Return the steps that have a checkpoint, in order."""
+    folders = Path(out_dir, "checkpoints").glob("step_*")
+    matches = [re.fullmatch(r"step_(\d{8,})", folder.name) for folder in folders]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def read_meta(out_dir, step):
-    """meta.json of a checkpoint; {} if it can't be read, or is not as `save` wrote it."""
+    """Return the meta.json of a checkpoint; {} if it can't be read, or is not as `save` wrote it."""
     try:
-        meta = read_json(Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "meta.json", "restore it")
+        meta = read_json(step_folder(out_dir, step) / "meta.json", "restore it")
     except BadInput:
         return {}
-    digests, loss = meta.get("sha256"), meta.get("val_loss")
-    whole = isinstance(digests, dict) and all(isinstance(d, str) for d in digests.values())
-    return meta if whole and type(loss) in (float, int, type(None)) else {}
+    digests = meta.get("sha256")
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+        return {}
+    return meta if type(meta.get("val_loss")) in (float, int, type(None)) else {}
 
 
 def best(out_dir, last=math.inf):
-    """The step of least validation loss among the checkpoints (up to step `last`); None if none was
+    """Return the step of least validation loss among the checkpoints (up to step `last`); None if none was
     evaluated."""
-    losses = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir) if step <= last}
-    losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    losses = {}
+    for step in steps(out_dir):
+        loss = read_meta(out_dir, step).get("val_loss") if step <= last else None
+        if loss is not None and math.isfinite(loss):
+            losses[step] = loss
     return min(losses, key=losses.get) if losses else None
 
 
 def best_loss(out_dir, last=math.inf):
-    """The least validation loss among the checkpoints up to step `last`; infinity if none was evaluated."""
+    """Return the least validation loss among the checkpoints up to step `last`; infinity if none was
+    evaluated."""
     step = best(out_dir, last)
     return math.inf if step is None else read_meta(out_dir, step)["val_loss"]
 
 
 def damage(out_dir, step):
-    """None if every file of the checkpoint is as it was written, else what is wrong with it."""
-    folder = Path(out_dir) / "checkpoints" / f"step_{step:08d}"
+    """Return None if every file of the checkpoint is as it was written, else what is wrong with it."""
+    folder = step_folder(out_dir, step)
     expected = read_meta(out_dir, step).get("sha256")
     if not expected:
         return "meta.json is missing or unreadable"
@@ -162,20 +180,20 @@ def damage(out_dir, step):
     return None
 
 
-def newest_intact(out_dir, say=print):
-    """The newest step whose checkpoint is whole; damaged ones are named and passed over. None if there is
-    none."""
+def newest_intact(out_dir, log=print):
+    """Return the newest step whose checkpoint is whole, None if there is none. Damaged ones are named (by
+    log, which prints a line) and passed over."""
     for step in reversed(steps(out_dir)):
         problem = damage(out_dir, step)
         if problem is None:
             return step
-        say(f"The checkpoint of step {step} in {out_dir} is damaged ({problem}); trying the one before.")
+        log(f"The checkpoint of step {step} in {out_dir} is damaged ({problem}); trying the one before.")
     return None
 
 
 @contextlib.contextmanager
 def loading(what):
-    """Turns what files raise that hold no weights, or another model's, into BadInput. what: they are, with
+    """Turn what files raise that hold no weights, or another model's, into BadInput. what: they are, with
     their folder."""
     try:
         yield
@@ -189,13 +207,14 @@ def loading(what):
 
 
 def load_weights(out_dir, step, device="cpu"):
-    """{name: tensor} of a checkpoint."""
-    return load_file(Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "model.safetensors", device=str(device))
+    """Return {name: tensor} of a checkpoint."""
+    return load_file(step_folder(out_dir, step) / "model.safetensors", device=str(device))
 
 
 def save_base(out_dir, weights):
-    """The frozen weights that a run's adapters stand beside, once for all its checkpoints."""
-    partial, final = Path(out_dir) / "base.partial", Path(out_dir) / "base.safetensors"
+    """Write the frozen weights that a run's adapters stand beside, once for all its checkpoints."""
+    partial = Path(out_dir) / "base.partial"
+    final = Path(out_dir) / "base.safetensors"
     save_file(weights, partial)
     fsync(partial)
     partial.rename(final)
@@ -203,9 +222,11 @@ def save_base(out_dir, weights):
 
 
 def load_base(out_dir, device="cpu"):
+    """Return the {name: tensor} that save_base was given. BadInput if it is not as it was written."""
     file = Path(out_dir) / "base.safetensors"
     try:
-        problem = None if sha256(file) == file.with_suffix(".sha256").read_text() else "it fails its checksum"
+        intact = sha256(file) == file.with_suffix(".sha256").read_text()
+        problem = None if intact else "it fails its checksum"
     except (OSError, ValueError) as e:
         problem = getattr(e, "strerror", None) or e
     if problem:
@@ -215,58 +236,70 @@ def load_base(out_dir, device="cpu"):
 
 
 def load_state(out_dir, step):
-    """What `save` was given as state, on the CPU: an optimizer's load_state_dict moves what has to move."""
-    return torch.load(Path(out_dir) / "checkpoints" / f"step_{step:08d}" / "state.pt", map_location="cpu", weights_only=True)
+    """Return what `save` was given as state, on the CPU: an optimizer's load_state_dict moves what has to
+    move."""
+    return torch.load(step_folder(out_dir, step) / "state.pt", map_location="cpu", weights_only=True)
 
 
 def has_state(out_dir, step):
-    """Whether training can go on from the checkpoint, and not only be started from its weights."""
+    """Tell whether training can go on from the checkpoint, and not only be started from its weights."""
     return "state.pt" in read_meta(out_dir, step).get("sha256", {})
 
 
 # --- run folders ---
 
 def read_model(out_dir):
-    """model.json of a run: architecture, tokenizer, prompt template."""
+    """Return the model.json of a run: architecture, tokenizer, prompt template."""
     return read_json(Path(out_dir) / "model.json", "restore it, or give the out_dir of another run")
 
 
-def choose(out_dir, say=print):
-    """The step whose weights stand for the run: the best evaluated, or the newest if none was."""
+def choose(out_dir, log=print):
+    """Return the step whose weights stand for the run: the best evaluated, or the newest if none was.
+    BadInput if there is none."""
     step = best(out_dir)
     if step is None or damage(out_dir, step):
-        step = newest_intact(out_dir, say)
+        step = newest_intact(out_dir, log)
     if step is None:
-        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or let this one go on until it "
-                       "saves.")
+        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or let this one go on until "
+                       "it saves.")
     return step
 
 
 def is_run(folder):
     """Tell whether open_run's model.json and config.json are there (or the first alone: killed between)."""
-    def has(name, *keys):
-        return {*keys} <= parse_json((Path(folder) / name).read_bytes(), dict).keys()
+    folder = Path(folder)
+
+    def has_keys(name, *keys):
+        return {*keys} <= parse_json((folder / name).read_bytes(), dict).keys()
     try:
-        killed = not (Path(folder) / "config.json").exists()
-        return has("model.json", "architecture", "tokenizer") and (killed or has("config.json", "out_dir"))
+        killed = not (folder / "config.json").exists()
+        if not has_keys("model.json", "architecture", "tokenizer"):
+            return False
+        return killed or has_keys("config.json", "out_dir")
     except (OSError, ValueError):
         return False
 
 
 def clear(out_dir, overwrite):
-    """Remove what an earlier run left in a folder; BadInput if it may not be, or if it is not a run's."""
+    """Remove what an earlier run left in a folder. BadInput if it may not be, or if it is not a run's."""
     folder = Path(out_dir)
     if not is_run(folder):
-        if taken := sorted({path.name for name in WRITTEN for path in folder.glob(name.partition("/")[0])}):
-            raise BadInput(f"{out_dir} holds {', '.join(taken)}, not a run's, but in the way of one: move it "
-                           "elsewhere, or choose another --out_dir= (--overwrite replaces runs alone).")
+        taken = set()
+        for pattern in WRITTEN:
+            taken |= {path.name for path in folder.glob(pattern.partition("/")[0])}
+        if taken:
+            raise BadInput(f"{out_dir} holds {', '.join(sorted(taken))}, not a run's, but in the way of "
+                           "one: move it elsewhere, or choose another --out_dir= (--overwrite replaces runs "
+                           "alone).")
     elif ((folder / "metrics.jsonl").exists() or steps(out_dir)) and not overwrite:
         raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
                        "--overwrite, or choose another --out_dir=.")
-    for name in WRITTEN[len(KNOWN_BY):]:
-        for path in list(folder.glob(name)):
-            whole = name.startswith("checkpoints/") and path.is_dir() and not path.is_symlink()
-            shutil.rmtree(path) if whole else path.unlink()
+    for pattern in WRITTEN[len(KNOWN_BY):]:
+        for path in list(folder.glob(pattern)):
+            if pattern.startswith("checkpoints/") and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def open_run(out_dir, config, model, overwrite=False, resume=False):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 # not taken over from the run that is resumed
-OF_THIS_CALL = ("out_dir", "init_from", "overwrite", "eval_only")
+OF_THIS_CALL = ("out_dir", "init_from", "resume", "overwrite", "eval_only")
 # Knobs that are paths: an empty one would be the current directory.
 PATHS = "out_dir data_dir output init_from dataset tokenizer model models runs paths run".split()
 PYTORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}       # names that a dtype may have too
@@ -35,14 +35,15 @@ def in_the_way(path, whose, knob="--output="):
     return BadInput(f"{path} is there and not {whose}: move it elsewhere, or choose another {knob}.")
 
 
-def load(Config, argv, frozen=(), positional=None, saved_of=None):
+def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
     """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits. A
     word that is neither is the value of the knob named by `positional`, if there is one; of several, if its
     type is tuple.
 
     With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL
     those that saved_of(MODEL), if there is one, gives; a knob in `frozen` that is given another value then is
-    an error.
+    an error. claim: of a stage that writes into out_dir, runtime.run.claim; it is called before anything there is
+    read.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
@@ -74,11 +75,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
     check_paths(given, fields)
 
     values = {name: f.default for name, f in fields.items()}
-    # by torchrun's --max-restarts
-    started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if started_again and (Path(given.get("out_dir", values.get("out_dir", ""))) / "retry.json").exists():
-        # As the ranks that failed have left word; all other knobs are in the run folder.
-        given = {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
+    if claim and not given.get("eval_only"):
+        given = whence(given, claim(given.get("out_dir", values["out_dir"])))
     init_from = given.get("init_from", values.get("init_from", "scratch"))
     if init_from != "scratch" and (init_from == "resume" or saved_of):
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
@@ -89,7 +87,30 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None):
                                "leave it out, or start from scratch.")
         values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
                    for key in fields if key in saved and key not in OF_THIS_CALL}
+        if init_from == "resume" and claim and not any((Path(run) / "checkpoints").glob("step_*")):
+            values |= {"init_from": began_from(run, saved), "overwrite": True}
+            given.pop("init_from")
     return Config(**(values | given))
+
+
+def whence(given, found):
+    """Return the flags that count, after what runtime.run.claim found in out_dir."""
+    if found == "restarted":                 # all knobs are in the run folder
+        return {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
+    if given.get("resume") != "auto":
+        return given
+    if given.get("overwrite"):
+        raise BadInput("--resume=auto goes on with the run that --overwrite would replace: leave one of them out.")
+    return given | {"init_from": "resume"} if found == "run" else given
+
+
+def began_from(run, saved):
+    """Return what a run began from that was stopped before its first checkpoint, and so begins again."""
+    if saved.get("init_from", "resume") == "resume":
+        raise BadInput(f"{run} has no checkpoint to go on from: put one back, or start a new run.")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"The run in {run} has no checkpoint yet, so it begins again, as its config.json says.", flush=True)
+    return saved["init_from"]
 
 
 def check_paths(given, fields):

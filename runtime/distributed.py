@@ -2,6 +2,9 @@
 import datetime
 import gc
 import os
+import signal
+import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runtime.config import BadInput
 
+
+LAST_WORDS = 60.0                    # seconds in which a rank may save when its torchrun was killed
 
 # the group that waits for what the first rank does alone: tokenising may take hours
 patient = None
@@ -23,9 +28,21 @@ def init():
         # would try to connect to them.
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size())
         patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+
+
+def end_with(torchrun):
+    """End this rank when torchrun was killed, and could not do so: by a SIGTERM, after which a run saves, or at
+    the latest in LAST_WORDS seconds. torchrun: the id of its process."""
+    while os.getppid() == torchrun:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LAST_WORDS)
+    os._exit(128 + signal.SIGTERM)
 
 
 def close():

@@ -18,13 +18,14 @@ from runtime.config import BadInput
 # Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, as the
 # makers state them (rows still to be checked against a data sheet: V100, T4, A10, L40S, RTX 5090, B200, H100
 # PCIe and NVL); None where the hardware lacks the format. Matched as whole words, the specific name before
-# the general. A card that is not listed has no MFU: a guess would be worse.
+# the general; any run of other characters may stand between ("A100-SXM4-80GB" is an "A100 80GB"). A card that
+# is not listed has no MFU: a guess would be worse.
 PEAKS = {
     "H100 PCIe":  (756, 756, 378, 51, 2.0),
     "H100 NVL":   (835, 835, 417, 60, 3.9),
     "H100":       (989, 989, 494, 67, 3.35),
     "H200":       (989, 989, 494, 67, 4.8),
-    "A100 80GB":  (312, 312, 156, 19.5, 2.04),       # also "A100-SXM4-80GB": any run of other characters may stand between
+    "A100 80GB":  (312, 312, 156, 19.5, 2.04),
     "A100":       (312, 312, 156, 19.5, 1.56),
     "B200":       (2250, 2250, 1125, 75, 8.0),
     "RTX 5090":   (209.5, 209.5, 104.8, 104.8, 1.79),
@@ -45,11 +46,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def peaks(name):
-    """(TFLOP/s by dtype, TB/s) of a device by its name; ({}, None) if it is not in the table."""
+    """Return (TFLOP/s by dtype, TB/s) of a device by its name; ({}, None) if it is not in the table."""
     if any(re.search(rf"\b{other}\b", name) for other in OTHER_CARDS):
         return {}, None
     for card, (bf16, fp16, tf32, fp32, bandwidth) in PEAKS.items():
-        if re.search(r"\b" + r"\b.*\b".join(card.split()) + r"\b", name):
+        words = r"\b.*\b".join(card.split())
+        if re.search(rf"\b{words}\b", name):
             return {"bf16": bf16, "fp16": fp16, "tf32": tf32, "fp32": fp32}, bandwidth
     return {}, None
 
@@ -69,7 +71,7 @@ class Hardware:
 
     @property
     def peak_tflops(self):
-        """At dtype; None if not known."""
+        """Return the peak at dtype; None if not known."""
         return self.peaks.get(self.product_format())
 
     @property
@@ -77,14 +79,15 @@ class Hardware:
         return DTYPES[self.dtype]
 
     def product_format(self, dtype=None):
-        """In which products of dtype, None: hw's own, are computed: tf32 where that takes the place of
-        fp32."""
+        """Return the format in which products of dtype (None: this hardware's own) are computed: tf32 where
+        that takes the place of fp32."""
         dtype = dtype or self.dtype
         return "tf32" if dtype == "fp32" and self.tf32 else dtype
 
     @property
     def sampling_format(self):
-        """Of weights and cache where answers are sampled: bf16, or fp32, since fp16 is too narrow."""
+        """Return the format of weights and cache where answers are sampled: bf16, or fp32, since fp16 is too
+        narrow."""
         return "bf16" if self.dtype == "bf16" else "fp32"
 
     @property
@@ -93,52 +96,63 @@ class Hardware:
 
     @property
     def settings(self):
-        """What was chosen, or had to be, for the log."""
-        return {"device": self.name, "dtype": self.dtype, "tf32": self.tf32, "attention": self.attention_kernel, "compile": self.compile}
+        """Return what was chosen, or had to be, for the log."""
+        return {
+            "device": self.name,
+            "dtype": self.dtype,
+            "tf32": self.tf32,
+            "attention": self.attention_kernel,
+            "compile": self.compile,
+        }
 
     def autocast(self):
-        """Matrix products in dtype; weights stay fp32."""
+        """Return the context in which matrix products are computed in dtype; weights stay fp32."""
         if self.dtype == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.torch_dtype)
 
     def scaler(self):
-        """GradScaler that does nothing unless dtype is fp16."""
+        """Return a GradScaler that does nothing unless dtype is fp16."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == "fp16")
 
     def wait(self):
-        """Until the device is done with what it was given, as a CPU always is."""
+        """Wait until the device is done with what it was given, as a CPU always is."""
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).synchronize()
 
     def mfu(self, tokens_per_s, flops_per_token):
-        """Model FLOPs utilisation of one device, 0 to 1; None if its peak is not known."""
+        """Return the model FLOPs utilisation of one device, 0 to 1; None if its peak is not known."""
         return self.peak_tflops and tokens_per_s * flops_per_token / (self.peak_tflops * 1e12)
 
     def busy(self):
-        """Utilisation, 0 to 1: the share of the last second in which the GPU ran a kernel (NVML's, None
-        without the package nvidia-ml-py); of a CPU, the share of its threads' time that this process used
-        since the last call."""
+        """Return the utilisation, 0 to 1: the share of the last second in which the GPU ran a kernel (NVML's,
+        None without the package nvidia-ml-py); of a CPU, the share of its threads' time that this process
+        used since the last call (None at the first)."""
         if self.device.type == "cuda":
             with contextlib.suppress(Exception):          # no NVML, or a driver without it: not known
                 return torch.cuda.utilization(self.device) / 100
             return None
-        then, self.busy_since = self.busy_since, (time.perf_counter(), time.process_time())
-        wall, cpu = (now - before for now, before in zip(self.busy_since, then))
-        return min(1.0, cpu / wall / torch.get_num_threads()) if self.device.type == "cpu" and then[0] else None
+        last_wall, last_cpu = self.busy_since
+        self.busy_since = (time.perf_counter(), time.process_time())
+        if self.device.type != "cpu" or not last_wall:
+            return None
+        wall, cpu = self.busy_since
+        return min(1.0, (cpu - last_cpu) / (wall - last_wall) / torch.get_num_threads())
 
     def memory_gb(self):
-        """(GiB in use, the most so far): what tensors hold on a GPU, the process's resident set elsewhere
-        (there the first is None where the system does not tell)."""
+        """Return (GiB in use, the most so far): what tensors hold on a GPU, the process's resident set
+        elsewhere (there the first is None where the system does not tell)."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-        peak, now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss      # bytes on a Mac, KiB elsewhere
+        in_use = None
         with contextlib.suppress(OSError):
-            now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
-        return now, peak / (2**30 if sys.platform == "darwin" else 2**20)
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            in_use = pages * resource.getpagesize() / 2**30
+        return in_use, peak / (2**30 if sys.platform == "darwin" else 2**20)
 
     def memory_size_gb(self):
-        """GiB of the GPU, or of the machine."""
+        """Return the GiB of the GPU, or of the machine."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory / 2**30
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -146,10 +160,14 @@ class Hardware:
 
 def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto", deterministic=False,
           keep_memory=True):
-    """Choose by what is there, obey what is asked for, and refuse what can't be had."""
+    """Return the Hardware of this process: choose by what is there, obey what is asked for, and raise
+    BadInput for what can't be had. keep_memory: on a CPU, see keep_freed_memory."""
     kind = device.split(":")[0]
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        if torch.cuda.is_available():
+            kind = "cuda"
+        else:
+            kind = "mps" if torch.backends.mps.is_available() else "cpu"
         device = kind
     if kind not in ("cuda", "mps", "cpu"):
         raise BadInput(f"--device={device} is not known: use auto, cuda, cuda:1, mps or cpu.")
@@ -161,13 +179,16 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     name = {"cpu": f"CPU, {torch.get_num_threads()} threads", "mps": "Apple GPU"}.get(kind)
     capability = (0, 0)
     if kind == "cuda":
-        index = str(distributed.local_rank()) if distributed.world_size() > 1 else device.partition(":")[2] or "0"
+        index = device.partition(":")[2] or "0"
+        if distributed.world_size() > 1:
+            index = str(distributed.local_rank())
         if not index.isdigit() or int(index) >= torch.cuda.device_count():
             raise BadInput(f"GPU {index} was asked for, and there are {torch.cuda.device_count()}, counted "
                            "from 0: change --device or torchrun's --nproc_per_node.")
         device = f"cuda:{index}"
         torch.cuda.set_device(device)
-        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
     if dtype == "auto":
         if kind == "cuda":           # not is_bf16_supported(): it is also true on a T4, which emulates bf16
             dtype = "bf16" if capability >= (8, 0) else "fp16"
@@ -182,33 +203,44 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     backend, kernel = choose_attention(attention, kind, capability, dtype)
-    return Hardware(torch.device(device), name, dtype, tf32, kind == "cuda" if compile is None else compile, backend, kernel,
-                    *peaks(name))
+    if compile is None:
+        compile = kind == "cuda"
+    return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernel, *peaks(name))
 
 
 def choose_attention(attention, kind, capability, dtype):
-    """(sdpa or math, for ops.ATTENTION; what that is called). flash, cudnn and efficient name one of sdpa's
-    GPU kernels."""
+    """Return (sdpa or math, for ops.ATTENTION; what that is called). flash, cudnn and efficient name one of
+    sdpa's GPU kernels. BadInput for one that is not to be had."""
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
     if attention in ("flash", "cudnn") and dtype == "fp32":
         raise BadInput(f"--attention={attention} has no fp32 kernel: use auto, or --dtype=bf16 or fp16.")
     if attention == "auto" and kind == "cpu" and dtype == "bf16":
         return "math", "math"                                 # see ops.ATTENTION for what that buys
-    if attention in ("math", "sdpa") or kind != "cuda":
-        return ("math", "math") if attention == "math" else ("sdpa", "sdpa")
+    if attention == "math":
+        return "math", "math"
+    if attention == "sdpa" or kind != "cuda":
+        return "sdpa", "sdpa"
     order = [attention]
-    if attention == "auto":                                   # Hopper: cuDNN's kernel first
-        order = (["cudnn"] if capability[0] == 9 else []) + ["flash", "efficient", "math"]
-    kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-               "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-    PROCESS_WIDE.enter_context(sdpa_kernel([kernels[k] for k in order], set_priority=True))
+    if attention == "auto":
+        order = ["flash", "efficient", "math"]
+        if capability[0] == 9:                                # Hopper: cuDNN's kernel first
+            order.insert(0, "cudnn")
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    PROCESS_WIDE.enter_context(sdpa_kernel([backends[kernel] for kernel in order], set_priority=True))
     return "sdpa", " > ".join(order)
 
 
 def cpu_multiplies_bf16():
-    """AVX512-BF16 or AMX: a 2-core Zen 5 multiplies bf16 matrices 4.3 times faster than fp32 ones."""
-    return any(getattr(torch.cpu, f"_is_{feature}_supported", bool)() for feature in ("avx512_bf16", "amx_tile"))
+    """Tell whether there is AVX512-BF16 or AMX: a 2-core Zen 5 multiplies bf16 matrices 4.3 times faster than
+    fp32 ones."""
+    features = ("avx512_bf16", "amx_tile")
+    return any(getattr(torch.cpu, f"_is_{feature}_supported", bool)() for feature in features)
 
 
 def keep_freed_memory():
@@ -218,10 +250,12 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
         return
-    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+    M_TRIM_THRESHOLD = -1                                     # as malloc.h has them
+    M_TOP_PAD = -2
+    M_MMAP_THRESHOLD = -3
+    M_ARENA_MAX = -8
     if not mallopt(M_MMAP_THRESHOLD, 1 << 30):                # older versions refuse more than 32 MiB
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_TOP_PAD, 64 << 20)
-    # autograd's thread would get an arena of its own
-    mallopt(M_ARENA_MAX, 1)
+    mallopt(M_ARENA_MAX, 1)              # autograd's thread would get an arena of its own

@@ -2,6 +2,7 @@
 import contextlib
 import importlib.util
 import json
+import math
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from runtime.config import BadInput, parse_json
 
 
 def check_installed(tensorboard, wandb):
-    """BadInput if a package that a flag asks for is missing: before a run folder is touched."""
+    """Raise BadInput if a package that a flag asks for is missing: before a run folder is touched."""
     for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
         if wanted and importlib.util.find_spec(package) is None:
             raise BadInput(f"--{package} needs a package that is not installed: pip install {package}, or "
@@ -33,27 +34,34 @@ class Log:
             self.forget_after(resumed_step)
         if tensorboard and self.main:
             self.open_board(resumed_step)
-            self.writers.append(lambda step, numbers: [self.board.add_scalar(k, v, step) for k, v in numbers.items()])
+            self.writers.append(self.write_board)
         if wandb:
             distributed.on_main(lambda: self.open_wandb(config))
 
     def open_board(self, last_step=None):
-        """TensorBoard's writer; steps after last_step that an earlier one wrote no longer count."""
+        """Open TensorBoard's writer; steps after last_step that an earlier one wrote no longer count."""
         from torch.utils.tensorboard import SummaryWriter
-        self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10,
-                                   purge_step=None if last_step is None else last_step + 1)
+        purge_step = None if last_step is None else last_step + 1
+        self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10, purge_step=purge_step)
+
+    def write_board(self, step, numbers):
+        for name, value in numbers.items():
+            self.board.add_scalar(name, value, step)
 
     def open_wandb(self, config):
-        """The run at Weights & Biases that belongs to this folder, a new one unless it is resumed. It keeps
-        what it has seen: steps that are run again, after a crash or a roll-back, are not shown anew."""
+        """Open the run at Weights & Biases that belongs to this folder, a new one unless it is resumed. It
+        keeps what it has seen: steps that are run again, after a crash or a roll-back, are not shown anew."""
         import wandb
         path = self.folder / "wandb_id"
+        project = os.environ.get("WANDB_PROJECT", "nanorft")
         try:
-            run = wandb.init(project=os.environ.get("WANDB_PROJECT", "nanorft"), name=self.folder.name, dir=self.folder,
-                             id=path.read_text() if path.exists() else None, resume="allow", config=config)
+            run_id = path.read_text() if path.exists() else None
+            run = wandb.init(project=project, name=self.folder.name, dir=self.folder, id=run_id,
+                             resume="allow", config=config)
         except Exception as e:
-            raise BadInput(f"--wandb could not start ({(str(e) or type(e).__name__).splitlines()[0]}): run "
-                           "'wandb login', set WANDB_MODE=offline, or leave it out.") from None
+            reason = (str(e) or type(e).__name__).splitlines()[0]
+            raise BadInput(f"--wandb could not start ({reason}): run 'wandb login', set WANDB_MODE=offline, "
+                           "or leave it out.") from None
         path.write_text(run.id)
         self.wandb_run = run
         self.writers.append(lambda step, numbers: run.log(numbers, step=step))
@@ -66,10 +74,12 @@ class Log:
             self.board.close()
             self.open_board(step)
         path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
         kept = []
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in lines:
             try:
-                kept += [line] if parse_json(line, dict)["step"] <= step else []
+                if parse_json(line, dict)["step"] <= step:
+                    kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
         write_atomically(path, "".join(line + "\n" for line in kept).encode())
@@ -91,16 +101,21 @@ class Log:
         self.append("training.log", text)
 
     def metrics(self, **values):
-        """values: `step`, and numbers, None, or the run's config and settings."""
-        if self.main:
-            self.append("metrics.jsonl", json.dumps({k: finite(v) for k, v in values.items()}))
-            numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k != "step"}
-            for write in self.writers if numbers else []:
+        """Append a line. values: `step`, and numbers, None, or the run's config and settings."""
+        if not self.main:
+            return
+        self.append("metrics.jsonl", json.dumps({name: for_json(value) for name, value in values.items()}))
+        numbers = {}
+        for name, value in values.items():
+            if isinstance(value, int | float) and name != "step":
+                numbers[name] = value
+        if numbers:
+            for write in self.writers:
                 write(values["step"], numbers)
 
     def append(self, name, line):
-        """A log that can't be written (a full disk, say) does not end a run: saving a checkpoint will say
-        so."""
+        """Append a line to a file. A log that can't be written (a full disk, say) does not end a run: saving
+        a checkpoint will say so."""
         try:
             with open(self.folder / name, "a") as f:
                 f.write(line + "\n")
@@ -108,17 +123,21 @@ class Log:
             print(f"{self.folder / name} could not be written ({e.strerror}).", flush=True)
 
 
-def finite(value):
-    """JSON has no NaN and no infinity: they are written as text."""
-    return str(value) if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))) else value
+def for_json(value):
+    """Return NaN and infinity, which JSON does not have, as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def duration(seconds):
-    """5s, 3m20s, 2h05m"""
-    s = round(seconds)
-    return f"{s}s" if s < 60 else f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+    """Write seconds for people: 5s, 3m20s, 2h05m."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
 
 
 def shown(value, form, unit=""):
-    """A number for people; n/a where it is not known."""
+    """Write a number for people; n/a where it is not known."""
     return "n/a" if value is None else format(value, form) + unit

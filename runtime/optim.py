@@ -21,30 +21,33 @@ class Muon(torch.optim.Muon):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
-                some = max(1, AT_A_TIME // shape.numel())
-                for first in range(0, len(matrices), some):
-                    self.move(matrices[first:first + some], group)
+                n = max(1, AT_A_TIME // shape.numel())
+                for start in range(0, len(matrices), n):
+                    self.update(matrices[start:start + n], group)
 
-    def move(self, matrices, group):
-        """One step of matrices of one shape."""
-        lr, momentum, grads = group["lr"], group["momentum"], [p.grad for p in matrices]
+    def update(self, matrices, group):
+        """Do one step of matrices of one shape."""
+        lr = group["lr"]
+        momentum = group["momentum"]
+        grads = [p.grad for p in matrices]
         for p in matrices:
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        # Nesterov's
-        updates = torch.stack([update.bfloat16() for update in torch._foreach_lerp(grads, buffers, momentum)])
-        updates = orthogonalised(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov's
+        updates = torch.stack([update.bfloat16() for update in updates])
+        updates = newton_schulz(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
         torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        # AdamW's size
-        torch._foreach_add_(matrices, updates.unbind(), alpha=-0.2 * lr * math.sqrt(max(matrices[0].shape)))
+        step_size = -0.2 * lr * math.sqrt(max(matrices[0].shape))            # as long as AdamW's
+        torch._foreach_add_(matrices, updates.unbind(), alpha=step_size)
 
 
-def orthogonalised(x, coefficients, steps, eps):
-    """x [N, rows, columns] in bf16 with all singular values between about 0.7 and 1.2: Newton and Schulz's
-    iteration, quintic (Jordan et al. 2024)."""
-    (a, b, c), tall = coefficients, x.shape[1] > x.shape[2]
+def newton_schulz(x, coefficients, steps, eps):
+    """Return x [N, rows, columns] in bf16 with all singular values between about 0.7 and 1.2: Newton and
+    Schulz's iteration, quintic (Jordan et al. 2024)."""
+    a, b, c = coefficients
+    tall = x.shape[1] > x.shape[2]
     x = x.mT.contiguous() if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
@@ -55,14 +58,17 @@ def orthogonalised(x, coefficients, steps, eps):
 
 def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), fused=True,
           momentum=0.95):
-    """The optimizers of a step, as a list. Weight decay on matrices only, not on norms and biases.
+    """Return the optimizers of a step, as a list. Weight decay is on matrices only, not on norms and biases.
 
     muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size (Liu
     et al. 2025) so that one learning rate serves both; AdamW for embeddings, head, adapters (whose rank it
     would undo) and the rest.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hidden = {name for name, p in trained.items() if name.startswith("blocks.") and p.ndim == 2 and ".lora_" not in name}
+    hidden = set()
+    for name, p in trained.items():
+        if name.startswith("blocks.") and p.ndim == 2 and ".lora_" not in name:
+            hidden.add(name)
 
     def group(names, decay):
         return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay}
@@ -71,25 +77,33 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     by_adamw = set(trained) - hidden if muon else set(trained)
     matrices = {name for name in by_adamw if trained[name].ndim >= 2}
     groups = [group(matrices, weight_decay), group(by_adamw - matrices, 0.0)]
-    optimizers = [torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, fused=fused)]
+    groups = [g for g in groups if g["params"]]
+    optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)]
     if muon and hidden:
         optimizers.append(Muon([group(hidden, weight_decay)], lr=learning_rate, momentum=momentum))
     return optimizers
 
 
 def state_to_come(optimizers):
-    """Bytes that the optimizers will keep from their first step on: two fp32 numbers a weight for AdamW, one
-    for Muon."""
-    return sum((4 if isinstance(o, torch.optim.Muon) else 8) * p.numel()
-               for o in optimizers for group in o.param_groups for p in group["params"] if p not in o.state)
+    """Return the bytes that the optimizers will keep from their first step on: two fp32 numbers a weight for
+    AdamW, one for Muon."""
+    total = 0
+    for optimizer in optimizers:
+        bytes_a_weight = 4 if isinstance(optimizer, torch.optim.Muon) else 8
+        for group in optimizer.param_groups:
+            total += sum(bytes_a_weight * p.numel() for p in group["params"] if p not in optimizer.state)
+    return total
 
 
 def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):
-    """Learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to min_lr, or
-    constant, or wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al. 2024)."""
+    """Return the learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to
+    min_lr, or constant, or wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al.
+    2024)."""
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
-    start = max(warmup_steps, max_steps - math.ceil(cooldown * max_steps)) if schedule == "wsd" else warmup_steps
+    start = warmup_steps
+    if schedule == "wsd":
+        start = max(warmup_steps, max_steps - math.ceil(cooldown * max_steps))
     done = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
     if schedule == "constant":
         share = 1.0
@@ -101,14 +115,16 @@ def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldo
 
 
 def apply_step(optimizers, scaler, lr, grad_clip=0.0):
-    """Unscale, clip, check, step, clear. Returns (norm of the gradients before clipping, whether they were
+    """Unscale, clip, check, step, clear. Return (norm of the gradients before clipping, whether they were
     finite).
 
     DDP has summed the gradients before, so every rank computes the same norm and decides alike; with a
     non-finite one no optimizer moves.
     """
-    parameters = [p for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+    parameters = []
     for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += [p for p in group["params"] if p.grad is not None]
         scaler.unscale_(optimizer)
     norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=None)
     grad_norm = norm.item()

@@ -21,19 +21,29 @@ class Config:
     output: str | None = None                        # None: curves.png in the first run's folder
 
 
-X = {"steps": ("step", 1, "optimizer step"), "tokens": ("tokens", 1e-6, "million tokens"),
-     "time": ("seconds", 1 / 60, "minutes of training")}
-PANELS = (("loss, nats a token", {"loss": "-", "val_loss": "o--"}, "linear"),
-          ("validation perplexity a token", {"val_ppl_token": "o-"}, "log"),
-          ("learning rate", {"lr": "-"}, "linear"), ("tokens/s", {"tokens_per_s": "-"}, "linear"))
+# x: (its key in metrics.jsonl, scale, label)
+X_AXES = {
+    "steps": ("step", 1, "optimizer step"),
+    "tokens": ("tokens", 1e-6, "million tokens"),
+    "time": ("seconds", 1 / 60, "minutes of training"),
+}
+# title, {key in metrics.jsonl: style of its curve}, scale of the y axis
+PANELS = (
+    ("loss, nats a token", {"loss": "-", "val_loss": "o--"}, "linear"),
+    ("validation perplexity a token", {"val_ppl_token": "o-"}, "log"),
+    ("learning rate", {"lr": "-"}, "linear"),
+    ("tokens/s", {"tokens_per_s": "-"}, "linear"),
+)
 
 
 def read(run):
-    """The lines of a run's metrics.jsonl that a crash has not cut short."""
-    path, lines = Path(run) / "metrics.jsonl", []
+    """Return the lines of a run's metrics.jsonl that a crash has not cut short, as dictionaries. BadInput if
+    there is no such file, or no step in it."""
+    path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         raise BadInput(f"{run} is not the folder of a run (it has no metrics.jsonl): give the out_dir of "
                        "one.")
+    lines = []
     for line in path.read_text().splitlines():
         try:
             lines.append(parse_json(line, dict))
@@ -45,7 +55,7 @@ def read(run):
 
 
 def draw(runs, x, output):
-    """Four panels, a colour a run; dots are evaluations. runs: {name: lines of metrics}."""
+    """Draw four panels, a colour a run; dots are evaluations. runs: {name: lines of metrics}."""
     try:
         import matplotlib
     except ImportError:
@@ -53,23 +63,28 @@ def draw(runs, x, output):
                        "matplotlib.") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    key, scale, label = X[x]
+    x_key, x_scale, x_label = X_AXES[x]
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-    for (title, curves, vertical), axis in zip(PANELS, axes.flat):
+    for (title, curves, y_scale), axis in zip(PANELS, axes.flat):
         axis.set_title(title, loc="left", fontsize=10)
         for i, (name, lines) in enumerate(runs.items()):
-            for curve, style in curves.items():
-                points = [(line[key] * scale, line[curve]) for line in lines
-                          if isinstance(line.get(curve), int | float) and key in line]
-                if points:
-                    axis.plot(*zip(*points), style, color=f"C{i % 10}", linewidth=1.2, markersize=4,
-                              label=f"{name}, validation" if curve == "val_loss" else name)
-        axis.set_yscale(vertical)
+            for key, style in curves.items():
+                xs = []
+                ys = []
+                for line in lines:
+                    if isinstance(line.get(key), int | float) and x_key in line:
+                        xs.append(line[x_key] * x_scale)
+                        ys.append(line[key])
+                if xs:
+                    label = f"{name}, validation" if key == "val_loss" else name
+                    axis.plot(xs, ys, style, color=f"C{i % 10}", linewidth=1.2, markersize=4, label=label)
+        axis.set_yscale(y_scale)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[1]:
-        axis.set_xlabel(label)
-    for set_formatter in (axes[0, 1].yaxis.set_major_formatter, axes[0, 1].yaxis.set_minor_formatter):
+        axis.set_xlabel(x_label)
+    perplexity = axes[0, 1].yaxis
+    for set_formatter in (perplexity.set_major_formatter, perplexity.set_minor_formatter):
         set_formatter(matplotlib.ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4)))
     axes[1, 1].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes[1, 1].set_ylim(bottom=0)
@@ -78,7 +93,7 @@ def draw(runs, x, output):
 
 
 def check_output(path):
-    """BadInput if a file is there that matplotlib did not draw, which signs all but .jpg."""
+    """Raise BadInput if a file is there that matplotlib did not draw, which signs all but .jpg."""
     if Path(path).exists() and b"Matplotlib" not in Path(path).read_bytes():
         raise config.in_the_way(path, "a picture of matplotlib's")
 

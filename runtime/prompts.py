@@ -10,27 +10,29 @@ PROMPT = "Question: {}\n"
 
 
 def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
-    """Gives the tokens of a prompt and of the answer after it, at most the model's positions: where that
+    """Return the tokens of a prompt and of the answer after it, at most the model's positions: where that
     leaves less than max_new_tokens, a line says so. longest: of the prompt. BadInput, which ends in
     `shorter`, if no answer has room."""
     if longest >= positions:
         raise BadInput(f"A prompt of {longest} tokens can't be continued in the {positions} positions of the "
                        f"model: {shorter}.")
     if longest + max_new_tokens > positions and distributed.is_main():
-        print(f"--max_new_tokens={max_new_tokens} is more than the model's {positions} positions leave: after "
-              f"a prompt of {longest} tokens an answer ends at "
-              f"{positions - longest}.", file=sys.stderr, flush=True)
+        print(f"--max_new_tokens={max_new_tokens} is more than the model's {positions} positions leave: "
+              f"after a prompt of {longest} tokens an answer ends at {positions - longest}.",
+              file=sys.stderr, flush=True)
     return min(positions, longest + max_new_tokens)
 
 
 def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
-    """List of the ids after which the answer begins.
+    """Return the list of the ids after which the answer begins.
 
     question: its text. examples: (question, completion) pairs that stand before it, in the same form, or in a
     chat as turns. instruction: a chat's system message in place of its own; a model without a chat template
     does not see it.
     """
     if tokenizer.template["name"] == "plain":
-        shown = "".join(f"{form.replace('{}', q)}{completion}\n\n" for q, completion in examples)
-        return tokenizer.prompt_ids(shown + form.replace("{}", question))
+        text = ""
+        for example, completion in examples:
+            text += form.replace("{}", example) + f"{completion}\n\n"
+        return tokenizer.prompt_ids(text + form.replace("{}", question))
     return tokenizer.prompt_ids(question, instruction, examples)

@@ -117,6 +117,7 @@ def main(spec, folder=".", only_try=False):
         with contextlib.suppress(BaseException):             # which will be said where it happens again
             tasks.load(spec)
         os._exit(LOADED)
+    watch_over_worker()
     me = os.getpid()
     items, grades = os.fdopen(os.dup(0), "rb", 2**16), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
@@ -146,9 +147,29 @@ def main(spec, folder=".", only_try=False):
             write(graded)
 
 
+def watch_over_worker():
+    """Return in a forked process. This one stays behind, and ends all of its group (the worker, and programs that
+    the verifier started) when the worker has ended or the run has, killed or not."""
+    run = os.getppid()
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, lambda *_: os.killpg(0, signal.SIGKILL))
+    if os.fork() == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.close(1)                                  # its end is the worker's to tell
+    closed = select.poll()
+    closed.register(0, 0)                        # no event but the one that is always told: the other end is closed
+    closed.poll()
+    while os.getppid() == run:                   # the worker may have to read the rest
+        time.sleep(0.05)
+    os.killpg(0, signal.SIGKILL)
+
+
 def confine():
-    """A worker takes no more memory than MEMORY and ends with the thread that started it; when to stop is its
-    parent's matter."""
+    """A worker takes no more memory than MEMORY and ends with its parent; when to stop is the run's matter."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # a handler and not SIG_IGN, which programs that a verifier runs would inherit
         signal.signal(number, lambda *_: None)

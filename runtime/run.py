@@ -21,6 +21,8 @@ there is a checkpoint to go back to, the note retry.json says what is to be diff
 import copy
 import dataclasses
 import json
+import os
+import socket
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ import torch
 
 import tasks
 from model import adapters, add_lora, load_adapters
-from runtime import checkpoint, distributed, memory, optim
+from runtime import checkpoint, distributed, lock, memory, optim
 from runtime.config import BadInput, read_json
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
@@ -52,6 +54,7 @@ class TrainState:
     lr_factor: float = 1.0                   # halved by a roll-back
     skipped: int = 0                         # optimizer steps whose gradients were not finite
     stale: int = 0                           # evaluations since the best
+    evaluation_due: bool = False             # of this step: what is saved at a signal is saved before it
 
 
 class Run:
@@ -107,6 +110,7 @@ class Run:
             "tokenizer": tokenizer.describe(),
             "lora": lora(cfg),
             "task": own_task(cfg),
+            "launch": launch(),
         }
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
         if resuming:
@@ -203,6 +207,7 @@ class Run:
         self.state.tokens += tokens
         self.timed_steps += 1
         self.timed_tokens += tokens
+        self.state.evaluation_due = self.due(self.cfg.eval_interval)
         self.stopping = self.stop.requested()             # one small exchange between the ranks
 
     def due(self, interval):
@@ -221,6 +226,7 @@ class Run:
     def record_validation(self, loss):
         """Note a validation loss, and whether it is the best so far (`new_best`)."""
         self.val_loss = loss
+        self.state.evaluation_due = False
         best = distributed.on_main(lambda: checkpoint.best_loss(self.cfg.out_dir, self.step - 1))
         self.new_best = loss < best
         self.state.stale = 0 if self.new_best else self.state.stale + 1
@@ -450,10 +456,33 @@ def own_task(cfg):
         return None
 
 
+def claim(out_dir):
+    """Take the lock of a folder that holds a run. Returns what stands there: "nothing", "run", or "restarted", a run
+    that this same torchrun began. Every rank must call."""
+    def look():
+        if not (Path(out_dir) / "config.json").exists():
+            return "nothing"
+        lock.take(Path(out_dir) / lock.NAME, out_dir)
+        try:
+            began = checkpoint.read_model(out_dir).get("launch")
+        except BadInput:                                      # which will be said by who needs it
+            began = None
+        return "restarted" if began and began == launch() else "run"
+    return distributed.on_main(look)
+
+
+def launch():
+    """Return what tells one call of torchrun from another; None without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), os.getppid()]
+
+
 def check_task(cfg, argv):
     """Say which task file of one's own a resumed run is about to execute. BadInput if it is not as the run
     noted it, unless the command line names it."""
-    found = own_task(cfg) if cfg.init_from == "resume" else None
+    goes_on = {"--init_from=resume", "--resume=auto"} & {*argv}           # or begins again as its config.json says
+    found = own_task(cfg) if goes_on and (Path(cfg.out_dir) / "model.json").exists() else None
     if not found:
         return
     model, file = checkpoint.read_model(cfg.out_dir), found["file"]

@@ -14,23 +14,32 @@ from runtime.config import BadInput, check_type, read_json
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 PLAIN = {"name": "plain"}
-DESCRIBED = {"name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict}
-IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+DESCRIBED = {                        # what Tokenizer.describe() gives: keys and types
+    "name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict,
+}
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
 # The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression
 # would end.
 SYSTEM = re.compile(r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%])[^'"\\]|\\.|\b'\b)+?)<\|im_end\|>""")
 
 
 class Tokenizer:
-    """name, fit for file names; n_vocab, the number of ids (the highest plus one); eos, the id that ends a
-    document; end, the id that ends an answer (eos, or in chatml <|im_end|>); stop, the ids that end a
-    completion, both of these among them; pad, the id in cells that no loss looks at (masks come from lengths,
-    so it may be eos); bos, the id that a prompt begins with, or None; template, {"name": "plain"} or {"name":
-    "chatml", "system": the default message or None}.
+    """Text to ids and back, and the ids around it.
+
+    name      fit for file names
+    n_vocab   number of ids: the highest plus one
+    eos       id that ends a document
+    end       id that ends an answer: eos, or in chatml <|im_end|>
+    stop      ids that end a completion, both of these among them
+    pad       id at positions that no loss looks at: masks come from lengths, so it may be eos
+    bos       id that a prompt begins with, or None
+    start     id that begins a message in chatml, else None
+    template  {"name": "plain"} or {"name": "chatml", "system": the default message or None}
 
     Text never becomes one of these ids: they are put in as ids. Added tokens that are none of them and that
-    the tokenizer.json does not call special (Qwen3's <think>, runs of blanks) are vocabulary like any
-    other."""
+    the tokenizer.json does not call special (Qwen3's <think>, runs of blanks) are vocabulary like any other.
+    """
 
     def __init__(self, name, about=None):
         """name: gpt2, bytes, or the path of a tokenizer.json or of its folder; about: what describe() said of
@@ -42,20 +51,28 @@ class Tokenizer:
         else:
             self.encoding = TokenizerJson(locate(name))
             about = about or settings(self.encoding)
-        self.name, self.n_vocab = self.encoding.name, self.encoding.n_vocab
-        self.eos, self.stop, self.pad = about["eos"], about["stop"], about["pad"]
-        # the run folders of old lack them
-        self.bos, self.template = about.get("bos"), about.get("template", PLAIN)
-        self.start, self.end = None, self.eos
+        self.name = self.encoding.name
+        self.n_vocab = self.encoding.n_vocab
+        self.eos = about["eos"]
+        self.stop = about["stop"]
+        self.pad = about["pad"]
+        # the run folders of old lack these two
+        self.bos = about.get("bos")
+        self.template = about.get("template", PLAIN)
+        self.start = None
+        self.end = self.eos
         if self.template["name"] == "chatml":
-            self.start, self.end = self.encoding.id_of(IM_START), self.encoding.id_of(IM_END)
+            self.start = self.encoding.id_of(IM_START)
+            self.end = self.encoding.id_of(IM_END)
         if name not in BUILT_IN:
-            self.encoding.keep_out_of_text({self.eos, self.pad, self.bos, self.start, self.end, *self.stop} - {None})
+            control = {self.eos, self.pad, self.bos, self.start, self.end, *self.stop}
+            self.encoding.keep_out_of_text(control - {None})
             self.encoding.check_pieces()
 
     @classmethod
     def of_run(cls, folder, about):
-        """The tokenizer that `save` put into a run folder; about: what describe() said then, or BadInput."""
+        """Return the tokenizer that `save` put into a run folder. about: what describe() said then. BadInput
+        if that does not fit."""
         path = Path(folder) / "model.json"
         ids = check_described(about, path)
         tokenizer = cls(Path(folder) / FILE if about["name"] == FILE else about["name"], about)
@@ -68,9 +85,16 @@ class Tokenizer:
         return tokenizer
 
     def describe(self):
-        """What a run folder says of its tokenizer."""
-        return {"name": self.name if self.name in BUILT_IN else FILE, "n_vocab": self.n_vocab, "eos": self.eos,
-                "stop": self.stop, "pad": self.pad, "bos": self.bos, "template": self.template}
+        """Return what a run folder says of its tokenizer."""
+        return {
+            "name": self.name if self.name in BUILT_IN else FILE,
+            "n_vocab": self.n_vocab,
+            "eos": self.eos,
+            "stop": self.stop,
+            "pad": self.pad,
+            "bos": self.bos,
+            "template": self.template,
+        }
 
     def save(self, folder):
         """Write what describe() does not hold into a run folder: the tokenizer.json, if there is one."""
@@ -84,55 +108,62 @@ class Tokenizer:
         tokenizers, which reads no such setting, it is the end of the text.
         """
         built_in = self.name in BUILT_IN
-        named = {"eos_token": self.eos, "pad_token": self.pad, "bos_token": self.bos}
-        spelled = self.encoding.decode if built_in else lambda ids: self.encoding.hf.id_to_token(*ids)
-        settings = {k: spelled([i]) for k, i in named.items() if i is not None}
+        config = {}
+        for key, i in (("eos_token", self.eos), ("pad_token", self.pad), ("bos_token", self.bos)):
+            if i is not None:
+                config[key] = self.encoding.decode([i]) if built_in else self.encoding.hf.id_to_token(i)
         if self.template["name"] == "chatml":
-            settings["chat_template"] = chatml_jinja(self.template["system"], self.bos is not None)
+            config["chat_template"] = chatml_jinja(self.template["system"], self.bos is not None)
         if built_in:
             write_atomically(Path(folder) / FILE, json.dumps(tokenizer_json(self.encoding)).encode())
-            settings["split_special_tokens"] = True
+            config["split_special_tokens"] = True
         self.save(folder)
-        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        write_atomically(Path(folder) / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        write_atomically(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=1).encode())
 
     def encode(self, text):
-        """Token ids as a uint32 array. Special tokens written out in the text are ordinary text."""
+        """Return token ids as a uint32 array. Special tokens written out in the text are ordinary text."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
-        """Ids past the tokenizer's, which a model's padded vocabulary may have, are no text."""
+        """Return the text of ids. Those past the tokenizer's, which a model's padded vocabulary may have, are
+        no text."""
         return self.encoding.decode([int(i) for i in np.asarray(ids).ravel() if i < self.n_vocab])
 
     def text_of(self, ids):
-        """What was sampled, as text, without the token that ended it."""
+        """Return what was sampled, as text, without the token that ended it."""
         return self.decode(ids[:-1] if ids and ids[-1] in self.stop else ids)
 
     def prompt_ids(self, text, system=None, examples=()):
-        """List of the ids after which the answer begins. system: a message instead of the template's own; ""
-        for none. examples: (user's text, assistant's text) turns that stand before."""
-        first = [] if self.bos is None else [self.bos]
+        """Return the list of ids after which the answer begins. system: a message instead of the template's
+        own; "" for none. examples: (user's text, assistant's text) turns that stand before."""
+        bos = [] if self.bos is None else [self.bos]
         if self.template["name"] == "plain":
             if system or examples:
-                raise BadInput("The plain prompt template has no place for a system message or earlier turns: "
-                               "leave them out, or put them into the prompt.")
-            return first + self.encode(text).tolist() or [self.eos]
+                raise BadInput("The plain prompt template has no place for a system message or earlier "
+                               "turns: leave them out, or put them into the prompt.")
+            return bos + self.encode(text).tolist() or [self.eos]
         system = self.template["system"] if system is None else system
         turns = self.turn("system", system) if system else []
         for user, assistant in examples:
             turns += self.turn("user", user) + self.turn("assistant", assistant)
         turns += self.turn("user", text)
-        return first + turns + [self.start, *self.encode("assistant\n").tolist()]
+        return bos + turns + self.answer_header()
 
     def turn(self, role, text):
+        """Return the ids of a message in chatml."""
         return [self.start, *self.encode(f"{role}\n{text}").tolist(), self.end, *self.encode("\n").tolist()]
 
+    def answer_header(self):
+        """Return the ids that stand before an answer in chatml."""
+        return [self.start, *self.encode("assistant\n").tolist()]
+
     def answer_ids(self, text):
-        """List of the ids that a model should answer a prompt with."""
+        """Return the list of ids that a model should answer a prompt with."""
         return self.encode(text).tolist() + [self.end]
 
     def conversation(self, messages):
-        """[(ids, whether they are the assistant's to write)] of [{"role", "content"}, ...]; ValueError
+        """Return [(ids, whether they are the assistant's to write)] of [{"role", "content"}, ...]; ValueError
         without a chat template."""
         if self.template["name"] == "plain":
             raise ValueError("messages need a model with a chat template, and this one has none; give prompt "
@@ -142,22 +173,25 @@ class Tokenizer:
             parts.append((self.turn("system", self.template["system"]), False))
         for message in messages:
             if message["role"] == "assistant":
-                parts += [([self.start, *self.encode("assistant\n").tolist()], False), (self.answer_ids(message["content"]), True),
-                          (self.encode("\n").tolist(), False)]
+                parts.append((self.answer_header(), False))
+                parts.append((self.answer_ids(message["content"]), True))
+                parts.append((self.encode("\n").tolist(), False))
             else:
                 parts.append((self.turn(message["role"], message["content"]), False))
         return parts
 
 
 def check_described(about, path):
-    """The ids that a file names when it describes a tokenizer; BadInput if it has not the form of describe().
-    The run folders of old lack the last two keys."""
+    """Return the ids that a file names when it describes a tokenizer; BadInput if it has not the form of
+    describe(). The run folders of old lack the last two keys."""
     about = {"bos": None, "template": PLAIN} | check_type(about, dict, f"{path}: tokenizer")
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
-    ids, template = [about["eos"], about["pad"], *about["stop"], about["bos"] or 0], about["template"]
+    ids = [about["eos"], about["pad"], *about["stop"], about["bos"] or 0]
+    template = about["template"]
     if about["name"] == FILE:
-        known = template == PLAIN or template.get("name") == "chatml" and isinstance(template.get("system"), str | None)
+        chatml = template.get("name") == "chatml" and isinstance(template.get("system"), str | None)
+        known = template == PLAIN or chatml
     else:
         known = template == PLAIN and about["name"] in BUILT_IN
     if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
@@ -167,12 +201,17 @@ def check_described(about, path):
 
 
 def chatml_jinja(system, bos):
-    """The chatml template in the language of transformers, with a default system message or none."""
-    default = f"{IM_START}system\n{system}{IM_END}\n".replace("\\", "\\\\").replace("\n", "\\n").replace("'", "\\'") if system else ""
-    return ("{{ bos_token }}" if bos else "") + (
-        "{% if messages[0]['role'] != 'system' %}{{ '" + default + "' }}{% endif %}" if system else "") + (
-        "{% for message in messages %}{{ '" + IM_START + "' + message['role'] + '\\n' + message['content'] + "
-                                                         "'" + IM_END + "\\n' }}{% endfor %}"
+    """Return the chatml template in the language of transformers, with a default system message or none. bos:
+    whether a prompt begins with that token."""
+    template = "{{ bos_token }}" if bos else ""
+    if system:
+        default = f"{IM_START}system\n{system}{IM_END}\n"
+        default = default.replace("\\", "\\\\").replace("\n", "\\n").replace("'", "\\'")
+        template += "{% if messages[0]['role'] != 'system' %}{{ '" + default + "' }}{% endif %}"
+    return template + (
+        "{% for message in messages %}"
+        "{{ '" + IM_START + "' + message['role'] + '\\n' + message['content'] + '" + IM_END + "\\n' }}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}{{ '" + IM_START + "assistant\\n' }}{% endif %}")
 
 
@@ -188,7 +227,8 @@ def load_gpt2():
 
 
 def load_bytes():
-    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", mergeable_ranks={bytes([i]): i for i in range(256)},
+    ranks = {bytes([i]): i for i in range(256)}
+    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,256}", mergeable_ranks=ranks,
                              special_tokens={END_OF_TEXT: 256})
 
 
@@ -196,41 +236,51 @@ BUILT_IN = {"gpt2": load_gpt2, "bytes": load_bytes}
 
 
 def byte_letters():
-    """Give the 256 characters that byte-level vocabularies have for bytes: the byte's own if it prints, else
-    the next from U+0100 on."""
+    """Return the 256 characters that byte-level vocabularies have for bytes: the byte's own if it prints,
+    else the next from U+0100 on."""
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]
 
 
 def byte_level(vocab, merges, end, use_regex):
-    """Give the tokenizer.json, as a dictionary, of byte-level BPE. vocab: {token in byte_letters: id};
+    """Return the tokenizer.json, as a dictionary, of byte-level BPE. vocab: {token in byte_letters: id};
     merges: [[left, right]] of such, in order; end: the id of the end of text; use_regex: split as GPT-2
     does."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     special = {"id": end, "content": END_OF_TEXT, "special": True}
     special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"version": "1.0", "added_tokens": [special], "normalizer": None, "pre_tokenizer": split,
-            "post_processor": None, "decoder": split,
-            "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+    return {
+        "version": "1.0",
+        "added_tokens": [special],
+        "normalizer": None,
+        "pre_tokenizer": split,
+        "post_processor": None,
+        "decoder": split,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
 
 
 def tokenizer_json(encoding):
-    """Give the tokenizer.json, as a dictionary, of one of BUILT_IN. tiktoken keeps no merges: a token's is of
-    the two parts that are left when its bytes are merged in the order of rank."""
-    ranks, letters, merges = encoding._mergeable_ranks, byte_letters(), []
-
-    def written(token):
-        return "".join(letters[byte] for byte in token)
+    """Return the tokenizer.json, as a dictionary, of one of BUILT_IN. tiktoken keeps no merges: a token's is
+    of the two parts that are left when its bytes are merged in the order of rank."""
+    ranks = encoding._mergeable_ranks
+    letters = byte_letters()
+    merges = []
     for token in sorted(ranks, key=ranks.get):
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:
-            _, i = min((ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+            pairs = [left + right for left, right in zip(parts, parts[1:])]
+            _, i = min((ranks.get(pair, len(ranks)), i) for i, pair in enumerate(pairs))
+            parts[i:i + 2] = [pairs[i]]
         if len(parts) == 2:
-            merges.append([written(part) for part in parts])
-    vocab = {written(token): rank for token, rank in ranks.items()}
+            merges.append([in_letters(part, letters) for part in parts])
+    vocab = {in_letters(token, letters): rank for token, rank in ranks.items()}
     return byte_level(vocab, merges, encoding.eot_token, use_regex=encoding.name == "gpt2")
+
+
+def in_letters(token, letters):
+    return "".join(letters[byte] for byte in token)
 
 
 # --- Hugging Face's files ---
@@ -252,7 +302,8 @@ class TokenizerJson:
         self.hf.no_truncation()
         self.hf.no_padding()
         self.hf.encode_special_tokens = True                  # written out in a text they are text
-        self.path, self.name = path, f"tokenizer-{hashlib.sha256(self.content).hexdigest()[:8]}"
+        self.path = path
+        self.name = f"tokenizer-{hashlib.sha256(self.content).hexdigest()[:8]}"
         self.n_vocab = max(self.hf.get_vocab().values(), default=-1) + 1
         self.id_of = self.hf.token_to_id
 
@@ -269,8 +320,9 @@ class TokenizerJson:
         return self.hf.decode(ids, skip_special_tokens=False)
 
     def bos(self):
-        """The id that the post-processor puts before a text, as Llama 3's does, or None."""
-        bare, whole = (self.hf.encode("a", add_special_tokens=special).ids for special in (False, True))
+        """Return the id that the post-processor puts before a text, as Llama 3's does, or None."""
+        bare = self.hf.encode("a", add_special_tokens=False).ids
+        whole = self.hf.encode("a", add_special_tokens=True).ids
         return whole[0] if whole[1:1 + len(bare)] == bare else None
 
     def keep_out_of_text(self, ids):
@@ -282,69 +334,91 @@ class TokenizerJson:
                 raise BadInput(f"{self.path} gives a text that spells {token} the id of that control token, "
                                f"{i}: choose a byte-level tokenizer.")
 
-
     def check_pieces(self):
-        """Texts are encoded in pieces, which must come out as they do within the whole (Llama 2's, for one,
-        do not)."""
-        whole, *pieces = (self.encode_to_numpy(text).tolist() for text in ("a\nb", "a\n", "b"))
-        if whole != sum(pieces, []):
+        """Raise BadInput unless pieces of a text, in which texts are encoded, come out as they do within the
+        whole (Llama 2's, for one, do not)."""
+        whole = self.encode_to_numpy("a\nb").tolist()
+        first = self.encode_to_numpy("a\n").tolist()
+        second = self.encode_to_numpy("b").tolist()
+        if whole != first + second:
             raise BadInput(f"{self.path} encodes a piece of a text otherwise than the text: choose a "
                            "byte-level tokenizer, such as GPT-2's, Llama 3's or Qwen's.")
 
 
 def locate(name):
-    """The path of the tokenizer.json that a name stands for."""
+    """Return the path of the tokenizer.json that a name stands for."""
     path = Path(name)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise BadInput((f"The folder {path} has no {FILE}" if path.is_dir() else f"There is no tokenizer {path}") +
-                       f": choose --tokenizer=gpt2, bytes, or the path of a {FILE} or of the folder that "
-                       "holds one.")
+        missing = f"The folder {path} has no {FILE}" if path.is_dir() else f"There is no tokenizer {path}"
+        raise BadInput(f"{missing}: choose --tokenizer=gpt2, bytes, or the path of a {FILE} or of the folder "
+                       "that holds one.")
     return file
 
 
 def settings(encoding):
-    """{eos, stop, pad, bos, template} as the files beside a tokenizer.json say. A token by name comes before
-    one by id."""
-    folder, id_of = encoding.path.parent, encoding.id_of
-    names = ("tokenizer_config", "special_tokens_map", "generation_config", "config")
-    files = [folder / f"{name}.json" for name in names]
-    tokens, special, generation, model = (read_json(file, "get it again") if file.exists() else {} for file in files)
-
-    def ids(value):
-        return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and 0 <= i < encoding.n_vocab]
-
-    def find(key):
-        named = [file.get(f"{key}_token") for file in (tokens, special)]
-        named = [token.get("content") if isinstance(token, dict) else token for token in named]
-        found = [i for token in named if isinstance(token, str) and (i := id_of(token)) is not None]
-        return next(iter(found + ids(generation.get(f"{key}_token_id")) + ids(model.get(f"{key}_token_id"))), None)
-
-    eos, pad = find("eos"), find("pad")
+    """Return {eos, stop, pad, bos, template} as the files beside a tokenizer.json say."""
+    folder = encoding.path.parent
+    files = {}
+    for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config"):
+        file = folder / f"{name}.json"
+        files[name] = read_json(file, "get it again") if file.exists() else {}
+    eos = special_id("eos", encoding, files)
+    pad = special_id("pad", encoding, files)
     if eos is None:
         raise BadInput(f"{folder} does not say which token ends a text: name it as eos_token in its "
                        "tokenizer_config.json.")
-    found = {"eos": eos, "stop": [eos, *ids(generation.get("eos_token_id"))], "pad": eos if pad is None else pad}
-    jinja = chat_template(folder, tokens)
-    if IM_START in jinja and None not in (id_of(IM_START), id_of(IM_END)):
+    stop = [eos, *known_ids(files["generation_config"].get("eos_token_id"), encoding.n_vocab)]
+    jinja = chat_template(folder, files["tokenizer_config"])
+    if IM_START in jinja and None not in (encoding.id_of(IM_START), encoding.id_of(IM_END)):
         system = SYSTEM.search(jinja)
         # as jinja reads it
         system = system and system[1].encode("ascii", "backslashreplace").decode("unicode_escape")
-        found["stop"].append(id_of(IM_END))
-        found |= {"template": {"name": "chatml", "system": system}, "bos": find("bos") if "bos_token" in jinja else None}
+        template = {"name": "chatml", "system": system}
+        bos = special_id("bos", encoding, files) if "bos_token" in jinja else None
+        stop.append(encoding.id_of(IM_END))
     else:
-        found |= {"template": PLAIN, "bos": encoding.bos()}
-    return found | {"stop": list(dict.fromkeys(found["stop"]))}
+        template = PLAIN
+        bos = encoding.bos()
+    return {
+        "eos": eos,
+        "stop": list(dict.fromkeys(stop)),               # each once
+        "pad": eos if pad is None else pad,
+        "bos": bos,
+        "template": template,
+    }
+
+
+def special_id(key, encoding, files):
+    """Return the id of the "eos", "pad" or "bos" token, None if no file says it. A token by name comes before
+    one by id. files: {name: content}."""
+    for name in ("tokenizer_config", "special_tokens_map"):
+        token = files[name].get(f"{key}_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str) and encoding.id_of(token) is not None:
+            return encoding.id_of(token)
+    for name in ("generation_config", "config"):
+        ids = known_ids(files[name].get(f"{key}_token_id"), encoding.n_vocab)
+        if ids:
+            return ids[0]
+    return None
+
+
+def known_ids(value, n_vocab):
+    """Return the list of ids in the vocabulary that a value holds, which may be an id, a list, or neither."""
+    values = value if isinstance(value, list) else [value]
+    return [i for i in values if type(i) is int and 0 <= i < n_vocab]
 
 
 def chat_template(folder, tokenizer_config):
-    """The text of the chat template, "" if there is none: a file of its own, or in older models one or
+    """Return the text of the chat template, "" if there is none: a file of its own, or in older models one or
     several in the config."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text("utf-8", "replace")
-    found = tokenizer_config.get("chat_template")
-    if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}.get("default")
-    return found or ""
-
-
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8", "replace")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {named["name"]: named["template"] for named in template}
+        template = by_name.get("default")
+    return template or ""

@@ -542,7 +542,7 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     stream, judge = grpo.QuestionStream(cfg, [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)]), Judge()
     run, met, laps = SimpleNamespace(state=SimpleNamespace(micro_batch=64)), [], []
     run.lap = laps.append
-    reference = SimpleNamespace(note_logprobs=lambda completions, tokens: met.extend(completions))
+    reference = SimpleNamespace(add_logprobs=lambda completions, tokens: met.extend(completions))
     pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str))
     groups = grpo.ask_and_grade(cfg, run, pipeline, stream, [7, 8, 9], reference)
     assert laps == ["rollout", "reference", "reward"]

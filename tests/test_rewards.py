@@ -277,7 +277,8 @@ def test_a_worker_by_hand(mischief):
     done = subprocess.run([sys.executable, "-m", "runtime.rewards", mischief], input=lines, capture_output=True, text=True, cwd=ROOT,
                           timeout=20)
     ready, *answers = map(json.loads, done.stdout.splitlines())
-    assert done.returncode == 0 and ready is None and [a[2] for a in answers] == ["fine", "", "fine"]
+    assert ready is None and [a[2] for a in answers] == ["fine", "", "fine"]
+    assert done.returncode == -signal.SIGKILL                # it has ended all that a verifier may have started, and itself
 
 
 def test_a_path_begins_where_the_pool_was_made(mischief, tmp_path, monkeypatch):
@@ -351,7 +352,29 @@ def test_signals_are_the_stages_to_decide(mischief):
         assert [g.signature for g in pool.score([({}, "fine")] * 3)] == ["fine"] * 3 and pool.counts["restarts"] == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere one that hangs when its parent is killed goes on")
+@pytest.mark.parametrize("ending", ["kill -9", "not closed"])
+def test_what_a_verifier_started_ends_with_the_run(mischief, tmp_path, ending):
+    (tmp_path / "starts.py").write_text(f"""
+import subprocess
+def reward(question, completion):
+    with open({str(tmp_path / "pids")!r}, "a") as file:
+        file.write(f"{{subprocess.Popen(['sleep', '600']).pid}}\\n")
+    return 1.0
+""")
+    program = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from runtime.rewards import Pool
+pool = Pool({str(tmp_path / "starts.py")!r}, workers=2, timeout=60)
+pool.score([({{}}, "fine")] * 4)
+if {ending == "kill -9"}:
+    os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", program])
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 4 and end_soon(pids)
+
+
 @pytest.mark.parametrize("ending", ["kill -9", "not closed"])
 def test_no_worker_outlives_its_parent(mischief, ending):
     program = f"""
