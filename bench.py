@@ -61,11 +61,10 @@ from runtime.config import BadInput
 @dataclass
 class Config:
     stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards"] = "overview"
-    # a shape, with random weights.
     model: Literal["auto", "smollm2-360m", "gpt2", "gpt2-1m", "1m", "llama-1m", "llama-50m"] = "auto"
-                                             # auto: generate smollm2-360m; train a config file's; else gpt2
-                                             # on a GPU, elsewhere llama-1m, of train alone 1m, beside peers
-                                             # gpt2-1m
+                                             # a shape, with random weights. auto: generate smollm2-360m;
+                                             # train a config file's; else gpt2 on a GPU, elsewhere llama-1m,
+                                             # of train alone 1m, beside peers gpt2-1m
     run: str = ""                            # datagen: a model that can answer, instead
     ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more
                                              # a row

@@ -30,7 +30,7 @@ import tasks
 from engine import Engine, Sampling
 from questions import task_errors, unseen_questions
 from rollout import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
-from runtime import config, distributed, examples, guard, hardware
+from runtime import config, distributed, examples, guard, hardware, lock
 from runtime.accuracy import accuracy
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
@@ -85,22 +85,6 @@ def code_of(task):
 
 # --- the log of attempts ---
 
-def lock(path):
-    """A file that stays locked while it is open: a second run that wrote here would take this one's away.
-    None without such locks."""
-    with contextlib.suppress(ImportError):
-        import fcntl
-        file = open(path, "a")
-        if file.tell():
-            raise config.in_the_way(path, "an empty lock of datagen.py's")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(f"Another run holds {path}: wait for its end, or choose another "
-                           "--output=.") from None
-        return file
-
-
 def is_log(path):
     """Whether a file begins as a log of attempts does."""
     try:
@@ -116,14 +100,48 @@ def grade_of(record):
     return Grade(record["score"], record["parts"], record["signature"], record["error"])
 
 
+# Of a record: keys, their types, and the least number.
+RECORD = {
+    "number": (int, 0), "sample": (int, 0), "question": (str, None), "answer": (object, None),
+    "completion": (str, None), "ids": (list, None), "logprob": (int | float, None), "verdict": (str, None),
+    "score": (int | float, 0), "parts": (dict, None), "signature": (str, None), "error": (str | None, None),
+}
+
+
+def line_of(record):
+    """Return the line of a record, with a checksum."""
+    return json.dumps(record | {"checksum": config.checksum(record)}) + "\n"
+
+
+def record_of(line):
+    """Return the record that a line of the log holds. ValueError if it is not as it was written."""
+    record = config.parse_json(line, dict)
+    expected = record.pop("checksum", None)              # logs from before there was one lack it
+    if expected not in (None, config.checksum(record)):
+        raise ValueError("it fails its checksum")
+    for key, (kind, least) in RECORD.items():
+        value = record.get(key)
+        if key not in record or not isinstance(value, kind) or least is not None and value < least:
+            raise ValueError(f"its {key} is {value!r}")
+    if record["score"] > 1 or not all(type(i) is int and i >= 0 for i in record["ids"]):
+        raise ValueError("its score or one of its ids is out of range")
+    return record
+
+
 class Attempts:
     """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what
     ranks have added to it since in files of their own, which the next to open it puts together. A line that a
-    crash cut short is dropped. An output without a log beside it is not datagen.py's, and stays."""
+    crash cut short is dropped. An output without a log beside it is not datagen.py's, and stays. numbers, samples:
+    of this run."""
 
-    def __init__(self, output, header, overwrite):
+    def __init__(self, output, header, overwrite, numbers=range(2**63), samples=range(2**63)):
         self.path = examples.attempts_path(output)
+        for path in (self.path, Path(output)):               # what a writer that was killed left
+            for left in path.parent.glob(f"{glob.escape(path.name)}.tmp-[0-9]*"):
+                left.unlink()
         self.header = header
+        self.numbers = numbers
+        self.samples = samples
         self.records = {}
         for path in [self.path, *self.parts()]:
             if path.exists() and not overwrite:
@@ -145,18 +163,19 @@ class Attempts:
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines):
             try:
-                row = config.parse_json(line)
-                which = (row["number"], row["sample"]) if number > 0 else None
-            except (ValueError, TypeError, KeyError):
+                row = record_of(line) if number > 0 else config.parse_json(line)
+                if number > 0 and not (row["number"] in self.numbers and row["sample"] in self.samples):
+                    raise ValueError(f"there is no sample {row['sample']} of a question {row['number']}")
+            except ValueError as e:
                 if number < len(lines) - 1 or path == self.path and number == 0:
                     anew = "--overwrite to begin anew, or " if number > 0 else ""
-                    raise BadInput(f"Line {number + 1} of {path} can't be read: mend or delete it, give "
+                    raise BadInput(f"Line {number + 1} of {path} can't be read ({e}): mend or delete it, give "
                                    f"{anew}another --output=.") from None
                 break                        # the last, cut short, or nothing after the last end of line
             if number == 0:
                 self.check_header(path, row if isinstance(row, dict) else {})
             elif not (row["error"] or "").startswith(("timed out", "the worker died")):      # those may fare better
-                self.records[which] = row
+                self.records[row["number"], row["sample"]] = row
 
     def check_header(self, path, header):
         """BadInput, with what is different, unless a log begins as this run's does."""
@@ -180,8 +199,8 @@ class Attempts:
                        "--overwrite to begin anew, or another --output=.")
 
     def write(self):
-        rows = [self.header, *(self.records[key] for key in sorted(self.records))]
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        lines = [json.dumps(self.header) + "\n", *(line_of(self.records[key]) for key in sorted(self.records))]
+        write_atomically(self.path, "".join(lines).encode())
 
     def part(self, rank):
         """A new file for what a rank adds."""
@@ -190,14 +209,18 @@ class Attempts:
         return file
 
 
-def open_log(cfg, header, locks):
-    """Return the Attempts of an output; `locks` gets the file that keeps other runs away."""
+def lock_of(output):
+    return f"{examples.attempts_path(output)}.lock"
+
+
+def open_log(cfg, header, n_questions):
+    """Return the Attempts of an output, which is locked from here on."""
     try:
         Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
         if Path(cfg.output).is_dir():
             raise BadInput(f"{cfg.output} is a folder: choose another --output=.")
-        locks.append(lock(f"{examples.attempts_path(cfg.output)}.lock"))
-        return Attempts(cfg.output, header, cfg.overwrite)
+        lock.take(lock_of(cfg.output), cfg.output, "--output=")
+        return Attempts(cfg.output, header, cfg.overwrite, range(n_questions), range(cfg.oversample))
     except OSError as e:
         raise BadInput(f"{cfg.output} can't be written to ({e.strerror}): choose another "
                        "--output=.") from None
@@ -273,7 +296,7 @@ class Share:
             self.records[completion.key][completion.index] = record
             self.new.append(record)
             self.verified += record["verdict"] == "verified"
-            self.file.write(json.dumps(record) + "\n")
+            self.file.write(line_of(record))
         if completions:
             self.file.flush()
 
@@ -429,7 +452,7 @@ def finish(cfg, questions, attempts, shares, dropped):
     write_atomically(Path(cfg.output), ("[" + ",\n ".join(map(json.dumps, rows)) + "]\n").encode())
     for path in attempts.parts():
         path.unlink()
-    Path(f"{attempts.path}.lock").unlink(missing_ok=True)
+    lock.release(lock_of(cfg.output))
     f = figures(cfg, questions, attempts.records.values(), rows, counted, solutions, cost)
     print(summary(f, cfg, dropped))
     if not rows:
@@ -507,8 +530,7 @@ def main(argv):
                         hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
         engine.check(max(requests, key=lambda request: len(request.ids)))
     header = header_of(cfg, hw, tokenizer, model, task, questions, requests)
-    locks = []                               # which hold as long as they are open
-    attempts = distributed.on_main(lambda: open_log(cfg, header, locks))
+    attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))
     if distributed.is_main():
         before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
         print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked "
@@ -523,8 +545,11 @@ def main(argv):
         with Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
             pipeline = Pipeline(engine, pool, tokenizer, task)
             new, cost = sample(cfg, pipeline, questions, requests, attempts, stop)
-    except (ValueError, FloatingPointError, OSError) as e:
+    except (ValueError, FloatingPointError) as e:
         failure = str(e)
+    except OSError as e:
+        failure = (f"{e.filename or 'The log of attempts'} could not be written ({e.strerror}): free some space, and "
+                   "the same command goes on after what is logged.")
     if stop.received is not None:
         print(f"Stopped as asked after {len(new):,} more attempts, which are logged: the same command"
               f"{' without --overwrite' if cfg.overwrite else ''} goes on after them.", flush=True)

@@ -1,6 +1,5 @@
 """What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a line."""
 from collections import Counter
-from pathlib import Path
 
 from rollout import zero_variance
 from runtime import distributed
@@ -154,8 +153,7 @@ def log_evaluation(run, result, questions, grades, texts):
             parts = ", ".join(name for name, holds in grade.parts.items() if holds) or "nothing"
             lines.append(f"{question['question']}\n--> reward {grade.score:g} "
                          f"({grade.error or parts})\n{text}\n{'-' * 20}\n")
-        with open(Path(cfg.out_dir) / "samples.txt", "a", encoding="utf-8", errors="backslashreplace") as f:
-            f.write("\n".join(lines) + "\n")
+        run.log.append("samples.txt", "\n".join(lines))
     figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
     run.log.metrics(step=run.step, **figures)
     run.log.say(f"step {run.step}/{cfg.max_steps} | {len(grades)} held-out questions, greedy: "

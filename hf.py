@@ -223,6 +223,9 @@ class Found:
         than a run's own, or more ids than the model has."""
         if self.step is not None:
             tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
+            if self.about.get("tokenizer_sha256") not in (None, tokenizer.sha256):
+                raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: put back the one that "
+                               "the run was made with.")
             own_name = self.about["tokenizer"]["name"]
             if name not in (None, own_name):
                 raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: leave "

@@ -92,7 +92,7 @@ def rows_of(chosen, ladder):
         return rows
     rows = [("everything on", on)]
     for rung in chosen:
-        if rung.name == "TF32" and on["dtype"] != "fp32":              # without effect in bf16
+        if rung.name == "TF32" and on.get("dtype", "fp32") != "fp32":              # without effect in bf16
             continue
         name = f"without {rung.name}".replace("without no ", "with ")
         rows.append((name, on | {knob: plain[knob] for knob in rung.knobs}))
@@ -163,11 +163,13 @@ def run_in_turn(work, rows, repeats):
         if name in failed:
             continue
         try:
-            runs.setdefault(name, []).append(a_run(work, knobs))
+            run = a_run(work, knobs)
         except (BadInput, guard.Failure) as e:
             if name == rows[0][0] and name not in runs:
                 raise
             failed[name] = str(e)
+            continue
+        runs.setdefault(name, []).append(run)
     return runs, failed
 
 

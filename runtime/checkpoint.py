@@ -17,8 +17,8 @@
                                                           beside it
 """
 import contextlib
+import errno
 import hashlib
-import json
 import math
 import os
 import pickle
@@ -30,16 +30,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from runtime.config import BadInput, parse_json, read_json
+from runtime import lock
+from runtime.config import BadInput, parse_json, read_sealed, seal
 
 # All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
 # there, unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known;
 # they are replaced, so that they are never missing.
 KNOWN_BY = ("model.json", "config.json")
-WRITTEN = (*KNOWN_BY, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
-           "base.sha256", "base.partial", "retry.json", "retreat.json", "wandb_id",
-           "bad_batch_step_*_rank_*.pt", "checkpoints/step_" + 8 * "[0-9]", "checkpoints/partial",
-           "tensorboard/events.out.tfevents.*")
+ATOMIC = (*KNOWN_BY, "metrics.jsonl", "tokenizer.json", "base.sha256", "retry.json")
+# What a writer that was killed leaves; the next start removes it.
+LEFT = (*(f"{name}.tmp-[0-9]*" for name in ATOMIC), "base.partial*", "checkpoints/partial*",
+        "checkpoints/step_" + 8 * "[0-9]" + ".replaced")
+WRITTEN = (*KNOWN_BY, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
+           "base.sha256", "retry.json", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
+           "checkpoints/step_" + 8 * "[0-9]", "tensorboard/events.out.tfevents.*", *LEFT)
 
 
 # --- files that are whole or not there ---
@@ -56,10 +60,20 @@ def fsync(path):
 def write_atomically(path, content):
     """Replace the file by `content` (bytes): after a crash it holds the old or the new, never a part."""
     temporary = Path(f"{path}.tmp-{os.getpid()}")             # another process may be writing it too
-    temporary.write_bytes(content)
-    fsync(temporary)
-    temporary.rename(path)
+    try:
+        temporary.write_bytes(content)
+        fsync(temporary)
+        temporary.rename(path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(e.errno, e.strerror, str(path)) from None        # a full disk names no file
     fsync(Path(path).parent)
+
+
+def is_full(error):
+    """Tell whether an exception says that a disk, or a share of it, is full."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
 def inside(folder, name):
@@ -90,11 +104,12 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
 
     weights: {name: tensor}; state: anything that torch.load(weights_only=True) reads back, or None. Written
     under another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as
-    they were.
+    they were, one of this same step too.
     """
     folder = Path(out_dir) / "checkpoints"
     final = step_folder(out_dir, step)
-    partial = folder / "partial"
+    replaced = Path(f"{final}.replaced")      # a step may be saved before and after its evaluation
+    partial = folder / f"partial-{os.getpid()}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -106,17 +121,19 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
             fsync(partial / name)
         digests = {name: sha256(partial / name) for name in files}
         meta = {"step": step, "val_loss": val_loss, "config": config, "sha256": digests}
-        write_atomically(partial / "meta.json", json.dumps(meta, indent=1).encode())
-        if final.exists():                    # one that failed its checksum, or was not evaluated yet
-            shutil.rmtree(final)
+        write_atomically(partial / "meta.json", seal(meta))
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)            # `tidy` puts it back if this process ends right here
         partial.rename(final)
         fsync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError, RuntimeError) as e:
         shutil.rmtree(partial, ignore_errors=True)
         reason = getattr(e, "strerror", None) or e
-        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} ({reason}): free "
-                       "some space and go on with --init_from=resume; the earlier checkpoints are "
-                       "untouched.") from None
+        advice = "free some space" if is_full(e) else "see that it can be"
+        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} ({reason}): {advice}, "
+                       "and go on with --init_from=resume; the earlier checkpoints are untouched.") from None
     newest = [other for other in steps(out_dir) if other <= step][-keep_last:]
     kept = [*newest, best(out_dir, step)]
     for other in steps(out_dir):              # a later step than this one was damaged, or was rolled back
@@ -134,7 +151,7 @@ def steps(out_dir):
 def read_meta(out_dir, step):
     """Return the meta.json of a checkpoint; {} if it can't be read, or is not as `save` wrote it."""
     try:
-        meta = read_json(step_folder(out_dir, step) / "meta.json", "restore it")
+        meta = read_sealed(step_folder(out_dir, step) / "meta.json", "restore it")
     except BadInput:
         return {}
     digests = meta.get("sha256")
@@ -213,12 +230,19 @@ def load_weights(out_dir, step, device="cpu"):
 
 def save_base(out_dir, weights):
     """Write the frozen weights that a run's adapters stand beside, once for all its checkpoints."""
-    partial = Path(out_dir) / "base.partial"
+    partial = Path(out_dir) / f"base.partial-{os.getpid()}"
     final = Path(out_dir) / "base.safetensors"
-    save_file(weights, partial)
-    fsync(partial)
-    partial.rename(final)
-    write_atomically(Path(out_dir) / "base.sha256", sha256(final).encode())
+    try:
+        save_file(weights, partial)
+        fsync(partial)
+        partial.rename(final)
+        write_atomically(Path(out_dir) / "base.sha256", sha256(final).encode())
+    except (OSError, SafetensorError) as e:
+        partial.unlink(missing_ok=True)
+        reason = getattr(e, "strerror", None) or e
+        advice = "free some space" if is_full(e) else "mend that"
+        raise BadInput(f"{final} could not be written ({reason}): {advice}, and start again with "
+                       "--overwrite.") from None
 
 
 def load_base(out_dir, device="cpu"):
@@ -250,7 +274,7 @@ def has_state(out_dir, step):
 
 def read_model(out_dir):
     """Return the model.json of a run: architecture, tokenizer, prompt template."""
-    return read_json(Path(out_dir) / "model.json", "restore it, or give the out_dir of another run")
+    return read_sealed(Path(out_dir) / "model.json", "restore it, or give the out_dir of another run")
 
 
 def choose(out_dir, log=print):
@@ -280,13 +304,14 @@ def is_run(folder):
         return False
 
 
-def clear(out_dir, overwrite):
-    """Remove what an earlier run left in a folder. BadInput if it may not be, or if it is not a run's."""
+def check_replaceable(out_dir, overwrite):
+    """BadInput if a folder holds a run that may not be replaced, or what is not a run's."""
     folder = Path(out_dir)
     if not is_run(folder):
         taken = set()
         for pattern in WRITTEN:
             taken |= {path.name for path in folder.glob(pattern.partition("/")[0])}
+        taken.discard(lock.NAME)              # whether it is ours lock.take looks
         if taken:
             raise BadInput(f"{out_dir} holds {', '.join(sorted(taken))}, not a run's, but in the way of "
                            "one: move it elsewhere, or choose another --out_dir= (--overwrite replaces runs "
@@ -294,8 +319,12 @@ def clear(out_dir, overwrite):
     elif ((folder / "metrics.jsonl").exists() or steps(out_dir)) and not overwrite:
         raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
                        "--overwrite, or choose another --out_dir=.")
-    for pattern in WRITTEN[len(KNOWN_BY):]:
-        for path in list(folder.glob(pattern)):
+
+
+def remove(out_dir, patterns):
+    """Remove what a run left by these names: files, and of folders those in checkpoints/."""
+    for pattern in patterns:
+        for path in list(Path(out_dir).glob(pattern)):
             if pattern.startswith("checkpoints/") and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -308,9 +337,23 @@ def open_run(out_dir, config, model, overwrite=False, resume=False):
     folder = Path(out_dir)
     try:
         if not resume:
-            clear(out_dir, overwrite)
+            check_replaceable(out_dir, overwrite)             # before anything of ours is in the folder
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "model.json", json.dumps(model, indent=1).encode())
-        write_atomically(folder / "config.json", json.dumps(config, indent=1).encode())
+        lock.take(folder / lock.NAME, out_dir)
+        if not resume:
+            check_replaceable(out_dir, overwrite)             # another run may have begun there meanwhile
+            remove(out_dir, [name for name in WRITTEN if name not in (*KNOWN_BY, lock.NAME)])
+        write_atomically(folder / "model.json", seal(model))
+        write_atomically(folder / "config.json", seal(config))
     except OSError as e:
-        raise BadInput(f"{out_dir} can't be written to ({e.strerror}): choose another --out_dir=.") from None
+        advice = "mend that" if resume else "mend that, or choose another --out_dir="
+        raise BadInput(f"{out_dir} can't be written to ({e.strerror}): {advice}.") from None
+
+
+def tidy(out_dir):
+    """Put a run folder in order whose last writer was killed. Its lock must be held."""
+    folder = Path(out_dir)
+    for replaced in folder.glob("checkpoints/step_*.replaced"):
+        if not replaced.with_suffix("").exists():
+            replaced.rename(replaced.with_suffix(""))
+    remove(out_dir, LEFT)

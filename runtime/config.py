@@ -4,6 +4,7 @@ last one wins.
 A key that no dataclass field has is an error, from a file as from a flag, and so is a value of the wrong
 type.
 """
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -15,6 +16,7 @@ import sys
 import traceback
 import types
 import typing
+import zlib
 from pathlib import Path
 
 
@@ -128,7 +130,37 @@ def read_saved(out_dir):
     if not path.is_file():
         raise BadInput(f"{out_dir} is not the folder of a run (it has no config.json): give the out_dir of "
                        "one.")
-    return read_json(path, "restore it, or start a new run")
+    try:
+        return read_sealed(path, "restore it, or start a new run")
+    except BadInput as e:
+        for meta in sorted(Path(out_dir).glob("checkpoints/step_*/meta.json"), reverse=True):
+            with contextlib.suppress(BadInput):
+                saved = read_sealed(meta, "").get("config")
+                if isinstance(saved, dict):
+                    if os.environ.get("RANK", "0") == "0":
+                        print(f"{path} is damaged; what {meta} says of the knobs counts.", flush=True)
+                    return saved
+        raise e
+
+
+def seal(content):
+    """Return a dictionary as the bytes of a JSON file that tells whether it is as it was written."""
+    return json.dumps(content | {"checksum": checksum(content)}, indent=1).encode()
+
+
+def read_sealed(path, advice):
+    """Return the dictionary of a file that `seal` wrote, or of one from before there was a checksum. BadInput,
+    which ends with the advice, if it is not as it was written."""
+    content = read_json(path, advice)
+    expected = content.pop("checksum", None)
+    if expected not in (None, checksum(content)):
+        raise BadInput(f"{path} is not as it was written (it fails its checksum): {advice}.")
+    return content
+
+
+def checksum(content):
+    """Return the CRC-32 of a dictionary, whatever the order of its keys, as eight hexadecimal digits."""
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def read_json(path, advice):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime import distributed
+from runtime.checkpoint import is_full
 from runtime.config import BadInput
 
 
@@ -46,6 +47,14 @@ def run(main, argv=None):
         print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose "
               "another.",
               file=sys.stderr, flush=True)
+        if distributed.world_size() > 1:
+            os._exit(2)
+        code = 2
+    except OSError as e:
+        if not is_full(e):
+            raise
+        print(f"error: {e.filename or 'A file'} could not be written ({e.strerror}): free some space, and start again; "
+              "what was saved before is as it was.", file=sys.stderr, flush=True)
         if distributed.world_size() > 1:
             os._exit(2)
         code = 2

@@ -67,22 +67,32 @@ class Log:
         self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
     def forget_after(self, step):
-        """Drop the metrics of steps that will be run again, and a line that a crash cut short."""
+        """Drop the metrics of steps that will be run again, a line that a crash cut short, and, which is said, any
+        other that can't be read: a log is no reason not to go on."""
         if not self.main:
             return
         if self.board:
             self.board.close()
             self.open_board(step)
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        try:
+            lines = path.read_bytes().split(b"\n") if path.exists() else []
+        except OSError as e:
+            raise BadInput(f"{path} can't be read ({e.strerror}): move it elsewhere, and the run goes on with a new "
+                           "one.") from None
         kept = []
-        for line in lines:
+        unreadable = []
+        for number, line in enumerate(lines, 1):
             try:
                 if parse_json(line, dict)["step"] <= step:
-                    kept.append(line)
+                    kept.append(line + b"\n")
             except (ValueError, KeyError, TypeError):
-                continue
-        write_atomically(path, "".join(line + "\n" for line in kept).encode())
+                if number < len(lines):
+                    unreadable.append(number)
+        write_atomically(path, b"".join(kept))
+        if unreadable:
+            self.say(f"{len(unreadable)} lines of {path} could not be read and are left out, the first of them line "
+                     f"{unreadable[0]}.")
 
     def close(self, failed=False):
         if self.board:
@@ -117,7 +127,7 @@ class Log:
         """Append a line to a file. A log that can't be written (a full disk, say) does not end a run: saving
         a checkpoint will say so."""
         try:
-            with open(self.folder / name, "a") as f:
+            with open(self.folder / name, "a", encoding="utf-8", errors="backslashreplace") as f:
                 f.write(line + "\n")
         except OSError as e:
             print(f"{self.folder / name} could not be written ({e.strerror}).", flush=True)

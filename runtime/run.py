@@ -20,7 +20,6 @@ there is a checkpoint to go back to, the note retry.json says what is to be diff
 """
 import copy
 import dataclasses
-import json
 import os
 import socket
 import time
@@ -33,7 +32,7 @@ import torch
 import tasks
 from model import adapters, add_lora, load_adapters
 from runtime import checkpoint, distributed, lock, memory, optim
-from runtime.config import BadInput, read_json
+from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
 from runtime.log import Log
@@ -108,6 +107,7 @@ class Run:
         about = {
             "architecture": dataclasses.asdict(self.model.config),
             "tokenizer": tokenizer.describe(),
+            "tokenizer_sha256": tokenizer.sha256,
             "lora": lora(cfg),
             "task": own_task(cfg),
             "launch": launch(),
@@ -143,6 +143,8 @@ class Run:
             if isinstance(error, Failure | Retry) and (error.alone or distributed.is_main()):
                 self.log.note(str(error))
             self.log.close(failed=error is not None)
+            if not isinstance(error, Retry):              # which goes on in this process
+                lock.release(Path(self.cfg.out_dir) / lock.NAME)
 
     def fit(self, attempt, smaller, advice):
         """Return the model as the loop calls it, with the micro-batch that fits every rank's memory
@@ -332,7 +334,7 @@ class Run:
 
     def read_note(self):
         try:
-            return read_json(Path(self.cfg.out_dir) / NOTE, "delete it")
+            return read_sealed(Path(self.cfg.out_dir) / NOTE, "delete it")
         except BadInput:
             return {}
 
@@ -341,7 +343,8 @@ class Run:
         does no harm."""
         note = self.read_note()
         micro_batch = note.get("micro_batch")
-        if note.get("batch_size") == self.cfg.batch_size and micro_batch in range(1, self.state.micro_batch):
+        same = note.get("batch_size") == self.cfg.batch_size
+        if same and type(micro_batch) is int and 0 < micro_batch < self.state.micro_batch:
             self.state.micro_batch = micro_batch
         factor = note.get("lr_factor")
         if type(factor) is float and 0 < factor <= 1 and note.get("dtype") in DTYPES:
@@ -353,8 +356,8 @@ class Run:
         """Leave a note of the changes and raise Retry."""
         if alone or distributed.is_main():
             # No checkpoint holds yet what an earlier note asks for, if there is one.
-            note = json.dumps(self.read_note() | {"batch_size": self.cfg.batch_size} | changes)
-            checkpoint.write_atomically(Path(self.cfg.out_dir) / NOTE, note.encode())
+            note = self.read_note() | {"batch_size": self.cfg.batch_size} | changes
+            checkpoint.write_atomically(Path(self.cfg.out_dir) / NOTE, seal(note))
         raise Retry(sentence, self.cfg.out_dir, alone)
 
     def go_on_with_smaller_pieces(self, reason):
@@ -463,6 +466,7 @@ def claim(out_dir):
         if not (Path(out_dir) / "config.json").exists():
             return "nothing"
         lock.take(Path(out_dir) / lock.NAME, out_dir)
+        checkpoint.tidy(out_dir)
         try:
             began = checkpoint.read_model(out_dir).get("launch")
         except BadInput:                                      # which will be said by who needs it

@@ -96,6 +96,11 @@ class Tokenizer:
             "template": self.template,
         }
 
+    @property
+    def sha256(self):
+        """Of the tokenizer.json; None without one."""
+        return None if self.name in BUILT_IN else hashlib.sha256(self.encoding.content).hexdigest()
+
     def save(self, folder):
         """Write what describe() does not hold into a run folder: the tokenizer.json, if there is one."""
         if self.name not in BUILT_IN:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from runtime import checkpoint
+from runtime import checkpoint, config
 from runtime.config import BadInput
 
 
@@ -76,19 +76,19 @@ def test_a_checkpoint_that_names_files_elsewhere_is_damaged(tmp_path, name):
     save(tmp_path, 1)
     (tmp_path / "secret").write_text("")
     meta = tmp_path / "checkpoints/step_00000001/meta.json"
-    about = json.loads(meta.read_text())
+    about = config.read_sealed(meta, "")
     about["sha256"][name] = checkpoint.sha256(tmp_path / "secret")
-    meta.write_text(json.dumps(about))
+    meta.write_bytes(config.seal(about))
     assert "no file beside it" in checkpoint.damage(tmp_path, 1)
 
 
 def test_a_part_of_a_checkpoint_is_never_taken_for_one(tmp_path):
     save(tmp_path, 1)
-    (tmp_path / "checkpoints" / "partial").mkdir()
-    (tmp_path / "checkpoints" / "partial" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "checkpoints" / "partial-7").mkdir()
+    (tmp_path / "checkpoints" / "partial-7" / "model.safetensors").write_bytes(b"half")
     assert checkpoint.steps(tmp_path) == [1]
     save(tmp_path, 2)
-    assert not (tmp_path / "checkpoints" / "partial").exists()
+    assert checkpoint.steps(tmp_path) == [1, 2]
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path):
@@ -171,7 +171,7 @@ def test_overwriting_a_run_removes_what_runs_write_and_nothing_else(tmp_path):
     put(tmp_path, "elsewhere/model.safetensors")
     (tmp_path / "checkpoints/step_00000002").symlink_to(tmp_path / "elsewhere")
     checkpoint.open_run(tmp_path, CONFIG | {"seed": 7}, MODEL, overwrite=True)
-    assert files(tmp_path) == sorted([*mine, "config.json", "elsewhere/model.safetensors", "model.json"])
+    assert files(tmp_path) == sorted([*mine, "config.json", "elsewhere/model.safetensors", "model.json", "run.lock"])
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
     checkpoint.open_run(tmp_path, CONFIG, MODEL)          # which is a run that has not logged a step yet
 
@@ -180,7 +180,7 @@ def test_a_run_that_was_killed_before_its_config_was_written_is_known(tmp_path):
     checkpoint.open_run(tmp_path, CONFIG, MODEL)
     (tmp_path / "config.json").unlink()
     checkpoint.open_run(tmp_path, CONFIG, MODEL)
-    assert files(tmp_path) == ["config.json", "model.json"]
+    assert files(tmp_path) == ["config.json", "model.json", "run.lock"]
 
 
 def test_memory_that_runs_out_is_not_the_files_fault():

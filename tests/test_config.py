@@ -4,6 +4,7 @@ from typing import Literal
 
 import pytest
 
+import train
 from runtime import config, guard
 from runtime.config import BadInput
 
@@ -163,16 +164,51 @@ def test_a_retry_goes_on_with_the_knobs_of_the_run_folder(tmp_path, monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(guard.Failure, match="One of two"):
         guard.exit_code(alone, [])
-    # torchrun gives the same flags again, and has counted how often it has started.
+    # torchrun gives the same flags again: what its ranks began counts, and not that it would be overwritten
     (tmp_path / "config.json").write_text('{"n_layer": 3, "out_dir": "elsewhere"}')
-    flags = [f"--out_dir={tmp_path}", "--n_layer=2"]
-    for count, note, n_layer in (("0", False, 2), ("1", False, 2), ("0", True, 2), ("1", True, 3)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        if note:
-            (tmp_path / "retry.json").write_text("{}")
-        cfg = load(*flags)
+    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
+    flags = [f"--out_dir={tmp_path}", "--n_layer=2", "--overwrite"]
+    for found, n_layer in (("nothing", 2), ("run", 2), ("restarted", 3)):
+        cfg = config.load(train.Config, flags, claim=lambda out_dir: found)
         assert cfg.n_layer == n_layer and cfg.init_from == ("resume" if n_layer == 3 else "scratch")
-        assert cfg.out_dir == str(tmp_path)
+        assert cfg.out_dir == str(tmp_path) and cfg.overwrite == (n_layer == 2)
+
+
+def test_resume_auto_goes_on_if_there_is_something_to_go_on_with(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"n_layer": 3, "init_from": "scratch"}')
+    flags = [f"--out_dir={tmp_path}", "--resume=auto", "--learning_rate=0.5"]
+    assert config.load(train.Config, flags, claim=lambda _: "nothing").init_from == "scratch"
+    cfg = config.load(train.Config, flags, claim=lambda _: "run")
+    assert (cfg.init_from, cfg.n_layer, cfg.learning_rate, cfg.overwrite) == ("scratch", 3, 0.5, True)     # it begins again
+    assert "no checkpoint yet" in capsys.readouterr().out
+    (tmp_path / "checkpoints/step_00000001").mkdir(parents=True)
+    cfg = config.load(train.Config, flags, claim=lambda _: "run")
+    assert (cfg.init_from, cfg.n_layer, cfg.learning_rate, cfg.overwrite) == ("resume", 3, 0.5, False)
+    with pytest.raises(BadInput, match="--overwrite would replace"):
+        config.load(train.Config, [*flags, "--overwrite"], claim=lambda _: "run")
+
+
+def test_a_sealed_file_tells_whether_it_is_as_it_was_written(tmp_path):
+    content = {"lr": 0.1, "name": "ü", "list": [1, None, {"a": True}]}
+    path = tmp_path / "x.json"
+    path.write_bytes(config.seal(content))
+    assert config.read_sealed(path, "mend it") == content
+    whole = path.read_bytes()
+    changed = 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            found = config.read_sealed(path, "mend it")
+        except BadInput:
+            continue
+        found = {key: value for key, value in found.items() if key in content}
+        assert found == content                              # a blank, or the name of the checksum
+        changed += 1
+    assert changed < 8 * len(whole) * 0.3
+    path.write_text('{"lr": 0.2}')                           # of before there was a checksum
+    assert config.read_sealed(path, "mend it") == {"lr": 0.2}
 
 
 def test_help_has_every_knob_with_default_choices_and_comment(capsys):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -225,10 +226,10 @@ def test_overwriting_removes_what_datagen_wrote_and_nothing_else(tmp_path):
 
 
 def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):
-    (tmp_path / "lock").write_text("mine")
-    with pytest.raises(BadInput, match="not an empty lock"):
-        datagen.lock(tmp_path / "lock")
-    assert (tmp_path / "lock").read_text() == "mine"
+    (tmp_path / "rft.attempts.jsonl.lock").write_text("mine")
+    with pytest.raises(BadInput, match="not a lock of ours"):
+        datagen.open_log(SimpleNamespace(output=str(tmp_path / "rft.json")), HEADER, 1)
+    assert (tmp_path / "rft.attempts.jsonl.lock").read_text() == "mine"
 
 
 def test_answers_of_any_kind_are_written_as_they_are():
