@@ -661,7 +661,7 @@ def test_the_loss_is_given_what_the_knobs_say(learn, monkeypatch, watched):
 
 PIECES = {loss_type: dict(loss_type=loss_type, max_steps=1, grad_clip=0, prompts_per_step=6) for loss_type in LOSS_TYPES} | {
     "masked": dict(loss_type="dapo", overlong="mask", max_steps=1, grad_clip=0, prompts_per_step=6, beta=0.1),
-    "three steps": dict(max_steps=3, grad_clip=0.5, advantage_scale="group"),
+    "three steps": dict(max_steps=3, grad_clip=0.5, advantage_scale="group", save_interval=2, keep_last=9),
     "inner": dict(max_steps=3, inner_epochs=2, mini_batches=2, beta=0.1, prompts_per_step=8)}
 
 
@@ -724,6 +724,20 @@ def test_two_ranks_go_in_lockstep_with_one(learn, ranked, kind):
     for one, two in zip(lines(alone), lines(ranked[0] / kind), strict=True):
         assert all(two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6) for key in ("loss", "reward", "grad_norm", "entropy", "kl", "clip_fraction"))
     assert not same(weights(alone, 3), checkpoint_of_base(alone))
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(learn, ranked):
+    """The same questions and noise, the same tokens (in fp32, up to ties), and what follows from them."""
+    two = ranked[0] / "three steps"
+    alone = learn("alone", max_steps=1)
+    shutil.rmtree(alone)
+    shutil.copytree(two, alone)
+    shutil.rmtree(alone / "checkpoints/step_00000003")       # as if killed before it
+    learn("alone", init_from="resume", **PIECES["three steps"])
+    assert largest_difference(weights(alone, 3), weights(two, 3)) < 1e-5
+    one, other = lines(alone)[-1], lines(two)[-1]
+    for key in ("loss", "reward", "completion_tokens", "pass_at_1", "grad_norm", "entropy", "questions"):
+        assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
 
 
 def checkpoint_of_base(out_dir):
