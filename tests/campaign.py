@@ -1,0 +1,452 @@
+"""Thousands of kills and bit flips: what tests do a few times, until the rare cases have been met.
+
+    OMP_NUM_THREADS=1 python tests/campaign.py out/campaign --kills=300 --flips=10000
+    OMP_NUM_THREADS=1 python tests/campaign.py out/campaign             the table of what has been done
+
+Stages: train (a text), rft (examples, with adapters), datagen, grpo. Of each:
+
+- crash: SIGKILL before the n-th operation on a file (open, rename, remove, mkdir, ...) of a run, for every n; the
+  same command, repeated until it is done, must give what a run gives that was left alone, bit for bit.
+- kill: SIGKILL at random moments, again and again, until the same command gets through.
+- flip: one bit of one file of a finished run is turned. What a resume reads must be as it was, or come from the
+  checkpoint before, which is said, or be refused with a sentence.
+- flipped run: the same, and the resumed run is run to its end.
+
+Runs are forked from a process that has imported everything, so each takes a third of a second. Each job's results
+are appended to a file as they come: the campaign may be stopped, and goes on where it was. No process may be left.
+"""
+import contextlib
+import ctypes
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+import torch
+
+import datagen
+import grpo
+import train
+from conftest import TINY, flags
+from runtime import checkpoint, config, guard, lock
+from runtime.config import BadInput
+from runtime.examples import attempts_path
+from runtime.run import Run
+from test_datagen import DATAGEN, TASK as EVEN
+from test_grpo import GRPO, TASK as LETTERS
+from test_tokenizer import write as write_tokenizer
+
+
+@dataclass
+class Config:
+    folder: str = "out/campaign"             # of its runs and results
+    kills: int = 0                           # random kills a stage
+    crashes: bool = True                     # before every operation on a file, of every stage
+    flips: int = 0                           # bits, read back by the loaders of a resume
+    flipped_runs: int = 0                    # bits, with the run that follows
+    jobs: int = 2                            # processes
+    seed: int = 0
+
+
+STAGES = {"train": train, "rft": train, "datagen": datagen, "grpo": grpo}
+SUBJECTS = ("train", "rft", "datagen")       # whose files are damaged; grpo.py's are those of train.py
+SPOKEN_OF = "left out", "is damaged", "is not as it was written"
+
+
+# --- runs in a process of their own ---
+
+def prepare(folder):
+    """Write what the stages begin from."""
+    words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "naïve", "42", "\n"], k=6000)
+    (folder / "text.txt").write_text(" ".join(words))
+    (folder / "even.py").write_text(EVEN)
+    (folder / "letters.py").write_text(LETTERS)
+    rows = [[f"the {i}", i % 7, f"cat sat {i % 5} a"] for i in range(40)]
+    (folder / "examples.json").write_text(json.dumps(rows))
+    write_tokenizer(folder / "tokenizer")
+    base = flags(**TINY | dict(dataset=folder / "text.txt", data_dir=folder / "tokens", out_dir=folder / "base",
+                               learning_rate=0.02, device="cpu"))
+    assert in_child(lambda: train.main(base), folder / "log")[0] == 0
+
+
+def argv(stage, folder, out):
+    """Return the command line of a short run of a stage: the same for a first start and for every other."""
+    saves = dict(eval_interval=2, save_interval=2, keep_last=2, resume="auto", dtype="fp32", device="cpu",
+                 keep_memory=False)
+    base = folder / "base"
+    if stage == "train":
+        return flags(**TINY | saves | dict(dataset=folder / "text.txt", data_dir=folder / "tokens", max_steps=6,
+                                           dropout=0.1, tokenizer=folder / "tokenizer", out_dir=out))
+    if stage == "rft":
+        return flags(dataset=folder / "examples.json", init_from=base, lora_rank=2, batch_size=4, num_epochs=0.6,
+                     valid_share=0.2, prompt="{}", learning_rate=0.01, out_dir=out, **saves)
+    if stage == "grpo":
+        return flags(**GRPO | saves | dict(init_from=base, task=folder / "letters.py", max_steps=4, beta=0.1,
+                                           reward_pool="process", reward_workers=1, eval_questions=4, out_dir=out))
+    return flags(**DATAGEN | dict(init_from=base, task=folder / "even.py", num_questions=8, deterministic=True, slots=4,
+                                  device="cpu", output=out / "rft.json"))
+
+
+def in_child(work, log, before=lambda: None):
+    """Run `work` in a forked process. Returns (its exit code, negative for a signal; its output; its seconds)."""
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        with open(log, "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        code = 1
+        try:
+            os.setsid()
+            before()
+            guard.run(lambda _: work(), [])
+        except SystemExit as e:
+            code = e.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return *ended(child), Path(log).read_text(errors="replace"), time.monotonic() - began
+
+
+def ended(child):
+    """Wait for a child. Returns [its exit code, negative for a signal]."""
+    _, status = os.waitpid(child, 0)
+    return [os.waitstatus_to_exitcode(status)]
+
+
+def left_over():
+    """Return how many processes a run has left, after at most five seconds. They are ours since it ended."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 0
+        if pid == 0:
+            time.sleep(0.02)
+    left = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                left += 1
+    return left
+
+
+def killed_at(number, folder):
+    """Return what arms a process: SIGKILL before its n-th operation on a file below the folder. Of 0: none, and the
+    count is written to folder/count."""
+    def arm():
+        count = 0
+        below = os.fspath(folder)
+
+        def hook(event, args):
+            nonlocal count
+            writes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+            if event == "open":
+                writes = bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            if writes and str(args[0]).startswith(below):
+                count += 1
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == 0:
+                    counted.seek(0)
+                    counted.write(f"{count}")
+                    counted.flush()
+        counted = open(folder.parent / "count", "w") if number == 0 else None
+        sys.addaudithook(hook)
+    return arm
+
+
+# --- what came out ---
+
+def outcome(stage, out):
+    """Return what a finished run is judged by."""
+    if stage == "datagen":
+        return [path.read_bytes() for path in (out / "rft.json", attempts_path(out / "rft.json"))]
+    step = max(checkpoint.steps(out))
+    logged = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "config" not in row:
+            for key in ("loss", "reward", "val_loss", "val_reward", "grad_norm"):
+                if key in row:
+                    logged[row["step"], key] = row[key]
+    tensors = checkpoint.load_weights(out, step)
+    best = checkpoint.best(out), checkpoint.best_loss(out)
+    return [step, best, logged, {name: t.numpy().tobytes() for name, t in tensors.items()}]
+
+
+def until_done(stage, folder, out, befores):
+    """Start a stage, killed as each of `befores` says, then as it is until it is done. Returns (kills, problem)."""
+    def work():
+        return STAGES[stage].main(argv(stage, folder, out))
+    kills = 0
+    for before in [*befores, lambda: None, lambda: None]:
+        code, said, _ = in_child(work, out.parent / "log", before)
+        killed = code in (-signal.SIGKILL, -signal.SIGALRM)    # the kernel's doing, both
+        kills += killed
+        left = left_over()
+        if left:
+            return kills, f"{left} processes left"
+        if "Traceback" in said:
+            return kills, "traceback: " + said[-600:]
+        if code and not killed:
+            return kills, f"exit {code}: " + said[-300:]
+        if code == 0:
+            return kills, None
+    return kills, "not done"
+
+
+def fresh(path):
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def delayed(seconds):
+    """Return what arms a process: its end by the kernel after that time."""
+    def arm():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+    return arm
+
+
+def crash(stage, number, folder, work, calm, seconds):
+    """One run that is killed before its n-th operation on a file."""
+    out = fresh(work / "runs") / "out"
+    kills, problem = until_done(stage, folder, out, [killed_at(number, work / "runs")])
+    if not problem and outcome(stage, out) != calm:
+        problem = "difference"
+    return kills, problem
+
+
+def kill(stage, number, folder, work, calm, seconds):
+    """One run that is killed up to six times at random moments."""
+    rng = random.Random(number)
+    out = fresh(work / "runs") / "out"
+    befores = [delayed(rng.uniform(0.02, 1.1 * seconds)) for _ in range(6)]
+    kills, problem = until_done(stage, folder, out, befores)
+    if not problem and outcome(stage, out) != calm:
+        problem = "difference"
+    return kills, problem
+
+
+# --- flipped bits ---
+
+def flip(out, number):
+    """Turn one bit of one file of a run. Returns the file."""
+    rng = random.Random(number)
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    path = rng.choice(files)
+    content = bytearray(path.read_bytes())
+    if content:
+        bit = rng.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+    return path.relative_to(out)
+
+
+class Restored(Exception):
+    """All that a resume has read."""
+
+
+def resumed(stage, folder, out, header):
+    """Return what a resume finds, by its own loaders, and what was said: of a training run the knobs, weights, state
+    of the optimizers and numbers; of datagen.py the attempts, if its log begins with this header."""
+    said = io.StringIO()
+    state = {}
+
+    def stop(run):
+        tensors = {name: t.detach().numpy().tobytes() for name, t in run.model.state_dict().items()}
+        moments = [t.numpy().tobytes() for o in run.optimizers for s in o.state_dict()["state"].values()
+                   for t in s.values() if torch.is_tensor(t)]
+        about = checkpoint.read_model(run.cfg.out_dir)
+        state.update(cfg=vars(run.cfg), tensors=tensors, moments=moments, plain=run.plain_state(), about=about)
+        run.log.close()
+        raise Restored
+    enter, Run.__enter__ = Run.__enter__, stop
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            if stage == "datagen":
+                knobs = config.load(datagen.Config, argv(stage, folder, out))
+                state.update(records=datagen.open_log(knobs, header, DATAGEN["num_questions"]).records)
+            else:
+                train.main([f"--out_dir={out}", "--init_from=resume", "--device=cpu"])
+    except Restored:
+        pass
+    finally:
+        Run.__enter__ = enter
+        for path in list(lock.held):
+            lock.release(path)
+    return state, said.getvalue()
+
+
+def damaged(stage, number, folder, work, calm, seconds):
+    """Flip a bit and read back. calm: (a finished run; what a resume finds there, and without its newest checkpoint;
+    the header of the log of attempts)."""
+    finished, whole, before, header = calm
+    out = work / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(finished, out)
+    file = flip(out, number)
+    try:
+        state, said = resumed(stage, folder, out, header)
+    except BadInput:
+        return 0, None
+    except Exception:
+        return 0, f"{file}: traceback: " + traceback.format_exc()[-500:]
+    if state == whole or state == before and any(words in said for words in SPOKEN_OF):
+        return 0, None
+    different = [key for key in whole if state.get(key) != whole[key]]
+    return 0, f"{file}: difference in {different}"
+
+
+def damaged_run(stage, number, folder, work, calm, seconds):
+    """Flip a bit of a run that was stopped two steps early, and let it go on to its end."""
+    stopped, expected = calm
+    out = work / "runs" / "out"
+    fresh(work / "runs")
+    shutil.copytree(stopped, out)
+    file = flip(out, number)
+    code, said, _ = in_child(lambda: STAGES[stage].main(argv(stage, folder, out)), work / "log")
+    left = left_over()
+    if left or "Traceback" in said or code not in (0, 2):
+        return 0, f"{file}: {left} left, exit {code}: {said[-300:]}"
+    if code == 2 or outcome(stage, out) == expected:
+        return 0, None
+    found = outcome(stage, out)
+    if file.name == "metrics.jsonl" and found[:2] + found[3:] == expected[:2] + expected[3:]:
+        return 0, None                       # a log: no step depends on it
+    return 0, f"{file}: difference"
+
+
+# --- the campaign ---
+
+def plan(cfg, folder, work):
+    """Yield (part, stage, numbers, trial, calm, seconds) of all that is asked for. calm: what is right."""
+    for stage in STAGES:
+        out = fresh(work / "runs") / "out"
+        code, said, seconds = in_child(lambda: STAGES[stage].main(argv(stage, folder, out)), work / "log",
+                                       killed_at(0, work / "runs"))
+        assert code == 0, said
+        assert left_over() == 0
+        calm = outcome(stage, out)
+        operations = int((work / "count").read_text())
+        finished = work / f"finished {stage}"
+        shutil.rmtree(finished, ignore_errors=True)
+        shutil.move(out, finished)
+        if cfg.crashes:
+            yield "crash", stage, range(1, operations + 1), crash, calm, seconds
+        yield "kill", stage, range(cfg.kills), kill, calm, seconds
+        if stage not in SUBJECTS:
+            continue
+        copy = work / "out"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(finished, copy)
+        header = None
+        if stage == "datagen":
+            header = json.loads(attempts_path(finished / "rft.json").read_text().partition("\n")[0])
+        whole, _ = resumed(stage, folder, copy, header)
+        assert whole
+        before = whole
+        stopped = finished
+        if stage != "datagen":
+            stopped = work / f"stopped {stage}"
+            shutil.rmtree(stopped, ignore_errors=True)
+            shutil.copytree(finished, stopped)
+            shutil.rmtree(checkpoint.step_folder(stopped, calm[0]))
+            shutil.rmtree(checkpoint.step_folder(copy, calm[0]))
+            before, _ = resumed(stage, folder, copy, header)
+        yield "flip", stage, range(cfg.flips // len(SUBJECTS)), damaged, (finished, whole, before, header), seconds
+        runs = cfg.flipped_runs // len(SUBJECTS)
+        yield "flipped run", stage, range(runs), damaged_run, (stopped, calm), seconds
+
+
+def job(cfg, folder, index):
+    """Do every `jobs`-th trial that is not done yet."""
+    work = folder / f"job{index}"
+    work.mkdir(exist_ok=True)
+    results = folder / f"results{index}.jsonl"
+    done = {(row["part"], row["stage"], row["number"]) for row in read(folder)}
+    with open(results, "a") as file:
+        for part, stage, numbers, trial, calm, seconds in plan(cfg, folder, work):
+            for number in numbers:
+                if number % cfg.jobs != index or (part, stage, number) in done:
+                    continue
+                kills, problem = trial(stage, number + 10**6 * cfg.seed if part != "crash" else number, folder, work, calm,
+                                       seconds)
+                row = {"part": part, "stage": stage, "number": number, "kills": kills, "problem": problem}
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+
+
+def read(folder):
+    """Return what has been done."""
+    rows = []
+    for path in sorted(folder.glob("results*.jsonl")):
+        rows += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return rows
+
+
+def table(rows):
+    """Print the trials by part and stage."""
+    print(f"{'':12} {'':8} {'trials':>7} {'kills':>7} {'differences':>12} {'tracebacks':>11} {'others':>7}")
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["part"], row["stage"]), []).append(row)
+    for (part, stage), mine in groups.items():
+        problems = Counter()
+        for row in mine:
+            if row["problem"]:
+                kind = [k for k in ("difference", "traceback") if k in row["problem"].lower()] or ["others"]
+                problems[kind[0]] += 1
+        print(f"{part:12} {stage:8} {len(mine):7,} {sum(row['kills'] for row in mine):7,} {problems['difference']:12} "
+              f"{problems['traceback']:11} {problems['others']:7}")
+    for row in [row for row in rows if row["problem"]][:20]:
+        print(f"{row['part']} {row['stage']} {row['number']}: {row['problem']}")
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="folder")
+    folder = Path(cfg.folder).resolve()
+    if not (folder / "base").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder)
+    if cfg.kills or cfg.flips or cfg.flipped_runs:
+        children = []
+        for index in range(cfg.jobs):
+            child = os.fork()
+            if child == 0:
+                # Linux's PR_SET_CHILD_SUBREAPER: what a run leaves behind becomes ours, and can be counted.
+                ctypes.CDLL(None).prctl(36, 1)
+                try:
+                    job(cfg, folder, index)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        codes = [ended(child)[0] for child in children]
+        assert not any(codes), codes
+    rows = read(folder)
+    table(rows)
+    return int(any(row["problem"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
