@@ -41,6 +41,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from runtime.usage import answer_help
+
+answer_help()                            # before PyTorch is imported, which takes seconds
+
 import torch
 
 import hf

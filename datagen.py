@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runtime.usage import answer_help
+
+answer_help()                            # before PyTorch is imported, which takes seconds
+
 import torch
 from tqdm import tqdm
 

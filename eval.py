@@ -15,6 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.usage import answer_help
+
+answer_help()                            # before PyTorch is imported, which takes seconds
+
 from tqdm import tqdm
 
 import hf

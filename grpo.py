@@ -18,6 +18,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from runtime.usage import answer_help
+
+answer_help()                            # before PyTorch is imported, which takes seconds
+
 import torch
 
 import hf

@@ -275,6 +275,8 @@ def find(path_or_name, step=None):
     is_run = (folder / "model.json").exists()
     if is_run:
         about = checkpoint.read_model(folder)
+    elif (folder / "checkpoints").is_dir():
+        raise BadInput(f"{folder} is a run's folder without its model.json: put that back, or give another run.")
     else:
         folder = folder if folder.is_dir() else download(str(path_or_name))
         about = read_json(folder / "config.json", "give the folder of a model")

@@ -10,6 +10,10 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.usage import answer_help
+
+answer_help()                            # before PyTorch is imported, which takes seconds
+
 import hf
 from engine import Engine, Request, Sampling
 from runtime import config, distributed, guard, hardware

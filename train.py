@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runtime.usage import answer_help
+
+answer_help()                            # before PyTorch is imported, which takes seconds
+
 import torch
 
 import hf
@@ -414,7 +418,8 @@ def main(argv):
         return 0
     with run.open(tokenizer, resuming):
         wrapped = compile_and_fit(cfg, run, dataset)
-        run.log.say(start_up(cfg, run, dataset, about, workers(cfg, hw)))
+        inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
+        run.log.say(start_up(cfg, run, dataset, about, workers(cfg, hw), inherited))
         settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw)}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
         return train(cfg, run, wrapped, dataset, held_out)

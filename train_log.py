@@ -5,8 +5,9 @@ from runtime.perplexity import evaluation_line
 from runtime.run import not_by_default
 
 
-def start_up(cfg, run, dataset, about, num_workers):
-    """Return the paragraph that says what is about to happen, on what. about: the data, for people."""
+def start_up(cfg, run, dataset, about, num_workers, inherited):
+    """Return the paragraph that says what is about to happen, on what. about: the data, for people.
+    inherited: knobs that the model to start from has settled."""
     hw = run.hardware
     model = run.model
     world = distributed.world_size()
@@ -29,7 +30,7 @@ def start_up(cfg, run, dataset, about, num_workers):
         f"Micro-batch {micro_batch}{smaller} x accumulation {-(-sequences // (micro_batch * world))} x {ranks} = "
         f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "
         f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
-        f"Not by default: {not_by_default(cfg)}",
+        f"Not by default: {not_by_default(cfg, inherited)}",
     ]
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@
 
 609,024 parameters. It reaches what nanoGPT's CPU recipe (4 layers, 128 wide, 2,000 steps of 12 x 64) reaches on
 tinyshakespeare, 1.886 nats a character, in 230k instead of 1.5M characters: rotary positions and Muon save most of the
-steps, bf16 and few large operations do the rest. README.md has the times.
+steps, bf16 and few large operations do the rest. docs/benchmarks.md has the times.
 """
 out_dir = "out/cpu_small"
 tokenizer = "bytes"

@@ -11,13 +11,14 @@ import inspect
 import json
 import math
 import os
-import re
 import sys
 import traceback
 import types
 import typing
 import zlib
 from pathlib import Path
+
+from runtime.usage import help_text
 
 
 # not taken over from the run that is resumed
@@ -55,7 +56,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
         if any("\ud800" <= c <= "\udfff" for c in arg):
             raise BadInput(f"{ascii(arg)} is not UTF-8: write it in UTF-8.")
         if arg in ("-h", "--help"):
-            print(help_text(Config))
+            print(help_text(Path(inspect.getfile(Config)).read_text(encoding="utf-8")))
             sys.exit(0)
         elif arg.startswith("--"):
             key, equals, text = arg[2:].partition("=")
@@ -296,21 +297,3 @@ def check_questions(cfg):
     at_most(cfg, 10**7, "num_questions")
     at_most(cfg, 1000, "few_shot")
     at_most(cfg, 256, "reward_workers")
-
-
-def help_text(Config):
-    """Return every knob with its default, the values it admits and its comment, read off the dataclass's own
-    source."""
-    lines = []
-    hints = typing.get_type_hints(Config)
-    for line in inspect.getsource(Config).splitlines():
-        if heading := re.match(r"    # (.*)", line):
-            lines.append(f"\n{heading[1]}")
-        elif knob := re.match(r"    (\w+): .*? = ([^#]*?)\s*(?:# (.*))?$", line):
-            values = " | ".join(c for c in choices(hints[knob[1]]) if isinstance(c, str))
-            lines.append(f"  --{knob[1] + '=' + knob[2]:<40} "
-                         f"{'. '.join(filter(None, (values, knob[3])))}".rstrip())
-        elif further := re.match(r" {20,}# (.*)", line):
-            lines[-1] += f" {further[1]}"
-    module = sys.modules[Config.__module__]
-    return f"{(module.__doc__ or '').strip()}\n" + "\n".join(lines)

@@ -1,6 +1,7 @@
 """The ranks that torchrun started, or the one process that runs without it."""
 import datetime
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -149,9 +150,11 @@ class TrainedModel(nn.Module):
         """From now on with the other ranks, if there are any. Every rank must call."""
         if world_size() > 1:
             device = self.model.head_weight.device
+            known = inspect.signature(DistributedDataParallel).parameters
+            sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"      # before 2.13
             self.ddp = DistributedDataParallel(
                 self.local, device_ids=[device.index] if device.type == "cuda" else None,
-                gradient_as_bucket_view=True, broadcast_buffers=False)
+                gradient_as_bucket_view=True, **{sync: False})
             self.ddp.register_comm_hook(None, sum_gradients)
 
     def loss(self, x, y):

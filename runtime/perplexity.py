@@ -67,5 +67,7 @@ def evaluation_line(result):
     """Return a line for people of what text_loss gave."""
     line = f"val loss {result['loss']:.4f} | perplexity {result['ppl_token']:.2f} a token"
     if "ppl_word" in result:
-        line += f", {result['ppl_word']:.2f} a word | {result['bits_per_byte']:.4f} bits/byte"
+        if result["ppl_word"] < 1e6:         # of a model that has learnt a little; before that it says nothing
+            line += f", {result['ppl_word']:.2f} a word"
+        line += f" | {result['bits_per_byte']:.4f} bits/byte"
     return line

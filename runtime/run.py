@@ -432,11 +432,12 @@ def update(instance, values):
 
 # --- what train.py and grpo.py ask of their knobs ---
 
-def not_by_default(cfg):
-    """Return the knobs that are set to something of one's own, for people."""
+def not_by_default(cfg, inherited=()):
+    """Return the knobs that are set to something of one's own, for people; not those that a model to start from
+    has settled."""
     changed = []
     for name, value in dataclasses.asdict(cfg).items():
-        if value != getattr(type(cfg), name):
+        if value != getattr(type(cfg), name) and name not in inherited:
             changed.append(f"{name}={value}")
     return ", ".join(changed) or "-"
 

@@ -1,0 +1,81 @@
+"""Draw the pictures of README.md and docs/ from the figures recorded in expected/.
+
+    python docs/draw.py
+"""
+import json
+from pathlib import Path
+from statistics import fmean
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+OURS = "#1b7837"
+OTHERS = "#888888"
+
+
+def recorded(name):
+    return json.loads((HERE.parent / "expected" / f"{name}.json").read_text())
+
+
+def save(figure, name):
+    figure.tight_layout()
+    (HERE / "pictures").mkdir(exist_ok=True)
+    figure.savefig(HERE / "pictures" / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
+def quickstart():
+    """Draw the share of right answers after each rung: a bar for the mean of the seeds, a dot for each."""
+    seeds = recorded("quickstart_seeds")["seeds"].values()
+    rungs = {"base": "pretrained", "rft": "tuned on its own\nverified answers", "grpo": "after reinforcement\nlearning"}
+    ways = {"greedy": "greedy", "sampled": "one sample at T = 1", "pass_at_8": "best of 8 samples"}
+    figure, axes = plt.subplots(figsize=(8, 3.6))
+    for i, (way, label) in enumerate(ways.items()):
+        places = [rung + 0.27 * (i - 1) for rung in range(len(rungs))]
+        means = [100 * fmean(seed[rung][way] for seed in seeds) for rung in rungs]
+        axes.bar(places, means, 0.25, label=label, color=OURS, alpha=(0.9, 0.6, 0.3)[i])
+        for place, rung, mean in zip(places, rungs, means):
+            axes.plot([place] * len(seeds), [100 * seed[rung][way] for seed in seeds], ".", color="black", markersize=3)
+            axes.text(place, 4, f"{mean:.0f}", ha="center", color="white" if i < 2 else "black")
+    axes.set_xticks(range(len(rungs)), rungs.values())
+    axes.set_ylabel("right answers, %")
+    axes.set_ylim(0, 100)
+    axes.legend(ncols=3, loc="upper center", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "quickstart")
+
+
+def grpo():
+    """Draw a run's reward and the accuracy of greedy answers to questions that it is not trained on."""
+    run = recorded("quickstart_grpo")
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    axes.plot(run["step"], run["reward"], color=OURS, alpha=0.6, label="reward of the step's samples")
+    axes.errorbar(run["val_step"], run["val_accuracy"], yerr=run["val_interval"], fmt="o-", color="black", capsize=3,
+                  label="held-out questions right, greedy (95% interval)")
+    axes.set_xlabel("step")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "grpo")
+
+
+def shakespeare():
+    """Draw the validation loss against wall time, ours and nanoGPT's, from the start of Python."""
+    runs = recorded("shakespeare_cpu")
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    for name, color in (("nanoGPT", OTHERS), ("nanoRFT", OURS)):
+        axes.plot(runs[name]["seconds"], runs[name]["val_loss"], "o-", color=color, label=name, markersize=3)
+    axes.set_xlabel("seconds since the start of Python")
+    axes.set_ylabel("validation loss, nats a character")
+    axes.set_ylim(1.8, 3.0)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "shakespeare")
+
+
+if __name__ == "__main__":
+    quickstart()
+    grpo()
+    shakespeare()

@@ -1,0 +1,187 @@
+"""Every command of README.md and docs/ is run here, made small, or stands in EXCUSED with the reason why it is not."""
+import importlib
+import json
+import re
+import shlex
+import sys
+
+import pytest
+from conftest import ROOT
+
+from runtime import config, plot
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRATCH = ("--n_layer=1 --n_embd=32 --n_head=2 --n_kv_head=1 --block_size=160 --batch_size=2 --max_steps=2 --warmup_steps=1 "
+           "--eval_tokens=320 --device=cpu")
+GO_ON = "--max_steps=3 --device=cpu"
+ASK = "--num_questions=3 --max_new_tokens=4 --device=cpu"
+RL = "--prompts_per_step=2 --k_samples=2 --max_new_tokens=4 --max_steps=1 --eval_interval=0 --num_questions=20 --reward_workers=1 --device=cpu"
+
+# In this order, in one folder; what is added makes them small.
+RUN = {
+    "python train.py --dataset=book.txt --out_dir=out/book": SCRATCH,
+    "python train.py --init_from=resume --out_dir=out/book": GO_ON,
+    "python train.py --resume=auto --dataset=book.txt --out_dir=out/book": GO_ON,
+    "python train.py --init_from=resume --out_dir=out/book --eval_only": "--eval_tokens=320 --device=cpu",
+    "python train.py --init_from=out/book --out_dir=out/next": "--max_steps=1 --batch_size=2 --eval_tokens=320 --device=cpu",
+    "python train.py config/cpu_small.py --dataset=input.txt --learning_rate=0.01": SCRATCH + " --mlp_hidden=64 --head_dim=16",
+    "python train.py --dataset=folder --tokenizer=gpt2 --out_dir=out/folder": SCRATCH + " --tokenizer=bytes",
+    "python train.py --dataset=stories.jsonl --text_key=story --out_dir=out/stories": SCRATCH,
+    "python train.py config/quickstart.py --out_dir=out/base": SCRATCH,
+    "python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=8 --temperature=1":
+        ASK + " --oversample=2 --output=data/a.json",
+    "python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10 --temperature=0.6":
+        ASK + " --oversample=2 --output=data/b.json",
+    "python train.py config/rft.py --init_from=out/base --dataset=data/rft.json --out_dir=out/rft": "--max_steps=1 --device=cpu",
+    "python eval.py --compare out/base out/rft --task=unit_conversion": ASK,
+    "python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion --max_new_tokens=144 --out_dir=out/grpo": RL,
+    "python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion": RL + " --overwrite",
+    "OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 grpo.py config/grpo.py --init_from=out/rft": RL + " --overwrite",
+    "python grpo.py --init_from=resume --out_dir=out/grpo": RL + " --max_steps=2",
+    "python grpo.py --init_from=out/rft --task=my_reward.py --dataset=questions.jsonl --out_dir=out/mine": RL,
+    "python sample.py out/book --prompt=\"Once upon\" --num_samples=4 --temperature=0.7 --top_p=0.95": "--max_new_tokens=3 --device=cpu",
+    "torchrun --nproc_per_node=8 sample.py out/book --num_samples=1000": "--num_samples=2 --max_new_tokens=3 --device=cpu",
+    "python eval.py out/book --dataset=other.txt": "--device=cpu",
+    "torchrun --nproc_per_node=8 eval.py out/book --dataset=other.txt": "--device=cpu",
+    "python hf.py out/book exported": "",
+    "python -m runtime.plot out/a out/b": "",
+    "python -m runtime.plot out/a out/b --x=time": "",
+}
+HUB = "it downloads a model or a dataset"
+LONG = "minutes; tests/test_bench.py runs all that bench.py has"
+EXCUSED = {
+    "bash runs/quickstart.sh": ".ci/run does",
+    "bash runs/test.sh": "it runs this",
+    "python sample.py out/quickstart/grpo --num_samples=4": "the quickstart's own folder; a sample of another is above",
+    "python eval.py --compare out/quickstart/rft out/quickstart/grpo --task=unit_conversion": "the same",
+    "python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --optimizer=adamw --learning_rate=2e-5": HUB,
+    "python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --optimizer=adamw --learning_rate=2e-4 --lora_rank=16": HUB,
+    "python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive": HUB,
+    "python eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512 --json": HUB,
+    "python train.py config/a100_production.py": HUB,
+    "python train.py config/a100_production.py --dataset=FOLDER": "a GPU's work; tests/test_configs.py looks at the file",
+    "torchrun --nproc_per_node=8 train.py config/a100_mega.py": HUB,
+    "python train.py config/chess_mini.py": "25 s of games alone; tests/test_chess.py has small ones",
+    "python grpo.py config/chess_mini_grpo.py": "it begins from the run above",
+    "python eval.py --compare out/chess_mini out/chess_mini_grpo --task=chess_world:A --num_questions=1000 --max_new_tokens=120": "the same",
+    "python bench.py": LONG,
+    "python bench.py --stage=train config/a100_fast.py --batch_size=8": "a GPU's work",
+    "python bench.py --stage=train --ladder": LONG,
+    "python bench.py --stage=sft --ablate": LONG,
+    "python bench.py --stage=grpo --profile": LONG,
+    "python bench.py --stage=train --peers": LONG,
+}
+
+
+def commands():
+    """The indented commands of all pages, without comments; not those that end in dots."""
+    found = {}
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if re.match(r"    (OMP_\w+=1 )?(python|torchrun|bash|sbatch) ", line):
+                command = re.sub(r"\s{2,}#.*", "", line).strip()
+                if not command.endswith("..."):
+                    found[command] = page.name
+    return found
+
+
+def test_every_command_is_run_or_excused():
+    assert commands().keys() == RUN.keys() | EXCUSED.keys()
+    assert not RUN.keys() & EXCUSED.keys()
+
+
+def test_every_flag_of_every_command_is_a_knob():
+    for command, page in commands().items():
+        script, *argv = [word for word in shlex.split(command) if not re.match(r"(OMP_\w+=|python$|-m$|torchrun$|--nproc|bash$)", word)]
+        if script in ("train.py", "grpo.py", "datagen.py", "eval.py", "sample.py"):
+            module = importlib.import_module(script.removesuffix(".py"))
+            fields = module.Config.__dataclass_fields__
+            for word in argv:
+                if word.startswith("--"):
+                    assert word[2:].partition("=")[0] in fields, (page, command)
+                elif word.endswith(".py"):
+                    assert (ROOT / word).exists(), (page, command)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a newcomer's commands are typed, with the files that they name."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    text = "the cat sat on a mat. once upon a time there were three of them.\n" * 300
+    for name in ("book.txt", "other.txt", "input.txt", "folder/one.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "stories.jsonl").write_text("".join(json.dumps({"story": text[:500]}) + "\n" for _ in range(30)))
+    (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1?", "answer": f"{i + 1}"}) + "\n" for i in range(40)))
+    (folder / "my_reward.py").write_text("def reward(question, completion):\n    return float(question['answer'] in completion)\n")
+    (folder / "config").symlink_to(ROOT / "config")
+    (folder / "data").mkdir()
+    (folder / "data/rft.json").write_text(json.dumps([[f"{i} and 1?", i + 1, f"{i} + 1 = {i + 1}"] for i in range(20)]))
+    return folder
+
+
+def test_a_newcomer_s_commands(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    for command, small in RUN.items():
+        words = shlex.split(f"{command} {small}")
+        words = [word for word in words if not re.match(r"(OMP_\w+=|python$|torchrun$|--nproc|-m$)", word)]
+        name, *argv = words
+        monkeypatch.setattr(sys, "argv", words)
+        if name == "runtime.plot":
+            for run in ("a", "b"):
+                (folder / "out" / run).exists() or (folder / "out" / run).symlink_to(folder / "out/book")
+            plot.main(argv)
+            continue
+        code = importlib.import_module(name.removesuffix(".py")).main(argv)
+        empty = name == "datagen.py" and code == 1                         # so small a model solves nothing
+        assert code in (0, None) or empty, (command, capsys.readouterr())
+
+
+# --- the README ---
+
+def test_the_readme_is_for_someone_with_ten_minutes():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 2000
+
+
+def test_the_steps_that_the_readme_shows_stand_in_the_scripts():
+    shown = (ROOT / "README.md").read_text().split("A training step, as it stands")[1].split("## Make it yours")[0]
+    scripts = [{re.sub(r"\s+#.*", "", line).strip() for line in (ROOT / name).read_text().splitlines()} for name in ("train.py", "grpo.py")]
+    missing = []
+    for part, script in zip(shown.split("and one of reinforcement learning"), scripts):
+        for line in part.splitlines():
+            code = re.sub(r"\s+#.*", "", line).strip()
+            if line.startswith("    ") and code and not code.startswith("#") and code not in script:
+                missing.append(code)
+    assert not missing
+
+
+def heading(line):
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", line.lstrip("# ").lower()).replace(" ", "-")
+
+
+def test_every_link_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), (page.name, target)
+            if anchor:
+                anchors = {heading(line) for line in file.read_text().splitlines() if line.startswith("#")}
+                assert anchor in anchors, (page.name, target)
+    listed = (ROOT / "docs/README.md").read_text()
+    assert all(f"[{page.name}]" in listed for page in PAGES if page.name != "README.md")
+
+
+def test_every_file_of_the_house_is_on_the_map():
+    house = (ROOT / "README.md").read_text().split("## The house")[1]
+    for path in ROOT.glob("*.py"):
+        assert path.name in house, path.name
+
+
+def test_config_files_are_assignments_of_knobs(tmp_path):
+    (tmp_path / "mine.py").write_text("max_steps = 3\n")
+    assert config.read_file(str(tmp_path / "mine.py")) == {"max_steps": 3}
