@@ -227,7 +227,7 @@ class Found:
                 raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: put back the one that "
                                "the run was made with.")
             own_name = self.about["tokenizer"]["name"]
-            if name not in (None, own_name):
+            if name not in (None, own_name) and not tokenizer.is_that_of(name):
                 raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: leave "
                                "--tokenizer out.")
             return tokenizer

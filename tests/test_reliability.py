@@ -111,6 +111,10 @@ def test_what_a_killed_writer_left_is_removed(tmp_path, text):
     (out / "checkpoints/partial-77").mkdir()
     (out / "config.json.tmp-77").write_text("{")
     (out / "mine.tmp-77").write_text("mine")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "model.json.tmp-77").write_text("{")             # killed in its first file
+    here(tmp_path / "first", text, resume="auto", **SHORT)
+    assert not list((tmp_path / "first").glob("*.tmp-*"))
     here(out, text, init_from="resume", **SHORT)
     assert largest_difference(weights(out, 8), whole) == 0 and checkpoint.steps(out) == [4, 8]
     assert sorted(p.name for p in out.iterdir()) == sorted([
@@ -202,7 +206,11 @@ def test_a_tokenizer_that_was_exchanged_is_refused(tmp_path):
     tokenizer = Tokenizer(folder)
     about = {"tokenizer": tokenizer.describe(), "tokenizer_sha256": tokenizer.sha256}
     found = hf.Found(folder, None, about, step=1)
-    assert found.tokenizer().sha256 == tokenizer.sha256
+    assert found.tokenizer().sha256 == found.tokenizer(str(folder)).sha256 == tokenizer.sha256
+    other = write(tmp_path / "other", kind="smol")
+    for name in ("bytes", str(other)):
+        with pytest.raises(BadInput, match="has its own tokenizer"):
+            found.tokenizer(name)
     path = folder / "tokenizer.json"
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(BadInput, match="not as it was written"):
