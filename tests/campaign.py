@@ -17,6 +17,7 @@ are appended to a file as they come: the campaign may be stopped, and goes on wh
 """
 import contextlib
 import ctypes
+import importlib
 import io
 import json
 import os
@@ -77,6 +78,18 @@ def prepare(folder):
     base = flags(**TINY | dict(dataset=folder / "text.txt", data_dir=folder / "tokens", out_dir=folder / "base",
                                learning_rate=0.02, device="cpu"))
     assert in_child(lambda: train.main(base), folder / "log")[0] == 0
+
+
+def import_what_runs_import(folder):
+    """So that no fork has to."""
+    def work():
+        train.main(argv("train", folder, folder / "warm"))
+        grpo.main(argv("grpo", folder, folder / "warmer"))
+        (folder / "modules").write_text("\n".join(sys.modules))
+    assert in_child(work, folder / "log")[0] is not None
+    for name in (folder / "modules").read_text().split():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def argv(stage, folder, out):
@@ -427,6 +440,7 @@ def main(argv):
     if not (folder / "base").exists():
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder)
+    import_what_runs_import(folder)
     if cfg.kills or cfg.flips or cfg.flipped_runs:
         children = []
         for index in range(cfg.jobs):
