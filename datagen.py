@@ -112,6 +112,9 @@ RECORD = {
 }
 
 
+OTHERS = {"seed", "kept", "after_close"}
+
+
 def line_of(record):
     """Return the line of a record, with a checksum."""
     return json.dumps(record | {"checksum": config.checksum(record)}) + "\n"
@@ -123,6 +126,9 @@ def record_of(line):
     expected = record.pop("checksum", None)              # logs from before there was one lack it
     if expected not in (None, config.checksum(record)):
         raise ValueError("it fails its checksum")
+    unknown = record.keys() - RECORD.keys() - OTHERS
+    if unknown:                                          # "checksum" too, if a bit of it is wrong
+        raise ValueError(f"it has a {min(unknown)}")
     for key, (kind, least) in RECORD.items():
         value = record.get(key)
         if key not in record or not isinstance(value, kind) or least is not None and value < least:

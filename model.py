@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, rms_norm
@@ -90,9 +91,10 @@ def rotations(config):
     """
     if config.position != "rope":
         return None, None
-    rate = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    pairs = torch.arange(0, config.head_dim, 2, device="cpu")      # with values, in a model on the meta device too
+    rate = config.rope_theta ** (-pairs.float() / config.head_dim)
     rate = scaled(rate, **(config.rope_scaling or {}))
-    angle = torch.outer(torch.arange(config.block_size).float(), rate)[:, None, :]
+    angle = torch.outer(torch.arange(config.block_size, device="cpu").float(), rate)[:, None, :]
     cos = torch.cat((angle.cos(), angle.cos()), -1)
     sin = torch.cat((-angle.sin(), angle.sin()), -1)
     return cos, sin
@@ -441,9 +443,20 @@ class GPT(nn.Module):
         return products + 12 * c.n_layer * c.n_head * c.head_dim * T
 
 
+class NothingDrawn(TorchFunctionMode):
+    """Makes torch.nn.init do nothing. On the meta device it has no values to draw, and would first import
+    torch._dynamo for that: half of the time until sample.py's first token."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
+
+
 def blank(config, *args, device="cpu", dtype=torch.float32):
     """Return a GPT whose weights are still to come from a file or another model; none are drawn."""
-    with torch.device("meta"):
+    with torch.device("meta"), NothingDrawn():
         model = GPT(config, *args)
     model.to(dtype).to_empty(device=device)
     cos, sin = rotations(config)

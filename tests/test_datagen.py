@@ -225,6 +225,21 @@ def test_overwriting_removes_what_datagen_wrote_and_nothing_else(tmp_path):
     assert json.loads(attempts.path.read_text())["model"] == "another"
 
 
+def test_a_record_that_was_changed_is_refused(made):
+    line = examples.attempts_path(made[0]).read_text().splitlines()[1]
+    record = datagen.record_of(line)
+    assert datagen.record_of(datagen.line_of(record)) == datagen.record_of(json.dumps(record)) == record   # and one of old
+    changed = {"number": -1, "sample": 0.5, "score": 1.5, "ids": [-1], "parts": [], "error": 3, "completion": None}
+    for key, value in changed.items():
+        with pytest.raises(ValueError, match="checksum"):
+            datagen.record_of(json.dumps(json.loads(line) | {key: value}))
+        with pytest.raises(ValueError):
+            datagen.record_of(json.dumps(record | {key: value}))
+    for misspelt in (line.replace("checksum", "chesksum"), json.dumps(record).replace('"number"', '"numbe"')):
+        with pytest.raises(ValueError, match="it has a"):
+            datagen.record_of(misspelt)
+
+
 def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):
     (tmp_path / "rft.attempts.jsonl.lock").write_text("mine")
     with pytest.raises(BadInput, match="not a lock of ours"):
