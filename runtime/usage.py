@@ -1,5 +1,6 @@
 """--help, read off a script's own source: it need not wait for PyTorch."""
 import ast
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ def answer_help():
         return
     source = script.read_text(encoding="utf-8")
     if "\nclass Config:" in source:
-        print(help_text(source))
+        try:
+            print(help_text(source), flush=True)
+        except BrokenPipeError:                               # the reader has seen enough
+            os._exit(0)
         sys.exit(0)
 
 

@@ -3,10 +3,11 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, trained
 
 from runtime import config, plot
 
@@ -185,3 +186,31 @@ def test_every_file_of_the_house_is_on_the_map():
 def test_config_files_are_assignments_of_knobs(tmp_path):
     (tmp_path / "mine.py").write_text("max_steps = 3\n")
     assert config.read_file(str(tmp_path / "mine.py")) == {"max_steps": 3}
+
+
+# --- the first minute ---
+
+@pytest.mark.parametrize("script", ["train.py", "grpo.py", "datagen.py", "eval.py", "sample.py", "bench.py"])
+def test_help_does_not_wait_for_pytorch(script):
+    program = f"""
+import runpy, sys
+sys.argv = [{script!r}, "--help"]
+try:
+    runpy.run_path({script!r}, run_name="__main__")
+except SystemExit as e:
+    assert e.code == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--device=" in done.stdout, done.stderr
+    module = importlib.import_module(script.removesuffix(".py"))
+    assert all(f"--{knob}=" in done.stdout for knob in module.Config.__dataclass_fields__)
+
+
+def test_sampling_does_not_wait_for_the_compiler(folder, text):
+    """torch._dynamo takes as long to import as a small model to answer."""
+    trained(folder / "small", text, max_steps=1)
+    program = ("import sys; import sample; sample.main(sys.argv[1:]); assert 'torch._dynamo' not in sys.modules")
+    done = subprocess.run([sys.executable, "-c", program, str(folder / "small"), "--max_new_tokens=2", "--device=cpu"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
