@@ -15,6 +15,14 @@ TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size":
         "save_interval": 10, "log_interval": 1, "warmup_steps": 2, "eval_tokens": 640}
 
 
+def pytest_collection_modifyitems(items):
+    """Mark what tests/slow.txt lists: tests of which each takes seconds (`pytest --durations=0` says which)."""
+    slow = {*(ROOT / "tests" / "slow.txt").read_text().split("\n")}
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """A text file of 60 kB with words, numbers, blank lines and characters of several bytes."""
