@@ -41,9 +41,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from runtime.usage import answer_help
+from runtime.usage import first_line
 
-answer_help()                            # before PyTorch is imported, which takes seconds
+first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
 import torch
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runtime.usage import answer_help
+from runtime.usage import first_line
 
-answer_help()                            # before PyTorch is imported, which takes seconds
+first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
 import torch
 from tqdm import tqdm

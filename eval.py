@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.usage import answer_help
+from runtime.usage import first_line
 
-answer_help()                            # before PyTorch is imported, which takes seconds
+first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
 from tqdm import tqdm
 

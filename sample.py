@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.usage import answer_help
+from runtime.usage import first_line
 
-answer_help()                            # before PyTorch is imported, which takes seconds
+first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
 import hf
 from engine import Engine, Request, Sampling

@@ -84,6 +84,9 @@ def prepare_texts(dataset, sources, tokenizer, data_dir):
     name = str(dataset) if ":" in str(dataset) else Path(dataset).resolve().stem
     name = re.sub(r"\W+", "-", name)
     folder = data_dir / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
+    for left in folder.glob("*.tmp-[0-9]*"):              # a writer that lives has written in the last hour
+        if time.time() - left.stat().st_mtime > 3600:
+            left.unlink(missing_ok=True)
     if is_prepared(folder):
         return folder
 

@@ -1,4 +1,4 @@
-"""--help, read off a script's own source: it need not wait for PyTorch."""
+"""What a script says at once: its --help, read off its own source, or that PyTorch is being loaded."""
 import ast
 import os
 import re
@@ -6,19 +6,23 @@ import sys
 from pathlib import Path
 
 
-def answer_help():
-    """Print the help of the script that was started and exit, if the command line asks for it. Called before
-    PyTorch is imported, which takes seconds."""
+def first_line():
+    """Print the help of the script that was started and exit, if the command line asks for it; else say to a terminal
+    that it takes a moment. Called before PyTorch is imported, which takes seconds."""
     script = Path(sys.argv[0])
-    if not {"-h", "--help"} & {*sys.argv[1:]} or script.suffix != ".py" or not script.is_file():
+    if script.suffix != ".py" or not script.is_file():
         return
     source = script.read_text(encoding="utf-8")
-    if "\nclass Config:" in source:
+    if "\nclass Config:" not in source:
+        return
+    if {"-h", "--help"} & {*sys.argv[1:]}:
         try:
             print(help_text(source), flush=True)
         except BrokenPipeError:                               # the reader has seen enough
             os._exit(0)
         sys.exit(0)
+    if sys.stdout.isatty() and os.environ.get("RANK", "0") == "0":
+        print("Loading PyTorch ...", flush=True)
 
 
 def help_text(source):

@@ -1,6 +1,8 @@
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,23 @@ def merging():
 
 def ids_of(folder, split):
     return data.TokenFile(folder, split)[0:]
+
+
+def test_what_a_killed_preparation_left_goes_and_hashes_are_computed_once(text, tmp_path, monkeypatch):
+    folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
+    old, new = folder / "train_00000.bin.tmp-7", folder / "train_00001.bin.tmp-8"
+    for path, age in ((old, 7200), (new, 60)):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age, time.time() - age))
+    before = data.digest(folder)
+    hashed = []
+    whole = data.sha256
+    monkeypatch.setattr(data, "sha256", lambda path: hashed.append(path.name) or whole(path))
+    assert data.prepare(str(text), Tokenizer("bytes"), tmp_path) == folder
+    assert new.exists() and not old.exists()                 # another process may be writing it
+    assert data.digest(folder) == before and not hashed
+    os.utime(folder / "valid_00000.bin")
+    assert data.digest(folder) == before and hashed == ["valid_00000.bin"]
 
 
 def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, merging, monkeypatch):
