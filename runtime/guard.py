@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime import distributed
+from runtime import distributed, lock
 from runtime.checkpoint import is_full
 from runtime.config import BadInput
 
@@ -76,20 +76,23 @@ def exit_code(main, argv):
     be: of several ranks, the others are waiting for one that raised it alone. The next start goes on then,
     torchrun's own (--max-restarts) too."""
     StopSignal.received = None
-    while True:
-        try:
-            return main(argv)
-        except Retry as e:
-            if e.alone and distributed.world_size() > 1:
-                raise Failure(str(e)) from None
-            if distributed.is_main():
-                print(e, flush=True)
-            argv = ["--init_from=resume", f"--out_dir={e.out_dir}"]    # all knobs are in the run folder
-        # By here the exception is gone, and with its traceback all that the failed step held.
-        gc.collect()
-        torch.compiler.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    try:
+        while True:
+            try:
+                return main(argv)
+            except Retry as e:
+                if e.alone and distributed.world_size() > 1:
+                    raise Failure(str(e)) from None
+                if distributed.is_main():
+                    print(e, flush=True)
+                argv = ["--init_from=resume", f"--out_dir={e.out_dir}"]      # all knobs are in the run folder
+            # By here the exception is gone, and with its traceback all that the failed step held.
+            gc.collect()
+            torch.compiler.reset()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    finally:
+        lock.release_all()                   # of a run that was refused before it began, too
 
 
 class StopSignal:

@@ -78,6 +78,11 @@ def release(path):
         file.close()
 
 
+def release_all():
+    for path in list(held):
+        release(path)
+
+
 def close_all():
     """Let go of copies: a forked process (a loader's) must not keep what its parent holds."""
     for file in held.values():

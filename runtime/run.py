@@ -486,7 +486,7 @@ def launch():
 def check_task(cfg, argv):
     """Say which task file of one's own a resumed run is about to execute. BadInput if it is not as the run
     noted it, unless the command line names it."""
-    goes_on = {"--init_from=resume", "--resume=auto"} & {*argv}           # or begins again as its config.json says
+    goes_on = cfg.init_from == "resume" or {"--init_from=resume", "--resume=auto"} & {*argv}
     found = own_task(cfg) if goes_on and (Path(cfg.out_dir) / "model.json").exists() else None
     if not found:
         return

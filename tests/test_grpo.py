@@ -28,7 +28,7 @@ import train
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
 from model import GPT, IGNORE, GPTConfig
-from runtime import checkpoint, guard, optim, rewards
+from runtime import checkpoint, config, guard, optim, rewards
 from runtime.config import BadInput
 from runtime.rewards import Grade
 from runtime.run import check_task, own_task
@@ -629,9 +629,9 @@ def test_the_trainer_finds_the_log_probabilities_of_the_engine(learn, temperatur
 
 def test_dropout_of_the_model_to_start_from_stays_off(learn, base, tmp_path):
     shutil.copytree(base, tmp_path / "base")
-    about = json.loads((base / "model.json").read_text())
+    about = config.read_sealed(base / "model.json", "")
     about["architecture"]["dropout"] = 0.5
-    (tmp_path / "base" / "model.json").write_text(json.dumps(about))
+    (tmp_path / "base" / "model.json").write_bytes(config.seal(about))
     assert all(line["logprob_gap_max"] < 1e-5 for line in lines(learn(init_from=tmp_path / "base")))
 
 
@@ -1055,9 +1055,9 @@ def test_a_run_s_checkpoint_of_the_former_form_goes_on(learn, tmp_path):
     state = checkpoint.load_state(whole, 2)
     state["progress"] |= state.pop("stage")
     torch.save(state, folder / "state.pt")
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = config.read_sealed(folder / "meta.json", "")
     meta["sha256"]["state.pt"] = checkpoint.sha256(folder / "state.pt")
-    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").write_bytes(config.seal(meta))
     (whole / "checkpoints" / "step_00000004").rename(whole / "gone")
     learn(**knobs, init_from="resume")
     assert same(weights(whole, 4), final) and "solved" in state["progress"] and state["progress"]["asked"]
@@ -1137,9 +1137,9 @@ def test_a_resumed_run_says_which_task_file_it_executes_and_refuses_another(lear
     assert f"Executing {own}, not as the run noted it" in learn.said and trace.exists()
     learn(argv=[*again, "--max_steps=4"])
     assert f"Executing {own}, as the run noted it." in learn.said
-    about = json.loads((out / "model.json").read_text())
+    about = config.read_sealed(out / "model.json", "")
     del about["task"]                                                 # as in run folders of old
-    (out / "model.json").write_text(json.dumps(about | {"task": None}))
+    (out / "model.json").write_bytes(config.seal(about | {"task": None}))
     learn(code=2, argv=[*again, "--max_steps=5"])                    # the run had none of its own
     (out / "model.json").write_text(json.dumps(about))
     learn(argv=[*again, "--max_steps=5"])

@@ -18,7 +18,7 @@ import sample
 import train
 from engine import Sampling
 from model import GPT, GPTConfig, add_lora, adapters
-from runtime import checkpoint, examples, guard, hardware, prompts
+from runtime import checkpoint, config, examples, guard, hardware, prompts
 from runtime.config import BadInput
 from runtime.run import Run
 from runtime.tokenizer import Tokenizer
@@ -53,15 +53,17 @@ def run(whole, tmp_path):
 
 
 def edited(path, keys, value):
-    """Put a value where the keys lead in a JSON file; without a value, nothing is left there."""
+    """Put a value where the keys lead in a JSON file; without a value, nothing is left there. A checksum that was
+    right is right again: what else is wrong with the file is to be found."""
     content = json.loads(path.read_text())
+    sealed = content.pop("checksum", None)
     *first, last = keys.split(".")
     place = content
     for key in first:
         place = place[key]
     place.pop(last, None)
     place |= {last: v for v in value}
-    path.write_text(json.dumps(content))
+    path.write_bytes(config.seal(content) if sealed else json.dumps(content).encode())
 
 
 def use(folder):
