@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 OURS = "#1b7837"
+OTHERS = "#888888"
 
 
 def recorded(name):
@@ -60,6 +61,21 @@ def grpo():
     save(figure, "grpo")
 
 
+def shakespeare():
+    """Draw the validation loss against wall time, ours and nanoGPT's, from the start of Python."""
+    runs = recorded("shakespeare_cpu")
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    for name, color in (("nanoGPT", OTHERS), ("nanoRFT", OURS)):
+        axes.plot(runs[name]["seconds"], runs[name]["val_loss"], "o-", color=color, label=name, markersize=3)
+    axes.set_xlabel("seconds since the start of Python")
+    axes.set_ylabel("validation loss, nats a character")
+    axes.set_ylim(1.8, 2.6)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "shakespeare")
+
+
 if __name__ == "__main__":
     quickstart()
     grpo()
+    shakespeare()
