@@ -110,8 +110,6 @@ RECORD = {
     "completion": (str, None), "ids": (list, None), "logprob": (int | float, None), "verdict": (str, None),
     "score": (int | float, 0), "parts": (dict, None), "signature": (str, None), "error": (str | None, None),
 }
-
-
 OTHERS = {"seed", "kept", "after_close"}
 
 

@@ -27,7 +27,7 @@ from torch.nn.attention import sdpa_kernel
 
 from ops import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
-from model import GPT, NothingDrawn, merged, rotations
+from model import merged, on_meta, rotations
 from runtime import memory
 from sampler import Sampling, StopStrings, draw, stream, uniform
 
@@ -165,8 +165,7 @@ class Engine:
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
         short_in_bf16 = self.device.type == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024
-        with torch.device("meta"), NothingDrawn():
-            self.model = GPT(self.config, "math" if short_in_bf16 else "sdpa")
+        self.model = on_meta(self.config, "math" if short_in_bf16 else "sdpa")
         self.head = Packed() if Packed.works(self.device, self.dtype) else None
         if self.head:
             self.model.head = None

@@ -444,8 +444,8 @@ class GPT(nn.Module):
 
 
 class NothingDrawn(TorchFunctionMode):
-    """Makes torch.nn.init do nothing. On the meta device it has no values to draw, and would first import
-    torch._dynamo for that: half of the time until sample.py's first token."""
+    """Makes torch.nn.init do nothing: on the meta device it would import torch._dynamo to draw no values, which was
+    half of the time until sample.py's first token."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -454,10 +454,15 @@ class NothingDrawn(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def on_meta(config, *args):
+    """Return a GPT that has no memory for its weights: to be counted, or to be given some."""
+    with torch.device("meta"), NothingDrawn():
+        return GPT(config, *args)
+
+
 def blank(config, *args, device="cpu", dtype=torch.float32):
     """Return a GPT whose weights are still to come from a file or another model; none are drawn."""
-    with torch.device("meta"), NothingDrawn():
-        model = GPT(config, *args)
+    model = on_meta(config, *args)
     model.to(dtype).to_empty(device=device)
     cos, sin = rotations(config)
     model.cos = None if cos is None else cos.to(device)

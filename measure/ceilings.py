@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine import Packed, cache_bytes
-from model import GPT
+from model import on_meta
 from runtime import hardware
 
 # {(device, format): FLOP/s, (device, "bytes"): bytes/s}, as measured in this process
@@ -154,12 +154,6 @@ def git_commit():
     with contextlib.suppress(OSError):
         result = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     return result.stdout.strip() or None if result and result.returncode == 0 else None
-
-
-def on_meta(c):
-    """Return a model of this shape without memory for its weights."""
-    with torch.device("meta"):
-        return GPT(c)
 
 
 def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):

@@ -12,10 +12,10 @@ from string import ascii_lowercase
 
 import torch
 
-from measure.ceilings import devices, matmul_peak, on_meta, sampling_limit
+from measure.ceilings import devices, matmul_peak, sampling_limit
 from measure.runs import WARM_UP, Work, a_peer, a_run, as_flags, in_turn, processes, raw, small, steps_alone
 from measure.synthetic import SHAPES, write_verifier
-from model import GPTConfig
+from model import GPTConfig, on_meta
 from runtime import guard
 from runtime.rewards import Pool
 

@@ -3,7 +3,6 @@
     python -m runs.summary out/quickstart
 """
 import json
-import sys
 from pathlib import Path
 
 from runtime import config, guard, hardware, plot

@@ -6,6 +6,7 @@
             tokenizer.json            if it is Hugging Face's
             base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the
                                       adapters alone. Of grpo.py with a KL term: the reference's weights
+            run.lock                  while a process writes here
             samples.txt               of grpo.py: answers to the same questions as training goes on
             metrics.jsonl training.log
             bad_batch_step_5_rank_0.pt                    what a run that diverged was learning from
@@ -77,6 +78,13 @@ def is_full(error):
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
+def not_written(what, error, then):
+    """Return the BadInput for what could not be written. then: what to do when its cause is mended."""
+    reason = getattr(error, "strerror", None) or error
+    advice = "free some space" if is_full(error) else "mend that"
+    return BadInput(f"{what} could not be written ({reason}): {advice}, and {then}.")
+
+
 def inside(folder, name):
     """Return folder / name. BadInput if a name that a file gave leads out of the folder (links may)."""
     path = Path(name) if isinstance(name, str) and "\0" not in name else None
@@ -131,10 +139,8 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError, RuntimeError) as e:
         shutil.rmtree(partial, ignore_errors=True)
-        reason = getattr(e, "strerror", None) or e
-        advice = "free some space" if is_full(e) else "see that it can be"
-        raise BadInput(f"The checkpoint of step {step} could not be written to {folder} ({reason}): {advice}, "
-                       "and go on with --init_from=resume; the earlier checkpoints are untouched.") from None
+        raise not_written(f"The checkpoint of step {step} in {folder}", e,
+                          "go on with --init_from=resume; the earlier checkpoints are untouched") from None
     newest = [other for other in steps(out_dir) if other <= step][-keep_last:]
     kept = [*newest, best(out_dir, step)]
     for other in steps(out_dir):              # a later step than this one was damaged, or was rolled back
@@ -240,10 +246,7 @@ def save_base(out_dir, weights):
         write_atomically(Path(out_dir) / "base.sha256", sha256(final).encode())
     except (OSError, SafetensorError) as e:
         partial.unlink(missing_ok=True)
-        reason = getattr(e, "strerror", None) or e
-        advice = "free some space" if is_full(e) else "mend that"
-        raise BadInput(f"{final} could not be written ({reason}): {advice}, and start again with "
-                       "--overwrite.") from None
+        raise not_written(final, e, "start again with --overwrite") from None
 
 
 def load_base(out_dir, device="cpu"):

@@ -10,7 +10,6 @@ import difflib
 import inspect
 import json
 import math
-import os
 import sys
 import traceback
 import types
@@ -18,7 +17,7 @@ import typing
 import zlib
 from pathlib import Path
 
-from runtime.usage import help_text
+from runtime.usage import help_text, is_first_rank
 
 
 # not taken over from the run that is resumed
@@ -79,7 +78,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
 
     values = {name: f.default for name, f in fields.items()}
     if claim and not given.get("eval_only"):
-        given = whence(given, claim(given.get("out_dir", values["out_dir"])))
+        given = choose_start(given, claim(given.get("out_dir", values["out_dir"])))
     init_from = given.get("init_from", values.get("init_from", "scratch"))
     if init_from != "scratch" and (init_from == "resume" or saved_of):
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
@@ -91,12 +90,12 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
         values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
                    for key in fields if key in saved and key not in OF_THIS_CALL}
         if init_from == "resume" and claim and not any((Path(run) / "checkpoints").glob("step_*")):
-            values |= {"init_from": began_from(run, saved), "overwrite": True}
+            values |= {"init_from": begin_again(run, saved), "overwrite": True}
             given.pop("init_from")
     return Config(**(values | given))
 
 
-def whence(given, found):
+def choose_start(given, found):
     """Return the flags that count, after what runtime.run.claim found in out_dir."""
     if found == "restarted":                 # all knobs are in the run folder
         return {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
@@ -107,11 +106,11 @@ def whence(given, found):
     return given | {"init_from": "resume"} if found == "run" else given
 
 
-def began_from(run, saved):
+def begin_again(run, saved):
     """Return what a run began from that was stopped before its first checkpoint, and so begins again."""
     if saved.get("init_from", "resume") == "resume":
         raise BadInput(f"{run} has no checkpoint to go on from: put one back, or start a new run.")
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(f"The run in {run} has no checkpoint yet, so it begins again, as its config.json says.", flush=True)
     return saved["init_from"]
 
@@ -138,7 +137,7 @@ def read_saved(out_dir):
             with contextlib.suppress(BadInput):
                 saved = read_sealed(meta, "").get("config")
                 if isinstance(saved, dict):
-                    if os.environ.get("RANK", "0") == "0":
+                    if is_first_rank():
                         print(f"{path} is damaged; what {meta} says of the knobs counts.", flush=True)
                     return saved
         raise e

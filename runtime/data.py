@@ -126,7 +126,7 @@ def whole_shards(folder, shards, dtype):
             path = folder / shard["file"]
             if path.stat().st_size != itemsize * shard["tokens"] or not SHARD_KEYS <= shard.keys():
                 break
-            if shard.get("sha256", file_sha256(path, folder)) != file_sha256(path, folder):
+            if "sha256" in shard and shard["sha256"] != file_sha256(path, folder):
                 print(f"{path} is not as it was written, so it is made again.", flush=True)
                 break
         except (KeyError, TypeError, OSError):

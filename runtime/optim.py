@@ -7,7 +7,8 @@ import torch.nn as nn
 
 from runtime.hardware import cpu_multiplies_bf16
 
-# weights that Muon moves together: 128 MiB of updates in fp32, and three times 64 in bf16 (128 where that is slow)
+# Weights that Muon moves together: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where bf16 is
+# slow.
 AT_A_TIME = 2**25
 
 

@@ -442,7 +442,6 @@ def not_by_default(cfg, inherited=()):
     return ", ".join(changed) or "-"
 
 
-
 def lora(cfg):
     """What model.add_lora is given; None without."""
     if not cfg.lora_rank:
@@ -486,8 +485,10 @@ def launch():
 def check_task(cfg, argv):
     """Say which task file of one's own a resumed run is about to execute. BadInput if it is not as the run
     noted it, unless the command line names it."""
-    goes_on = cfg.init_from == "resume" or {"--init_from=resume", "--resume=auto"} & {*argv}
-    found = own_task(cfg) if goes_on and (Path(cfg.out_dir) / "model.json").exists() else None
+    # Without a checkpoint the run begins again, and its init_from is no longer "resume".
+    asked = cfg.resume == "auto" or "--init_from=resume" in argv
+    goes_on = cfg.init_from == "resume" or asked and (Path(cfg.out_dir) / "config.json").exists()
+    found = own_task(cfg) if goes_on else None
     if not found:
         return
     model, file = checkpoint.read_model(cfg.out_dir), found["file"]

@@ -21,8 +21,13 @@ def first_line():
         except BrokenPipeError:                               # the reader has seen enough
             os._exit(0)
         sys.exit(0)
-    if sys.stdout.isatty() and os.environ.get("RANK", "0") == "0":
+    if sys.stdout.isatty() and is_first_rank():
         print("Loading PyTorch ...", flush=True)
+
+
+def is_first_rank():
+    """Tell whether this process speaks for all that torchrun started, or is alone."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def help_text(source):

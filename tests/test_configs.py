@@ -9,7 +9,7 @@ import torch
 import grpo
 import train
 from conftest import ROOT, trained
-from model import GPT
+from model import on_meta
 from runtime import config, hardware, memory, optim
 from runtime.tokenizer import Tokenizer
 
@@ -26,8 +26,7 @@ def build(cfg, attention="sdpa"):
     """The model of a config, on the meta device: shapes without memory."""
     class Ids:
         n_vocab = GPT2_IDS if cfg.tokenizer == "gpt2" else Tokenizer("bytes").n_vocab
-    with torch.device("meta"):
-        return GPT(train.architecture(cfg, Ids), attention, cfg.gradient_checkpointing, cfg.loss_chunks)
+    return on_meta(train.architecture(cfg, Ids), attention, cfg.gradient_checkpointing, cfg.loss_chunks)
 
 
 def tokens_a_step(cfg):

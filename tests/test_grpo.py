@@ -1157,6 +1157,12 @@ def test_so_does_training_on_the_text_of_a_task(tmp_path, capsys):
         check_task(cfg, ["--max_steps=3"])
     for dataset in ("task:countdown", str(own), "task:missing.py"):
         check_task(dataclasses.replace(cfg, dataset=dataset), [])
+    # Without a checkpoint the run would begin again, and execute the file all the same.
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.json").unlink()
+    for argv, resume in (["--init_from=resume"], None), ([], "auto"):
+        with pytest.raises(BadInput, match="model.json can't be read"):
+            check_task(dataclasses.replace(cfg, init_from="scratch", resume=resume), argv)
     assert not capsys.readouterr().out
 
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, on_meta
 from runtime.config import BadInput
 
 transformers = pytest.importorskip("transformers")
@@ -106,8 +106,7 @@ SIZES = {                     # as published: the config.json's own words, and t
 @pytest.mark.parametrize("name", SIZES)
 def test_the_published_models_have_their_published_sizes(name):
     about, n_params = SIZES[name]
-    with torch.device("meta"):
-        model = GPT(hf.read_config(about))
+    model = on_meta(hf.read_config(about))
     padding = (model.config.padded_vocab_size - model.config.vocab_size) * model.config.n_embd
     assert model.n_params() - padding == n_params
 

@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops import HeadAndLoss, SquaredReLU, math_attention, rms_norm, sdpa_attention
-from model import GPT, IGNORE, GPTConfig, rotate
+from model import GPT, IGNORE, GPTConfig, on_meta, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
             tied_head=True)
@@ -38,8 +38,7 @@ def test_loss_at_start_is_ln_of_the_vocabulary(kind, vocab_size):
 
 
 def test_parameter_counts_and_flops_of_gpt2_124m():
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**GPT2))
+    model = on_meta(GPTConfig(**GPT2))
     padding = (50304 - 50257) * 768
     assert model.n_params() == 124_439_808 + padding
     assert model.n_params(embeddings=False) == 124_439_808 - 50257 * 768 - 1024 * 768
