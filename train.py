@@ -419,7 +419,7 @@ def main(argv):
     with run.open(tokenizer, resuming):
         wrapped = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
-        run.log.say(start_up(cfg, run, dataset, about, workers(cfg, hw), inherited))
+        run.log.say(start_up(cfg, run, wrapped, dataset, about, workers(cfg, hw), inherited))
         settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw)}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
         return train(cfg, run, wrapped, dataset, held_out)

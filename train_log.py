@@ -5,29 +5,35 @@ from runtime.perplexity import evaluation_line
 from runtime.run import not_by_default
 
 
-def start_up(cfg, run, dataset, about, num_workers, inherited):
-    """Return the paragraph that says what is about to happen, on what. about: the data, for people.
-    inherited: knobs that the model to start from has settled."""
+def start_up(cfg, run, model, dataset, about, num_workers, inherited):
+    """Return the paragraph that says what is about to happen, on what. model: as the loop calls it. about: the
+    data, for people. inherited: knobs that the model to start from has settled."""
     hw = run.hardware
-    model = run.model
+    gpt = run.model
     world = distributed.world_size()
     sequences = cfg.sequences
     micro_batch = run.state.micro_batch
     asked_for = min(cfg.batch_size, sequences // world)
     smaller = f" (for {asked_for}, which does not fit)" if micro_batch < asked_for else ""
-    epochs = (run.num_steps - run.step) / dataset.steps_per_epoch
+    accumulation = -(-sequences // (micro_batch * world))
+    steps_left = run.num_steps - run.step
+    epochs = steps_left / dataset.steps_per_epoch
+    time_left = ""
+    if model.rehearsed_s:
+        seconds = model.rehearsed_s * accumulation * steps_left
+        time_left = f", in about {duration(seconds)} without the optimizer's part"
     tf32 = "on" if hw.tf32 else "off"
     compiled = "on" if hw.compile else "off"
     checkpointing = "on" if cfg.gradient_checkpointing else "off"
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     lines = [
-        f"{model.n_params():,} parameters ({model.n_params(embeddings=False):,} without embeddings), "
-        f"{model.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
-        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs.",
+        f"{gpt.n_params():,} parameters ({gpt.n_params(embeddings=False):,} without embeddings), "
+        f"{gpt.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
+        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
         f"{hw.attention_kernel}, compile {compiled}, checkpointing {checkpointing}, {num_workers} loader "
         f"processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
-        f"Micro-batch {micro_batch}{smaller} x accumulation {-(-sequences // (micro_batch * world))} x {ranks} = "
+        f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = "
         f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "
         f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
         f"Not by default: {not_by_default(cfg, inherited)}",

@@ -145,6 +145,7 @@ class TrainedModel(nn.Module):
         self.model = model
         self.local = torch.compile(Forward(model), mode=mode, dynamic=dynamic) if compile else Forward(model)
         self.ddp = None
+        self.rehearsed_s = None              # see memory.rehearse
 
     def share_gradients(self):
         """From now on with the other ranks, if there are any. Every rank must call."""

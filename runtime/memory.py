@@ -1,6 +1,7 @@
 """The micro-batch that fits: a rehearsal before the first step, arithmetic for machines and people."""
 import dataclasses
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -75,6 +76,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     run and fit, else the exception.
 
     The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state.
+    model.rehearsed_s: seconds of the last one, None if not known.
     On a CPU, where the kernel kills what takes too much instead of refusing it, arithmetic comes first.
     inputs: what grpo.py calls the model with for log-probabilities, of about as many positions. Every rank
     must call.
@@ -91,12 +93,17 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     try:
         reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=hardware.device)
         for _ in range(passes):
+            clock = time.perf_counter()
             with hardware.autocast():
                 if inputs:
                     loss = model.token_logprobs(*inputs)[0].sum()
                 else:
                     loss = model.loss(x, y)
             loss.backward()
+            hardware.wait()
+            model.rehearsed_s = time.perf_counter() - clock
+        if hardware.compile and passes == 1:
+            model.rehearsed_s = None         # it was mostly compiled in
         if not inputs:
             model.eval()
             with hardware.autocast(), torch.no_grad():

@@ -2,11 +2,14 @@
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"          # before PyTorch is imported: two workers have two cores
+
+import forked
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,8 +41,7 @@ def flags(**knobs):
 
 
 def command(out_dir, ranks=1, script="train.py", defaults=TINY, config=None, **knobs):
-    start = [sys.executable] if ranks == 1 else \
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    start = [sys.executable] if ranks == 1 else [*forked.TORCHRUN, f"--nproc_per_node={ranks}"]
     return start + [str(ROOT / script)] + ([str(config)] if config else []) + flags(**(defaults | {"out_dir": out_dir} | knobs))
 
 
@@ -50,7 +52,7 @@ def environment(**extra):
 def run(out_dir, text, ranks=1, env=None, **knobs):
     """The finished process of a tiny training run on the text."""
     knobs = {"dataset": text, "data_dir": Path(text).parent / "tokens"} | knobs
-    return subprocess.run(command(out_dir, ranks, **knobs), env=environment(**(env or {})), capture_output=True, text=True,
+    return forked.run(command(out_dir, ranks, **knobs), env=environment(**(env or {})), capture_output=True, text=True,
                           timeout=120)
 
 

@@ -16,6 +16,7 @@ import torch
 import bench
 import grpo
 import train
+import forked
 from conftest import ROOT, environment
 from measure import ceilings, ladder, peers, runs, sampling, synthetic
 from model import GPT, GPTConfig
@@ -216,7 +217,7 @@ def test_rungs_of_a_gpu():
 
 
 def test_profile():
-    done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--stage=train", "--profile", "--memory", "--output=p.json", "--steps=2",
+    done = forked.run([sys.executable, str(ROOT / "bench.py"), "--stage=train", "--profile", "--memory", "--output=p.json", "--steps=2",
                            "--batch_size=2", "--block_size=16", "--n_layer=1", "--device=cpu", "--dtype=fp32"],
                           env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,11 @@
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 
+import forked
 from conftest import ROOT
 from runtime import checkpoint, config
 from runtime.config import BadInput
@@ -104,7 +104,7 @@ except checkpoint.BadInput as e:
     print(e)
 """
     for size in (1_000_000, 4):                           # the weights do not fit; the optimizer's state does not
-        done = subprocess.run([sys.executable, "-c", program, str(size)], capture_output=True, text=True)
+        done = forked.run([sys.executable, "-c", program, str(size)], capture_output=True, text=True)
         assert f"The checkpoint of step 2 in {tmp_path / 'checkpoints'} could not be written" in done.stdout, done.stderr
     assert checkpoint.newest_intact(tmp_path) == 1
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]

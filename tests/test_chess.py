@@ -13,6 +13,7 @@ pytest.importorskip("chess")
 pytest.importorskip("rapidfuzz")
 
 import tasks
+import forked
 from conftest import ROOT, environment
 from runtime.rewards import Pool
 from tasks import _questions, chess_world
@@ -236,7 +237,7 @@ def test_what_is_missing_is_said(monkeypatch):
     with pytest.raises(ValueError, match="pip install chess rapidfuzz"):
         tasks.load("chess_world")
     code = "import sys; sys.modules['rapidfuzz'] = None\nimport tasks\ntry: tasks.load('chess_world:A')\nexcept ValueError as e: print(e)"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True).stdout
+    said = forked.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True).stdout
     assert said == "The task chess_world needs two packages: pip install chess rapidfuzz.\n"
 
 

@@ -10,6 +10,7 @@ import pytest
 import tiktoken
 import torch
 
+import forked
 from conftest import ROOT
 from runtime import data, texts
 from runtime.config import BadInput
@@ -162,7 +163,7 @@ def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, 
 def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
     code = ("import sys; from runtime import data, texts; from runtime.tokenizer import Tokenizer; texts.CHUNK = 200; data.SHARD = 2\n"
             "print(data.prepare(sys.argv[1], Tokenizer('bytes'), sys.argv[2]))")
-    both = [subprocess.Popen([sys.executable, "-c", code, str(text), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
+    both = [forked.Popen([sys.executable, "-c", code, str(text), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True) for _ in range(2)]
     results = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], results

@@ -12,6 +12,7 @@ import pytest
 
 import datagen
 import tasks
+import forked
 from conftest import ROOT, environment, flags, trained
 from runtime import examples
 from runtime.config import BadInput
@@ -53,12 +54,12 @@ def task(tmp_path_factory):
 
 
 def command(output, base, task, ranks=1, **knobs):
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    start = [sys.executable] if ranks == 1 else [*forked.TORCHRUN, f"--nproc_per_node={ranks}"]
     return start + [str(ROOT / "datagen.py"), *flags(**DATAGEN | dict(init_from=base, task=task, output=output) | knobs)]
 
 
 def generate(output, base, task, code=0, **knobs):
-    done = subprocess.run(command(output, base, task, **knobs), env=environment(), capture_output=True, text=True, timeout=120)
+    done = forked.run(command(output, base, task, **knobs), env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -146,7 +147,7 @@ def test_a_stopped_run_goes_on_to_the_same_file(base, task, tmp_path, how):
     rng, stops, output, knobs = random.Random(how), 0, tmp_path / "rft.json", dict(deterministic=True, slots=2)
     generate(tmp_path / "whole.json", base, task, **knobs)
     while stops < (10 if how == signal.SIGKILL else 1):
-        process = subprocess.Popen(command(output, base, task, **knobs), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = forked.Popen(command(output, base, task, **knobs), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         process.stdout.readline()            # sampling begins
         time.sleep(rng.random() * 0.15)
         process.send_signal(how)

@@ -1,7 +1,6 @@
 """Accuracy on a task: what the figures mean, and that eval.py finds them, alone, on two ranks and for several models."""
 import json
 import math
-import subprocess
 import sys
 import zlib
 from itertools import combinations
@@ -13,6 +12,7 @@ import torch
 import eval as evaluation
 import hf
 import tasks
+import forked
 from conftest import ROOT, command, environment, trained
 from engine import Engine, Sampling
 from model import GPT, GPTConfig
@@ -229,7 +229,7 @@ def test_two_ranks_find_what_one_does(model, task, capsys, knobs):
     line = [str(model), f"--task={task}", "--dtype=fp32", "--max_new_tokens=20", "--num_questions=21", "--json", *knobs]
     assert evaluation.main(line) == 0
     alone = capsys.readouterr().out.splitlines()
-    done = subprocess.run(command("", 2, "eval.py", defaults={})[:-1] + line, env=environment(), capture_output=True, text=True, timeout=120)
+    done = forked.run(command("", 2, "eval.py", defaults={})[:-1] + line, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     shared = done.stdout.splitlines()
     assert len(shared) == len(alone)
@@ -305,5 +305,5 @@ def test_what_can_not_be_evaluated_is_one_sentence(model, task, arguments, words
 
 
 def test_bad_input_ends_with_2(model):
-    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(model), "--task=nothing"], env=environment(), capture_output=True, text=True)
+    done = forked.run([sys.executable, str(ROOT / "eval.py"), str(model), "--task=nothing"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: There is no task nothing") and done.stderr.count("\n") == 1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import forked
 from conftest import command, environment, largest_difference, metrics, run, trained, weights
 from model import IGNORE
 from runtime import checkpoint, examples, prompts
@@ -270,7 +271,7 @@ def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
 
 def test_a_killed_run_goes_on_exactly(rft, base, tmp_path):
     tune(tmp_path / "a", rft, base, num_epochs=12, save_interval=2)
-    process = subprocess.Popen(command(tmp_path / "b", defaults=TUNE, dataset=rft, data_dir=tmp_path, init_from=base, num_epochs=12,
+    process = forked.Popen(command(tmp_path / "b", defaults=TUNE, dataset=rft, data_dir=tmp_path, init_from=base, num_epochs=12,
                                        save_interval=2), env=environment(), stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step 21/"):

@@ -25,6 +25,7 @@ import rollout
 from rollout import Completion
 import hf
 import train
+import forked
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
 from model import GPT, IGNORE, GPTConfig
@@ -677,8 +678,7 @@ def in_ranks(folder, argvs):
     """What two ranks said that ran these."""
     script = write(folder, f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport grpo\nfrom runtime import distributed, guard\n"
                    f"for argv in {list(argvs.values())!r}:\n    assert grpo.main(argv) == 0\ndistributed.close()\n", "several.py")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-                          env=environment(), capture_output=True, text=True, timeout=300)
+    done = forked.run([*forked.TORCHRUN, "--nproc_per_node=2", str(script)], env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -779,7 +779,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(learn, base, let
     calm, out, rng, kills, seen = learn("calm", **knobs), tmp_path / "stormy", random.Random(0), 0, []
     while kills < 8:
         how = {"init_from": "resume"} if checkpoint.newest_intact(out, seen.append) else {"overwrite": True}
-        process = subprocess.Popen(command(out, base, letters, **knobs | how), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = forked.Popen(command(out, base, letters, **knobs | how), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         before = checkpoint.steps(out)
         wait_for(lambda: checkpoint.steps(out) != before or process.poll() is not None)
         time.sleep(rng.uniform(0, 0.1))
@@ -796,7 +796,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(learn, base, let
 
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, letters, tmp_path):
     out = tmp_path / "a"
-    process = subprocess.Popen(command(out, base, letters, max_steps=100_000, reward_pool="process"), env=environment(), stdout=subprocess.PIPE,
+    process = forked.Popen(command(out, base, letters, max_steps=100_000, reward_pool="process"), env=environment(), stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(lines(out)) > 2)
     os.killpg(process.pid, signal.SIGTERM)   # as batch systems do, to all it started
@@ -810,7 +810,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, let
 
 def test_a_signal_to_one_of_two_ranks_stops_both_after_the_same_step(base, letters, tmp_path):
     out = tmp_path / "a"
-    process = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+    process = subprocess.Popen([*forked.TORCHRUN, "--nproc_per_node=2",
                                 *command(out, base, letters, max_steps=100_000)[1:]], env=environment(), stdout=subprocess.PIPE, text=True)
     wait_for(lambda: (out / "metrics.jsonl").exists() and lines(out))
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout.split()
@@ -870,8 +870,8 @@ def test_a_verifier_that_fails_on_one_rank_ends_both(base, tmp_path):
     """The first rank, which speaks for all, learns of it."""
     task = task_file(tmp_path, "return 1 / (1 - int(os.environ['RANK']))", more="import os")
     argv = command(tmp_path / "run", base, task, prompts_per_step=16)[1:]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(torchrun + argv, env=environment(), capture_output=True, text=True, timeout=120)
+    torchrun = [*forked.TORCHRUN, "--nproc_per_node=2"]
+    done = forked.run(torchrun + argv, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode and done.stderr.count("error: The reward of the task") == 1, done.stderr
     assert "ZeroDivisionError" in done.stderr
 

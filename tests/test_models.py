@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import forked
 import hub
 from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
 from hf import find, load
@@ -39,7 +40,7 @@ def tune(out_dir, text, source, **knobs):
 
 
 def script(name, *arguments, ranks=1, **options):
-    done = subprocess.run(command("", ranks, name, defaults={})[:-1] + [str(a) for a in arguments], env=environment(), text=True,
+    done = forked.run(command("", ranks, name, defaults={})[:-1] + [str(a) for a in arguments], env=environment(), text=True,
                           capture_output=True, timeout=120, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -138,7 +139,7 @@ def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
         (tmp_path / "out" / name).unlink()
     out = script("sample.py", tmp_path / "out", "--tokenizer=bytes", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
     assert out == script("sample.py", tmp_path / "a", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
-    done = subprocess.run(command("", 1, "sample.py", defaults={})[:-1] + [str(tmp_path / "out")], env=environment(), capture_output=True,
+    done = forked.run(command("", 1, "sample.py", defaults={})[:-1] + [str(tmp_path / "out")], env=environment(), capture_output=True,
                           text=True)
     assert done.returncode == 2 and "has no tokenizer.json: choose --tokenizer=" in done.stderr
     refused = [
@@ -149,7 +150,7 @@ def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
     for knobs, words in refused:
         done = run(knobs.pop("out_dir", tmp_path / "b"), text, defaults={}, **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    done = subprocess.run([sys.executable, str(ROOT / "hf.py"), str(tmp_path / "a"), str(tmp_path / "out")], env=environment(),
+    done = forked.run([sys.executable, str(ROOT / "hf.py"), str(tmp_path / "a"), str(tmp_path / "out")], env=environment(),
                           capture_output=True, text=True)
     assert done.returncode == 2 and "not an empty folder" in done.stderr
 
@@ -159,7 +160,7 @@ def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp
     code = "import hf; f = hf.find('org/small-chat'); print(f.load().n_params(), f.tokenizer().template['name'])"
 
     def load_by_name(url, **extra):
-        return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=hub.environment(url, tmp_path / "home") | extra,
+        return forked.run([sys.executable, "-c", code], cwd=ROOT, env=hub.environment(url, tmp_path / "home") | extra,
                               capture_output=True, text=True, timeout=120)
     with hub.serve(tmp_path / "hub") as url:
         assert load_by_name(url).stdout.split()[1:] == ["chatml"]
@@ -216,7 +217,7 @@ def test_a_split_is_evaluated_without_touching_the_others(tuned, tmp_path):
     (["RUN", "--dataset=task:unit_conversion", "--split=test"], "no split test")])
 def test_what_eval_can_not_do_is_one_sentence(tuned, text, tmp_path, arguments, words):
     arguments = [a.replace("RUN", str(tuned)).replace("TEXT", str(text)) for a in arguments]
-    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), *arguments, f"--data_dir={tmp_path}"], env=environment(), text=True,
+    done = forked.run([sys.executable, str(ROOT / "eval.py"), *arguments, f"--data_dir={tmp_path}"], env=environment(), text=True,
                           capture_output=True)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -237,7 +238,7 @@ WILD = ["--temperature=2", "--seed=3", "--dtype=fp32"]                 # so that
 def test_what_can_not_be_sampled_is_one_sentence_on_any_rank(tuned):
     for ranks in (1, 2):
         for knob, words in (("--top_p=0", "can't be sampled from"), (f"--prompt={'the ' * 400}", "can't be continued")):
-            done = subprocess.run(command("", ranks, "sample.py", defaults={})[:-1] + [str(tuned), knob], env=environment(), text=True,
+            done = forked.run(command("", ranks, "sample.py", defaults={})[:-1] + [str(tuned), knob], env=environment(), text=True,
                                   capture_output=True)
             assert done.returncode and done.stderr.count("error: ") == 1 and words in done.stderr, done.stderr
 
@@ -329,7 +330,7 @@ def test_the_quickstarts_summary(tmp_path):
     for name in ("greedy", "sampled"):
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
     (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 140 130\nevaluation 155 140\n")
-    done = subprocess.run([sys.executable, "-m", "runs.summary", tmp_path], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = forked.run([sys.executable, "-m", "runs.summary", tmp_path], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "50.0%" in done.stdout, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["stages"] == [{"name": "base", "greedy": 0.5, "sampled": 0.5, "pass_at_8": 0.9, "seconds": 60.0},

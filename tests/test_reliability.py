@@ -13,6 +13,7 @@ import torch
 
 import hf
 import train
+import forked
 from conftest import ROOT, TINY, command, environment, flags, largest_difference, metrics, run, trained, weights
 from runtime import checkpoint, lock
 from runtime.config import BadInput
@@ -46,7 +47,7 @@ def here(out_dir, text, **knobs):
 def begun(out_dir, text, script="train.py", **knobs):
     """A long run that has logged its first steps."""
     knobs = dict(max_steps=100_000, save_interval=10**6, eval_interval=10**6) | knobs
-    process = subprocess.Popen(command(out_dir, script=script, dataset=text, data_dir=text.parent / "tokens", **knobs),
+    process = forked.Popen(command(out_dir, script=script, dataset=text, data_dir=text.parent / "tokens", **knobs),
                                env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: (out_dir / "metrics.jsonl").exists() and len(metrics(out_dir)) > 2)
     return process
@@ -240,7 +241,7 @@ Run.finish_step, train.validation_loss = stopped_at_4, killed
 train.main(sys.argv[1:])
 """
     given = command(out, dataset=text, data_dir=text.parent / "tokens", **knobs)[2:]
-    assert subprocess.run([sys.executable, "-c", program, *given], env=environment()).returncode == -signal.SIGKILL
+    assert forked.run([sys.executable, "-c", program, *given], env=environment()).returncode == -signal.SIGKILL
     assert checkpoint.steps(out) == [4] and not metrics(out, "val_loss")
     here(out, text, init_from="resume", **knobs)
     assert metrics(out, "val_loss") == metrics(tmp_path / "whole", "val_loss")
@@ -326,6 +327,6 @@ try:
 except checkpoint.BadInput as e:
     print(e)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "could not be written" in done.stdout and checkpoint.damage(tmp_path, 1) is None
     assert weights(tmp_path, 1)["a"].tolist() == [0, 0, 0]

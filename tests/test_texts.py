@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import forked
 import hub                                           # the stand-in beside this file
 from conftest import ROOT
 from runtime import data, texts
@@ -224,7 +225,7 @@ def test_wikitext_is_one_text_again(tmp_path):
 def test_a_hub_that_does_not_answer_is_said_at_once(tmp_path):
     env = hub.environment("http://127.0.0.1:9", tmp_path / "home")
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "train.py", "--dataset=org/name", f"--out_dir={tmp_path}/out", f"--data_dir={tmp_path}/d"],
+    done = forked.run([sys.executable, "train.py", "--dataset=org/name", f"--out_dir={tmp_path}/out", f"--data_dir={tmp_path}/d"],
                           capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
     assert done.returncode == 2 and time.monotonic() - began < 20
     assert "does not answer" in done.stderr and "give their path" in done.stderr and len(done.stderr.strip().splitlines()) == 1

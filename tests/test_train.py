@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+import forked
 from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
 from runtime import checkpoint
 
@@ -118,7 +119,7 @@ def test_ranks_that_cannot_share_the_batch_say_so(tmp_path, text):
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_saves_and_exits(tmp_path, text, number, code):
     out = tmp_path / "a"
-    process = subprocess.Popen(command(out, dataset=text, data_dir=tmp_path, max_steps=100_000, save_interval=10**6,
+    process = forked.Popen(command(out, dataset=text, data_dir=tmp_path, max_steps=100_000, save_interval=10**6,
                                        eval_interval=10**6), env=environment(), stdout=subprocess.PIPE, text=True)
     wait_for(lambda: (out / "metrics.jsonl").exists() and metrics(out))
     process.send_signal(number)
@@ -131,7 +132,7 @@ def test_a_signal_finishes_the_step_saves_and_exits(tmp_path, text, number, code
 def test_sigterm_to_the_whole_group_with_loader_processes_saves_too(tmp_path, text):
     """As torchrun and batch systems stop a job."""
     out = tmp_path / "a"
-    process = subprocess.Popen(command(out, dataset=text, data_dir=tmp_path, max_steps=100_000, save_interval=10**6,
+    process = forked.Popen(command(out, dataset=text, data_dir=tmp_path, max_steps=100_000, save_interval=10**6,
                                        eval_interval=10**6, num_workers=2), env=environment(), start_new_session=True)
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) > 2)
     os.killpg(process.pid, signal.SIGTERM)
@@ -160,11 +161,11 @@ def wait_for(condition, seconds=60):
 def test_killed_at_20_random_moments_it_ends_with_the_same_weights(tmp_path, text):
     knobs = dict(dataset=text, data_dir=tmp_path, max_steps=800, save_interval=5, eval_interval=200, log_interval=50, dtype="fp32",
                  keep_last=2, block_size=16, batch_size=2)
-    assert subprocess.run(command(tmp_path / "calm", **knobs), env=environment(), capture_output=True).returncode == 0
+    assert forked.run(command(tmp_path / "calm", **knobs), env=environment(), capture_output=True).returncode == 0
     out, rng, kills, seen = tmp_path / "stormy", random.Random(0), 0, []
     while kills < 20:
         how = {"init_from": "resume"} if checkpoint.newest_intact(out, seen.append) else {"overwrite": True}
-        process = subprocess.Popen(command(out, **knobs, **how), env=environment(), stdout=subprocess.DEVNULL,
+        process = forked.Popen(command(out, **knobs, **how), env=environment(), stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
         before = checkpoint.steps(out)
         try:
@@ -176,7 +177,7 @@ def test_killed_at_20_random_moments_it_ends_with_the_same_weights(tmp_path, tex
             process.wait()
             kills += 1
     if checkpoint.newest_intact(out) < 800:
-        assert subprocess.run(command(out, **knobs, init_from="resume"), env=environment(), capture_output=True).returncode == 0
+        assert forked.run(command(out, **knobs, init_from="resume"), env=environment(), capture_output=True).returncode == 0
     assert kills == 20 and not seen                       # and no kill left a damaged checkpoint
     assert largest_difference(weights(out, 800), weights(tmp_path / "calm", 800)) == 0
     assert metrics(out) == metrics(tmp_path / "calm")
@@ -287,6 +288,6 @@ def test_another_run_is_not_overwritten_and_another_architecture_not_resumed(tex
 
 
 def test_sample_continues_a_prompt(reference):
-    done = subprocess.run([sys.executable, str(ROOT / "sample.py"), str(reference), "--prompt=the cat", "--num_samples=2",
+    done = forked.run([sys.executable, str(ROOT / "sample.py"), str(reference), "--prompt=the cat", "--num_samples=2",
                            "--max_new_tokens=8"], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("the cat") == 2, done.stderr

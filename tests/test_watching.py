@@ -1,10 +1,10 @@
 """What a run leaves for those who watch it: TensorBoard, Weights & Biases, curves."""
 import json
-import subprocess
 import sys
 
 import pytest
 
+import forked
 from conftest import ROOT, environment, metrics, trained, unknown
 from runtime import log
 from runtime import plot as curves
@@ -12,7 +12,7 @@ from runtime.config import BadInput
 
 
 def plot(*arguments):
-    return subprocess.run([sys.executable, "-m", "runtime.plot", *map(str, arguments)], cwd=ROOT, env=environment(),
+    return forked.run([sys.executable, "-m", "runtime.plot", *map(str, arguments)], cwd=ROOT, env=environment(),
                           capture_output=True, text=True, timeout=120)
 
 

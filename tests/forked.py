@@ -1,0 +1,200 @@
+"""Starts Python programs as subprocess does, but as forks of a process that has imported PyTorch: most of a short run.
+
+A program runs as `__main__` in a process of its own, with arguments, environment, folder, output and signals of
+its own. What tests ask of a start itself (imports, torchrun's restarts, shell scripts) they ask of subprocess.
+"""
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import warnings
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+
+ROOT = str(Path(__file__).parent.parent)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.rendezvous",
+                               "safetensors.torch", "tqdm", "regex"])
+
+
+# --- in the new process ---
+
+class Inherited:
+    """A file descriptor that goes with the job, and is a number again at the other end."""
+
+    def __init__(self, fd):
+        self.fd = fd
+
+    def __reduce__(self):
+        return detached, (DupFd(self.fd),)
+
+
+def detached(duplicate):
+    return duplicate.detach()
+
+
+def be_program(arguments, env, cwd, fds, new_session):
+    """Do what `python *arguments` does."""
+    os.environ.clear()
+    os.environ.update(env)
+    if new_session:
+        os.setsid()
+    os.chdir(cwd)
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    if "PYTHONWARNINGS" in env:
+        warnings.simplefilter(env["PYTHONWARNINGS"])
+    own = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = own + [path for path in sys.path if not path.startswith(ROOT)]
+    try:
+        first, *rest = arguments
+        if first == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.path.insert(0, "")
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+        elif first == "-m":
+            sys.argv = rest
+            sys.path.insert(0, cwd)
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+            runpy.run_path(first, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+# --- in the test ---
+
+class Popen:
+    """What subprocess.Popen has of the same names, for a command that begins with sys.executable."""
+
+    def __init__(self, command, env=None, cwd=None, stdout=None, stderr=None, text=False, start_new_session=False):
+        python, *arguments = map(str, command)
+        assert python == sys.executable, command
+        self.args = command
+        pipes = {}
+        with contextlib.ExitStack() as files:
+            nowhere = files.enter_context(open(os.devnull, "r+b")).fileno()
+
+            def fd_of(target):
+                if target in (None, subprocess.DEVNULL):
+                    return nowhere
+                if target == subprocess.PIPE:
+                    read, write = os.pipe()
+                    files.callback(os.close, write)
+                    pipes[write] = open(read, "r" if text else "rb")
+                    return write
+                return target.fileno()
+            out = fd_of(stdout)
+            err = out if stderr == subprocess.STDOUT else fd_of(stderr)
+            job = (arguments, dict(os.environ if env is None else env), str(cwd or os.getcwd()),
+                   [Inherited(fd) for fd in (nowhere, out, err)], start_new_session)
+            self.process = server.Process(target=be_program, args=job)
+            self.process.start()
+        self.pid = self.process.pid
+        self.stdout = pipes.get(out)
+        self.stderr = pipes.get(err) if err != out else None
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.process.exitcode
+
+    def communicate(self, timeout=None):
+        """Read what is left of stdout, then of stderr (little: no more than a pipe holds), and wait."""
+        said = [file.read() if file else None for file in (self.stdout, self.stderr)]
+        self.wait(timeout)
+        return said
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for file in (self.stdout, self.stderr):
+            if file:
+                file.close()
+        self.wait()
+
+
+def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=None, stdout=None, stderr=None):
+    """Return a subprocess.CompletedProcess. Of a torchrun its ranks are forked, and end together as there."""
+    command = [str(word) for word in command]
+    env = dict(os.environ if env is None else env)
+    jobs = [(command, env)]
+    if command[:4] == TORCHRUN:
+        ranks = int(command[4].removeprefix("--nproc_per_node="))
+        jobs = [([sys.executable, *command[5:]], env | rank) for rank in ranks_of(ranks)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        targets = {"stdout": out, "stderr": err} if capture_output else {"stdout": stdout, "stderr": stderr}
+        processes = [Popen(line, job_env, cwd, **targets) for line, job_env in jobs]
+        try:
+            wait_for(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+        said = [None, None]
+        for i, file in enumerate((out, err)):
+            if capture_output:
+                file.seek(0)
+                said[i] = file.read().decode() if text else file.read()
+    codes = [process.returncode for process in processes]
+    code = codes[0] if len(codes) == 1 else int(any(codes))
+    return subprocess.CompletedProcess(command, code, *said)
+
+
+def ranks_of(n):
+    """Return the environments of n ranks on this machine, as torchrun sets them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{n}", "LOCAL_WORLD_SIZE": f"{n}"}
+    return [shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(n)]
+
+
+def wait_for(processes, timeout):
+    """Wait until all have ended; when one fails the others are ended."""
+    deadline = time.monotonic() + (timeout or 600)
+    running = list(processes)
+    while running:
+        multiprocessing.connection.wait([process.process.sentinel for process in running], 1)
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired(processes[0].args, timeout)
+        running = [process for process in running if process.poll() is None]
+        if any(process.poll() for process in processes):
+            for process in running:
+                process.terminate()
