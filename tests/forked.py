@@ -85,7 +85,8 @@ def be_program(arguments, env, cwd, fds, new_session):
 class Popen:
     """What subprocess.Popen has of the same names, for a command that begins with sys.executable."""
 
-    def __init__(self, command, env=None, cwd=None, stdout=None, stderr=None, text=False, start_new_session=False):
+    def __init__(self, command, env=None, cwd=None, stdin=None, stdout=None, stderr=None, text=False,
+                 start_new_session=False):
         python, *arguments = map(str, command)
         assert python == sys.executable, command
         self.args = command
@@ -105,7 +106,7 @@ class Popen:
             out = fd_of(stdout)
             err = out if stderr == subprocess.STDOUT else fd_of(stderr)
             job = (arguments, dict(os.environ if env is None else env), str(cwd or os.getcwd()),
-                   [Inherited(fd) for fd in (nowhere, out, err)], start_new_session)
+                   [Inherited(fd) for fd in (fd_of(stdin), out, err)], start_new_session)
             self.process = server.Process(target=be_program, args=job)
             self.process.start()
         self.pid = self.process.pid
@@ -151,7 +152,7 @@ class Popen:
         self.wait()
 
 
-def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=None, stdout=None, stderr=None):
+def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=None, input=""):
     """Return a subprocess.CompletedProcess. Of a torchrun its ranks are forked, and end together as there."""
     command = [str(word) for word in command]
     env = dict(os.environ if env is None else env)
@@ -159,9 +160,11 @@ def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=N
     if command[:4] == TORCHRUN:
         ranks = int(command[4].removeprefix("--nproc_per_node="))
         jobs = [([sys.executable, *command[5:]], env | rank) for rank in ranks_of(ranks)]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        targets = {"stdout": out, "stderr": err} if capture_output else {"stdout": stdout, "stderr": stderr}
-        processes = [Popen(line, job_env, cwd, **targets) for line, job_env in jobs]
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        stdin.write(input.encode())
+        stdin.seek(0)
+        targets = [out, err] if capture_output else [None, None]
+        processes = [Popen(line, job_env, cwd, stdin, *targets) for line, job_env in jobs]
         try:
             wait_for(processes, timeout)
         finally:

@@ -206,8 +206,9 @@ def test_gradients_that_stay_non_finite_roll_back_once_then_stop_with_the_batch_
 
 
 def test_without_a_compiler_training_goes_on_eagerly(tmp_path, text):
-    done = trained(tmp_path / "a", text, compile=True, max_steps=3, env={"CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR":
-                                                                         str(tmp_path / "cache")})
+    env = environment(CXX="/nowhere/c++", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))    # read by an import
+    done = subprocess.run(command(tmp_path / "a", dataset=text, data_dir=tmp_path, compile=True, max_steps=3), env=env, capture_output=True,
+                          text=True)
     assert done.stdout.count("torch.compile failed") == 1 and "step 3/3" in done.stdout
 
 
