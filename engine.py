@@ -27,7 +27,7 @@ from torch.nn.attention import sdpa_kernel
 
 from ops import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
-from model import merged, on_meta, rotations
+from model import merged_weights, on_meta
 from runtime import memory
 from sampler import Sampling, StopStrings, draw, stream, uniform
 
@@ -173,8 +173,7 @@ class Engine:
                 if isinstance(module, nn.Linear):
                     self.model.set_submodule(name, Packed(module.bias))
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
-        tables = (None if t is None else t.to(self.device, self.dtype) for t in rotations(self.config))
-        self.model.cos, self.model.sin = tables
+        self.model.fill_rotations(self.dtype)
 
     @torch.no_grad()
     def load(self, model):
@@ -184,17 +183,21 @@ class Engine:
         old weights'.
         """
         self.progress = None
-        weights = merged(getattr(model, "_orig_mod", model))             # of a compiled one
-        in_blocks = sum(weight.numel() for name, weight in weights.items() if name.startswith("blocks."))
-        in_step = in_blocks + model.head_weight.numel()
-        self.weight_bytes = self.dtype.itemsize * in_step
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
+        model = getattr(model, "_orig_mod", model)            # of a compiled one
+        takers = {name: parameter.copy_ for name, parameter in self.model.named_parameters()}
         for name, module in self.model.named_modules():
             if isinstance(module, Packed):
-                module.pack(weights[f"{name}.weight"].to(self.dtype))
-        if self.head:
-            self.head.pack(model.head_weight.detach().to(self.dtype))
+                takers[f"{name}.weight"] = module.pack
+        head = "head.weight" if model.head else "token_embedding.weight"
+        in_step = 0                          # weights that a step reads
+        for name, weight in merged_weights(model, self.dtype):
+            if name.startswith("blocks.") or name == head:
+                in_step += weight.numel()
+            if name in takers:
+                takers[name](weight.to(self.dtype))
+            if self.head and name == head:
+                self.head.pack(weight.to(self.dtype))
+        self.weight_bytes = self.dtype.itemsize * in_step
 
     def allocate(self, slots):
         """Make the cache and the state of each slot; of half the slots if they don't fit."""

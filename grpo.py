@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Literal
 
@@ -32,7 +33,7 @@ from questions import QuestionStream, read_questions, task_errors, unseen_questi
 from reference import Reference
 from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
                      stop_strings_of, zero_variance)
-from runtime import config, distributed, guard, hardware, memory, optim
+from runtime import config, distributed, guard, hardware, memory, optim, sharding
 from runtime.accuracy import accuracy
 from runtime.config import BadInput
 from runtime.log import check_installed
@@ -121,6 +122,10 @@ class Config:
                                              # forward
     offload_reference: bool = False          # the KL term's model waits in the CPU's memory while it is not
                                              # needed
+    parallel: Literal["ddp", "fsdp"] = "ddp"         # of several ranks each has all weights, or with fsdp a
+                                             # share of every tensor, and a copy in sampling's dtype
+    sum_locally: bool = False                # with fsdp: exchange the gradients once an optimizer step, not at
+                                             # each micro-step; then each rank has all of them
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     seed: int = 0
     # evaluation, log, checkpoints
@@ -284,19 +289,22 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
 
 # --- a step ---
 
-def ask_and_grade(cfg, run, pipeline, stream, positions, reference):
-    """Sample answers to the questions at these positions of the stream; verifiers work meanwhile. Returns
-    {position: its group, K Completions with their rewards}."""
+def ask_questions(cfg, run, pipeline, stream, positions):
+    """Sample answers to the questions at these positions of the stream. Returns Completions."""
     questions = {}
     requests = []
     for position in positions:
         question, request = stream.pairs[stream.number(position)]
         questions[position] = question
         requests.append(dataclasses.replace(request, key=position))
-
-    # 1. Ask.
     completions = list(pipeline.sample(questions, requests))
     run.lap("rollout")
+    return completions
+
+
+def add_logprobs(cfg, run, completions, reference):
+    """Compute what the objective compares with beside the engine's log-probabilities. Of a sharded model the ranks do
+    so together."""
     if reference:
         reference.add_logprobs(completions, run.state.micro_batch)
     if cfg.tis_cap:
@@ -305,7 +313,10 @@ def ask_and_grade(cfg, run, pipeline, stream, positions, reference):
             c.trainer_logprobs = logprobs
     run.lap("reference")
 
-    # 2. Grade.
+
+def grade(cfg, run, pipeline, completions, positions):
+    """Wait for the verifiers, which began when the first answers were there. Returns {position: its group, K
+    Completions with their rewards}."""
     pipeline.graded(wait=True)
     groups = {position: [None] * cfg.k_samples for position in positions}
     for c in completions:
@@ -335,8 +346,10 @@ def sample_groups(cfg, run, pipeline, stream, reference):
     for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
         # Each rank takes a piece, so that mini-batches don't depend on how many there are.
         mine = stream.next()[distributed.rank() * share:][:share]
-        answered = distributed.together(lambda: ask_and_grade(cfg, run, pipeline, stream, mine, reference),
-                                        FloatingPointError, BrokenReward)
+        completions = distributed.together(lambda: ask_questions(cfg, run, pipeline, stream, mine),
+                                           FloatingPointError, BrokenReward)
+        add_logprobs(cfg, run, completions, reference)
+        answered = distributed.together(lambda: grade(cfg, run, pipeline, completions, mine), BrokenReward)
         sampled += answered.values()
         groups += [g for g in answered.values() if not (cfg.dynamic_sampling and zero_variance(g))]
         lengths = [(len(c.prompt), len(c.ids)) for group in answered.values() for c in group]
@@ -363,7 +376,7 @@ def learn(cfg, run, model, groups, lr):
     learnt = [c for c in trained if c.advantage or cfg.beta]
     stats = Counter(flops=flops(run.model, learnt))
     largest_difference = 0.0
-    for part in model.micro_steps(micro_batches(learnt, run.state.micro_batch) or [[]]):
+    for part in model.micro_steps(micro_batches(learnt, run.state.micro_batch) or [[]], empty=[]):
         batch = padded(part).to(run.hardware.device)
         mask = batch.y != IGNORE
         with run.hardware.autocast():
@@ -452,7 +465,18 @@ def evaluate(cfg, run, pipeline, valid):
     run.record_validation(1 - result["reward"] - 1e-9 * run.step)      # of steps that do as well, the last is best
 
 
-# --- what fits the memory ---
+# --- the model, and what fits the memory ---
+
+def build_model(cfg, hw, shape, found, resuming, device):
+    """Return the GPT on a device with the weights of what was found; of a run that is resumed they come later, and on
+    the device meta there are none."""
+    model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=device)
+    if not resuming and device.type != "meta":
+        found.fill(model)
+    adapt(cfg, model, device, resuming)
+    return model
+
+
 
 def fit_update(cfg, run, worst, context):
     """Return the model as the update calls it, with micro-batches that fit the memory."""
@@ -461,7 +485,7 @@ def fit_update(cfg, run, worst, context):
     def attempt(tokens):
         mode = None if cfg.compile_mode == "default" else cfg.compile_mode
         dynamic = None if cfg.gradient_checkpointing else True         # with which True breaks (torch 2.13)
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
+        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic, cfg.sum_locally)
         rows = worst.rows(tokens, context)
         inputs = worst.inputs(tokens, cfg.temperature, hw.device)
         return model, memory.rehearse(model, hw, rows, context, 2, run.optimizer_bytes(), inputs)
@@ -524,11 +548,8 @@ def main(argv):
 
     torch.manual_seed(cfg.seed)
     shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
-    memory.check_weights(shape, hw.device)
-    model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=hw.device)
-    if not resuming:
-        found.fill(model)
-    adapt(cfg, model, hw.device, resuming)
+    memory.check_weights(shape, hw.device, distributed.world_size() if cfg.parallel == "fsdp" else 1)
+    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

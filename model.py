@@ -221,6 +221,12 @@ class GPT(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
 
+    def fill_rotations(self, dtype=torch.float32):
+        """Compute cos and sin anew, of a model that was made without values."""
+        device = self.token_embedding.weight.device
+        if self.cos is not None:
+            self.cos, self.sin = (table.to(device, dtype) for table in rotations(self.config))
+
     @torch.no_grad()
     def init_weights(self):
         """Draw weights with which the loss starts within 0.05 of ln(vocab_size).
@@ -464,9 +470,7 @@ def blank(config, *args, device="cpu", dtype=torch.float32):
     """Return a GPT whose weights are still to come from a file or another model; none are drawn."""
     model = on_meta(config, *args)
     model.to(dtype).to_empty(device=device)
-    cos, sin = rotations(config)
-    model.cos = None if cos is None else cos.to(device)
-    model.sin = None if sin is None else sin.to(device)
+    model.fill_rotations()
     return model
 
 
@@ -624,21 +628,46 @@ def load_adapters(model, tensors):
     model.load_state_dict(tensors, strict=False)
 
 
-@torch.no_grad()
 def merged(model):
     """Return {name: tensor} with which a GPT without adapters computes what this one does.
 
     Within adapters_off that is the base. Adapted weights are new and fp32, since a sum in bf16 would lose
     about 5% of what was learnt. The others are the model's own.
     """
+    return dict(merged_weights(model))
+
+
+@torch.no_grad()
+def merged_weights(model, dtype=None):
+    """Yield (name, tensor) as `merged` has them.
+
+    Of a model that is spread over ranks each is gathered as it is asked for, in dtype unless it is adapted. Every
+    rank must ask for all.
+    """
+    adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRA)}
     own = adapters(model)
-    weights = {name: value for name, value in model.state_dict().items() if name not in own}
-    with torch.autocast(model.head_weight.device.type, enabled=False):     # which would multiply in bf16
-        for name, module in model.named_modules():
-            if isinstance(module, LoRA) and module.enabled:
-                change = module.scale * module.lora_b.float() @ module.lora_a.float()
-                weights[f"{name}.weight"] = module.weight.float() + change
-    return weights
+    for name, value in model.state_dict().items():
+        if name in own:
+            continue
+        module = adapted.get(name)
+        if module and module.enabled:
+            yield name, merged_weight(module)
+        else:
+            yield name, whole(value, dtype)
+
+
+def merged_weight(module):
+    """Return W + alpha / rank * B A of a LoRA, fp32."""
+    weight, a, b = (whole(tensor).float() for tensor in (module.weight, module.lora_a, module.lora_b))
+    with torch.autocast(weight.device.type, enabled=False):  # which would multiply in bf16
+        return weight + module.scale * b @ a
+
+
+def whole(tensor, dtype=None):
+    """Return a tensor, or of one that is spread over ranks all of it, in dtype."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    return tensor.to(dtype or tensor.dtype).full_tensor()
 
 
 # --- what a GPTConfig may be ---

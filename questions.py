@@ -86,8 +86,8 @@ def read_questions(path, n_valid):
 class StreamState:
     """What of the stream is saved with the run."""
     asked: int = 0                           # positions of the stream that have been asked
-    solved: dict = field(default_factory=dict)       # {number of a question: epoch in which all its samples
-                                             # were right}
+    solved: dict = field(default_factory=dict)       # {number of a question, as a text: epoch in which
+                                             # all its samples were right}
     slots: int = 0                           # samples in flight, as many as fit
 
 
@@ -117,7 +117,7 @@ class QuestionStream:
         while len(positions) < self.cfg.prompts_per_step:
             number = self.number(state.asked)
             epoch = state.asked // len(self)
-            rested = epoch - state.solved.get(number, -rest - 1) > rest
+            rested = epoch - state.solved.get(str(number), -rest - 1) > rest
             if rested or len(resting) == len(self):
                 positions.append(state.asked)
             else:
@@ -131,7 +131,7 @@ class QuestionStream:
         solved = [position for position, group in groups.items() if all(c.grade.score == 1 for c in group)]
         for positions in distributed.gather(solved):
             for position in positions:
-                self.state.solved[self.number(position)] = position // len(self)
+                self.state.solved[str(self.number(position))] = position // len(self)
 
 
 def question_at(position, n, seed):

@@ -3,7 +3,7 @@ import contextlib
 
 from model import adapters_off, blank
 from rollout import logprobs_of
-from runtime import checkpoint
+from runtime import checkpoint, sharding
 
 
 class Reference:
@@ -17,11 +17,17 @@ class Reference:
         self.waiting = []                    # page-locked copies of the weights, if they wait on the CPU
         if cfg.lora_rank:
             return
-        self.model = blank(model.config, hw.attention, device=hw.device)
-        self.model.load_state_dict(checkpoint.load_base(cfg.out_dir))
+        self.model = sharding.build(self.begin, hw, cfg.parallel)
         if cfg.offload_reference and hw.device.type == "cuda":
             self.waiting = [p.data.cpu().pin_memory() for p in self.model.parameters()]
             self.place(self.waiting)
+
+    def begin(self, device):
+        """Return the model that training began with, on a device; without values on the device meta."""
+        model = blank(self.model.config, self.hw.attention, device=device)
+        if device.type != "meta":
+            model.load_state_dict(checkpoint.load_base(self.cfg.out_dir))
+        return model
 
     def place(self, weights):
         for parameter, weight in zip(self.model.parameters(), weights):

@@ -325,8 +325,8 @@ class WorstCase:
 @torch.no_grad()
 def logprobs_of(model, hw, completions, tokens, temperature):
     """Yield (Completion, log-probabilities of its ids under the model), in micro-batches of at most so many
-    `tokens`."""
-    for part in micro_batches(completions, tokens):
+    `tokens`. Of a sharded model every rank must call."""
+    for part in distributed.in_step(model, micro_batches(completions, tokens), []):
         batch = padded(part).to(hw.device)
         with hw.autocast():
             logprobs, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes)

@@ -14,6 +14,7 @@ Knobs, as --key=value:
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ import torch
 
 import hf
 from model import GPT, GPTConfig, blank
-from runtime import config, data, distributed, examples, guard, hardware, memory, optim
+from runtime import config, data, distributed, examples, guard, hardware, memory, optim, sharding
 from runtime.config import BadInput
 from runtime.log import check_installed
 from runtime.perplexity import evaluation_line, examples_loss, text_loss
@@ -96,6 +97,10 @@ class Config:
                                              # about five minutes on)
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
                                              # forward
+    parallel: Literal["ddp", "fsdp"] = "ddp"         # of several ranks each has all weights, or with fsdp a
+                                             # share of every tensor: for what does not fit one GPU
+    sum_locally: bool = False                # with fsdp: exchange the gradients once a step, not at each
+                                             # micro-step; then each rank has all of them
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     seed: int = 0
     # evaluation, log, checkpoints
@@ -170,6 +175,9 @@ def check(cfg):
     if cfg.sequences % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step "
                        "evenly: change --batch_size or --gradient_accumulation_steps.")
+    if cfg.parallel == "fsdp" and cfg.compile_mode in CUDA_GRAPHS:
+        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, and weights that are gathered for each "
+                       "block can't be in one: use default or max-autotune-no-cudagraphs.")
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate "
                        "gradients: use default or max-autotune-no-cudagraphs, or one micro-step a rank.")
@@ -205,21 +213,21 @@ def shape_of(cfg, hw, tokenizer, found):
     if cfg.block_size > shape.block_size:
         raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the "
                        "model: lower it.")
-    memory.check_weights(shape, hw.device)
+    memory.check_weights(shape, hw.device, distributed.world_size() if cfg.parallel == "fsdp" else 1)
     return shape
 
 
-def build_model(cfg, hw, shape, found, resuming):
-    """Return the GPT on its device: drawn, or with the weights of what was found; of a run that is resumed
-    they come later."""
+def build_model(cfg, hw, shape, found, resuming, device):
+    """Return the GPT on a device: drawn, or with the weights of what was found; of a run that is resumed they
+    come later, and on the device meta there are none."""
     knobs = (hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks)
-    if found:
-        model = blank(shape, *knobs, device=hw.device)
+    if found or device.type == "meta":
+        model = blank(shape, *knobs, device=device)
     else:
-        model = GPT(shape, *knobs).to(hw.device)
-    if found and not resuming:
+        model = GPT(shape, *knobs).to(device)
+    if found and not resuming and device.type != "meta":
         found.fill(model)
-    adapt(cfg, model, hw.device, resuming)
+    adapt(cfg, model, device, resuming)
     return model
 
 
@@ -302,7 +310,7 @@ def compile_and_fit(cfg, run, dataset):
         dynamic = False
         if not is_text(dataset):
             dynamic = None if cfg.gradient_checkpointing else True     # with which True breaks (torch 2.13)
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
+        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic, cfg.sum_locally)
         return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.optimizer_bytes())
 
     def smaller(micro_batch):
@@ -396,7 +404,7 @@ def main(argv):
     if cfg.compile is None and not is_text(dataset):
         hw.compile = False                   # lengths differ from step to step; each would be compiled anew
     torch.manual_seed(cfg.seed)
-    model = build_model(cfg, hw, shape, found, resuming)
+    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

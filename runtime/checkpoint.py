@@ -13,23 +13,27 @@
             tensorboard/ wandb/ wandb_id                  with --tensorboard, --wandb
             retry.json                after a failed step: what is to be different when the run goes on
             checkpoints/step_00000100/model.safetensors   weights, readable by anyone
-                                      state.pt            optimizer, scaler (absent with save_only_model)
+                                      optimizer.safetensors   what the optimizers keep of each weight, and
+                                      state.json          all else that resuming needs; both are absent with
+                                                          save_only_model, and one file state.pt in old runs
                                       meta.json           step, validation loss, config, SHA-256 of the files
                                                           beside it
 """
 import contextlib
 import errno
 import hashlib
+import json
 import math
 import os
 import pickle
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from runtime import lock
 from runtime.config import BadInput, parse_json, read_sealed, seal
@@ -46,6 +50,10 @@ LEFT = (*UNFINISHED, "base.partial*", "checkpoints/partial*",
 WRITTEN = (*KNOWN_BY, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
            "base.sha256", "retry.json", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
            "checkpoints/step_" + 8 * "[0-9]", "tensorboard/events.out.tfevents.*", *LEFT)
+
+
+SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+               torch.int64: "I64"}
 
 
 # --- files that are whole or not there ---
@@ -101,20 +109,40 @@ def sha256(path):
         return hashlib.sha256(f.read()).hexdigest()
 
 
+def write_tensors(path, tensors, values):
+    """Write a safetensors file of {name: tensor}, of which names, dtypes and shapes are read here. Their contents are
+    taken from `values`, one after another: safetensors' own save_file wants all of them in memory."""
+    header = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start = end
+        end += tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)                     # so that numbers begin at multiples of 8
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for _, value in zip(header, values):
+            file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
 # --- checkpoints ---
 
 def step_folder(out_dir, step):
     return Path(out_dir) / "checkpoints" / f"step_{step:08d}"
 
 
-def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None):
+def save(out_dir, step, weights, state=None, moments=None, val_loss=None, keep_last=2, config=None, values=None):
     """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation
     loss.
 
-    weights: {name: tensor}; state: anything that torch.load(weights_only=True) reads back, or None. Written
-    under another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as
-    they were, one of this same step too.
+    weights: {name: tensor}. What resuming needs, None without: state, a dictionary as JSON has them, and moments,
+    {name: tensor}, the optimizers'. values: both their tensors in order, if they are sharded: whole. Written under
+    another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as they were,
+    one of this same step too.
     """
+    moments = moments or {}
+    values = values or iter([*weights.values(), *moments.values()])
     folder = Path(out_dir) / "checkpoints"
     final = step_folder(out_dir, step)
     replaced = Path(f"{final}.replaced")      # a step may be saved before and after its evaluation
@@ -122,9 +150,10 @@ def save(out_dir, step, weights, state, val_loss=None, keep_last=2, config=None)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(weights, partial / "model.safetensors")
+        write_tensors(partial / "model.safetensors", weights, values)
         if state is not None:
-            torch.save(state, partial / "state.pt")
+            write_tensors(partial / "optimizer.safetensors", moments, values)
+            (partial / "state.json").write_text(json.dumps(state, indent=1))
         files = sorted(path.name for path in partial.iterdir())
         for name in files:
             fsync(partial / name)
@@ -235,12 +264,12 @@ def load_weights(out_dir, step, device="cpu"):
     return load_file(step_folder(out_dir, step) / "model.safetensors", device=str(device))
 
 
-def save_base(out_dir, weights):
-    """Write the frozen weights that a run's adapters stand beside, once for all its checkpoints."""
+def save_base(out_dir, weights, values=None):
+    """Write the frozen weights that a run's adapters stand beside, once for all its checkpoints. values: see save."""
     partial = Path(out_dir) / f"base.partial-{os.getpid()}"
     final = Path(out_dir) / "base.safetensors"
     try:
-        save_file(weights, partial)
+        write_tensors(partial, weights, values or iter(weights.values()))
         fsync(partial)
         partial.rename(final)
         write_atomically(Path(out_dir) / "base.sha256", sha256(final).encode())
@@ -263,15 +292,26 @@ def load_base(out_dir, device="cpu"):
     return load_file(file, device=str(device))
 
 
+@contextlib.contextmanager
+def open_tensors(out_dir, step, name="model.safetensors"):
+    """Give {name: slice to be read from the file} of a checkpoint, while it is open."""
+    with safe_open(step_folder(out_dir, step) / name, framework="pt") as file:
+        yield {key: file.get_slice(key) for key in file.keys()}
+
+
 def load_state(out_dir, step):
-    """Return what `save` was given as state, on the CPU: an optimizer's load_state_dict moves what has to
-    move."""
-    return torch.load(step_folder(out_dir, step) / "state.pt", map_location="cpu", weights_only=True)
+    """Return the state that `save` was given. Of an old run's it is {"optimizers": their state_dicts} and more."""
+    folder = step_folder(out_dir, step)
+    if (folder / "state.json").exists():
+        return parse_json((folder / "state.json").read_bytes(), dict)
+    state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    optimizers = state.pop("optimizers")
+    return json.loads(json.dumps(state)) | {"optimizers": optimizers}
 
 
 def has_state(out_dir, step):
     """Tell whether training can go on from the checkpoint, and not only be started from its weights."""
-    return "state.pt" in read_meta(out_dir, step).get("sha256", {})
+    return bool({"state.json", "state.pt"} & read_meta(out_dir, step).get("sha256", {}).keys())
 
 
 # --- run folders ---

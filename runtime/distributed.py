@@ -135,21 +135,43 @@ class Forward(nn.Module):
         return getattr(self.model, method)(*args)
 
 
+def is_sharded(model):
+    """Tell whether sharding.shard has spread a model over the ranks."""
+    return hasattr(getattr(model, "model", model), "reshard")
+
+
+def in_step(model, batches, empty):
+    """Yield the batches of this rank and, of a sharded model, `empty` while another rank has more: all must take
+    part in each forward pass."""
+    if not is_sharded(model):
+        yield from batches
+        return
+    batches = iter(batches)
+    batch = next(batches, None)
+    while any(batch is not None):
+        yield empty if batch is None else batch
+        batch = next(batches, None)
+
+
 class TrainedModel(nn.Module):
     """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for.
     After share_gradients() a backward pass leaves the same gradients on every rank: the sum of what each
-    found, since losses are divided by the targets of all ranks. model: the GPT itself."""
+    found, since losses are divided by the targets of all ranks. model: the GPT itself; sharding.shard may have
+    spread it, and then every call must be made by all ranks."""
 
-    def __init__(self, model, compile=False, mode=None, dynamic=None):
+    def __init__(self, model, compile=False, mode=None, dynamic=None, sum_locally=False):
         super().__init__()
         self.model = model
+        self.is_sharded = is_sharded(model)
+        self.sum_locally = sum_locally
+        compile = compile and not self.is_sharded             # its blocks are
         self.local = torch.compile(Forward(model), mode=mode, dynamic=dynamic) if compile else Forward(model)
         self.ddp = None
         self.rehearsed_s = None              # see memory.rehearse
 
     def share_gradients(self):
         """From now on with the other ranks, if there are any. Every rank must call."""
-        if world_size() > 1:
+        if world_size() > 1 and not self.is_sharded:
             device = self.model.head_weight.device
             known = inspect.signature(DistributedDataParallel).parameters
             sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"      # before 2.13
@@ -169,13 +191,20 @@ class TrainedModel(nn.Module):
         forward = self.ddp if self.ddp and torch.is_grad_enabled() else self.local
         return forward(method, *args)
 
-    def micro_steps(self, micro_batches):
+    def micro_steps(self, micro_batches, empty=None):
         """Yield the micro-batches of an optimizer step. Gradients are exchanged in the last one's backward
-        pass alone."""
-        for i, micro_batch in enumerate(micro_batches, 1):
+        pass alone; those of a sharded model in each, unless sum_locally was asked for. empty: what a rank gets in
+        which others have more micro-batches."""
+        n = len(micro_batches)
+        if self.is_sharded:
+            n = max(gather(n))
+        for i in range(n):
+            is_last = i == n - 1
             if self.ddp:
-                self.ddp.require_backward_grad_sync = i == len(micro_batches)
-            yield micro_batch
+                self.ddp.require_backward_grad_sync = is_last
+            if self.is_sharded and self.sum_locally:
+                self.model.set_requires_gradient_sync(is_last)
+            yield micro_batches[i] if i < len(micro_batches) else empty
 
 
 def sum_gradients(_, bucket):

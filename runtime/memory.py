@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime import distributed
+from runtime import distributed, sharding
 from runtime.config import BadInput
 from runtime.guard import Failure
 
@@ -27,7 +27,8 @@ def is_out_of_memory(error):
 
 
 def weight_bytes(model):
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    """Return what this rank keeps of the weights."""
+    return sum(sharding.local(p).numel() * p.element_size() for p in model.parameters())
 
 
 def n_params(config):
@@ -52,17 +53,17 @@ def n_params(config):
     return config.n_layer * block + norm + embeddings * channels
 
 
-def check_weights(config, device):
-    """Raise BadInput if not even the weights of GPT(config) fit, with the sines and cosines of rotary
-    positions."""
+def check_weights(config, device, ranks=1):
+    """Raise BadInput if not even the weights of GPT(config) fit, of which each of the `ranks` has its share, with the
+    sines and cosines of rotary positions."""
     device = torch.device(device)
     rotations = 2 * config.block_size * config.head_dim if config.position == "rope" else 0
-    size = 4 * (n_params(config) + rotations)
+    size = 4 * (n_params(config) // ranks + rotations)
     free = available(device)
     if size > free:
         raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and "
-                       f"{device.type.upper()} has {free / GIB:.1f} free: lower --n_layer or --n_embd, or "
-                       "choose a smaller model.")
+                       f"{device.type.upper()} has {free / GIB:.1f} free: lower --n_layer or --n_embd, "
+                       "choose a smaller model, or share it among GPUs with --parallel=fsdp.")
 
 
 def smaller(micro_batch, share):
@@ -112,6 +113,10 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     # out of memory, what torch.compile stumbles over here, or a mistake in the model
     except Exception as e:
         failure = e
+        if model.is_sharded and is_out_of_memory(e):
+            raise Failure(f"A micro-batch of {micro_batch} does not fit the memory of rank {distributed.rank()}, and "
+                          "a sharded model can't try again in the same process: lower --batch_size (grpo.py: "
+                          "--tokens_per_micro_batch), and start again with --overwrite.") from None
         if is_out_of_memory(e):               # a new one, for the traceback of this one holds tensors
             failure = torch.OutOfMemoryError(str(e).splitlines()[0])
     model.train().zero_grad(set_to_none=True)
@@ -153,10 +158,11 @@ def fit(hardware, size, attempt, smaller, advice, log):
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
     """Return {name: bytes} of what a training step adds to the weights, without compiling (which saves some
     of the activations)."""
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trainable = sum(sharding.local(p).numel() for p in model.parameters() if p.requires_grad)
     rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device.type))
     return {
         "gradients": 4 * trainable,
+        "gathered": sharding.gathered_bytes(model, hardware.torch_dtype),
         "optimizer": optimizer_bytes,
         "activations": saved_for_backward(model, hardware, micro_batch, block_size),
         "head": 3 * 4 * model.config.padded_vocab_size * (rows_of_logits + model.config.n_embd),

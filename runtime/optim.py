@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn as nn
 
+from runtime import sharding
 from runtime.hardware import cpu_multiplies_bf16
 
 # Weights that Muon moves together: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where bf16 is
@@ -33,18 +34,26 @@ class Muon(torch.optim.Muon):
         """Do one step of matrices of one shape."""
         lr = group["lr"]
         momentum = group["momentum"]
-        grads = [p.grad for p in matrices]
+        shape = matrices[0].shape
         for p in matrices:
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in matrices]
+        # Of sharded weights each rank moves its own rows.
+        grads = [sharding.local(p.grad) for p in matrices]
+        buffers = [sharding.local(self.state[p]["momentum_buffer"]) for p in matrices]
+        weights = [sharding.local(p) for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov's
-        updates = torch.stack(updates).to(muon_dtype(matrices[0].device))
-        updates = newton_schulz(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
-        step_size = -0.2 * lr * math.sqrt(max(matrices[0].shape))            # as long as AdamW's
-        torch._foreach_add_(matrices, updates.unbind(), alpha=step_size)
+        updates = torch.stack(updates).to(muon_dtype(weights[0].device))
+        orthogonal = functools.partial(
+            newton_schulz, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+        if sharding.is_sharded(matrices[0]):
+            updates = sharding.by_owners(updates, shape[0], orthogonal)
+        else:
+            updates = orthogonal(updates)
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        step_size = -0.2 * lr * math.sqrt(max(shape))            # as long as AdamW's
+        torch._foreach_add_(weights, updates.unbind(), alpha=step_size)
 
 
 @functools.cache
@@ -99,6 +108,51 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     return optimizers
 
 
+def moments(model, optimizers):
+    """Return what the optimizers keep of each weight as {weight's name.its name: tensor}, such as
+    head.weight.exp_avg."""
+    names = {p: name for name, p in model.named_parameters()}
+    result = {}
+    for optimizer in optimizers:
+        for p, kept in optimizer.state.items():
+            result |= {f"{names[p]}.{key}": tensor for key, tensor in kept.items()}
+    return result
+
+
+def load_moments(model, optimizers, saved):
+    """Bring back what `moments` returned, given as tensors or as slices of a file. ValueError if it is another
+    model's."""
+    names = {p: name for name, p in model.named_parameters()}
+    left = set(saved)
+    for optimizer in optimizers:
+        keys = ("momentum_buffer",) if isinstance(optimizer, Muon) else ("step", "exp_avg", "exp_avg_sq")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if f"{names[p]}.{keys[0]}" not in left:       # it had no gradient yet
+                    continue
+                for key in keys:
+                    kept = torch.zeros_like(p, requires_grad=False)
+                    if key == "step":
+                        kept = torch.zeros((), device=p.device if group["fused"] else "cpu")
+                    name = f"{names[p]}.{key}"
+                    sharding.fill(kept, saved[name], name)
+                    optimizer.state[p][key] = kept
+                    left.remove(name)
+    if left:
+        raise ValueError(f"{min(left)} is left over")
+
+
+def moments_of_old(model, optimizers, state):
+    """Return as `moments` does what stands in the state of an old run, which has the optimizers' state_dicts."""
+    names = {p: name for name, p in model.named_parameters()}
+    result = {}
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        numbered = [p for group in optimizer.param_groups for p in group["params"]]
+        for number, kept in saved["state"].items():
+            result |= {f"{names[numbered[number]]}.{key}": tensor for key, tensor in kept.items()}
+    return result
+
+
 def state_to_come(optimizers):
     """Return the bytes that the optimizers will keep from their first step on: two fp32 numbers a weight for
     AdamW, one for Muon."""
@@ -106,7 +160,8 @@ def state_to_come(optimizers):
     for optimizer in optimizers:
         bytes_a_weight = 4 if isinstance(optimizer, torch.optim.Muon) else 8
         for group in optimizer.param_groups:
-            total += sum(bytes_a_weight * p.numel() for p in group["params"] if p not in optimizer.state)
+            to_come = [sharding.local(p) for p in group["params"] if p not in optimizer.state]
+            total += sum(bytes_a_weight * p.numel() for p in to_come)
     return total
 
 
@@ -141,7 +196,7 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
         for group in optimizer.param_groups:
             parameters += [p for p in group["params"] if p.grad is not None]
         scaler.unscale_(optimizer)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=None)
+    norm = sharding.whole(nn.utils.get_total_norm([p.grad for p in parameters], foreach=None))
     grad_norm = norm.item()
     finite = math.isfinite(grad_norm)
     if finite and grad_clip:

@@ -49,7 +49,8 @@ def loss_of(model, batches, hardware):
     model.eval()
     nll = 0.0
     n_tokens = 0
-    for x, y in batches:
+    nothing = torch.full((1, 2), data.IGNORE)
+    for x, y in distributed.in_step(model, batches, (torch.zeros_like(nothing), nothing)):
         n_tokens += int((y != data.IGNORE).sum())
         with hardware.autocast():
             nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()

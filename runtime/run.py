@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 
 import tasks
-from model import adapters, add_lora, load_adapters
-from runtime import checkpoint, distributed, lock, memory, optim
+from model import adapters, add_lora
+from runtime import checkpoint, distributed, lock, memory, optim, sharding
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
@@ -96,13 +96,17 @@ class Run:
         """Write the run folder, with all that is needed to use the model, and open the log. keep_base: also
         keep the weights as they are now, beside which an adapter stands, and which a reference goes on to
         have. Returns the run, for `with`."""
-        distributed.on_main(lambda: self.write_folder(tokenizer, resuming, keep_base))
+        distributed.on_main(lambda: self.write_folder(tokenizer, resuming))
         cfg = self.cfg
+        trained = adapters(self.model)
+        if not resuming and (trained or keep_base):
+            base = {name: w for name, w in self.model.state_dict().items() if name not in trained}
+            sharding.on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
         self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
         return self
 
-    def write_folder(self, tokenizer, resuming, keep_base):
+    def write_folder(self, tokenizer, resuming):
         cfg = self.cfg
         about = {
             "architecture": dataclasses.asdict(self.model.config),
@@ -113,13 +117,8 @@ class Run:
             "launch": launch(),
         }
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
-        if resuming:
-            return
-        tokenizer.save(cfg.out_dir)
-        trained = adapters(self.model)
-        if trained or keep_base:
-            weights = self.model.state_dict().items()
-            checkpoint.save_base(cfg.out_dir, {name: w for name, w in weights if name not in trained})
+        if not resuming:
+            tokenizer.save(cfg.out_dir)
 
     def __enter__(self):
         self.stop = StopSignal()
@@ -276,19 +275,20 @@ class Run:
         only_model = cfg.save_only_model if save_only_model is None else save_only_model
         state = {
             "optimizer": cfg.optimizer,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "dtype": self.hardware.dtype,
         }
         state = None if only_model else state | plain_state
+        moments = {} if only_model else optim.moments(self.model, self.optimizers)
         weights = adapters(self.model) or self.model.state_dict()
         val_loss = self.val_loss if val_loss is None else val_loss
 
-        def write():
+        def write(values):
             step = plain_state["progress"]["step"]
-            checkpoint.save(cfg.out_dir, step, weights, state, val_loss, cfg.keep_last, dataclasses.asdict(cfg))
+            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, cfg.keep_last,
+                            dataclasses.asdict(cfg), values)
             (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
-        distributed.on_main(write)
+        sharding.on_main([*weights.values(), *moments.values()], write)
 
     def restore(self, step):
         """Bring everything back as it was after `step` steps of the run in out_dir; but knobs of the
@@ -303,20 +303,18 @@ class Run:
 
     def load(self, step):
         """Restore, with whatever files raise that are not this run's."""
-        weights = checkpoint.load_weights(self.cfg.out_dir, step, self.hardware.device)
-        if adapters(self.model):
-            load_adapters(self.model, weights)
-        else:
-            self.model.load_state_dict(weights)
-        state = checkpoint.load_state(self.cfg.out_dir, step)
+        out_dir = self.cfg.out_dir
+        with checkpoint.open_tensors(out_dir, step) as weights:
+            load_weights(self.model, weights)
+        state = checkpoint.load_state(out_dir, step)
         if state["optimizer"] != self.cfg.optimizer:
             raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of "
                            f"{state['optimizer']}: leave it out.")
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            knobs = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
-            for group, given in zip(optimizer.param_groups, knobs):
-                group.update(given)
+        if "optimizers" in state:
+            optim.load_moments(self.model, self.optimizers, optim.moments_of_old(self.model, self.optimizers, state))
+        else:
+            with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
+                optim.load_moments(self.model, self.optimizers, moments)
         asked_for = self.state.micro_batch
         update(self.state, state["progress"])
         if self.stage_state:                              # runs of grpo.py once had it among the others
@@ -423,6 +421,16 @@ class Run:
                       f"to. The last batch is in {path}; lower --learning_rate.", alone=False)
 
 
+def load_weights(model, weights):
+    """Copy {name: tensor or slice} into a model's weights, or its adapters if it has them. ValueError if they are
+    another model's."""
+    own = adapters(model) or model.state_dict()
+    if wrong := sorted(own.keys() ^ weights.keys()):
+        raise ValueError(f"{wrong[0]} is missing or left over")
+    for name, tensor in own.items():
+        sharding.fill(tensor, weights[name], name)
+
+
 def update(instance, values):
     """Set those fields of a dataclass instance that are among the values."""
     for field in dataclasses.fields(instance):
@@ -524,7 +532,7 @@ def adapt(cfg, model, device, resuming):
     beside."""
     if not cfg.lora_rank:
         return
-    if resuming:
+    if resuming and device.type != "meta":
         with checkpoint.loading(f"base.safetensors in {cfg.out_dir}"):
             model.load_state_dict(checkpoint.load_base(cfg.out_dir, device))
     try:

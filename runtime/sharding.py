@@ -1,0 +1,154 @@
+"""Models that are spread over the ranks: PyTorch's FSDP2 (fully_shard), by which each rank keeps a slice of rows of
+every tensor.
+
+What is not sharded passes through these functions as it is, so that a checkpoint or an optimizer need not ask.
+"""
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from runtime import distributed
+
+
+def is_sharded(tensor):
+    return hasattr(tensor, "full_tensor")             # a DTensor, without importing what defines it
+
+
+def local(tensor):
+    """Return this rank's rows of a tensor, in the same memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor):
+    """Return all rows of a tensor. Of a sharded one they are gathered on every rank, and every rank must call."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def my_rows(tensor):
+    """Return the slice of rows that this rank has of a tensor: as torch.chunk cuts them."""
+    if not is_sharded(tensor):
+        return slice(None)
+    return rows_of(distributed.rank(), len(tensor))
+
+
+def rows_of(rank, n):
+    size = -(-n // distributed.world_size())
+    return slice(min(n, rank * size), min(n, (rank + 1) * size))
+
+
+@torch.no_grad()
+def fill(tensor, values, name):
+    """Copy values, a tensor or a slice of a safetensors file, into a tensor: each rank its own rows. ValueError with
+    the name if they have another shape."""
+    shape = values.shape if isinstance(values, torch.Tensor) else values.get_shape()
+    if tuple(shape) != tuple(tensor.shape):
+        raise ValueError(f"{name} has the shape {tuple(shape)} and not {tuple(tensor.shape)}")
+    local(tensor).copy_(values[my_rows(tensor)] if tensor.ndim else values[...])
+
+
+def on_main(tensors, write):
+    """Call write(values) on the first rank alone, as distributed.on_main does. values yields the tensors whole, one
+    after another, so that one is in memory at a time. The other ranks take part in gathering them, to the last even
+    if write fails. Every rank must call."""
+    values = map(whole, tensors)
+
+    def on_first_rank():
+        try:
+            write(values)
+        finally:
+            deque(values, maxlen=0)
+    if not distributed.is_main():
+        deque(values, maxlen=0)
+    distributed.on_main(on_first_rank)
+
+
+# --- the model ---
+
+def build(make, hw, parallel):
+    """Return the model that make(device) makes. parallel fsdp, with several ranks: spread over them; the first one makes
+    it in the computer's memory, and the others without values."""
+    if parallel != "fsdp" or distributed.world_size() == 1:
+        return make(hw.device)
+    return shard(make(torch.device("cpu" if distributed.is_main() else "meta")), hw)
+
+
+def shard(model, hw):
+    """Spread a model over the ranks: every tensor by its rows. Blocks are gathered one at a time as they are
+    computed, in hw's dtype; their gradients are summed in fp32. The first rank's model has the weights, and is
+    emptied tensor by tensor."""
+    # Imported here: it takes half a second, and most runs don't need it.
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    weights = dict(model.named_parameters())
+    trained = {name: p.requires_grad for name, p in weights.items()}
+    model.to("meta")
+    dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow for weights
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    mesh = dist.init_device_mesh(hw.device.type, (distributed.world_size(),))
+    for block in model.blocks:
+        if hw.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    # Let go of after a forward pass, as the blocks are: an evaluation has no backward pass that would do so.
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    for module in [*model.blocks, model]:
+        # A plain sum: a loss is divided by the targets of all ranks.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    for method in ("loss", "token_logprobs"):
+        register_fsdp_forward_method(model, method)
+
+    model.to_empty(device=hw.device)
+    model.fill_rotations()
+    for name, p in model.named_parameters():
+        values = torch.empty(p.shape, dtype=p.dtype, device=hw.device)
+        if distributed.is_main():
+            values.copy_(weights.pop(name).detach())
+        dist.broadcast(values, 0)
+        fill(p, values, name)
+        p.requires_grad_(trained[name])
+    return model
+
+
+def gathered_bytes(model, dtype):
+    """Return what a step of a sharded model gathers at a time, 0 of another: two blocks (the next while one is
+    computed) and what is in no block, in the dtype that is computed in, and the gradients of one block in fp32."""
+    if not distributed.is_sharded(model):
+        return 0
+    itemsize = 2 if dtype == torch.bfloat16 else 4
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    others = sum(p.numel() for p in model.parameters()) - len(model.blocks) * block
+    return itemsize * (2 * block + others) + 4 * max(block, others)
+
+
+# --- Muon's matrices ---
+
+def by_owners(slices, n_rows, function):
+    """Return this rank's rows of function(matrices), given its rows of these: slices [N, rows, columns], n_rows in
+    all. Every matrix is put together and computed on one rank, the k-th on rank k modulo their number. function:
+    matrices [n, n_rows, columns] -> the same shape.
+
+    Each rank sends and receives twice what it has of all matrices. Every rank must call.
+    """
+    world = distributed.world_size()
+    columns = slices.shape[2]
+    rows = [len(range(*rows_of(rank, n_rows).indices(n_rows))) for rank in range(world)]
+    owned = [len(slices[rank::world]) for rank in range(world)]
+    mine = distributed.rank()
+    sent = [owned[rank] * rows[mine] * columns for rank in range(world)]
+    received = [owned[mine] * rows[rank] * columns for rank in range(world)]
+
+    outgoing = torch.cat([slices[rank::world].flatten() for rank in range(world)])
+    incoming = outgoing.new_empty(sum(received))
+    dist.all_to_all_single(incoming, outgoing, received, sent)
+    parts = [part.view(owned[mine], n, columns) for part, n in zip(incoming.split(received), rows)]
+    if owned[mine]:
+        parts = function(torch.cat(parts, 1)).split(rows, 1)
+
+    incoming = torch.cat([part.flatten() for part in parts])
+    dist.all_to_all_single(outgoing, incoming, sent, received)
+    result = torch.empty_like(slices)
+    for rank, part in enumerate(outgoing.split(sent)):
+        result[rank::world] = part.view(owned[rank], rows[mine], columns)
+    return result
