@@ -341,9 +341,9 @@ class GPT(nn.Module):
         there are several chunks, it is computed again in the backward pass, so that B*T*V fp32 never exists.
         """
         h = self.hidden(x) if prompts is None else self.continued(x, prompts)
-        trained = (y.flatten() != IGNORE).nonzero()[:, 0]
-        h = h.flatten(0, 1)[trained]
-        targets = y.flatten()[trained]
+        trained = (y != IGNORE).nonzero(as_tuple=True)
+        h = h[trained]
+        targets = y[trained]
         device = h.device.type
         recompute = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > LOGPROBS_KEPT
         chunk_size = LOGPROBS_PER_CHUNK.get(device, 2**25) if recompute else LOGPROBS_KEPT
@@ -357,10 +357,8 @@ class GPT(nn.Module):
                 logprob, entropy = self.logprobs_of(*chunk, temperature)
             logprobs.append(logprob)
             entropies.append(entropy)
-        zeros = torch.zeros(y.numel(), dtype=torch.float32, device=h.device)
-        logprobs = zeros.index_put((trained,), torch.cat(logprobs)).view_as(y)
-        entropies = zeros.index_put((trained,), torch.cat(entropies)).view_as(y)
-        return logprobs, entropies
+        zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
+        return zeros.index_put(trained, torch.cat(logprobs)), zeros.index_put(trained, torch.cat(entropies))
 
     def logprobs_of(self, h, y, temperature):
         """Return log-probabilities [N] of targets y [N] after h [N, C] and entropies [N]."""
