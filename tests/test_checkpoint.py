@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import forked
 from conftest import ROOT
@@ -17,7 +18,7 @@ CONFIG, MODEL = {"out_dir": "out", "init_from": "scratch"}, {"architecture": {},
 
 
 def save(out_dir, step, value=1.0, **kw):
-    checkpoint.save(out_dir, step, {"w": torch.full((4,), value)}, {"optimizers": [{"step": step}]}, **kw)
+    checkpoint.save(out_dir, step, {"w": torch.full((4,), value)}, {"step": step}, {"w.exp_avg": torch.full((4,), -value)}, **kw)
 
 
 def test_the_last_k_and_the_best_are_kept(tmp_path):
@@ -32,14 +33,25 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 1, 1.0)
     save(tmp_path, 1, 2.0)
     assert checkpoint.load_weights(tmp_path, 1)["w"].tolist() == [2.0] * 4
-    assert checkpoint.load_state(tmp_path, 1) == {"optimizers": [{"step": 1}]} and checkpoint.has_state(tmp_path, 1)
+    assert checkpoint.load_state(tmp_path, 1) == {"step": 1} and checkpoint.has_state(tmp_path, 1)
+    with checkpoint.open_tensors(tmp_path, 1, "optimizer.safetensors") as moments:
+        assert moments["w.exp_avg"][:].tolist() == [-2.0] * 4
+
+
+def test_any_tensor_is_written_as_safetensors_read_it(tmp_path):
+    tensors = {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2), "whole": torch.arange(5), "a": torch.randn(3, 4).t(),
+               "b": torch.randn(7).bfloat16(), "c": torch.randn(1, 2, 3).half(), "naïve": torch.randn(2).double()}
+    checkpoint.write_tensors(tmp_path / "x", tensors, iter(tensors.values()))
+    again = load_file(tmp_path / "x")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
 
 
 def test_going_on_from_an_earlier_step_outlives_the_later_ones(tmp_path):
     """After a damaged step 20 a run goes on from step 10: neither pruning nor `best` may prefer the damaged one."""
     for step in (10, 20):
         save(tmp_path, step, val_loss=30.0 - step)
-    (tmp_path / "checkpoints" / "step_00000020" / "state.pt").write_bytes(b"torn")
+    (tmp_path / "checkpoints" / "step_00000020" / "state.json").write_bytes(b"torn")
     save(tmp_path, 15, keep_last=1)
     assert checkpoint.newest_intact(tmp_path) == 15 and checkpoint.steps(tmp_path) == [10, 15]
 
@@ -51,7 +63,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
     assert checkpoint.best_loss(tmp_path, 1) > 5.0                    # a later step's, damaged perhaps, is not the one to beat
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "meta.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "meta.json"])
 @pytest.mark.parametrize("how", ["torn", "flipped", "gone"])
 def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, name, how):
     save(tmp_path, 1)
@@ -61,7 +73,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, name, how):
     if how == "torn":
         path.write_bytes(content[:len(content) // 2])
     elif how == "flipped":
-        path.write_bytes(content[:40] + bytes([content[40] ^ 1]) + content[41:])
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:])
     else:
         path.unlink()
     said = []
@@ -99,7 +112,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from runtime import checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))         # a write past 100 kB fails, as on a full disk
 try:
-    checkpoint.save({str(tmp_path)!r}, 2, {{"w": torch.zeros(int(sys.argv[1]))}}, {{"s": torch.zeros(100_000)}})
+    checkpoint.save({str(tmp_path)!r}, 2, {{"w": torch.zeros(int(sys.argv[1]))}}, {{}}, {{"s": torch.zeros(100_000)}})
 except checkpoint.BadInput as e:
     print(e)
 """
@@ -115,7 +128,9 @@ def test_a_stranger_s_pickle_is_not_run(tmp_path):
         def __reduce__(self):
             return (print, ("boom",))
     save(tmp_path, 1)
-    torch.save(Bomb(), tmp_path / "checkpoints" / "step_00000001" / "state.pt")
+    folder = tmp_path / "checkpoints" / "step_00000001"
+    (folder / "state.json").unlink()         # as in runs of old
+    torch.save(Bomb(), folder / "state.pt")
     with pytest.raises(Exception, match="weights_only|Weights only"):
         checkpoint.load_state(tmp_path, 1)
 

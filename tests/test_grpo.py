@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import grpo
 import questions
@@ -116,8 +117,12 @@ def same(a, b):
 
 def gradient(out_dir, step=1):
     """Of a run's one step without clipping, as AdamW's first moment holds it."""
-    state = checkpoint.load_state(out_dir, step)["optimizers"][0]["state"]
-    return torch.cat([state[i]["exp_avg"].flatten() for i in sorted(state)]) / (1 - grpo.Config.beta1)
+    moments = moments_of(out_dir, step)
+    return torch.cat([moments[name].flatten() for name in sorted(moments) if name.endswith(".exp_avg")]) / (1 - grpo.Config.beta1)
+
+
+def moments_of(out_dir, step):
+    return load_file(checkpoint.step_folder(out_dir, step) / "optimizer.safetensors")
 
 
 def apart(a, b):
@@ -545,7 +550,9 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     run.lap = laps.append
     reference = SimpleNamespace(add_logprobs=lambda completions, tokens: met.extend(completions))
     pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str))
-    groups = grpo.ask_and_grade(cfg, run, pipeline, stream, [7, 8, 9], reference)
+    completions = grpo.ask_questions(cfg, run, pipeline, stream, [7, 8, 9])
+    grpo.add_logprobs(cfg, run, completions, reference)
+    groups = grpo.grade(cfg, run, pipeline, completions, [7, 8, 9])
     assert laps == ["rollout", "reference", "reward"]
     assert len(met) == 12 and len(judge.asked) == 12
     assert list(groups) == [7, 8, 9]
@@ -713,7 +720,7 @@ def test_the_gradient_of_a_run_is_that_of_the_formula(learn, watched, base, loss
     logp, old = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (logp, old))
     lengths = [len(r.ids) for group in groups for r in group if r.finished or "overlong" not in knobs]
     plainly(logp, old, old, advantage, lengths, loss_type, 0.2, 0.28, knobs.get("beta"), old, 0.0, 12).backward()
-    expected = [p.grad.flatten() for o in optim.build(model) for g in o.param_groups for p in g["params"]]
+    expected = [p.grad.flatten() for name, p in sorted(model.named_parameters())]
     assert apart(gradient(out), torch.cat(expected)) < 1e-4
 
 
@@ -1046,7 +1053,7 @@ def test_solved_questions_rest_for_some_epochs(learn, tmp_path, watched):
 
 
 def test_a_run_s_checkpoint_of_the_former_form_goes_on(learn, tmp_path):
-    """The place in the stream once stood among the other numbers."""
+    """The place in the stream once stood among the other numbers, and all in one file with the optimizers'."""
     task = task_file(tmp_path, "return 1 if question['question'][0] == 't' else completion.count('t') / 24")
     knobs = dict(task=task, skip_solved=2, num_questions=12, max_steps=4, k_samples=2, save_interval=2, keep_last=9)
     whole = learn(**knobs)
@@ -1054,9 +1061,17 @@ def test_a_run_s_checkpoint_of_the_former_form_goes_on(learn, tmp_path):
     folder = whole / "checkpoints" / "step_00000002"
     state = checkpoint.load_state(whole, 2)
     state["progress"] |= state.pop("stage")
+    moments, model = moments_of(whole, 2), hf.load(whole)
+    names = {p: name for name, p in model.named_parameters()}
+    (optimizer,) = optim.build(model)
+    numbered = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    kept = {i: {key: moments[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")} for i, name in enumerate(numbered)}
+    state["optimizers"] = [{"state": kept, "param_groups": []}]
     torch.save(state, folder / "state.pt")
     meta = config.read_sealed(folder / "meta.json", "")
-    meta["sha256"]["state.pt"] = checkpoint.sha256(folder / "state.pt")
+    meta["sha256"] = {name: checkpoint.sha256(folder / name) for name in ("model.safetensors", "state.pt")}
+    for name in ("state.json", "optimizer.safetensors"):
+        (folder / name).unlink()
     (folder / "meta.json").write_bytes(config.seal(meta))
     (whole / "checkpoints" / "step_00000004").rename(whole / "gone")
     learn(**knobs, init_from="resume")

@@ -40,7 +40,7 @@ def whole(tmp_path_factory):
             checkpoint.save_base(folder / name, model.state_dict())
             add_lora(model, **lora)
         knobs = dataclasses.asdict(train.Config(n_layer=1, n_head=2, n_embd=16, block_size=64, lora_rank=rank, dataset="task:arithmetic"))
-        checkpoint.save(folder / name, 4, adapters(model) or model.state_dict(), state, 1.0, config=knobs)
+        checkpoint.save(folder / name, 4, adapters(model) or model.state_dict(), state, {}, 1.0, config=knobs)
         (folder / name / "model.json").write_text(json.dumps(about | {"architecture": dataclasses.asdict(model.config), "lora": lora}))
         (folder / name / "config.json").write_text(json.dumps(knobs))
     return folder
@@ -174,7 +174,7 @@ def test_train_py_goes_on_from_a_run_of_grpo_py(run):
 def signed(folder):
     """Make a checkpoint's digests those of the files that are there."""
     path = folder / "checkpoints/step_00000004/meta.json"
-    digests = {name: hashlib.sha256((path.parent / name).read_bytes()).hexdigest() for name in ("model.safetensors", "state.pt")}
+    digests = {name: hashlib.sha256((path.parent / name).read_bytes()).hexdigest() for name in ("model.safetensors", "optimizer.safetensors", "state.json")}
     edited(path, "sha256", [digests])
 
 
@@ -195,8 +195,12 @@ def test_weights_that_are_none(run, tmp_path, spoil):
 
 
 def test_a_state_that_is_none_or_of_another_model(run):
-    for content in (b"\xff" * 500, b""):
-        (run / "checkpoints/step_00000004/state.pt").write_bytes(content)
+    step = run / "checkpoints/step_00000004"
+    good = (step / "state.json").read_bytes()
+    for name, content in (("state.json", b"\xff" * 500), ("state.json", b""), ("state.json", b"[]"), ("state.json", b"{}"),
+                          ("optimizer.safetensors", b"\xff" * 500), ("optimizer.safetensors", b"")):
+        (step / "state.json").write_bytes(good)
+        (step / name).write_bytes(content)
         signed(run)
         sentence(lambda: MAINS["resume"](str(run)), "The checkpoint of step 4 .* can't be loaded")
     edited(run / "model.json", "architecture.mlp_hidden", [32])

@@ -91,7 +91,7 @@ def test_a_step_is_repeated_though_a_run_keeps_weights_alone(plenty, text, tmp_p
                    env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2"})
     assert "Step 8 ran out of memory" in done.stdout and losses_agree(out, plenty)
     assert "Step 8 ran out of memory" in (out / "training.log").read_text() and not (out / "retry.json").exists()
-    assert not (out / "checkpoints/step_00000020/state.pt").exists()
+    assert not (out / "checkpoints/step_00000020/state.json").exists()
 
 
 def test_a_micro_batch_of_one_that_does_not_fit_says_what_is_needed(text, tmp_path):

@@ -162,7 +162,7 @@ SPOILS = {
     "metrics.jsonl": [b"\xff\xfe{}\n", b"12\n", b"null\n", b'{"step": "x"}\n'],
     "config.json": [b"null", b"", b"\xff"],
     "checkpoints/step_00000008/meta.json": [b"null", b"[]", b'{"sha256": "x"}', b'{"sha256": {}, "val_loss": "x"}', b"\xff"],
-    "checkpoints/step_00000004/meta.json": [b"null", b'{"val_loss": "x", "sha256": {"state.pt": 3}}'],
+    "checkpoints/step_00000004/meta.json": [b"null", b'{"val_loss": "x", "sha256": {"state.json": 3}}'],
     "retry.json": [b"{", b'{"micro_batch": 1.0, "batch_size": 4}', b'{"lr_factor": "x", "dtype": 3}', b"[]"],
     "run.lock": [b"Held by process x", b""],
 }

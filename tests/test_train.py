@@ -12,7 +12,7 @@ import torch
 
 import forked
 from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
-from runtime import checkpoint
+from runtime import checkpoint, config
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_killed_at_20_random_moments_it_ends_with_the_same_weights(tmp_path, tex
 
 def test_a_corrupt_newest_checkpoint_is_noticed_and_the_one_before_used(tmp_path, text, reference):
     trained(tmp_path / "a", text, dtype="fp32", dropout=0.1)
-    path = tmp_path / "a" / "checkpoints" / "step_00000020" / "state.pt"
+    path = tmp_path / "a" / "checkpoints" / "step_00000020" / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     done = trained(tmp_path / "a", text, init_from="resume")
     assert "step 20" in done.stdout and "damaged" in done.stdout and "steps 10 to 20" in done.stdout
@@ -214,7 +214,7 @@ def test_without_a_compiler_training_goes_on_eagerly(tmp_path, text):
 
 def test_save_only_model_is_small_and_starts_a_new_run(tmp_path, text):
     trained(tmp_path / "a", text, save_only_model=True, max_steps=10)
-    assert not (tmp_path / "a" / "checkpoints" / "step_00000010" / "state.pt").exists()
+    assert not (tmp_path / "a" / "checkpoints" / "step_00000010" / "state.json").exists()
     refused = run(tmp_path / "a", text, init_from="resume")
     assert refused.returncode == 2 and "weights alone" in refused.stderr
     trained(tmp_path / "b", text, init_from=tmp_path / "a", max_steps=5)
@@ -226,9 +226,13 @@ def test_knobs_given_on_resume_count(tmp_path, text):
     refused = run(tmp_path / "a", text, init_from="resume", optimizer="adamw")
     assert refused.returncode == 2 and "optimizer=adamw" in refused.stderr
     trained(tmp_path / "a", text, init_from="resume", weight_decay=0.5, muon_momentum=0.5, dtype="fp32")
-    state = checkpoint.load_state(tmp_path / "a", 20)
-    groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
-    assert max(g["weight_decay"] for g in groups) == 0.5 and groups[-1]["momentum"] == 0.5 and state["dtype"] == "fp32"
+    trained(tmp_path / "b", text, weight_decay=0.5, muon_momentum=0.5, dtype="fp32")
+    assert checkpoint.load_state(tmp_path / "a", 20)["dtype"] == "fp32"
+    asked_for = config.read_saved(tmp_path / "a")
+    assert (asked_for["weight_decay"], asked_for["muon_momentum"]) == (0.5, 0.5)
+    # Neither as it would have gone on, nor as if the new values had held from the beginning.
+    trained(tmp_path / "c", text, dtype="fp32")
+    assert all(largest_difference(weights(tmp_path / "a"), weights(tmp_path / other)) > 1e-3 for other in "bc")
 
 
 def test_a_run_s_architecture_comes_with_its_weights(tmp_path, text, reference):
