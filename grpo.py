@@ -485,7 +485,7 @@ def fit_update(cfg, run, worst, context):
     def attempt(tokens):
         mode = None if cfg.compile_mode == "default" else cfg.compile_mode
         dynamic = None if cfg.gradient_checkpointing else True         # with which True breaks (torch 2.13)
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic, cfg.sum_locally)
+        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
         rows = worst.rows(tokens, context)
         inputs = worst.inputs(tokens, cfg.temperature, hw.device)
         return model, memory.rehearse(model, hw, rows, context, 2, run.optimizer_bytes(), inputs)
@@ -549,7 +549,8 @@ def main(argv):
     torch.manual_seed(cfg.seed)
     shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
     memory.check_weights(shape, hw.device, distributed.world_size() if cfg.parallel == "fsdp" else 1)
-    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel)
+    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
+                           cfg.sum_locally)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

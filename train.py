@@ -310,7 +310,7 @@ def compile_and_fit(cfg, run, dataset):
         dynamic = False
         if not is_text(dataset):
             dynamic = None if cfg.gradient_checkpointing else True     # with which True breaks (torch 2.13)
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic, cfg.sum_locally)
+        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
         return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.optimizer_bytes())
 
     def smaller(micro_batch):
@@ -404,7 +404,8 @@ def main(argv):
     if cfg.compile is None and not is_text(dataset):
         hw.compile = False                   # lengths differ from step to step; each would be compiled anew
     torch.manual_seed(cfg.seed)
-    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel)
+    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
+                           cfg.sum_locally)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

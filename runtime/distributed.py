@@ -159,11 +159,10 @@ class TrainedModel(nn.Module):
     found, since losses are divided by the targets of all ranks. model: the GPT itself; sharding.shard may have
     spread it, and then every call must be made by all ranks."""
 
-    def __init__(self, model, compile=False, mode=None, dynamic=None, sum_locally=False):
+    def __init__(self, model, compile=False, mode=None, dynamic=None):
         super().__init__()
         self.model = model
         self.is_sharded = is_sharded(model)
-        self.sum_locally = sum_locally
         compile = compile and not self.is_sharded             # its blocks are
         self.local = torch.compile(Forward(model), mode=mode, dynamic=dynamic) if compile else Forward(model)
         self.ddp = None
@@ -202,7 +201,7 @@ class TrainedModel(nn.Module):
             is_last = i == n - 1
             if self.ddp:
                 self.ddp.require_backward_grad_sync = is_last
-            if self.is_sharded and self.sum_locally:
+            if self.is_sharded and self.model.sum_locally:
                 self.model.set_requires_gradient_sync(is_last)
             yield micro_batches[i] if i < len(micro_batches) else empty
 

@@ -65,24 +65,25 @@ def on_main(tensors, write):
 
 # --- the model ---
 
-def build(make, hw, parallel):
-    """Return the model that make(device) makes. parallel fsdp, with several ranks: spread over them; the first one makes
-    it in the computer's memory, and the others without values."""
+def build(make, hw, parallel, sum_locally=False):
+    """Return the model that make(device) makes. parallel fsdp, with several ranks: spread over them, see `shard`; the
+    first one makes it in the computer's memory, and the others without values."""
     if parallel != "fsdp" or distributed.world_size() == 1:
         return make(hw.device)
-    return shard(make(torch.device("cpu" if distributed.is_main() else "meta")), hw)
+    return shard(make(torch.device("cpu" if distributed.is_main() else "meta")), hw, sum_locally)
 
 
-def shard(model, hw):
+def shard(model, hw, sum_locally=False):
     """Spread a model over the ranks: every tensor by its rows. Blocks are gathered one at a time as they are
-    computed, in hw's dtype; their gradients are summed in fp32. The first rank's model has the weights, and is
-    emptied tensor by tensor."""
+    computed, in hw's dtype; their gradients are summed in fp32, in each micro-step or (sum_locally, which keeps all
+    of them on each rank) in the last. The first rank's model has the weights, and is emptied tensor by tensor."""
     # Imported here: it takes half a second, and most runs don't need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     weights = dict(model.named_parameters())
     trained = {name: p.requires_grad for name, p in weights.items()}
     model.to("meta")
+    model.sum_locally = sum_locally
     dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow for weights
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     mesh = dist.init_device_mesh(hw.device.type, (distributed.world_size(),))
@@ -112,14 +113,20 @@ def shard(model, hw):
 
 
 def gathered_bytes(model, dtype):
-    """Return what a step of a sharded model gathers at a time, 0 of another: two blocks (the next while one is
-    computed) and what is in no block, in the dtype that is computed in, and the gradients of one block in fp32."""
+    """Return what a step of a sharded model has beside its share, 0 of another: two blocks (the next while one is
+    computed) and what is in no block, in the dtype that is computed in, and gradients in fp32, of a block or all."""
     if not distributed.is_sharded(model):
         return 0
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    return gathered(model, dtype, sum(sizes) if model.sum_locally else 0)
+
+
+def gathered(model, dtype, kept_gradients=0):
+    """Do the arithmetic of gathered_bytes, for any model (on the device meta, say)."""
     itemsize = 2 if dtype == torch.bfloat16 else 4
     block = sum(p.numel() for p in model.blocks[0].parameters())
     others = sum(p.numel() for p in model.parameters()) - len(model.blocks) * block
-    return itemsize * (2 * block + others) + 4 * max(block, others)
+    return itemsize * (2 * block + others) + 4 * max(block, others, kept_gradients)
 
 
 # --- Muon's matrices ---

@@ -1,0 +1,240 @@
+"""--parallel=fsdp: each rank has a share of every tensor, and all comes out as on one process."""
+import shutil
+import sys
+import weakref
+
+import pytest
+import torch
+
+import forked
+import grpo
+import train
+from conftest import ROOT, TINY, environment, flags, largest_difference, metrics, run, trained, weights
+from model import GPT, GPTConfig
+from runtime import checkpoint, config, distributed, hardware, memory, sharding
+from runtime.config import BadInput
+
+KNOBS = dict(dtype="fp32", batch_size=2, gradient_accumulation_steps=4, save_interval=10, keep_last=5)
+VARIANTS = {
+    "muon": dict(optimizer="muon"),
+    "adamw": dict(optimizer="adamw", learning_rate=1e-3, tied_head=True, loss_chunks=3, gradient_checkpointing=True, n_layer=3, n_embd=36),
+    "sum_locally": dict(optimizer="muon", sum_locally=True, weight_decay=0.1),
+}
+
+
+def optimizer_state(out_dir, step=20):
+    with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as tensors:
+        return {name: values[...] for name, values in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, text):
+    """A function that gives the folders of a variant's run by one process and by two sharded ranks, made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            trained(folder / "one", text, **KNOBS, **VARIANTS[name])
+            trained(folder / "two", text, ranks=2, parallel="fsdp", **KNOBS, **VARIANTS[name])
+            made[name] = folder / "one", folder / "two"
+        return made[name]
+    return get
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_and_weights_are_those_of_one_process(both, name):
+    one, two = both(name)
+    ours, theirs = metrics(two), metrics(one)
+    assert len(ours) == 20 and all(ours[s] == pytest.approx(theirs[s], abs=1e-5) for s in theirs)
+    norms, expected = metrics(two, "grad_norm"), metrics(one, "grad_norm")
+    assert all(norms[s] == pytest.approx(expected[s], rel=1e-4) for s in expected)
+    assert metrics(two, "val_loss")[20] == pytest.approx(metrics(one, "val_loss")[20], abs=1e-5)
+    assert largest_difference(weights(two), weights(one)) < 1e-4
+    assert largest_difference(optimizer_state(two), optimizer_state(one)) < 1e-4
+    # Tuned weights, and not two that never moved.
+    assert largest_difference(weights(one), weights(one, 10)) > 1e-3
+
+
+def test_the_files_are_those_of_one_process(both):
+    one, two = both("muon")
+    files = [{str(path.relative_to(out)): path.stat().st_size for path in out.rglob("*.safetensors")} for out in (one, two)]
+    assert files[0] == files[1] and len(files[0]) == 4
+    assert not list(two.rglob("*.pt"))
+
+
+def test_it_begins_with_the_weights_of_one_process(tmp_path, text):
+    """Bit for bit, after a step that moves nothing."""
+    knobs = KNOBS | dict(max_steps=1, learning_rate=0, min_lr=0, optimizer="adamw")
+    trained(tmp_path / "one", text, **knobs)
+    trained(tmp_path / "three", text, ranks=2, parallel="fsdp", **knobs)
+    assert largest_difference(weights(tmp_path / "one", 1), weights(tmp_path / "three", 1)) == 0
+
+
+@pytest.mark.parametrize("ranks, how", [(1, {}), (2, {}), (4, {}), (2, {"parallel": "ddp"})], ids=str)
+def test_it_goes_on_with_any_number_of_ranks_sharded_or_not(both, tmp_path, text, ranks, how):
+    _, two = both("muon")
+    out = tmp_path / "a"
+    shutil.copytree(two, out)
+    shutil.rmtree(out / "checkpoints/step_00000020")          # as if killed after step 10
+    done = trained(out, text, ranks=ranks, init_from="resume", **KNOBS | how)
+    assert "steps 10 to 20" in done.stdout
+    ours, theirs = metrics(out), metrics(two)
+    assert ours.keys() == theirs.keys() and all(ours[s] == pytest.approx(theirs[s], abs=1e-5) for s in theirs)
+    exact = 0 if ranks == 2 and not how else 1e-4
+    assert largest_difference(weights(out), weights(two)) <= exact
+    assert largest_difference(optimizer_state(out), optimizer_state(two)) <= exact
+
+
+def test_a_run_that_was_whole_goes_on_sharded(both, tmp_path, text):
+    one, _ = both("adamw")
+    out = tmp_path / "a"
+    shutil.copytree(one, out)
+    shutil.rmtree(out / "checkpoints/step_00000020")
+    trained(out, text, ranks=2, init_from="resume", parallel="fsdp", **KNOBS | VARIANTS["adamw"])
+    assert largest_difference(weights(out), weights(one)) < 1e-4
+
+
+def test_adapters(both, tmp_path, text):
+    one, _ = both("muon")
+    knobs = KNOBS | dict(init_from=one, lora_rank=4, learning_rate=0.01, max_steps=10, save_interval=5)
+    trained(tmp_path / "one", text, **knobs)
+    trained(tmp_path / "two", text, ranks=2, parallel="fsdp", **knobs)
+    adapters = weights(tmp_path / "two", 10)
+    assert adapters and all(".lora_" in name for name in adapters)
+    assert largest_difference(adapters, weights(tmp_path / "one", 10)) < 1e-4
+    base = [checkpoint.load_base(tmp_path / name) for name in ("one", "two")]
+    assert largest_difference(*base) == 0
+    shutil.rmtree(tmp_path / "two/checkpoints/step_00000010")
+    trained(tmp_path / "two", text, ranks=2, parallel="fsdp", **knobs | {"init_from": "resume"})
+    assert largest_difference(adapters, weights(tmp_path / "two", 10)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_other_precisions(tmp_path, text, dtype):
+    """Their rounding is not one process's: weights are gathered in bf16, and each rank sums its own."""
+    knobs = KNOBS | dict(dtype=dtype, max_steps=10)
+    trained(tmp_path / "one", text, **knobs)
+    trained(tmp_path / "two", text, ranks=2, parallel="fsdp", **knobs)
+    ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert all(ours[s] == pytest.approx(theirs[s], abs=0.01) for s in theirs) and ours[10] < ours[1] - 0.5
+    scale = [checkpoint.load_state(tmp_path / name, 10)["scaler"].get("scale") for name in ("one", "two")]
+    assert scale[0] == scale[1] and bool(scale[0]) == (dtype == "fp16")
+
+
+# --- reinforcement learning ---
+
+@pytest.mark.parametrize("knobs", [dict(beta=0.1, tis_cap=2.0), dict(beta=0.1, lora_rank=4, learning_rate=0.03, gradient_checkpointing=True)],
+                         ids=["whole", "lora"])
+def test_grpo(both, tmp_path, knobs):
+    """The engine has the same weights after each step, so the same answers are sampled and the same is learnt."""
+    from test_grpo import GRPO, TASK
+    (tmp_path / "letters.py").write_text(TASK)
+    base, _ = both("muon")
+    shared = GRPO | dict(init_from=base, task=tmp_path / "letters.py", max_steps=3, save_interval=1) | knobs
+    for name, ranks, parallel in (("one", 1, "ddp"), ("two", 2, "fsdp")):
+        start = [sys.executable] if ranks == 1 else [*forked.TORCHRUN, f"--nproc_per_node={ranks}"]
+        argv = flags(**shared, out_dir=tmp_path / name, parallel=parallel)
+        done = forked.run([*start, ROOT / "grpo.py", *argv], env=environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for key in ("reward", "loss", "kl", "grad_norm", "logprob_gap_max"):
+        ours, theirs = metrics(tmp_path / "two", key), metrics(tmp_path / "one", key)
+        assert ours.keys() == theirs.keys() and all(ours[s] == pytest.approx(theirs[s], abs=1e-4) for s in theirs), key
+    assert largest_difference(weights(tmp_path / "two", 3), weights(tmp_path / "one", 3)) < 1e-4
+
+
+# --- the parts ---
+
+def test_muon_s_matrices_are_computed_by_one_rank_each():
+    """On ragged slices: 5 matrices of 7 rows, three ranks."""
+    program = f"""
+import sys, torch
+sys.path.insert(0, {str(ROOT)!r})
+from runtime import distributed, sharding
+distributed.init()
+whole = torch.arange(5 * 7 * 3.0).view(5, 7, 3)
+computed = []
+def double(matrices):
+    computed.extend(matrices[:, 0, 0].tolist())
+    return 2 * matrices
+mine = sharding.rows_of(distributed.rank(), 7)
+result = sharding.by_owners(whole[:, mine], 7, double)
+assert torch.equal(result, 2 * whole[:, mine])
+said = distributed.gather(computed)
+if distributed.is_main():
+    print([[int(first) // 21 for first in rank] for rank in said])
+distributed.close()
+"""
+    done = forked.run([*forked.TORCHRUN, "--nproc_per_node=3", "-c", program], env=environment(), capture_output=True, text=True)
+    assert done.stdout == "[[0, 3], [1, 4], [2]]\n", done.stderr
+
+
+@pytest.mark.parametrize("n, ranks", [(7, 3), (2, 4), (64, 8), (1, 2)])
+def test_rows_are_cut_as_torch_cuts_them(monkeypatch, n, ranks):
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    cut = [torch.arange(n)[sharding.rows_of(rank, n)].tolist() for rank in range(ranks)]
+    expected = [part.tolist() for part in torch.arange(n).chunk(ranks)]
+    assert cut == expected + [[]] * (ranks - len(expected))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_has_one_whole_tensor_in_memory_at_a_time(tmp_path, monkeypatch, fails):
+    """However it ends, all are gathered: other ranks take part in that."""
+    alive, most, gathered = weakref.WeakSet(), [], []
+
+    def gather(tensor):
+        whole = tensor.clone()
+        alive.add(whole)
+        most.append(len(alive))
+        gathered.append(tensor)
+        return whole
+    monkeypatch.setattr(sharding, "whole", gather)
+    weights = {f"w{i}": torch.randn(4, 4) for i in range(9)}
+    moments = {f"w{i}.exp_avg": torch.randn(4, 4) for i in range(9)}
+    if fails:
+        monkeypatch.setattr(checkpoint, "SAFETENSORS", {})
+    with pytest.raises(KeyError) if fails else pytest.MonkeyPatch.context():
+        sharding.on_main([*weights.values(), *moments.values()],
+                         lambda values: checkpoint.save(tmp_path, 1, weights, {}, moments, values=values))
+    assert len(gathered) == 18
+    if not fails:
+        assert max(most) <= 2                # the one that is written, and the next as it takes its place
+        assert largest_difference(checkpoint.load_weights(tmp_path, 1), weights) == 0
+
+
+def test_memory_is_a_share_of_it(monkeypatch):
+    config = GPTConfig(vocab_size=1000, block_size=64, n_layer=4, n_head=4, n_embd=256)
+    size = 4 * memory.n_params(config)
+    monkeypatch.setattr(memory, "available", lambda device: size / 3)
+    with pytest.raises(BadInput, match="--parallel=fsdp"):
+        memory.check_weights(config, "cpu")
+    memory.check_weights(config, "cpu", ranks=4)
+
+
+def test_one_process_has_everything():
+    hw = hardware.setup("cpu", dtype="fp32")
+    model = GPT(GPTConfig(vocab_size=99, block_size=16, n_layer=1, n_head=2, n_embd=16))
+    assert sharding.build(lambda device: model, hw, "fsdp") is model and not distributed.is_sharded(model)
+    assert sharding.gathered_bytes(model, torch.float32) == 0
+    assert sharding.whole(model.head.weight) is sharding.local(model.head.weight) is model.head.weight
+
+
+# --- bad input ---
+
+@pytest.mark.parametrize("knobs, said", [
+    (dict(parallel="zero"), "--parallel=zero should be ddp or fsdp"),
+    (dict(parallel="fsdp", compile_mode="reduce-overhead"), "can't be in one"),
+], ids=str)
+def test_bad_knobs_are_one_sentence(capsys, tmp_path, knobs, said):
+    with pytest.raises(BadInput, match=said):
+        cfg = config.load(train.Config, flags(**TINY | knobs, out_dir=tmp_path / "a"))
+        train.check(cfg)
+    if "compile_mode" not in knobs:
+        with pytest.raises(BadInput, match=said):
+            config.load(grpo.Config, flags(**knobs))
+
+
+def test_more_ranks_than_sequences(tmp_path, text):
+    done = run(tmp_path / "a", text, ranks=3, parallel="fsdp", batch_size=2, gradient_accumulation_steps=1)
+    assert done.returncode == 1 and done.stderr.count("error: 3 ranks can't share the 2 sequences") == 1
+    assert not (tmp_path / "a").exists()
