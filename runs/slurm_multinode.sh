@@ -15,7 +15,7 @@
 #     sbatch --nodes=4 runs/slurm_multinode.sh train.py config/a100_production.py
 #
 # Two minutes before the time is up SLURM sends SIGTERM, upon which the stage saves and ends; the job is then queued again and goes on
-# from its checkpoint (train.py and grpo.py with --init_from=resume, datagen.py by itself).
+# from its checkpoint (train.py and grpo.py with --resume=auto, datagen.py by itself).
 set -euo pipefail
 if [ $# -lt 1 ]; then
     echo "usage: sbatch runs/slurm_multinode.sh SCRIPT [CONFIG] [--key=value ...]" >&2
@@ -28,18 +28,18 @@ cd "$SLURM_SUBMIT_DIR"
 [ ! -f .venv/bin/activate ] || source .venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# A job that is queued again goes on from its checkpoint, or begins again if it had none yet.
+# A job that is queued or submitted again goes on from its checkpoint; so do ranks of which one has died, three times.
 resume=()
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ "$1" != datagen.py ]; then
-    out=$(printf '%s\n' "$@" | sed -n 's/^--out_dir=//p' | tail -n 1)
-    [ -n "$out" ] || out=$(cat /dev/null $(printf '%s\n' "$@" | grep '^config/.*\.py$') | sed -n 's/^out_dir = "\(.*\)".*/\1/p' | tail -n 1)
-    if [ -z "$out" ] || compgen -G "$out/checkpoints/step_*" > /dev/null; then resume=(--init_from=resume); else resume=(--overwrite); fi
-fi
-srun --kill-on-bad-exit=1 python -m torch.distributed.run --nnodes="$nodes" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
+case $1 in train.py | grpo.py) resume=(--resume=auto) ;; esac
+# Seconds that ranks may take to finish a step and to save: torchrun gives them 30, and older versions know no other number.
+patience=()
+! python -m torch.distributed.run --help | grep -q -- --shutdown-timeout || patience=(--shutdown-timeout=110)
+srun --kill-on-bad-exit=1 python -m torch.distributed.run --max-restarts=3 ${patience[@]+"${patience[@]}"} --nnodes="$nodes" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_id="$SLURM_JOB_ID" --rdzv_backend=c10d --rdzv_endpoint="$first:${RENDEZVOUS_PORT:-29500}" "$@" ${resume[@]+"${resume[@]}"} &
-# The signal goes to the ranks themselves: torchrun would give them 30 seconds, and a step may take longer. One rank tells the others.
+# The signal goes to this node's torchrun, which hands it to its ranks, and these tell the others; ranks that ended on their own it would
+# start again.
 stopped=
-trap 'stopped=yes; pkill -TERM -u "$(id -u)" -f -- "-u $1" || true' TERM
+trap 'stopped=yes; pkill -TERM -u "$(id -u)" -f -- "^[^ ]*python[^ ]* -m torch.distributed.run .*--rdzv_id=$SLURM_JOB_ID " || true' TERM
 job=$!
 while :; do                                   # a wait ends with the signal, before the job does
     code=0; wait "$job" || code=$?

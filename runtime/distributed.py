@@ -17,13 +17,17 @@ from runtime.config import BadInput
 
 LAST_WORDS = 60.0                    # seconds in which a rank may save when its torchrun was killed
 
+LONGEST_WAIT = datetime.timedelta(days=1)            # of the other ranks in an exchange; runtime/watch.py asks sooner
+
 # the group that waits for what the first rank does alone: tokenising may take hours
 patient = None
+# what all ranks can read, with a few words of each
+store = None
 
 
 def init():
     """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a GPU."""
-    global patient
+    global patient, store
     if "RANK" in os.environ and not dist.is_initialized():
         # After a restart torchrun's store still has the addresses of the ranks that failed (torch 2.13): others
         # would try to connect to them.
@@ -32,7 +36,7 @@ def init():
         if "TORCHELASTIC_RUN_ID" in os.environ:
             threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank(), world_size=world_size())
+        dist.init_process_group(backend, timeout=LONGEST_WAIT, store=store, rank=rank(), world_size=world_size())
         patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
