@@ -122,9 +122,10 @@ class Config:
                                              # forward
     offload_reference: bool = False          # the KL term's model waits in the CPU's memory while it is not
                                              # needed
-    parallel: Literal["ddp", "fsdp"] = "ddp"         # of several ranks each has all weights, or with fsdp a
-                                             # share of every tensor, and a copy in sampling's dtype
-    sum_locally: bool = False                # with fsdp: exchange the gradients once an optimizer step, not at
+    parallel: Literal["ddp", "fsdp", "hybrid"] = "ddp"       # of several ranks each has all weights, or a share
+                                             # of every tensor, of all ranks' (fsdp) or of a node's (hybrid),
+                                             # and a copy in sampling's dtype
+    sum_locally: bool = False                # with fsdp, hybrid: exchange the gradients once an optimizer step, not at
                                              # each micro-step; then each rank has all of them
     step_timeout: float = 3600.0             # seconds after which several ranks end that no longer come from one
                                              # part of a step (an evaluation, say) to the next; 0: never
@@ -550,7 +551,7 @@ def main(argv):
 
     torch.manual_seed(cfg.seed)
     shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
-    memory.check_weights(shape, hw.device, distributed.world_size() if cfg.parallel == "fsdp" else 1)
+    memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
                            cfg.sum_locally)
     betas = (cfg.beta1, cfg.beta2)

@@ -97,9 +97,9 @@ class Config:
                                              # about five minutes on)
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
                                              # forward
-    parallel: Literal["ddp", "fsdp"] = "ddp"         # of several ranks each has all weights, or with fsdp a
-                                             # share of every tensor: for what does not fit one GPU
-    sum_locally: bool = False                # with fsdp: exchange the gradients once a step, not at each
+    parallel: Literal["ddp", "fsdp", "hybrid"] = "ddp"       # of several ranks each has all weights, or a share
+                                             # of every tensor: of all ranks' (fsdp) or of a node's (hybrid)
+    sum_locally: bool = False                # with fsdp, hybrid: exchange the gradients once a step, not at each
                                              # micro-step; then each rank has all of them
     step_timeout: float = 3600.0             # seconds after which several ranks end that no longer come from one
                                              # part of a step (an evaluation, say) to the next; 0: never
@@ -177,7 +177,7 @@ def check(cfg):
     if cfg.sequences % distributed.world_size():
         raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step "
                        "evenly: change --batch_size or --gradient_accumulation_steps.")
-    if cfg.parallel == "fsdp" and cfg.compile_mode in CUDA_GRAPHS:
+    if cfg.parallel != "ddp" and cfg.compile_mode in CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, and weights that are gathered for each "
                        "block can't be in one: use default or max-autotune-no-cudagraphs.")
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
@@ -215,7 +215,7 @@ def shape_of(cfg, hw, tokenizer, found):
     if cfg.block_size > shape.block_size:
         raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the "
                        "model: lower it.")
-    memory.check_weights(shape, hw.device, distributed.world_size() if cfg.parallel == "fsdp" else 1)
+    memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     return shape
 
 

@@ -69,6 +69,11 @@ def world_size():
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def local_world_size():
+    """Return the number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def is_main():
     return rank() == 0
 

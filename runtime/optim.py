@@ -48,7 +48,7 @@ class Muon(torch.optim.Muon):
         orthogonal = functools.partial(
             newton_schulz, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
         if sharding.is_sharded(matrices[0]):
-            updates = sharding.by_owners(updates, shape[0], orthogonal)
+            updates = sharding.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
         else:
             updates = orthogonal(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])

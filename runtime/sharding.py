@@ -26,14 +26,16 @@ def whole(tensor):
 
 
 def my_rows(tensor):
-    """Return the slice of rows that this rank has of a tensor: as torch.chunk cuts them."""
+    """Return the slice of rows that this rank has of a tensor."""
     if not is_sharded(tensor):
         return slice(None)
-    return rows_of(distributed.rank(), len(tensor))
+    mesh = tensor.device_mesh                # of cards that share, and before that perhaps of nodes, which don't
+    return rows_of(mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), len(tensor))
 
 
-def rows_of(rank, n):
-    size = -(-n // distributed.world_size())
+def rows_of(rank, ranks, n):
+    """Return the slice of n rows that one of the ranks has: as torch.chunk cuts them."""
+    size = -(-n // ranks)
     return slice(min(n, rank * size), min(n, (rank + 1) * size))
 
 
@@ -66,17 +68,23 @@ def on_main(tensors, write):
 # --- the model ---
 
 def build(make, hw, parallel, sum_locally=False):
-    """Return the model that make(device) makes. parallel fsdp, with several ranks: spread over them, see `shard`; the
-    first one makes it in the computer's memory, and the others without values."""
-    if parallel != "fsdp" or distributed.world_size() == 1:
+    """Return the model that make(device) makes. parallel fsdp or hybrid, with several ranks: spread over them, see
+    `shard`; the first one makes it in the computer's memory, and the others without values."""
+    if parallel == "ddp" or distributed.world_size() == 1:
         return make(hw.device)
-    return shard(make(torch.device("cpu" if distributed.is_main() else "meta")), hw, sum_locally)
+    return shard(make(torch.device("cpu" if distributed.is_main() else "meta")), hw, parallel, sum_locally)
 
 
-def shard(model, hw, sum_locally=False):
+def ranks_that_share(parallel):
+    """Return among how many ranks a model is spread: all, with hybrid those of a node."""
+    return {"ddp": 1, "fsdp": distributed.world_size(), "hybrid": distributed.local_world_size()}[parallel]
+
+
+def shard(model, hw, parallel="fsdp", sum_locally=False):
     """Spread a model over the ranks: every tensor by its rows. Blocks are gathered one at a time as they are
     computed, in hw's dtype; their gradients are summed in fp32, in each micro-step or (sum_locally, which keeps all
-    of them on each rank) in the last. The first rank's model has the weights, and is emptied tensor by tensor."""
+    of them on each rank) in the last. parallel hybrid: over those of a node, and nodes sum their gradients. The first
+    rank's model has the weights, and is emptied tensor by tensor."""
     # Imported here: it takes half a second, and most runs don't need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -86,7 +94,10 @@ def shard(model, hw, sum_locally=False):
     model.sum_locally = sum_locally
     dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow for weights
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    mesh = dist.init_device_mesh(hw.device.type, (distributed.world_size(),))
+    shape = [ranks_that_share(parallel)]
+    if parallel == "hybrid":
+        shape.insert(0, distributed.world_size() // shape[0])
+    mesh = dist.init_device_mesh(hw.device.type, tuple(shape), mesh_dim_names=("nodes", "cards")[-len(shape):])
     for block in model.blocks:
         if hw.compile:
             block.compile()
@@ -131,31 +142,32 @@ def gathered(model, dtype, kept_gradients=0):
 
 # --- Muon's matrices ---
 
-def by_owners(slices, n_rows, function):
+def by_owners(slices, n_rows, mesh, function):
     """Return this rank's rows of function(matrices), given its rows of these: slices [N, rows, columns], n_rows in
-    all. Every matrix is put together and computed on one rank, the k-th on rank k modulo their number. function:
-    matrices [n, n_rows, columns] -> the same shape.
+    all. Every matrix is put together and computed on one of the mesh's cards, the k-th on card k modulo their number.
+    function: matrices [n, n_rows, columns] -> the same shape.
 
     Each rank sends and receives twice what it has of all matrices. Every rank must call.
     """
-    world = distributed.world_size()
+    cards = mesh.size(mesh.ndim - 1)
+    mine = mesh.get_local_rank(mesh.ndim - 1)
+    group = mesh.get_group(mesh.ndim - 1)
     columns = slices.shape[2]
-    rows = [len(range(*rows_of(rank, n_rows).indices(n_rows))) for rank in range(world)]
-    owned = [len(slices[rank::world]) for rank in range(world)]
-    mine = distributed.rank()
-    sent = [owned[rank] * rows[mine] * columns for rank in range(world)]
-    received = [owned[mine] * rows[rank] * columns for rank in range(world)]
+    rows = [len(range(n_rows)[rows_of(card, cards, n_rows)]) for card in range(cards)]
+    owned = [len(slices[card::cards]) for card in range(cards)]
+    sent = [owned[card] * rows[mine] * columns for card in range(cards)]
+    received = [owned[mine] * rows[card] * columns for card in range(cards)]
 
-    outgoing = torch.cat([slices[rank::world].flatten() for rank in range(world)])
+    outgoing = torch.cat([slices[card::cards].flatten() for card in range(cards)])
     incoming = outgoing.new_empty(sum(received))
-    dist.all_to_all_single(incoming, outgoing, received, sent)
+    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
     parts = [part.view(owned[mine], n, columns) for part, n in zip(incoming.split(received), rows)]
     if owned[mine]:
         parts = function(torch.cat(parts, 1)).split(rows, 1)
 
     incoming = torch.cat([part.flatten() for part in parts])
-    dist.all_to_all_single(outgoing, incoming, sent, received)
+    dist.all_to_all_single(outgoing, incoming, sent, received, group=group)
     result = torch.empty_like(slices)
-    for rank, part in enumerate(outgoing.split(sent)):
-        result[rank::world] = part.view(owned[rank], rows[mine], columns)
+    for card, part in enumerate(outgoing.split(sent)):
+        result[card::cards] = part.view(owned[card], rows[mine], columns)
     return result

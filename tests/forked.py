@@ -159,7 +159,7 @@ def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=N
     jobs = [(command, env)]
     if command[:4] == TORCHRUN:
         ranks = int(command[4].removeprefix("--nproc_per_node="))
-        jobs = [([sys.executable, *command[5:]], env | rank) for rank in ranks_of(ranks)]
+        jobs = [([sys.executable, *command[5:]], env | rank) for rank in ranks_of(ranks, int(env.get("NODES", 1)))]
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         stdin.write(input.encode())
         stdin.seek(0)
@@ -180,13 +180,14 @@ def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=N
     return subprocess.CompletedProcess(command, code, *said)
 
 
-def ranks_of(n):
-    """Return the environments of n ranks on this machine, as torchrun sets them."""
+def ranks_of(n, nodes=1):
+    """Return the environments of n ranks, as torchrun sets them; nodes: that they believe to be on."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{n}", "LOCAL_WORLD_SIZE": f"{n}"}
-    return [shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(n)]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{n}",
+              "LOCAL_WORLD_SIZE": f"{n // nodes}"}
+    return [shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % (n // nodes)}"} for rank in range(n)]
 
 
 def wait_for(processes, timeout):

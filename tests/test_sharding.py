@@ -71,6 +71,17 @@ def test_it_begins_with_the_weights_of_one_process(tmp_path, text):
     assert largest_difference(weights(tmp_path / "one", 1), weights(tmp_path / "three", 1)) == 0
 
 
+def test_four_ranks_on_two_nodes(both, tmp_path, text):
+    """Within which the weights are shared, and between which gradients are summed: two nodes of two ranks, as far as they can
+    tell."""
+    one, _ = both("muon")
+    trained(tmp_path / "four", text, ranks=4, parallel="hybrid", **KNOBS | VARIANTS["muon"], env={"NODES": "2"})
+    ours, theirs = metrics(tmp_path / "four"), metrics(one)
+    assert all(ours[s] == pytest.approx(theirs[s], abs=1e-5) for s in theirs)
+    assert largest_difference(weights(tmp_path / "four"), weights(one)) < 1e-4
+    assert largest_difference(optimizer_state(tmp_path / "four"), optimizer_state(one)) < 1e-4
+
+
 @pytest.mark.parametrize("ranks, how", [(1, {}), (2, {}), (4, {}), (2, {"parallel": "ddp"})], ids=str)
 def test_it_goes_on_with_any_number_of_ranks_sharded_or_not(both, tmp_path, text, ranks, how):
     _, two = both("muon")
@@ -157,8 +168,9 @@ computed = []
 def double(matrices):
     computed.extend(matrices[:, 0, 0].tolist())
     return 2 * matrices
-mine = sharding.rows_of(distributed.rank(), 7)
-result = sharding.by_owners(whole[:, mine], 7, double)
+mine = sharding.rows_of(distributed.rank(), 3, 7)
+mesh = torch.distributed.init_device_mesh("cpu", (3,))
+result = sharding.by_owners(whole[:, mine], 7, mesh, double)
 assert torch.equal(result, 2 * whole[:, mine])
 said = distributed.gather(computed)
 if distributed.is_main():
@@ -170,9 +182,8 @@ distributed.close()
 
 
 @pytest.mark.parametrize("n, ranks", [(7, 3), (2, 4), (64, 8), (1, 2)])
-def test_rows_are_cut_as_torch_cuts_them(monkeypatch, n, ranks):
-    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
-    cut = [torch.arange(n)[sharding.rows_of(rank, n)].tolist() for rank in range(ranks)]
+def test_rows_are_cut_as_torch_cuts_them(n, ranks):
+    cut = [torch.arange(n)[sharding.rows_of(rank, ranks, n)].tolist() for rank in range(ranks)]
     expected = [part.tolist() for part in torch.arange(n).chunk(ranks)]
     assert cut == expected + [[]] * (ranks - len(expected))
 
@@ -222,7 +233,7 @@ def test_one_process_has_everything():
 # --- bad input ---
 
 @pytest.mark.parametrize("knobs, said", [
-    (dict(parallel="zero"), "--parallel=zero should be ddp or fsdp"),
+    (dict(parallel="zero"), "--parallel=zero should be ddp, fsdp or hybrid"),
     (dict(parallel="fsdp", compile_mode="reduce-overhead"), "can't be in one"),
 ], ids=str)
 def test_bad_knobs_are_one_sentence(capsys, tmp_path, knobs, said):
