@@ -177,7 +177,7 @@ KINDS = {
     "`fsdp`": {"parallel": "fsdp"},
     "`fsdp --sum_locally`": {"parallel": "fsdp", "sum_locally": True},
     "`fsdp --optimizer=muon`": {"parallel": "fsdp", "optimizer": "muon"},
-    "hybrid (not built)": {"parallel": "hybrid"},
+    "`hybrid`": {"parallel": "hybrid"},
 }
 
 

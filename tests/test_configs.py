@@ -9,6 +9,7 @@ import torch
 import grpo
 import train
 from conftest import ROOT, trained
+from measure import scaling
 from model import on_meta
 from runtime import config, hardware, memory, optim
 from runtime.tokenizer import Tokenizer
@@ -57,13 +58,20 @@ def test_the_header_states_what_the_file_makes(path):
     hw.device = torch.device("cuda")
     optimizers = optim.build(model, cfg.optimizer, fused=False)
     need = memory.parts(model, hw, cfg.batch_size, cfg.block_size, optim.state_to_come(optimizers))
-    assert stated(r"([\d.]+) GiB") == pytest.approx((4 * model.n_params() + sum(need.values())) / 2**30, rel=0.02)
+    whole = 4 * model.n_params() + sum(need.values())
+    on_one = r"([\d.]+) GiB"
+    if cfg.parallel == "fsdp":
+        shared = scaling.needed(model.config, 8, cfg.batch_size, cfg.gradient_checkpointing)
+        assert stated(on_one) == pytest.approx(sum(shared.values()) / 2**30, rel=0.02)
+        assert stated(r"([\d.,]+) MFLOP a token") == pytest.approx(model.flops_per_token(cfg.block_size) / 1e6, abs=0.05)
+        on_one = r"on one it is ([\d.]+)\."
+    assert stated(on_one) == pytest.approx(whole / 2**30, rel=0.02)
     assert stated(r"micro-batch of (\d+)") == cfg.batch_size
 
 
 def test_the_readme_repeats_the_headers():
     rows = {m[1]: m[0] for m in re.finditer(r"\| `(\w+\.py)` \|.*", (ROOT / "docs/training.md").read_text())}
-    assert len(rows) == 7
+    assert len(rows) == 8
     for name, row in rows.items():
         header = (ROOT / "config" / name).read_text()
         for number in (re.search(r"[\d,]+(?= parameters)", header)[0], re.search(r"[\d.]+ GiB", header)[0]):
@@ -91,7 +99,8 @@ def test_a_smaller_card_takes_the_same_steps(smaller, of):
     assert differ <= {"out_dir", "dtype", "batch_size", "gradient_accumulation_steps", "save_interval"}
 
 
-@pytest.mark.parametrize("name, asked, samples", [("grpo.py", 32, 8), ("grpo_4090x2.py", 16, 8), ("grpo_a100x8.py", 128, 4), ("chess_mini_grpo.py", 32, 8)])
+@pytest.mark.parametrize("name, asked, samples", [("grpo.py", 32, 8), ("grpo_4090x2.py", 16, 8), ("grpo_a100x8.py", 128, 4), ("chess_mini_grpo.py", 32, 8),
+                                                  ("grpo_3b_a100x8.py", 128, 8)])
 def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, asked, samples, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8" if "x8" in name else "2")
     cfg = config.load(grpo.Config, [str(ROOT / "config" / name)])
@@ -100,3 +109,24 @@ def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, aske
     if name == "grpo_a100x8.py":
         assert cfg.max_new_tokens == 512
         assert cfg.max_steps == -(-3 * 6700 // 128)
+
+
+def test_the_3b_model_on_eight_cards():
+    header = (ROOT / "config/grpo_3b_a100x8.py").read_text()
+    cfg = config.load(grpo.Config, [str(ROOT / "config/grpo_3b_a100x8.py")])
+    shape = dataclasses.replace(scaling.SHAPES["Qwen2.5 3B"], block_size=1024)
+    model = on_meta(shape)
+    rows, sampling = cfg.tokens_per_micro_batch // 1024, (cfg.slots, cfg.max_prompt_tokens + cfg.max_new_tokens)
+    stated = [float(number.replace(",", "")) for number in re.search(
+        r"([\d,]+) parameters, ([\d,.]+) MFLOP.*?([\d.]+) GiB a card.*?on one card it is ([\d.]+)\.", header, re.S).groups()]
+    assert stated[:2] == [model.n_params(), pytest.approx(model.flops_per_token(1024) / 1e6, abs=0.05)]
+    for gib, cards in zip(stated[2:], (8, 1)):
+        assert gib == pytest.approx(sum(scaling.needed(shape, cards, rows, True, sampling).values()) / 2**30, rel=0.02)
+
+
+def test_the_tables_of_the_page_are_those_of_the_code():
+    page = (ROOT / "docs/scaling.md").read_text()
+    for table in (scaling.memory_table((1, 8)), scaling.time_table("GPT-2 1.5B", scaling.H100, scaling.KINDS)):
+        for row in table.split("\n")[2:]:
+            label, *cells = row.strip("| ").split(" | ")
+            assert label in page and all(cell in page for cell in cells), row

@@ -24,6 +24,8 @@ RUN = {
     "python train.py --dataset=book.txt --out_dir=out/book": SCRATCH,
     "python train.py --init_from=resume --out_dir=out/book": GO_ON,
     "python train.py --resume=auto --dataset=book.txt --out_dir=out/book": GO_ON,
+    "torchrun --max-restarts=10 --nproc_per_node=2 train.py --resume=auto --dataset=book.txt --out_dir=out/book": GO_ON,
+    "torchrun --nproc_per_node=2 train.py --parallel=fsdp --dataset=book.txt": SCRATCH + " --out_dir=out/shared",
     "python train.py --init_from=resume --out_dir=out/book --eval_only": "--eval_tokens=320 --device=cpu",
     "python train.py --init_from=out/book --out_dir=out/next": "--max_steps=1 --batch_size=2 --eval_tokens=320 --device=cpu",
     "python train.py config/cpu_small.py --dataset=input.txt --learning_rate=0.01": SCRATCH + " --mlp_hidden=64 --head_dim=16",
@@ -63,6 +65,7 @@ EXCUSED = {
     "python train.py config/a100_production.py": HUB,
     "python train.py config/a100_production.py --dataset=FOLDER": "a GPU's work; tests/test_configs.py looks at the file",
     "torchrun --nproc_per_node=8 train.py config/a100_mega.py": HUB,
+    "torchrun --nproc_per_node=8 train.py config/gpt2_1b5.py --dataset=FOLDER": "eight GPUs' work; tests/test_configs.py looks at the file",
     "python train.py config/chess_mini.py": "25 s of games alone; tests/test_chess.py has small ones",
     "python grpo.py config/chess_mini_grpo.py": "it begins from the run above",
     "python eval.py --compare out/chess_mini out/chess_mini_grpo --task=chess_world:A --num_questions=1000 --max_new_tokens=120": "the same",
@@ -94,7 +97,7 @@ def test_every_command_is_run_or_excused():
 
 def test_every_flag_of_every_command_is_a_knob():
     for command, page in commands().items():
-        script, *argv = [word for word in shlex.split(command) if not re.match(r"(OMP_\w+=|python$|-m$|torchrun$|--nproc|bash$)", word)]
+        script, *argv = [word for word in shlex.split(command) if not re.match(r"(OMP_\w+=|python$|-m$|torchrun$|--nproc|--max-restarts|bash$)", word)]
         if script in ("train.py", "grpo.py", "datagen.py", "eval.py", "sample.py"):
             module = importlib.import_module(script.removesuffix(".py"))
             fields = module.Config.__dataclass_fields__
@@ -126,7 +129,7 @@ def test_a_newcomer_s_commands(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     for command, small in RUN.items():
         words = shlex.split(f"{command} {small}")
-        words = [word for word in words if not re.match(r"(OMP_\w+=|python$|torchrun$|--nproc|-m$)", word)]
+        words = [word for word in words if not re.match(r"(OMP_\w+=|python$|torchrun$|--nproc|--max-restarts|-m$)", word)]
         name, *argv = words
         monkeypatch.setattr(sys, "argv", words)
         if name == "runtime.plot":
