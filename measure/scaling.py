@@ -6,6 +6,7 @@ Nothing is measured here. A step's products are at MFU of the card's peak; what 
 links; the one runs beside the other as far as it can.
 """
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,12 @@ RTX_4090 = Machine("RTX 4090, PCIe, 100 Gb Ethernet", 165e12, 20 * GB, 12.5 * GB
 A100 = Machine("A100, NVLink, InfiniBand", 312e12, 230 * GB, 23 * GB)
 
 
+@functools.cache
+def shape_of(values):
+    """Return a GPT without memory. values: of a GPTConfig."""
+    return on_meta(GPTConfig(*values))
+
+
 # --- time ---
 
 def passed_on(n_bytes, n, machine):
@@ -78,7 +85,7 @@ def step(config, n, machine, parallel="ddp", tokens=524288, micro_batch=8192, op
     hybrid does that within nodes, and sums the shares between them once. Muon passes each matrix on to its owner
     and back, in bf16, at the end of the step, where nothing hides it (fsdp; under ddp all ranks compute all).
     """
-    model = on_meta(config)
+    model = shape_of(dataclasses.astuple(config))
     P = model.n_params()
     products = tokens / n * model.flops_per_token(config.block_size) / (machine.peak * MFU)
     passes = max(1, tokens / n / micro_batch)
@@ -109,19 +116,26 @@ def step(config, n, machine, parallel="ddp", tokens=524288, micro_batch=8192, op
 
 # --- memory ---
 
+@functools.cache
+def of_a_pass(shape, rows, checkpointing):
+    """Return the bytes that (activations, the head) of a micro-batch take. shape: values of a GPTConfig."""
+    model = on_meta(GPTConfig(*shape), "sdpa", checkpointing)
+    hw = dataclasses.replace(hardware.setup("cpu", dtype="bf16", attention="sdpa"), device=torch.device("cuda"))
+    parts = memory.parts(model, hw, rows, model.config.block_size, 0)
+    return parts["activations"], parts["head"]
+
+
 def needed(config, n, rows, checkpointing, sampling=None, reference=False, sum_locally=False):
     """Return {what: bytes} on each of n cards, AdamW, bf16, sharded if there are several. rows: sequences of block_size
     in a micro-batch; sampling: (slots, context) of an engine beside it; reference: grpo.py's with --beta."""
-    model = on_meta(config, "sdpa", checkpointing)
+    model = shape_of(dataclasses.astuple(config))
     P = model.n_params()
-    hw = hardware.setup("cpu", dtype="bf16", attention="sdpa")
-    hw = dataclasses.replace(hw, device=torch.device("cuda"))
-    parts = memory.parts(model, hw, rows, config.block_size, 8 * P)
+    activations, head = of_a_pass(dataclasses.astuple(config), rows, checkpointing)
     result = {
         "weights, gradients, moments": 16 * P / n,
         "gathered": sharding.gathered(model, torch.bfloat16, P if sum_locally else 0) if n > 1 else 0,
-        "activations": parts["activations"],
-        "head": parts["head"],
+        "activations": activations,
+        "head": head,
     }
     if sum_locally and n > 1:
         result["weights, gradients, moments"] = 12 * P / n

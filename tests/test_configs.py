@@ -83,7 +83,7 @@ def test_the_readme_repeats_the_headers():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_two_shrunken_steps(path, text, tmp_path):
     cfg = loaded(path)
-    trained(tmp_path / "run", text, defaults={}, config=path, tokenizer="bytes", n_layer=2, n_embd=16 * cfg.n_head // 2,
+    trained(tmp_path / "run", text, defaults={}, config=path, tokenizer="bytes", n_layer=2, n_embd=16 * (cfg.n_head // 2),
             n_head=cfg.n_head // 2, mlp_hidden=None, block_size=32, batch_size=2, gradient_accumulation_steps=2, max_steps=2,
             warmup_steps=1, eval_tokens=64)
     kept = json.loads((tmp_path / "run/config.json").read_text())
