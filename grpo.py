@@ -306,8 +306,8 @@ def ask_questions(cfg, run, pipeline, stream, positions):
 
 
 def add_logprobs(cfg, run, completions, reference):
-    """Compute what the objective compares with beside the engine's log-probabilities. Of a sharded model the ranks do
-    so together."""
+    """Compute what the objective compares with beside the engine's log-probabilities. Of a sharded model the
+    ranks do so together."""
     if reference:
         reference.add_logprobs(completions, run.state.micro_batch)
     if cfg.tis_cap:
@@ -456,8 +456,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
 
 
 def evaluate(cfg, run, pipeline, valid):
-    """Answer the questions that are held out, greedily, and log how that went. Answers to the first few are added
-    to samples.txt."""
+    """Answer the questions that are held out, greedily, and log how that went. Answers to the first few are
+    added to samples.txt."""
     questions = [question for question, _ in valid]
     requests = [request for _, request in valid]
     greedy = dataclasses.replace(pipeline.engine.sampling, temperature=0.0)
@@ -471,8 +471,8 @@ def evaluate(cfg, run, pipeline, valid):
 # --- the model, and what fits the memory ---
 
 def build_model(cfg, hw, shape, found, resuming, device):
-    """Return the GPT on a device with the weights of what was found; of a run that is resumed they come later, and on
-    the device meta there are none."""
+    """Return the GPT on a device with the weights of what was found; of a run that is resumed they come
+    later, and on the device meta there are none."""
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=device)
     if not resuming and device.type != "meta":
         found.fill(model)

@@ -1,4 +1,5 @@
-"""What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a line."""
+"""What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
+line."""
 from collections import Counter
 
 from rollout import zero_variance

@@ -448,8 +448,8 @@ class GPT(nn.Module):
 
 
 class NothingDrawn(TorchFunctionMode):
-    """Makes torch.nn.init do nothing: on the meta device it would import torch._dynamo to draw no values, which was
-    half of the time until sample.py's first token."""
+    """Makes torch.nn.init do nothing: on the meta device it would import torch._dynamo to draw no values,
+    which was half of the time until sample.py's first token."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -639,8 +639,8 @@ def merged(model):
 def merged_weights(model, dtype=None):
     """Yield (name, tensor) as `merged` has them.
 
-    Of a model that is spread over ranks each is gathered as it is asked for, in dtype unless it is adapted. Every
-    rank must ask for all.
+    Of a model that is spread over ranks each is gathered as it is asked for, in dtype unless it is adapted.
+    Every rank must ask for all.
     """
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRA)}
     own = adapters(model)

@@ -1,4 +1,5 @@
-"""What train.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a line."""
+"""What train.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
+line."""
 from runtime import distributed
 from runtime.log import duration, shown
 from runtime.perplexity import evaluation_line
@@ -6,8 +7,8 @@ from runtime.run import not_by_default
 
 
 def start_up(cfg, run, model, dataset, about, num_workers, inherited):
-    """Return the paragraph that says what is about to happen, on what. model: as the loop calls it. about: the
-    data, for people. inherited: knobs that the model to start from has settled."""
+    """Return the paragraph that says what is about to happen, on what. model: as the loop calls it. about:
+    the data, for people. inherited: knobs that the model to start from has settled."""
     hw = run.hardware
     gpt = run.model
     world = distributed.world_size()

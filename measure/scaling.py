@@ -1,9 +1,10 @@
-"""What a training step should take on 1 to 512 GPUs, and which cards hold which model: arithmetic, as docs/scaling.md shows it.
+"""What a training step should take on 1 to 512 GPUs, and which cards hold which model: arithmetic, as
+docs/scaling.md shows it.
 
     python -m measure.scaling
 
-Nothing is measured here. A step's products are at MFU of the card's peak; what ranks exchange is at the speed of
-links; the one runs beside the other as far as it can.
+Nothing is measured here. A step's products are at MFU of the card's peak; what ranks exchange is at the speed
+of links; the one runs beside the other as far as it can.
 """
 import dataclasses
 import functools
@@ -55,13 +56,15 @@ def shape_of(values):
 # --- time ---
 
 def passed_on(n_bytes, n, machine):
-    """Return the seconds in which n cards gather, or scatter and sum, so many bytes of a tensor that they share."""
+    """Return the seconds in which n cards gather, or scatter and sum, so many bytes of a tensor that they
+    share."""
     link = machine.link if n <= GPUS_A_NODE else machine.between
     return (n - 1) / n * n_bytes / link
 
 
 def summed(n_bytes, n, machine):
-    """Return the seconds of an all-reduce: in a node, and between nodes, where each card carries its eighth."""
+    """Return the seconds of an all-reduce: in a node, and between nodes, where each card carries its
+    eighth."""
     inside = min(n, GPUS_A_NODE)
     nodes = max(1, n // GPUS_A_NODE)
     between = 2 * (nodes - 1) / nodes * n_bytes / inside / machine.between
@@ -80,10 +83,11 @@ class Step:
 def step(config, n, machine, parallel="ddp", tokens=524288, micro_batch=8192, optimizer="adamw", sum_locally=False):
     """Return the Step of n cards. tokens: of a step; micro_batch: of a pass of one card.
 
-    ddp sums the gradients, fp32, during the last pass's backward half (two thirds). fsdp gathers bf16 weights in the
-    forward third and again in the backward one of each pass, where it also scatters and sums the gradients.
-    hybrid does that within nodes, and sums the shares between them once. Muon passes each matrix on to its owner
-    and back, in bf16, at the end of the step, where nothing hides it (fsdp; under ddp all ranks compute all).
+    ddp sums the gradients, fp32, during the last pass's backward half (two thirds). fsdp gathers bf16 weights
+    in the forward third and again in the backward one of each pass, where it also scatters and sums the
+    gradients. hybrid does that within nodes, and sums the shares between them once. Muon passes each matrix
+    on to its owner and back, in bf16, at the end of the step, where nothing hides it (fsdp; under ddp all
+    ranks compute all).
     """
     model = shape_of(dataclasses.astuple(config))
     P = model.n_params()
@@ -126,8 +130,9 @@ def of_a_pass(shape, rows, checkpointing):
 
 
 def needed(config, n, rows, checkpointing, sampling=None, reference=False, sum_locally=False):
-    """Return {what: bytes} on each of n cards, AdamW, bf16, sharded if there are several. rows: sequences of block_size
-    in a micro-batch; sampling: (slots, context) of an engine beside it; reference: grpo.py's with --beta."""
+    """Return {what: bytes} on each of n cards, AdamW, bf16, sharded if there are several. rows: sequences of
+    block_size in a micro-batch; sampling: (slots, context) of an engine beside it; reference: grpo.py's with
+    --beta."""
     model = shape_of(dataclasses.astuple(config))
     P = model.n_params()
     activations, head = of_a_pass(dataclasses.astuple(config), rows, checkpointing)

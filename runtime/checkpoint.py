@@ -110,8 +110,9 @@ def sha256(path):
 
 
 def write_tensors(path, tensors, values):
-    """Write a safetensors file of {name: tensor}, of which names, dtypes and shapes are read here. Their contents are
-    taken from `values`, one after another: safetensors' own save_file wants all of them in memory."""
+    """Write a safetensors file of {name: tensor}, of which names, dtypes and shapes are read here. Their
+    contents are taken from `values`, one after another: safetensors' own save_file wants all of them in
+    memory."""
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -136,10 +137,10 @@ def save(out_dir, step, weights, state=None, moments=None, val_loss=None, keep_l
     """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation
     loss.
 
-    weights: {name: tensor}. What resuming needs, None without: state, a dictionary as JSON has them, and moments,
-    {name: tensor}, the optimizers'. values: both their tensors in order, if they are sharded: whole. Written under
-    another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints stay as they were,
-    one of this same step too.
+    weights: {name: tensor}. What resuming needs, None without: state, a dictionary as JSON has them, and
+    moments, {name: tensor}, the optimizers'. values: both their tensors in order, if they are sharded: whole.
+    Written under another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints
+    stay as they were, one of this same step too.
     """
     moments = moments or {}
     values = values or iter([*weights.values(), *moments.values()])
@@ -265,7 +266,8 @@ def load_weights(out_dir, step, device="cpu"):
 
 
 def save_base(out_dir, weights, values=None):
-    """Write the frozen weights that a run's adapters stand beside, once for all its checkpoints. values: see save."""
+    """Write the frozen weights that a run's adapters stand beside, once for all its checkpoints. values: see
+    save."""
     partial = Path(out_dir) / f"base.partial-{os.getpid()}"
     final = Path(out_dir) / "base.safetensors"
     try:
@@ -300,7 +302,8 @@ def open_tensors(out_dir, step, name="model.safetensors"):
 
 
 def load_state(out_dir, step):
-    """Return the state that `save` was given. Of an old run's it is {"optimizers": their state_dicts} and more."""
+    """Return the state that `save` was given. Of an old run's it is {"optimizers": their state_dicts} and
+    more."""
     folder = step_folder(out_dir, step)
     if (folder / "state.json").exists():
         return parse_json((folder / "state.json").read_bytes(), dict)

@@ -44,8 +44,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
 
     With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL
     those that saved_of(MODEL), if there is one, gives; a knob in `frozen` that is given another value then is
-    an error. claim: of a stage that writes into out_dir, runtime.run.claim; it is called before anything there is
-    read.
+    an error. claim: of a stage that writes into out_dir, runtime.run.claim; it is called before anything
+    there is read.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
@@ -149,8 +149,8 @@ def seal(content):
 
 
 def read_sealed(path, advice):
-    """Return the dictionary of a file that `seal` wrote, or of one from before there was a checksum. BadInput,
-    which ends with the advice, if it is not as it was written."""
+    """Return the dictionary of a file that `seal` wrote, or of one from before there was a checksum.
+    BadInput, which ends with the advice, if it is not as it was written."""
     content = read_json(path, advice)
     expected = content.pop("checksum", None)
     if expected not in (None, checksum(content)):

@@ -117,8 +117,8 @@ def is_prepared(folder):
 
 
 def whole_shards(folder, shards, dtype):
-    """Return the shards up to the first that is damaged: its file missing or not as it was written, or what is
-    said of it."""
+    """Return the shards up to the first that is damaged: its file missing or not as it was written, or what
+    is said of it."""
     itemsize = np.dtype(dtype).itemsize
     whole = []
     for shard in shards if isinstance(shards, list) else []:
@@ -136,8 +136,8 @@ def whole_shards(folder, shards, dtype):
 
 
 def file_sha256(path, folder):
-    """Return the SHA-256 of a token file. It is computed where its length or time has changed since it last was,
-    else it stands in checked.json of the folder: so a start costs nothing."""
+    """Return the SHA-256 of a token file. It is computed where its length or time has changed since it last
+    was, else it stands in checked.json of the folder: so a start costs nothing."""
     checked = read_or_empty(folder / "checked.json")
     stat = path.stat()
     found = checked.get(path.name)
@@ -374,8 +374,8 @@ class Windows(torch.utils.data.Dataset):
 
     A pure function of (seed, step): each epoch cuts the text into windows from an offset of its own and
     visits them in an order of its own, every window once. Ranks take consecutive slices of the batch, so the
-    text of a step does not depend on how many there are. digest: of the text, which a run that is resumed must
-    find again.
+    text of a step does not depend on how many there are. digest: of the text, which a run that is resumed
+    must find again.
     """
 
     def __init__(self, tokens, block_size, sequences_per_step, seed, rank=0, world_size=1, digest=""):

@@ -26,11 +26,12 @@ store = None
 
 
 def init():
-    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a GPU."""
+    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a
+    GPU."""
     global patient, store
     if "RANK" in os.environ and not dist.is_initialized():
-        # After a restart torchrun's store still has the addresses of the ranks that failed (torch 2.13): others
-        # would try to connect to them.
+        # After a restart torchrun's store still has the addresses of the ranks that failed (torch 2.13):
+        # others would try to connect to them.
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -41,8 +42,8 @@ def init():
 
 
 def end_with(torchrun):
-    """End this rank when torchrun was killed, and could not do so: by a SIGTERM, after which a run saves, or at
-    the latest in LAST_WORDS seconds. torchrun: the id of its process."""
+    """End this rank when torchrun was killed, and could not do so: by a SIGTERM, after which a run saves, or
+    at the latest in LAST_WORDS seconds. torchrun: the id of its process."""
     while os.getppid() == torchrun:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -150,8 +151,8 @@ def is_sharded(model):
 
 
 def in_step(model, batches, empty):
-    """Yield the batches of this rank and, of a sharded model, `empty` while another rank has more: all must take
-    part in each forward pass."""
+    """Yield the batches of this rank and, of a sharded model, `empty` while another rank has more: all must
+    take part in each forward pass."""
     if not is_sharded(model):
         yield from batches
         return
@@ -165,8 +166,8 @@ def in_step(model, batches, empty):
 class TrainedModel(nn.Module):
     """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for.
     After share_gradients() a backward pass leaves the same gradients on every rank: the sum of what each
-    found, since losses are divided by the targets of all ranks. model: the GPT itself; sharding.shard may have
-    spread it, and then every call must be made by all ranks."""
+    found, since losses are divided by the targets of all ranks. model: the GPT itself; sharding.shard may
+    have spread it, and then every call must be made by all ranks."""
 
     def __init__(self, model, compile=False, mode=None, dynamic=None):
         super().__init__()
@@ -201,8 +202,8 @@ class TrainedModel(nn.Module):
 
     def micro_steps(self, micro_batches, empty=None):
         """Yield the micro-batches of an optimizer step. Gradients are exchanged in the last one's backward
-        pass alone; those of a sharded model in each, unless sum_locally was asked for. empty: what a rank gets in
-        which others have more micro-batches."""
+        pass alone; those of a sharded model in each, unless sum_locally was asked for. empty: what a rank
+        gets in which others have more micro-batches."""
         n = len(micro_batches)
         if self.is_sharded:
             n = max(gather(n))

@@ -24,9 +24,9 @@ held = {}                                    # {path: open file}; until the proc
 
 
 def take(path, place, knob="--out_dir="):
-    """Lock a file, which is made if need be and says who holds it. BadInput if another process holds it, or if it
-    is something else; a warning where the file system has no locks. What this process holds it may take again.
-    place, knob: what is locked, and the flag that names it, for people."""
+    """Lock a file, which is made if need be and says who holds it. BadInput if another process holds it, or
+    if it is something else; a warning where the file system has no locks. What this process holds it may take
+    again. place, knob: what is locked, and the flag that names it, for people."""
     path = Path(path).resolve()
     if path in held:
         return
@@ -64,7 +64,8 @@ def open_locked(path, place, knob):
             print(f"{place} is on a file system without locks ({e.strerror or e}): see to it that no second run "
                   "writes there.", flush=True)
             return file
-        # Whoever held it may have removed the file after it was opened here: then another may have made a new one.
+        # Whoever held it may have removed the file after it was opened here: then another may have made a new
+        # one.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
             return file
         file.close()

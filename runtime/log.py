@@ -67,8 +67,8 @@ class Log:
         self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
     def forget_after(self, step):
-        """Drop the metrics of steps that will be run again, a line that a crash cut short, and, which is said, any
-        other that can't be read: a log is no reason not to go on."""
+        """Drop the metrics of steps that will be run again, a line that a crash cut short, and, which is
+        said, any other that can't be read: a log is no reason not to go on."""
         if not self.main:
             return
         if self.board:

@@ -54,8 +54,8 @@ def n_params(config):
 
 
 def check_weights(config, device, ranks=1):
-    """Raise BadInput if not even the weights of GPT(config) fit, of which each of the `ranks` has its share, with the
-    sines and cosines of rotary positions."""
+    """Raise BadInput if not even the weights of GPT(config) fit, of which each of the `ranks` has its share,
+    with the sines and cosines of rotary positions."""
     device = torch.device(device)
     rotations = 2 * config.block_size * config.head_dim if config.position == "rope" else 0
     size = 4 * (n_params(config) // ranks + rotations)

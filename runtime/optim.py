@@ -8,8 +8,8 @@ import torch.nn as nn
 from runtime import sharding
 from runtime.hardware import cpu_multiplies_bf16
 
-# Weights that Muon moves together: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where bf16 is
-# slow.
+# Weights that Muon moves together: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where bf16
+# is slow.
 AT_A_TIME = 2**25
 
 
@@ -58,8 +58,9 @@ class Muon(torch.optim.Muon):
 
 @functools.cache
 def muon_dtype(device):
-    """Return what Muon multiplies in: bf16, which is exact enough, or fp32 where bf16 is only emulated. (Of 16 matrices
-    of a small model on two Zen 3 cores that is 35 times as fast, and a training step in fp32 more than twice.)"""
+    """Return what Muon multiplies in: bf16, which is exact enough, or fp32 where bf16 is only emulated. (Of
+    16 matrices of a small model on two Zen 3 cores that is 35 times as fast, and a training step in fp32 more
+    than twice.)"""
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
@@ -120,8 +121,8 @@ def moments(model, optimizers):
 
 
 def load_moments(model, optimizers, saved):
-    """Bring back what `moments` returned, given as tensors or as slices of a file. ValueError if it is another
-    model's."""
+    """Bring back what `moments` returned, given as tensors or as slices of a file. ValueError if it is
+    another model's."""
     names = {p: name for name, p in model.named_parameters()}
     left = set(saved)
     for optimizer in optimizers:
@@ -143,7 +144,8 @@ def load_moments(model, optimizers, saved):
 
 
 def moments_of_old(model, optimizers, state):
-    """Return as `moments` does what stands in the state of an old run, which has the optimizers' state_dicts."""
+    """Return as `moments` does what stands in the state of an old run, which has the optimizers'
+    state_dicts."""
     names = {p: name for name, p in model.named_parameters()}
     result = {}
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):

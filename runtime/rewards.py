@@ -148,8 +148,8 @@ def main(spec, folder=".", only_try=False):
 
 
 def watch_over_worker():
-    """Return in a forked process. This one stays behind, and ends all of its group (the worker, and programs that
-    the verifier started) when the worker has ended or the run has, killed or not."""
+    """Return in a forked process. This one stays behind, and ends all of its group (the worker, and programs
+    that the verifier started) when the worker has ended or the run has, killed or not."""
     run = os.getppid()
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -169,7 +169,8 @@ def watch_over_worker():
 
 
 def confine():
-    """A worker takes no more memory than MEMORY and ends with its parent; when to stop is the run's matter."""
+    """A worker takes no more memory than MEMORY and ends with its parent; when to stop is the run's
+    matter."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # a handler and not SIG_IGN, which programs that a verifier runs would inherit
         signal.signal(number, lambda *_: None)

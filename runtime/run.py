@@ -189,8 +189,8 @@ class Run:
         self.watch.at(self.step, f"what follows {name}")
 
     def optimizer_step(self, lr, **batch):
-        """Clip the gradients and move the weights. Returns the norm of the gradients before clipping. If they are
-        not finite, nothing moves and the step is skipped; five of those in a row go back to the last
+        """Clip the gradients and move the weights. Returns the norm of the gradients before clipping. If they
+        are not finite, nothing moves and the step is skipped; five of those in a row go back to the last
         checkpoint, once, with half the learning rate and without fp16; then the run fails, with `batch` on
         the disk."""
         self.batch = batch
@@ -428,8 +428,8 @@ class Run:
 
 
 def load_weights(model, weights):
-    """Copy {name: tensor or slice} into a model's weights, or its adapters if it has them. ValueError if they are
-    another model's."""
+    """Copy {name: tensor or slice} into a model's weights, or its adapters if it has them. ValueError if they
+    are another model's."""
     own = adapters(model) or model.state_dict()
     if wrong := sorted(own.keys() ^ weights.keys()):
         raise ValueError(f"{wrong[0]} is missing or left over")
@@ -447,8 +447,8 @@ def update(instance, values):
 # --- what train.py and grpo.py ask of their knobs ---
 
 def not_by_default(cfg, inherited=()):
-    """Return the knobs that are set to something of one's own, for people; not those that a model to start from
-    has settled."""
+    """Return the knobs that are set to something of one's own, for people; not those that a model to start
+    from has settled."""
     changed = []
     for name, value in dataclasses.asdict(cfg).items():
         if value != getattr(type(cfg), name) and name not in inherited:
@@ -474,8 +474,8 @@ def own_task(cfg):
 
 
 def claim(out_dir):
-    """Take the lock of a folder that holds a run. Returns what stands there: "nothing", "run", or "restarted", a run
-    that this same torchrun began. Every rank must call."""
+    """Take the lock of a folder that holds a run. Returns what stands there: "nothing", "run", or
+    "restarted", a run that this same torchrun began. Every rank must call."""
     def look():
         if not (Path(out_dir) / "config.json").exists():
             return "nothing"

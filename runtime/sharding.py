@@ -1,7 +1,8 @@
-"""Models that are spread over the ranks: PyTorch's FSDP2 (fully_shard), by which each rank keeps a slice of rows of
-every tensor.
+"""Models that are spread over the ranks: PyTorch's FSDP2 (fully_shard), by which each rank keeps a slice of
+rows of every tensor.
 
-What is not sharded passes through these functions as it is, so that a checkpoint or an optimizer need not ask.
+What is not sharded passes through these functions as it is, so that a checkpoint or an optimizer need not
+ask.
 """
 from collections import deque
 
@@ -21,7 +22,8 @@ def local(tensor):
 
 
 def whole(tensor):
-    """Return all rows of a tensor. Of a sharded one they are gathered on every rank, and every rank must call."""
+    """Return all rows of a tensor. Of a sharded one they are gathered on every rank, and every rank must
+    call."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -41,8 +43,8 @@ def rows_of(rank, ranks, n):
 
 @torch.no_grad()
 def fill(tensor, values, name):
-    """Copy values, a tensor or a slice of a safetensors file, into a tensor: each rank its own rows. ValueError with
-    the name if they have another shape."""
+    """Copy values, a tensor or a slice of a safetensors file, into a tensor: each rank its own rows.
+    ValueError with the name if they have another shape."""
     shape = values.shape if isinstance(values, torch.Tensor) else values.get_shape()
     if tuple(shape) != tuple(tensor.shape):
         raise ValueError(f"{name} has the shape {tuple(shape)} and not {tuple(tensor.shape)}")
@@ -50,9 +52,9 @@ def fill(tensor, values, name):
 
 
 def on_main(tensors, write):
-    """Call write(values) on the first rank alone, as distributed.on_main does. values yields the tensors whole, one
-    after another, so that one is in memory at a time. The other ranks take part in gathering them, to the last even
-    if write fails. Every rank must call."""
+    """Call write(values) on the first rank alone, as distributed.on_main does. values yields the tensors
+    whole, one after another, so that one is in memory at a time. The other ranks take part in gathering them,
+    to the last even if write fails. Every rank must call."""
     values = map(whole, tensors)
 
     def on_first_rank():
@@ -68,8 +70,8 @@ def on_main(tensors, write):
 # --- the model ---
 
 def build(make, hw, parallel, sum_locally=False):
-    """Return the model that make(device) makes. parallel fsdp or hybrid, with several ranks: spread over them, see
-    `shard`; the first one makes it in the computer's memory, and the others without values."""
+    """Return the model that make(device) makes. parallel fsdp or hybrid, with several ranks: spread over
+    them, see `shard`; the first one makes it in the computer's memory, and the others without values."""
     if parallel == "ddp" or distributed.world_size() == 1:
         return make(hw.device)
     return shard(make(torch.device("cpu" if distributed.is_main() else "meta")), hw, parallel, sum_locally)
@@ -82,9 +84,9 @@ def ranks_that_share(parallel):
 
 def shard(model, hw, parallel="fsdp", sum_locally=False):
     """Spread a model over the ranks: every tensor by its rows. Blocks are gathered one at a time as they are
-    computed, in hw's dtype; their gradients are summed in fp32, in each micro-step or (sum_locally, which keeps all
-    of them on each rank) in the last. parallel hybrid: over those of a node, and nodes sum their gradients. The first
-    rank's model has the weights, and is emptied tensor by tensor."""
+    computed, in hw's dtype; their gradients are summed in fp32, in each micro-step or (sum_locally, which
+    keeps all of them on each rank) in the last. parallel hybrid: over those of a node, and nodes sum their
+    gradients. The first rank's model has the weights, and is emptied tensor by tensor."""
     # Imported here: it takes half a second, and most runs don't need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -124,8 +126,9 @@ def shard(model, hw, parallel="fsdp", sum_locally=False):
 
 
 def gathered_bytes(model, dtype):
-    """Return what a step of a sharded model has beside its share, 0 of another: two blocks (the next while one is
-    computed) and what is in no block, in the dtype that is computed in, and gradients in fp32, of a block or all."""
+    """Return what a step of a sharded model has beside its share, 0 of another: two blocks (the next while
+    one is computed) and what is in no block, in the dtype that is computed in, and gradients in fp32, of a
+    block or all."""
     if not distributed.is_sharded(model):
         return 0
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
@@ -143,9 +146,9 @@ def gathered(model, dtype, kept_gradients=0):
 # --- Muon's matrices ---
 
 def by_owners(slices, n_rows, mesh, function):
-    """Return this rank's rows of function(matrices), given its rows of these: slices [N, rows, columns], n_rows in
-    all. Every matrix is put together and computed on one of the mesh's cards, the k-th on card k modulo their number.
-    function: matrices [n, n_rows, columns] -> the same shape.
+    """Return this rank's rows of function(matrices), given its rows of these: slices [N, rows, columns],
+    n_rows in all. Every matrix is put together and computed on one of the mesh's cards, the k-th on card k
+    modulo their number. function: matrices [n, n_rows, columns] -> the same shape.
 
     Each rank sends and receives twice what it has of all matrices. Every rank must call.
     """

@@ -26,9 +26,9 @@ SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-/:-~])")
 
 
 def find(dataset, text_key, only=None):
-    """Return {split: sources} of a file, a folder or a name on the hub, as docs/data.md says which file is which
-    split. BadInput if there are none. only: a split (train, valid or test), which is returned as valid, with
-    nothing to train on; of a single file it is all of it."""
+    """Return {split: sources} of a file, a folder or a name on the hub, as docs/data.md says which file is
+    which split. BadInput if there are none. only: a split (train, valid or test), which is returned as valid,
+    with nothing to train on; of a single file it is all of it."""
     path = Path(dataset)
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and path.suffix not in SUFFIXES
     if path.exists():

@@ -102,7 +102,8 @@ class Tokenizer:
         return None if self.name in BUILT_IN else hashlib.sha256(self.encoding.content).hexdigest()
 
     def is_that_of(self, name):
-        """Tell whether it is the tokenizer.json of that path, or folder: a command that is repeated names it again."""
+        """Tell whether it is the tokenizer.json of that path, or folder: a command that is repeated names it
+        again."""
         return name not in BUILT_IN and self.sha256 is not None and Tokenizer(name).sha256 == self.sha256
 
     def save(self, folder):

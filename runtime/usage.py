@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def first_line():
-    """Print the help of the script that was started and exit, if the command line asks for it; else say to a terminal
-    that it takes a moment. Called before PyTorch is imported, which takes seconds."""
+    """Print the help of the script that was started and exit, if the command line asks for it; else say to a
+    terminal that it takes a moment. Called before PyTorch is imported, which takes seconds."""
     script = Path(sys.argv[0])
     if script.suffix != ".py" or not script.is_file():
         return

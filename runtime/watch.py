@@ -1,4 +1,5 @@
-"""Ends a run of several ranks of which one hangs. The others would wait for it, and nobody would know for whom."""
+"""Ends a run of several ranks of which one hangs. The others would wait for it, and nobody would know for
+whom."""
 import contextlib
 import json
 import os
@@ -13,7 +14,8 @@ LAST_LOOK = 5.0                              # seconds for asking where the othe
 
 
 class Watch:
-    """A thread that ends this process if it stays in the same part of a step for `seconds`; 0, or a single rank: none.
+    """A thread that ends this process if it stays in the same part of a step for `seconds`; 0, or a single
+    rank: none.
 
     Ranks wait for each other, so all come to a standstill. Each says in torchrun's store where it is; the one
     that is furthest behind is named.

@@ -1,7 +1,9 @@
-"""Starts Python programs as subprocess does, but as forks of a process that has imported PyTorch: most of a short run.
+"""Starts Python programs as subprocess does, but as forks of a process that has imported PyTorch: most of a
+short run.
 
-A program runs as `__main__` in a process of its own, with arguments, environment, folder, output and signals of
-its own. What tests ask of a start itself (imports, torchrun's restarts, shell scripts) they ask of subprocess.
+A program runs as `__main__` in a process of its own, with arguments, environment, folder, output and signals
+of its own. What tests ask of a start itself (imports, torchrun's restarts, shell scripts) they ask of
+subprocess.
 """
 import atexit
 import contextlib

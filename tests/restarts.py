@@ -1,5 +1,6 @@
-"""Kills one of two ranks at random moments, 20 times, under a torchrun that starts both anew (--max-restarts), and
-compares what they end with: the same weights, bit for bit, as of ranks that were left alone.
+"""Kills one of two ranks at random moments, 20 times, under a torchrun that starts both anew
+(--max-restarts), and compares what they end with: the same weights, bit for bit, as of ranks that were left
+alone.
 
     python tests/restarts.py --parallel=ddp
     python tests/restarts.py --parallel=fsdp
