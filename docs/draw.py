@@ -56,7 +56,8 @@ def grpo():
     axes.errorbar(run["val_step"], run["val_accuracy"], yerr=run["val_interval"], fmt="o-", color="black", capsize=3,
                   label="held-out questions right, greedy (95% interval)")
     axes.set_xlabel("step")
-    axes.legend(frameon=False, loc="lower right")
+    axes.set_ylim(0.55, 0.95)
+    axes.legend(frameon=False, loc="upper center", ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, "grpo")
 
