@@ -201,6 +201,9 @@ def check(cfg):
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
         raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than "
                        f"--max_new_tokens={cfg.max_new_tokens}: lower it.")
+    if cfg.offload_reference and cfg.parallel != "ddp":
+        raise BadInput("--offload_reference moves a whole model, and with --parallel each rank has a share of it: leave "
+                       "one of them out.")
     if cfg.init_from == "scratch":
         raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
 
@@ -553,7 +556,7 @@ def main(argv):
     shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
-                           cfg.sum_locally)
+                           cfg.sum_locally, None if cfg.compile_mode == "default" else cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

@@ -331,6 +331,7 @@ def train(cfg, run, model, dataset, held_out):
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
     warmup = min(50, run.num_steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
     flops_per_token = run.model.flops_per_token(dataset.longest)
+    nothing = [tensor.to(hw.device) for tensor in examples.nothing()]
 
     if held_out and run.state.evaluation_due:              # the run was stopped before it
         validate(cfg, run, model, held_out)
@@ -347,7 +348,7 @@ def train(cfg, run, model, dataset, held_out):
 
         # The gradients of the mean loss over all targets.
         loss_sum = torch.zeros((), device=hw.device)
-        for i, (x, y) in enumerate(model.micro_steps(micro_batches)):
+        for i, (x, y) in enumerate(model.micro_steps(micro_batches, empty=nothing)):
             if cfg.dropout:
                 # A function of the step, so that a resumed run drops the same.
                 torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))
@@ -407,7 +408,7 @@ def main(argv):
         hw.compile = False                   # lengths differ from step to step; each would be compiled anew
     torch.manual_seed(cfg.seed)
     model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
-                           cfg.sum_locally)
+                           cfg.sum_locally, None if cfg.compile_mode == "default" else cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

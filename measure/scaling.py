@@ -56,19 +56,12 @@ def shape_of(values):
 # --- time ---
 
 def passed_on(n_bytes, n, machine):
-    """Return the seconds in which n cards gather, or scatter and sum, so many bytes of a tensor that they
-    share."""
-    link = machine.link if n <= GPUS_A_NODE else machine.between
-    return (n - 1) / n * n_bytes / link
-
-
-def summed(n_bytes, n, machine):
-    """Return the seconds of an all-reduce: in a node, and between nodes, where each card carries its
-    eighth."""
+    """Return the seconds in which n cards gather, or scatter and sum, so many bytes that they share: once
+    into every node, where each card takes its part of what comes, and within it."""
     inside = min(n, GPUS_A_NODE)
     nodes = max(1, n // GPUS_A_NODE)
-    between = 2 * (nodes - 1) / nodes * n_bytes / inside / machine.between
-    return 2 * (inside - 1) / inside * n_bytes / machine.link + between
+    between = (nodes - 1) / nodes * n_bytes / inside / machine.between
+    return (inside - 1) / inside * n_bytes / machine.link + between
 
 
 @dataclass
@@ -97,7 +90,7 @@ def step(config, n, machine, parallel="ddp", tokens=524288, micro_batch=8192, op
     if n == 1:
         return Step(products, 0.0)
     if parallel == "ddp":
-        exchange = summed(4 * P, n, machine)
+        exchange = 2 * passed_on(4 * P, n, machine)       # an all-reduce: scatter, then gather
         return Step(products + max(0, exchange - 2 / 3 * each), exchange)
     inside = min(n, GPUS_A_NODE) if parallel == "hybrid" else n
     gather = passed_on(2 * P, inside, machine)
@@ -112,7 +105,7 @@ def step(config, n, machine, parallel="ddp", tokens=524288, micro_batch=8192, op
         exchange += between
     if optimizer == "muon":
         matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
-        owners = 2 * passed_on(2 * matrices, inside, machine)
+        owners = 2 * passed_on(2 * matrices / inside, inside, machine)
         seen += owners
         exchange += owners
     return Step(products + seen, exchange)

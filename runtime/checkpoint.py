@@ -123,8 +123,10 @@ def write_tensors(path, tensors, values):
     encoded += b" " * (-len(encoded) % 8)                     # so that numbers begin at multiples of 8
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for _, value in zip(header, values):
+        for _ in header:
+            value = next(values)
             file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            del value                        # before the next is gathered
 
 
 # --- checkpoints ---
@@ -167,7 +169,7 @@ def save(out_dir, step, weights, state=None, moments=None, val_loss=None, keep_l
         partial.rename(final)
         fsync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError, RuntimeError) as e:
+    except OSError as e:
         shutil.rmtree(partial, ignore_errors=True)
         raise not_written(f"The checkpoint of step {step} in {folder}", e,
                           "go on with --init_from=resume; the earlier checkpoints are untouched") from None
@@ -275,7 +277,7 @@ def save_base(out_dir, weights, values=None):
         fsync(partial)
         partial.rename(final)
         write_atomically(Path(out_dir) / "base.sha256", sha256(final).encode())
-    except (OSError, SafetensorError) as e:
+    except OSError as e:
         partial.unlink(missing_ok=True)
         raise not_written(final, e, "start again with --overwrite") from None
 

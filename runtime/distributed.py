@@ -145,7 +145,7 @@ class Forward(nn.Module):
         return getattr(self.model, method)(*args)
 
 
-def is_sharded(model):
+def is_spread(model):
     """Tell whether sharding.shard has spread a model over the ranks."""
     return hasattr(getattr(model, "model", model), "reshard")
 
@@ -153,7 +153,7 @@ def is_sharded(model):
 def in_step(model, batches, empty):
     """Yield the batches of this rank and, of a sharded model, `empty` while another rank has more: all must
     take part in each forward pass."""
-    if not is_sharded(model):
+    if not is_spread(model):
         yield from batches
         return
     batches = iter(batches)
@@ -172,7 +172,7 @@ class TrainedModel(nn.Module):
     def __init__(self, model, compile=False, mode=None, dynamic=None):
         super().__init__()
         self.model = model
-        self.is_sharded = is_sharded(model)
+        self.is_sharded = is_spread(model)
         compile = compile and not self.is_sharded             # its blocks are
         self.local = torch.compile(Forward(model), mode=mode, dynamic=dynamic) if compile else Forward(model)
         self.ddp = None
@@ -196,7 +196,8 @@ class TrainedModel(nn.Module):
         return self.call("token_logprobs", x, y, temperature, prompts)
 
     def call(self, method, *args):
-        """Evaluation is each rank's own: they need not have as many batches."""
+        """Evaluation is each rank's own, and they need not have as many batches, unless the model is
+        sharded."""
         forward = self.ddp if self.ddp and torch.is_grad_enabled() else self.local
         return forward(method, *args)
 

@@ -247,8 +247,13 @@ class Batches(torch.utils.data.Dataset):
             parts.append(padded(mine[:n], T))
             mine = mine[n:]
         if not parts:                                         # a rank too many
-            parts.append((torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)))
+            parts.append(nothing())
         return parts
+
+
+def nothing():
+    """Return x, y of a micro-batch in which there is nothing to learn."""
+    return torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
 
 
 def width(length, longest):

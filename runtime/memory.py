@@ -76,11 +76,11 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     """Try a training step of the longest sequences and (without `inputs`) an evaluation. Return None if they
     run and fit, else the exception.
 
-    The gradients of `passes` micro-steps accumulate as they will, with room taken for the optimizer's state.
-    model.rehearsed_s: seconds of the last one, None if not known.
-    On a CPU, where the kernel kills what takes too much instead of refusing it, arithmetic comes first.
-    inputs: what grpo.py calls the model with for log-probabilities, of about as many positions. Every rank
-    must call.
+    Failure where a sharded model can't be tried again in this process. The gradients of `passes` micro-steps
+    accumulate as they will, with room taken for the optimizer's state. model.rehearsed_s: seconds of the last
+    one, None if not known. On a CPU, where the kernel kills what takes too much instead of refusing it,
+    arithmetic comes first. inputs: what grpo.py calls the model with for log-probabilities, of about as many
+    positions. Every rank must call.
     """
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
@@ -93,7 +93,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     failure = None
     try:
         reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=hardware.device)
-        for _ in range(passes):
+        for _ in model.micro_steps([None] * passes):
             clock = time.perf_counter()
             with hardware.autocast():
                 if inputs:
@@ -113,10 +113,11 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     # out of memory, what torch.compile stumbles over here, or a mistake in the model
     except Exception as e:
         failure = e
-        if model.is_sharded and is_out_of_memory(e):
-            raise Failure(f"A micro-batch of {micro_batch} does not fit the memory of rank {distributed.rank()}, and "
-                          "a sharded model can't try again in the same process: lower --batch_size (grpo.py: "
-                          "--tokens_per_micro_batch), and start again with --overwrite.") from None
+        if model.is_sharded:                  # the other ranks are in the middle of an exchange
+            what = "runs out of memory: give fewer sequences or tokens a micro-step"
+            if not is_out_of_memory(e):
+                what = f"fails ({type(e).__name__}: {str(e).strip().splitlines()[0]}): try --compile=false"
+            raise Failure(f"Rank {distributed.rank()} {what}; a sharded model can't try again by itself.") from None
         if is_out_of_memory(e):               # a new one, for the traceback of this one holds tensors
             failure = torch.OutOfMemoryError(str(e).splitlines()[0])
     model.train().zero_grad(set_to_none=True)

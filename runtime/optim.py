@@ -26,7 +26,7 @@ class Muon(torch.optim.Muon):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
-                n = max(1, AT_A_TIME // shape.numel())
+                n = max(1, AT_A_TIME // shape.numel()) * sharding.cards(matrices[0])       # so many for each
                 for start in range(0, len(matrices), n):
                     self.update(matrices[start:start + n], group)
 
@@ -190,8 +190,8 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
     """Unscale, clip, check, step, clear. Return (norm of the gradients before clipping, whether they were
     finite).
 
-    DDP has summed the gradients before, so every rank computes the same norm and decides alike; with a
-    non-finite one no optimizer moves.
+    The gradients are summed over the ranks before, and the norm is that of all of them, so every rank decides
+    alike; with a non-finite one no optimizer moves.
     """
     parameters = []
     for optimizer in optimizers:

@@ -103,7 +103,7 @@ class Run:
         trained = adapters(self.model)
         if not resuming and (trained or keep_base):
             base = {name: w for name, w in self.model.state_dict().items() if name not in trained}
-            sharding.on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
+            sharding.write_on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
         self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
         return self
@@ -294,7 +294,7 @@ class Run:
             checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, cfg.keep_last,
                             dataclasses.asdict(cfg), values)
             (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
-        sharding.on_main([*weights.values(), *moments.values()], write)
+        sharding.write_on_main([*weights.values(), *moments.values()], write)
 
     def restore(self, step):
         """Bring everything back as it was after `step` steps of the run in out_dir; but knobs of the
@@ -522,6 +522,11 @@ def check_training(cfg):
     if cfg.init_from not in ("scratch", "resume") and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
         raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
                        "its run with --init_from=resume.")
+    if cfg.sum_locally and cfg.parallel == "ddp":
+        raise BadInput("--sum_locally is about weights that are shared, and DDP exchanges once a step anyway: give "
+                       "--parallel=fsdp or hybrid, or leave it out.")
+    if cfg.parallel == "hybrid" and distributed.world_size() % distributed.local_world_size():
+        raise BadInput("--parallel=hybrid needs as many ranks on each node: change torchrun's --nproc_per_node.")
     if cfg.min_lr > cfg.learning_rate:
         raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above "
                        f"--learning_rate={cfg.learning_rate:g}: lower it.")

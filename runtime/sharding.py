@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import distributed
+from runtime.config import BadInput
 
 
 def is_sharded(tensor):
@@ -25,6 +26,11 @@ def whole(tensor):
     """Return all rows of a tensor. Of a sharded one they are gathered on every rank, and every rank must
     call."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def cards(tensor):
+    """Return among how many ranks the rows of a tensor are shared."""
+    return tensor.device_mesh.size(tensor.device_mesh.ndim - 1) if is_sharded(tensor) else 1
 
 
 def my_rows(tensor):
@@ -51,7 +57,7 @@ def fill(tensor, values, name):
     local(tensor).copy_(values[my_rows(tensor)] if tensor.ndim else values[...])
 
 
-def on_main(tensors, write):
+def write_on_main(tensors, write):
     """Call write(values) on the first rank alone, as distributed.on_main does. values yields the tensors
     whole, one after another, so that one is in memory at a time. The other ranks take part in gathering them,
     to the last even if write fails. Every rank must call."""
@@ -69,12 +75,14 @@ def on_main(tensors, write):
 
 # --- the model ---
 
-def build(make, hw, parallel, sum_locally=False):
+def build(make, hw, parallel, sum_locally=False, compile_mode=None):
     """Return the model that make(device) makes. parallel fsdp or hybrid, with several ranks: spread over
     them, see `shard`; the first one makes it in the computer's memory, and the others without values."""
     if parallel == "ddp" or distributed.world_size() == 1:
         return make(hw.device)
-    return shard(make(torch.device("cpu" if distributed.is_main() else "meta")), hw, parallel, sum_locally)
+    device = torch.device("cpu" if distributed.is_main() else "meta")
+    model = distributed.together(lambda: make(device), BadInput)
+    return shard(model, hw, parallel, sum_locally, compile_mode)
 
 
 def ranks_that_share(parallel):
@@ -82,11 +90,12 @@ def ranks_that_share(parallel):
     return {"ddp": 1, "fsdp": distributed.world_size(), "hybrid": distributed.local_world_size()}[parallel]
 
 
-def shard(model, hw, parallel="fsdp", sum_locally=False):
+def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
     """Spread a model over the ranks: every tensor by its rows. Blocks are gathered one at a time as they are
-    computed, in hw's dtype; their gradients are summed in fp32, in each micro-step or (sum_locally, which
-    keeps all of them on each rank) in the last. parallel hybrid: over those of a node, and nodes sum their
-    gradients. The first rank's model has the weights, and is emptied tensor by tensor."""
+    computed, in bf16 where hw computes in it, else in fp32; their gradients are summed in fp32, in each
+    micro-step or (sum_locally, which keeps all of them on each rank) in the last. parallel hybrid: over those
+    of a node, and nodes sum their gradients. The first rank's model has the weights, and is emptied tensor by
+    tensor."""
     # Imported here: it takes half a second, and most runs don't need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -96,13 +105,10 @@ def shard(model, hw, parallel="fsdp", sum_locally=False):
     model.sum_locally = sum_locally
     dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow for weights
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    shape = [ranks_that_share(parallel)]
-    if parallel == "hybrid":
-        shape.insert(0, distributed.world_size() // shape[0])
-    mesh = dist.init_device_mesh(hw.device.type, tuple(shape), mesh_dim_names=("nodes", "cards")[-len(shape):])
+    mesh = mesh_of(hw.device.type, parallel)
     for block in model.blocks:
         if hw.compile:
-            block.compile()
+            block.compile(mode=compile_mode)
         fully_shard(block, mesh=mesh, mp_policy=precision)
     # Let go of after a forward pass, as the blocks are: an evaluation has no backward pass that would do so.
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -115,21 +121,39 @@ def shard(model, hw, parallel="fsdp", sum_locally=False):
 
     model.to_empty(device=hw.device)
     model.fill_rotations()
+    hand_out(weights, model, hw.device)
     for name, p in model.named_parameters():
-        values = torch.empty(p.shape, dtype=p.dtype, device=hw.device)
+        p.requires_grad_(trained[name])
+    return model
+
+
+def mesh_of(device_type, parallel):
+    """Return the mesh of ranks: those that share, and with hybrid the nodes before them."""
+    shape = [ranks_that_share(parallel)]
+    if parallel == "hybrid":
+        shape.insert(0, distributed.world_size() // shape[0])
+    mesh = dist.init_device_mesh(device_type, tuple(shape), mesh_dim_names=("nodes", "cards")[-len(shape):])
+    if parallel == "hybrid":                 # groups of its own, which would wait for half an hour
+        for dimension in range(len(shape)):
+            dist.distributed_c10d._set_pg_timeout(distributed.LONGEST_WAIT, mesh.get_group(dimension))
+    return mesh
+
+
+def hand_out(weights, model, device):
+    """Fill a sharded model with the first rank's weights {name: tensor}, which is emptied on the way."""
+    for name, p in model.named_parameters():
+        values = torch.empty(p.shape, dtype=p.dtype, device=device)
         if distributed.is_main():
             values.copy_(weights.pop(name).detach())
         dist.broadcast(values, 0)
         fill(p, values, name)
-        p.requires_grad_(trained[name])
-    return model
 
 
 def gathered_bytes(model, dtype):
     """Return what a step of a sharded model has beside its share, 0 of another: two blocks (the next while
     one is computed) and what is in no block, in the dtype that is computed in, and gradients in fp32, of a
     block or all."""
-    if not distributed.is_sharded(model):
+    if not distributed.is_spread(model):
         return 0
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     return gathered(model, dtype, sum(sizes) if model.sum_locally else 0)

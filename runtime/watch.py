@@ -21,8 +21,12 @@ class Watch:
     that is furthest behind is named.
     """
 
+    number = 0
+
     def __init__(self, seconds):
         self.seconds = seconds
+        Watch.number += 1                    # of this process: after a Retry there is another, as on all ranks
+        self.number = Watch.number
         self.place = None                    # (step, number of the part, its name)
         self.since = time.monotonic()
         self.ended = threading.Event()
@@ -41,28 +45,34 @@ class Watch:
     def look(self):
         said = None
         while not self.ended.wait(NOTICE):
-            if self.place != said:
-                said = self.place
-                distributed.store.set(f"place of rank {distributed.rank()}", json.dumps(said))
             if self.place and time.monotonic() - self.since > self.seconds:
                 # The store may be gone too, with the rank that has it.
                 threading.Timer(LAST_LOOK, os._exit, [1]).start()
                 with contextlib.suppress(Exception):
                     self.say_who()
                 os._exit(1)
+            if self.place != said:
+                said = self.place
+                with contextlib.suppress(Exception):
+                    distributed.store.set(self.key(distributed.rank()), json.dumps(said))
+
+    def key(self, rank):
+        return f"watch {self.number}: place of rank {rank}"
 
     def say_who(self):
         """Print which ranks are furthest behind, once for all ranks."""
-        if distributed.store.add("said who hangs", 1) > 1:
+        store = distributed.store
+        if store.add(f"watch {self.number}: said", 1) > 1:
             time.sleep(LAST_LOOK)            # torchrun ends all once one has ended: who speaks comes first
             return
         places = {}
         for rank in range(distributed.world_size()):
-            key = f"place of rank {rank}"
-            places[rank] = json.loads(distributed.store.get(key)) if distributed.store.check([key]) else [-1, -1, "its start"]
+            key = self.key(rank)
+            places[rank] = json.loads(store.get(key)) if store.check([key]) else [0, -1, "its start"]
         least = min(number for _, number, _ in places.values())
         behind = [rank for rank, place in places.items() if place[1] == least]
         step, _, part = places[behind[0]]
         who = f"Rank {behind[0]} hangs" if len(behind) == 1 else f"Ranks {', '.join(map(str, behind))} hang"
-        print(f"error: {who} in step {step + 1}, in {part}: that has taken more than {self.seconds:g} s. Look there, go "
-              "on with --init_from=resume, and raise --step_timeout if it only takes long.", file=sys.stderr, flush=True)
+        print(f"error: {who} in step {step + 1}, in {part}: that has taken more than {self.seconds:g} s. Look "
+              "there, go on with --init_from=resume, and raise --step_timeout if it only takes long.",
+              file=sys.stderr, flush=True)

@@ -41,8 +41,8 @@ def main(more):
     folder = Path(tempfile.mkdtemp())
     subprocess.run(torchrun(folder / "calm", folder / "data", *more), env=environment(), check=True, capture_output=True)
     rng = random.Random(0)
-    process = subprocess.Popen(torchrun(folder / "stormy", folder / "data", *more), env=environment(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
+    said = open(folder / "said.txt", "w+")
+    process = subprocess.Popen(torchrun(folder / "stormy", folder / "data", *more), env=environment(), stdout=said, stderr=said)
     out = folder / "stormy"
     kills = 0
     known = set()
@@ -64,10 +64,11 @@ def main(more):
             os.kill(rng.choice(ranks), signal.SIGKILL)
             kills += 1
             print(f"kill {kills}: checkpoints {checkpoint.steps(out)}", flush=True)
-    said = process.communicate()[0]
+    process.wait()
+    said.seek(0)
     apart = largest_difference(weights(folder / "calm", STEPS), weights(out, STEPS))
     print(f"{kills} kills, exit code {process.returncode}, weights apart by at most {apart}, "
-          f"{said.count('error: ')} errors said by the stage")
+          f"{said.read().count('error: ')} errors said by the stage")
     return int(bool(process.returncode or apart or kills < KILLS))
 
 
