@@ -483,7 +483,6 @@ def build_model(cfg, hw, shape, found, resuming, device):
     return model
 
 
-
 def fit_update(cfg, run, worst, context):
     """Return the model as the update calls it, with micro-batches that fit the memory."""
     hw = run.hardware

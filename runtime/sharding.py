@@ -100,7 +100,6 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     weights = dict(model.named_parameters())
-    trained = {name: p.requires_grad for name, p in weights.items()}
     model.to("meta")
     model.sum_locally = sum_locally
     dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow for weights
@@ -122,8 +121,6 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
     model.to_empty(device=hw.device)
     model.fill_rotations()
     hand_out(weights, model, hw.device)
-    for name, p in model.named_parameters():
-        p.requires_grad_(trained[name])
     return model
 
 
