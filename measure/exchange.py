@@ -16,12 +16,12 @@ import torch.distributed as dist
 from model import GPT, GPTConfig
 from runtime import distributed, hardware, optim, sharding
 
-STEPS = 12
-ROUNDS = 4
+STEPS = 6
+ROUNDS = 3
 # by the names of torch 2.13, or of those before it
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_sums = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-TOKENS = (8, 256)                            # sequences of a rank, their length
+TOKENS = (4, 128)                            # sequences of a rank, their length
 SHAPES = {
     "0.9M": GPTConfig(vocab_size=257, block_size=256, n_layer=4, n_head=4, n_kv_head=1, n_embd=128),
     "25M": GPTConfig(vocab_size=257, block_size=256, n_layer=8, n_head=8, n_embd=512),

@@ -22,6 +22,7 @@ import warnings
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
+TESTS = str(Path(__file__).parent)
 ROOT = str(Path(__file__).parent.parent)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -62,7 +63,7 @@ def be_program(arguments, env, cwd, fds, new_session):
     if "PYTHONWARNINGS" in env:
         warnings.simplefilter(env["PYTHONWARNINGS"])
     own = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = own + [path for path in sys.path if not path.startswith(ROOT)]
+    sys.path[:] = own + [path for path in sys.path if path not in (ROOT, TESTS)]
     try:
         first, *rest = arguments
         if first == "-c":
