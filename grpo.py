@@ -31,7 +31,7 @@ from grpo_log import flops, log_evaluation, log_step, start_up, step_metrics
 from model import IGNORE, blank
 from questions import QuestionStream, read_questions, task_errors, unseen_questions
 from reference import Reference
-from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
+from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, round_up, requests_of,
                      stop_strings_of, zero_variance)
 from runtime import config, distributed, guard, hardware, memory, optim, sharding
 from runtime.accuracy import accuracy
@@ -382,11 +382,12 @@ def learn(cfg, run, model, groups, lr):
     learnt = [c for c in trained if c.advantage or cfg.beta]
     stats = Counter(flops=flops(run.model, learnt))
     largest_difference = 0.0
-    for part in model.micro_steps(micro_batches(learnt, run.state.micro_batch) or [[]], empty=[]):
-        batch = padded(part).to(run.hardware.device)
+    multiple = run.hardware.length_multiple
+    for part in model.micro_steps(micro_batches(learnt, run.state.micro_batch, multiple) or [[]], empty=[]):
+        batch = padded(part, multiple).to(run.hardware.device)
         mask = batch.y != IGNORE
         with run.hardware.autocast():
-            logprobs, entropy = model.token_logprobs(batch.x, batch.y, cfg.temperature, batch.prefixes)
+            logprobs, entropy = model.token_logprobs(batch.x, batch.y, cfg.temperature, batch.prefixes, batch.trained)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, figures = grpo_loss(
             logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, divisor,
@@ -489,8 +490,7 @@ def fit_update(cfg, run, worst, context):
 
     def attempt(tokens):
         mode = None if cfg.compile_mode == "default" else cfg.compile_mode
-        dynamic = None if cfg.gradient_checkpointing else True         # with which True breaks (torch 2.13)
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
+        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=True)
         rows = worst.rows(tokens, context)
         inputs = worst.inputs(tokens, cfg.temperature, hw.device)
         return model, memory.rehearse(model, hw, rows, context, 2, run.optimizer_bytes(), inputs)
@@ -575,7 +575,9 @@ def main(argv):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, model) if cfg.beta else None
         most = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples // cfg.mini_batches
-        worst = WorstCase(longest, min(cfg.max_new_tokens, context - 1), cfg.k_samples, most)
+        longest_answer = min(cfg.max_new_tokens, context - 1)
+        longest, longest_answer = (round_up(n, hw.length_multiple) for n in (longest, longest_answer))
+        worst = WorstCase(longest, longest_answer, cfg.k_samples, most)
         wrapped = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)

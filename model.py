@@ -9,6 +9,7 @@ untied head.
 """
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,14 +20,12 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, rms_norm
+from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, chunk_loss, rms_norm
 
 LINEARS = ("qkv", "out", "up", "gate", "down")         # of a block; what LoRA adapts
-LOGITS_PER_CHUNK = {"cpu": 2**25, "cuda": 2**27}       # in GPT.loss: 128 MiB, 512 MiB in fp32
-# GPT.token_logprobs keeps so many log-probabilities over all ids for the backward pass. More are computed in
-# chunks, and again in the backward pass. Up to four tensors of a chunk's size exist at once.
-LOGPROBS_KEPT = 2**25
-LOGPROBS_PER_CHUNK = {"cpu": 2**23, "cuda": 2**25}
+LOGITS_AT_A_TIME = 2**25                               # on a CPU: 128 MiB in fp32
+# On a CPU, what GPT.token_logprobs computes at a time of more than that, and again in the backward pass.
+LOGPROBS_AT_A_TIME = 2**23
 
 
 @dataclass
@@ -187,6 +186,51 @@ class Block(nn.Module):
         return x + F.dropout(y, self.dropout, self.training)
 
 
+# --- the parts of a step, each of which can be compiled ---
+
+def call_block(block, h, cos, sin, attend):
+    """Return [B, T, C] of h [B, T, C]; see GPT.hidden."""
+    return block(h, cos, sin, attend)
+
+
+def chunk_logprobs(model, h, y, temperature):
+    """Return log-probabilities [N] of targets y [N] after h [N, C] and entropies [N]."""
+    logprobs = F.log_softmax(model.logits(h).div_(temperature), dim=-1)
+    with torch.no_grad():
+        entropy = -logprobs.exp().mul_(logprobs).sum(-1)
+    return logprobs.gather(1, y[:, None])[:, 0], entropy
+
+
+class Parts(NamedTuple):
+    """What a step consists of, as it is or compiled."""
+    block: Callable = call_block
+    loss: Callable = chunk_loss
+    logprobs: Callable = chunk_logprobs
+
+    @classmethod
+    def compiled(cls, mode=None, dynamic=None, blocks=True):
+        """Return the Parts, compiled.
+
+        Blocks share their code, so that one is compiled for all. The gradients of each are there when its
+        backward pass ends, so that they can be sent to other ranks meanwhile.
+        mode, dynamic: torch.compile's, the second of blocks (chunks have any number of rows). blocks: whether
+        to compile them.
+        """
+        block = torch.compile(call_block, mode=mode, dynamic=dynamic) if blocks else call_block
+        chunks = (torch.compile(part, mode=mode, dynamic=True) for part in (chunk_loss, chunk_logprobs))
+        return cls(block, *chunks)
+
+
+def logits_at_a_time(device):
+    """Return how many logits to compute at a time, of which up to four fp32 tensors exist at once.
+
+    On a GPU each is a 64th of its memory: what is free differs from run to run, and so would the last bits.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // (64 * 4)
+    return LOGITS_AT_A_TIME
+
+
 # --- the model ---
 
 class GPT(nn.Module):
@@ -200,9 +244,10 @@ class GPT(nn.Module):
 
         attention: a name in ops.ATTENTION.
         gradient_checkpointing: recompute each block in the backward pass.
-        loss_chunks: pieces in which head and loss are computed; 0: as many as LOGITS_PER_CHUNK asks for.
+        loss_chunks: pieces in which head and loss are computed; 0: as many as logits_at_a_time asks for.
         """
         super().__init__()
+        self.parts = Parts()
         self.config = config
         self.backend = attention
         self.gradient_checkpointing = gradient_checkpointing
@@ -273,9 +318,9 @@ class GPT(nn.Module):
         cos, sin = self.rotary_embedding(positions, h)
         for block, attend in zip(self.blocks, attentions):
             if self.gradient_checkpointing and self.training:
-                h = checkpoint(block, h, cos, sin, attend, use_reentrant=False)
+                h = checkpoint(self.parts.block, block, h, cos, sin, attend, use_reentrant=False)
             else:
-                h = block(h, cos, sin, attend)
+                h = self.parts.block(block, h, cos, sin, attend)
         return self.final_norm(h)
 
     def causal_attention(self, q, k, v):
@@ -325,54 +370,52 @@ class GPT(nn.Module):
         y is IGNORE where it is not trained on. The sum is to be divided by the targets of the optimizer step.
         """
         h = self.hidden(x).flatten(0, 1)
-        chunks = self.loss_chunks or -(-len(h) // self.rows_at_a_time(h.device.type))
+        chunks = self.loss_chunks or -(-len(h) // self.rows_at_a_time(h.device))
         rows = -(-len(h) // chunks)
         weight = self.head_weight
         if not torch.is_grad_enabled():
             weight = weight.detach()         # or its gradient would be computed in evaluation too
         c = self.config
-        return HeadAndLoss.apply(h, weight, y.flatten(), c.vocab_size, c.logit_softcap, rows)
+        return HeadAndLoss.apply(h, weight, y.flatten(), c.vocab_size, c.logit_softcap, rows, self.parts.loss)
 
-    def token_logprobs(self, x, y, temperature=1.0, prompts=None):
+    def token_logprobs(self, x, y, temperature=1.0, prompts=None, trained=None):
         """Return log-probabilities of targets y [B, T] after x [B, T] and entropies of their distributions.
 
         Nats at this temperature, fp32 [B, T] each, 0 where y is IGNORE. Entropies have no gradient. x begins
         a text or continues Prompts. The head is computed for targets alone and a chunk of them at a time. If
         there are several chunks, it is computed again in the backward pass, so that B*T*V fp32 never exists.
+        trained: where in y.flatten() the targets are [N]; None: to be found, and then a GPU is waited for.
         """
         h = self.hidden(x) if prompts is None else self.continued(x, prompts)
-        trained = (y != IGNORE).nonzero(as_tuple=True)
-        h = h[trained]
-        targets = y[trained]
-        device = h.device.type
-        recompute = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > LOGPROBS_KEPT
-        chunk_size = LOGPROBS_PER_CHUNK.get(device, 2**25) if recompute else LOGPROBS_KEPT
-        rows = self.rows_at_a_time(device, chunk_size)
+        if trained is None:
+            trained = (y.flatten() != IGNORE).nonzero()[:, 0]
+        h = h.flatten(0, 1).index_select(0, trained)
+        targets = y.flatten().index_select(0, trained)
+        at_a_time = logits_at_a_time(h.device)
+        recompute = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > at_a_time
+        if recompute and h.device.type == "cpu":
+            at_a_time = LOGPROBS_AT_A_TIME
+        rows = self.rows_at_a_time(h.device, at_a_time)
         logprobs = []
         entropies = []
         for chunk in zip(h.split(rows), targets.split(rows)):
             if recompute:
-                logprob, entropy = checkpoint(self.logprobs_of, *chunk, temperature, use_reentrant=False)
+                logprob, entropy = checkpoint(self.parts.logprobs, self, *chunk, temperature, use_reentrant=False)
             else:
-                logprob, entropy = self.logprobs_of(*chunk, temperature)
+                logprob, entropy = self.parts.logprobs(self, *chunk, temperature)
             logprobs.append(logprob)
             entropies.append(entropy)
-        zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
-        return zeros.index_put(trained, torch.cat(logprobs)), zeros.index_put(trained, torch.cat(entropies))
-
-    def logprobs_of(self, h, y, temperature):
-        """Return log-probabilities [N] of targets y [N] after h [N, C] and entropies [N]."""
-        logprobs = F.log_softmax(self.logits(h).div_(temperature), dim=-1)
-        with torch.no_grad():
-            entropy = -logprobs.exp().mul_(logprobs).sum(-1)
-        return logprobs.gather(1, y[:, None])[:, 0], entropy
+        zeros = torch.zeros(y.numel(), dtype=torch.float32, device=h.device)
+        logprobs = zeros.index_put((trained,), torch.cat(logprobs))
+        entropies = zeros.index_put((trained,), torch.cat(entropies))
+        return logprobs.view(y.shape), entropies.view(y.shape)
 
     def rows_at_a_time(self, device, logits=None):
-        """Return how many positions have so many logits. None: LOGITS_PER_CHUNK.
+        """Return how many positions have so many logits. None: logits_at_a_time.
 
         At most 2**14, so that fp16 can sum a chunk's gradient.
         """
-        logits = logits or LOGITS_PER_CHUNK.get(device, 2**27)
+        logits = logits or logits_at_a_time(device)
         return min(2**14, max(1, logits // self.config.padded_vocab_size))
 
     def continued(self, x, prompts):

@@ -158,8 +158,11 @@ class HeadAndLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h, weight, targets, vocab_size, softcap, rows):
-        """Return nats as fp32 [] for h [B*T, C], weight [V padded, C] and targets [B*T] (or IGNORE)."""
+    def forward(ctx, h, weight, targets, vocab_size, softcap, rows, chunk_loss):
+        """Return nats as fp32 [] for h [B*T, C], weight [V padded, C] and targets [B*T] (or IGNORE).
+
+        chunk_loss: the function of that name, as it is or compiled.
+        """
         ctx.h_dtype = h.dtype
         ctx.weight_dtype = weight.dtype
         w = weight.to(h.dtype)
@@ -169,28 +172,14 @@ class HeadAndLoss(torch.autograd.Function):
             w = w.to(autocast_dtype)
         dh = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        needs_gradient = dh is not None or dw is not None
         loss = torch.zeros((), dtype=torch.float32, device=h.device)
         for start in range(0, len(h), rows):
             chunk = h[start:start + rows]
             y = targets[start:start + rows]
-            logits = chunk @ w.t()
-            if softcap:
-                logits = softcap * torch.tanh(logits.float() / softcap)
-            logits[:, vocab_size:] = float("-inf")
-            p = torch.softmax(logits, dim=-1, dtype=torch.float32)
-            # The likeliest id has p = 1 / sum(exp(logits - max)), so two maxima give the log of the sum.
-            log_sum = logits.amax(-1).float() - p.amax(-1).log()
-            trained = (y != IGNORE).float()
-            index = y.clamp(min=0)[:, None]
-            target_logits = logits.gather(1, index)[:, 0].float()
-            loss += ((log_sum - target_logits) * trained).sum()
-            if dh is None and dw is None:
-                continue
-            p.scatter_add_(1, index, p.new_full((1, 1), -1.0).expand(len(y), 1))       # softmax - onehot
-            if softcap:
-                logits[:, vocab_size:] = 0
-                p *= 1 - (logits / softcap).square()
-            grad = p.to(h.dtype)
+            trained = y != IGNORE
+            nats, grad = chunk_loss(chunk @ w.t(), y.clamp(min=0), vocab_size, softcap, needs_gradient)
+            loss += (nats * trained).sum()
             trained = trained[:, None].to(h.dtype)       # masks positions where they are C wide, not V
             if dh is not None:
                 dh[start:start + rows] = (grad @ w) * trained
@@ -207,4 +196,47 @@ class HeadAndLoss(torch.autograd.Function):
             dh = (dh.float() * scale).to(ctx.h_dtype)
         if dw is not None:
             dw = (dw * scale).to(ctx.weight_dtype)
-        return dh, dw, None, None, None, None
+        return dh, dw, None, None, None, None, None
+
+
+def chunk_loss(logits, y, vocab_size, softcap, needs_gradient):
+    """Return the nats of targets y [N], fp32 [N], and their gradient by logits [N, V padded], in its dtype.
+
+    The first is log(sum(exp(logits))) - logits[y], its gradient softmax - onehot. Compiled, bf16 logits are
+    read twice and the gradient is written once, 6 bytes a logit, where the steps one by one move 18.
+    """
+    if torch.compiler.is_compiling():
+        return fused_loss(logits, y, vocab_size, softcap, needs_gradient)
+    dtype = logits.dtype
+    if softcap:
+        logits = softcap * torch.tanh(logits.float() / softcap)
+    logits[:, vocab_size:] = float("-inf")
+    p = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    # The likeliest id has p = 1 / sum(exp(logits - max)), so two maxima give the log of the sum.
+    log_sum = logits.amax(-1).float() - p.amax(-1).log()
+    nats = log_sum - logits.gather(1, y[:, None])[:, 0].float()
+    if not needs_gradient:
+        return nats, None
+    p[torch.arange(len(y), device=y.device), y] -= 1
+    if softcap:
+        logits[:, vocab_size:] = 0
+        p *= 1 - (logits / softcap).square()
+    return nats, p.to(dtype)
+
+
+def fused_loss(logits, y, vocab_size, softcap, needs_gradient):
+    """Return the same, in the form that a compiler makes two loops of."""
+    z = logits.float()
+    slope = 1.0
+    if softcap:
+        capped = torch.tanh(z / softcap)
+        slope = 1 - capped.square()
+        z = softcap * capped
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    z = z.masked_fill(ids >= vocab_size, float("-inf"))
+    log_sum = z.logsumexp(-1, keepdim=True)
+    nats = (log_sum - z.gather(1, y[:, None]))[:, 0]
+    if not needs_gradient:
+        return nats, None
+    onehot = (ids == y[:, None]).float()
+    return nats, (((z - log_sum).exp() - onehot) * slope).to(logits.dtype)

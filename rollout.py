@@ -200,6 +200,7 @@ class Batch:
     trainer_logprobs: torch.Tensor           # the trainer's before the step (0 if not needed),
     reference_logprobs: torch.Tensor         # and the reference's (0 without one)
     advantages: torch.Tensor                 # [B]
+    trained: torch.Tensor                    # [N]: where in y.flatten() the targets are
     prefixes: Prompts                        # ids [G, P], lengths [G], which of them a row continues [B]
 
     def to(self, device):
@@ -209,12 +210,13 @@ class Batch:
         return Batch(*map(move, tensors), Prompts(*map(move, prefixes)))
 
 
-def padded(completions):
+def padded(completions, multiple=1):
     """Return the Batch of some Completions; of none, a row in which nothing is trained on. Masks come from
-    lengths: a completion's last token, be it the end of text, is trained on."""
+    lengths: a completion's last token, be it the end of text, is trained on. P and T are rounded up to a
+    multiple."""
     completions = completions or [Completion([0, 0], [0], [0.0], True, trained=False)]
     B = len(completions)
-    T = max(len(c.ids) for c in completions)
+    P, T = widths(completions, multiple)
     x = np.zeros((B, T), np.int64)
     y = np.full((B, T), IGNORE)
     logprobs = np.zeros((3, B, T), np.float32)
@@ -229,12 +231,12 @@ def padded(completions):
     numbers = {}                             # {prefix: its number}
     of_row = [numbers.setdefault(c.prefix, len(numbers)) for c in completions]
     lengths = [len(prefix) for prefix in numbers]
-    ids = np.zeros((len(numbers), max(lengths)), np.int64)
+    ids = np.zeros((len(numbers), P), np.int64)
     for number, prefix in enumerate(numbers):
         ids[number, :len(prefix)] = prefix
     return Batch(
         torch.from_numpy(x), torch.from_numpy(y), *torch.from_numpy(logprobs),
-        torch.tensor([c.advantage for c in completions]),
+        torch.tensor([c.advantage for c in completions]), torch.from_numpy(np.flatnonzero(y != IGNORE)),
         Prompts(torch.from_numpy(ids), torch.tensor(lengths), torch.tensor(of_row)))
 
 
@@ -245,16 +247,26 @@ def token_cost(n_prefixes, longest_prefix, rows, T):
     return n_prefixes * longest_prefix + rows * T + rows * (longest_prefix + T) / 8
 
 
-def cost_of(completions):
-    """Return the token_cost of a batch of them."""
-    prefixes = {c.prefix for c in completions}
+def widths(completions, multiple):
+    """Return P and T of a batch of them, rounded up to a multiple."""
+    P = max(len(c.prefix) for c in completions)
     T = max(len(c.ids) for c in completions)
-    return token_cost(len(prefixes), max(map(len, prefixes)), len(completions), T)
+    return round_up(P, multiple), round_up(T, multiple)
 
 
-def micro_batches(completions, tokens):
-    """Return lists of Completions whose token_cost is at most `tokens`, or of a single one if that alone has
-    more. In the order that costs less: those of about equal lengths together, for less padding, or those of a
+def round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def cost_of(completions, multiple=1):
+    """Return the token_cost of a batch of them."""
+    P, T = widths(completions, multiple)
+    return token_cost(len({c.prefix for c in completions}), P, len(completions), T)
+
+
+def micro_batches(completions, tokens, multiple=1):
+    """Return lists of Completions whose token_cost, with lengths rounded up to a multiple, is at most
+    `tokens`, or of a single one if that alone has more. In the order that costs less: those of about equal lengths together, for less padding, or those of a
     prompt, whose prefix then stands in one list."""
     longest = {}                             # {prefix: the length of the longest completion after it}
     for c in completions:
@@ -265,22 +277,24 @@ def micro_batches(completions, tokens):
 
     def by_prompt(c):
         return -longest[c.prefix], c.prompt, -len(c.ids)
-    ways = [cut(sorted(completions, key=order), tokens) for order in (by_length, by_prompt)]
-    return min(ways, key=lambda parts: sum(map(cost_of, parts)))
+    ways = [cut(sorted(completions, key=order), tokens, multiple) for order in (by_length, by_prompt)]
+    return min(ways, key=lambda parts: sum(cost_of(part, multiple) for part in parts))
 
 
-def cut(completions, tokens):
+def cut(completions, tokens, multiple=1):
     """Return lists of Completions that follow one another, each of a token_cost of at most `tokens`."""
     parts = []
     prefixes = set()
+    P = 0
     T = 0
     for c in completions:
         prefixes = prefixes | {c.prefix}
-        T = max(T, len(c.ids))
-        if not parts or token_cost(len(prefixes), max(map(len, prefixes)), len(parts[-1]) + 1, T) > tokens:
+        P = max(P, round_up(len(c.prefix), multiple))
+        T = max(T, round_up(len(c.ids), multiple))
+        if not parts or token_cost(len(prefixes), P, len(parts[-1]) + 1, T) > tokens:
             parts.append([])
             prefixes = {c.prefix}
-            T = len(c.ids)
+            P, T = widths([c], multiple)
         parts[-1].append(c)
     return parts
 
@@ -326,9 +340,9 @@ class WorstCase:
 def logprobs_of(model, hw, completions, tokens, temperature):
     """Yield (Completion, log-probabilities of its ids under the model), in micro-batches of at most so many
     `tokens`. Of a sharded model every rank must call."""
-    for part in distributed.in_step(model, micro_batches(completions, tokens), []):
-        batch = padded(part).to(hw.device)
+    for part in distributed.in_step(model, micro_batches(completions, tokens, hw.length_multiple), []):
+        batch = padded(part, hw.length_multiple).to(hw.device)
         with hw.autocast():
-            logprobs, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes)
+            logprobs, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes, batch.trained)
         for c, row in zip(part, logprobs.cpu().numpy()):
             yield c, row[:len(c.ids)].tolist()

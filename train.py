@@ -28,6 +28,7 @@ import hf
 from model import GPT, GPTConfig, blank
 from runtime import config, data, distributed, examples, guard, hardware, memory, optim, sharding
 from runtime.config import BadInput
+from runtime.distributed import CUDA_GRAPHS
 from runtime.log import check_installed
 from runtime.perplexity import evaluation_line, examples_loss, text_loss
 from runtime.run import Run, adapt, check_task, check_training, claim
@@ -93,8 +94,8 @@ class Config:
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
-    compile: bool | None = None              # torch.compile; None: for texts on a GPU (on a CPU it pays from
-                                             # about five minutes on)
+    compile: bool | None = None              # torch.compile; None: on a GPU (on a CPU it pays from about five
+                                             # minutes on)
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
                                              # forward
     parallel: Literal["ddp", "fsdp", "hybrid"] = "ddp"       # of several ranks each has all weights, or a share
@@ -149,7 +150,6 @@ class Config:
 ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position", "qk_norm",
                 "mlp", "bias", "tied_head", "logit_softcap"]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")       # compile modes that record a step, and can't accumulate
 
 
 def check(cfg):
@@ -309,10 +309,7 @@ def compile_and_fit(cfg, run, dataset):
         mode = cfg.compile_mode
         if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
             mode = None
-        dynamic = False
-        if not is_text(dataset):
-            dynamic = None if cfg.gradient_checkpointing else True     # with which True breaks (torch 2.13)
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic)
+        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
         return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.optimizer_bytes())
 
     def smaller(micro_batch):
@@ -327,6 +324,7 @@ def train(cfg, run, model, dataset, held_out):
     """Train until the last step, or until the run should stop. Returns the exit code."""
     hw = run.hardware
     dataset.micro_batch = run.state.micro_batch
+    dataset.multiple = hw.length_multiple
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
     warmup = min(50, run.num_steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
@@ -404,8 +402,6 @@ def main(argv):
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
-    if cfg.compile is None and not is_text(dataset):
-        hw.compile = False                   # lengths differ from step to step; each would be compiled anew
     torch.manual_seed(cfg.seed)
     model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
                            cfg.sum_locally, None if cfg.compile_mode == "default" else cfg.compile_mode)

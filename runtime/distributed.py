@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from model import Parts
 from runtime.config import BadInput
 
-
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that record a step, and can't accumulate
 LAST_WORDS = 60.0                    # seconds in which a rank may save when its torchrun was killed
-
 LONGEST_WAIT = datetime.timedelta(days=1)            # of the other ranks in an exchange; runtime/watch.py asks sooner
 
 # the group that waits for what the first rank does alone: tokenising may take hours
@@ -164,7 +164,9 @@ def in_step(model, batches, empty):
 
 
 class TrainedModel(nn.Module):
-    """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for.
+    """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for: by its
+    parts, or with CUDA graphs as a whole.
+
     After share_gradients() a backward pass leaves the same gradients on every rank: the sum of what each
     found, since losses are divided by the targets of all ranks. model: the GPT itself; sharding.shard may
     have spread it, and then every call must be made by all ranks."""
@@ -173,8 +175,16 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.model = model
         self.is_sharded = is_spread(model)
-        compile = compile and not self.is_sharded             # its blocks are
-        self.local = torch.compile(Forward(model), mode=mode, dynamic=dynamic) if compile else Forward(model)
+        self.local = Forward(model)
+        model.parts = Parts()
+        if compile and mode in CUDA_GRAPHS:
+            self.local = torch.compile(self.local, mode=mode, dynamic=dynamic)
+        elif compile:
+            # Or DDP would have each block cut where it thinks that a bucket of gradients ends.
+            torch._dynamo.config.optimize_ddp = False
+            # Sizes of one, adapters that are off and what takes no gradient have code of their own.
+            torch._dynamo.config.recompile_limit = 32
+            model.parts = Parts.compiled(mode, dynamic, blocks=not self.is_sharded)       # which sharding compiles
         self.ddp = None
         self.rehearsed_s = None              # see memory.rehearse
 
@@ -192,8 +202,8 @@ class TrainedModel(nn.Module):
     def loss(self, x, y):
         return self.call("loss", x, y)
 
-    def token_logprobs(self, x, y, temperature=1.0, prompts=None):
-        return self.call("token_logprobs", x, y, temperature, prompts)
+    def token_logprobs(self, x, y, temperature=1.0, prompts=None, trained=None):
+        return self.call("token_logprobs", x, y, temperature, prompts, trained)
 
     def call(self, method, *args):
         """Evaluation is each rank's own, and they need not have as many batches, unless the model is

@@ -208,6 +208,7 @@ class Batches(torch.utils.data.Dataset):
         self.steps_per_epoch = -(-len(examples) // per_step)
         self.longest = max(example.length for example in examples)
         self.rows = rows
+        self.multiple = 1                                     # of which T is one; and of 8
         self.micro_batch = rows
         self.latest = (None, None)                            # (epoch, order) asked for last
         digest = hashlib.sha256()
@@ -242,7 +243,7 @@ class Batches(torch.utils.data.Dataset):
         mine = self.of_step(step)[self.rank::self.world_size]
         parts = []
         while mine:
-            T = width(mine[0].length, self.longest)
+            T = width(mine[0].length, self.longest, self.multiple)
             n = max(1, min(self.rows, self.micro_batch * self.longest // T))
             parts.append(padded(mine[:n], T))
             mine = mine[n:]
@@ -256,11 +257,12 @@ def nothing():
     return torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
 
 
-def width(length, longest):
-    """Return T of a micro-batch whose longest example has that length: the next multiple of 8, but no more
-    than the `longest` of all data. For a product of a shape that it has not seen oneDNN takes half a
+def width(length, longest, multiple=1):
+    """Return T of a micro-batch whose longest example has that length: the next multiple of 8 (and of
+    `multiple`, a power of 2), but no more than the `longest` of all data. For a product of a shape that it has not seen oneDNN takes half a
     millisecond more; few shapes make fine-tuning on a CPU about 8% faster (NOTES.md)."""
-    return min(longest, -(-length // 8) * 8)
+    multiple = max(8, multiple)
+    return min(longest, -(-length // multiple) * multiple)
 
 
 def padded(examples, T):

@@ -95,6 +95,12 @@ class Hardware:
         return DTYPES[self.sampling_format]
 
     @property
+    def length_multiple(self):
+        """Return to what multiple the lengths of batches are rounded up where they vary, so that compiled code,
+        and the kernels it calls, see few of them."""
+        return 64 if self.compile else 1
+
+    @property
     def settings(self):
         """Return what was chosen, or had to be, for the log."""
         return {

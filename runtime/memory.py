@@ -160,7 +160,7 @@ def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
     """Return {name: bytes} of what a training step adds to the weights, without compiling (which saves some
     of the activations)."""
     trainable = sum(sharding.local(p).numel() for p in model.parameters() if p.requires_grad)
-    rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device.type))
+    rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device))
     return {
         "gradients": 4 * trainable,
         "gathered": sharding.gathered_bytes(model, hardware.torch_dtype),

@@ -38,7 +38,7 @@ def examples_loss(model, held_out, batch_size, hardware):
     batches = []
     for first in range(0, len(mine), batch_size):
         some = mine[first:first + batch_size]
-        batches.append(examples.padded(some, examples.width(some[-1].length, longest)))
+        batches.append(examples.padded(some, examples.width(some[-1].length, longest, hardware.length_multiple)))
     return loss_of(model, batches, hardware)
 
 

@@ -83,3 +83,18 @@ def unknown(out_dir):
 def largest_difference(a, b):
     assert a.keys() == b.keys()
     return max((a[k] - b[k]).abs().max().item() for k in a)
+
+
+def count_graphs(monkeypatch):
+    """Have torch.compile compile nothing, and return the list to which it adds the graphs that it found."""
+    import torch
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode=None, dynamic=None: compile(f, backend=backend, dynamic=dynamic))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return graphs

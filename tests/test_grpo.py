@@ -145,8 +145,8 @@ def watched(monkeypatch):
         seen.groups.append(groups)
         return step(cfg, run, model, groups, *rest)
 
-    def padding(rollouts):
-        seen.batches.append(pad(rollouts))
+    def padding(rollouts, multiple):
+        seen.batches.append(pad(rollouts, multiple))
         return seen.batches[-1]
     monkeypatch.setattr(Engine, "generate", spied)
     monkeypatch.setattr(grpo, "learn", stepped)

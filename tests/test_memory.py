@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from conftest import command, environment, metrics, run, trained, weights
+from conftest import command, count_graphs, environment, metrics, run, trained, weights
 from model import GPT, GPTConfig
 from runtime import distributed, hardware, memory
 from runtime.config import BadInput
@@ -145,23 +145,18 @@ def test_arithmetic_goes_before_trying_on_a_cpu(monkeypatch):
     assert memory.is_out_of_memory(memory.rehearse(distributed.TrainedModel(model), hw, 4, 64, 2, 1000))
 
 
-def test_what_the_rehearsal_compiles_is_what_training_runs():
-    """A graph for training and one for evaluation, and none when the first real micro-step comes."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-    model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=1, n_head=2, n_embd=32))
-    fast, hw = distributed.TrainedModel(model), hardware.setup("cpu", dtype="fp32")
-    fast.local = torch.compile(fast.local, backend=count, dynamic=False)
-    assert memory.rehearse(fast, hw, 4, 64, 2, 1000) is None and len(graphs) == 2
+def test_what_the_rehearsal_compiles_is_what_training_runs(monkeypatch):
+    """Block and loss, each for training and for evaluation, and nothing more when the first real micro-step comes."""
+    graphs = count_graphs(monkeypatch)
+    model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32))
+    fast, hw = distributed.TrainedModel(model, compile=True, dynamic=False), hardware.setup("cpu", dtype="fp32")
+    assert memory.rehearse(fast, hw, 4, 64, 2, 1000) is None and len(graphs) == 4
     x, y = torch.randint(300, (8, 64)), torch.randint(300, (8, 64))
     for mx, my in zip(x.split(4), y.split(4)):
         fast.loss(mx, my).backward()
     with torch.no_grad():
         fast.eval().loss(x[:4], y[:4])
-    assert len(graphs) == 2
+    assert len(graphs) == 4
 
 
 def test_a_mistake_in_the_model_keeps_its_traceback(monkeypatch):

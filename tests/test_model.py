@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import HeadAndLoss, SquaredReLU, math_attention, rms_norm, sdpa_attention
+from ops import HeadAndLoss, SquaredReLU, chunk_loss, fused_loss, math_attention, rms_norm, sdpa_attention
 from model import GPT, IGNORE, GPTConfig, on_meta, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
@@ -72,14 +72,15 @@ def test_evaluation_takes_no_gradient_of_the_head(monkeypatch):
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize("chunk_loss", [chunk_loss, fused_loss])
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_head_and_loss_equal_cross_entropy_over_real_ids(rows, softcap):
+def test_head_and_loss_equal_cross_entropy_over_real_ids(rows, softcap, chunk_loss):
     torch.manual_seed(0)
     h, w = torch.randn(48, 32, requires_grad=True), torch.randn(128, 32, requires_grad=True)
     y = torch.randint(0, 100, (48,))
     y[5:9] = IGNORE
-    loss = HeadAndLoss.apply(h, w, y, 100, softcap, rows)
+    loss = HeadAndLoss.apply(h, w, y, 100, softcap, rows, chunk_loss)
     ours = torch.autograd.grad(loss * 0.37, (h, w))
     logits = h @ w[:100].t()
     logits = softcap * torch.tanh(logits / softcap) if softcap else logits
@@ -89,12 +90,13 @@ def test_head_and_loss_equal_cross_entropy_over_real_ids(rows, softcap):
     assert ours[1][100:].abs().max() == 0                 # padding ids get no gradient
 
 
-def test_bf16_head_takes_the_softmax_in_fp32():
+@pytest.mark.parametrize("chunk_loss", [chunk_loss, fused_loss])
+def test_bf16_head_takes_the_softmax_in_fp32(chunk_loss):
     torch.manual_seed(0)
     h, w = torch.randn(64, 32), torch.randn(50304, 32) * 0.1
     y = torch.randint(0, 50257, (64,))
     with torch.autocast("cpu", torch.bfloat16):
-        loss = HeadAndLoss.apply(h, w, y, 50257, 0.0, 16)
+        loss = HeadAndLoss.apply(h, w, y, 50257, 0.0, 16, chunk_loss)
     exact = F.cross_entropy((h.bfloat16() @ w.bfloat16().t())[:, :50257].double(), y, reduction="sum")
     assert loss.item() == pytest.approx(exact.item(), rel=1e-4)
 
@@ -256,4 +258,4 @@ def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
     with torch.autocast("cpu", torch.bfloat16):
         eager = torch.autograd.grad(model.loss(x, y), list(model.parameters()))
         for a, b in zip(torch.autograd.grad(compiled(x, y), list(model.parameters())), eager):
-            torch.testing.assert_close(a, b)
+            assert (a - b).norm() <= 0.01 * b.norm()          # the loss that is fused rounds a bf16 gradient otherwise

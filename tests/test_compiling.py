@@ -1,0 +1,84 @@
+"""What torch.compile finds in train.py's and grpo.py's steps: whole parts, and few of them whatever the lengths."""
+import random
+
+import pytest
+import torch
+
+import rollout
+from conftest import count_graphs
+from model import GPT, GPTConfig
+from rollout import Completion
+from runtime import distributed, hardware
+
+LLAMA = dict(n_kv_head=1, mlp="swiglu", qk_norm=False)
+GPT2 = dict(position="learned", norm="layernorm", tied_head=True, dropout=0.1, logit_softcap=5.0)
+
+
+def model_of(shape, checkpointing):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**dict(vocab_size=300, block_size=512, n_layer=5, n_head=2, n_embd=32) | shape),
+               gradient_checkpointing=checkpointing)
+
+
+def of_examples(fast, rng):
+    x = torch.randint(300, (rng.randrange(1, 9), 64 * rng.randrange(1, 5)))
+    fast.train().loss(x, x).backward()
+    with torch.no_grad():
+        fast.eval().loss(x, x)
+
+
+def of_completions(fast, rng):
+    """A micro-batch of grpo.py's: shared prompts of any length (none, with one of a single token), rows of any length."""
+    prompts = [[5] * rng.randrange(1, 100) for _ in range(rng.randrange(1, 4))]
+    completions = [Completion(rng.choice(prompts), [3] * rng.randrange(1, 200), [], True) for _ in range(rng.randrange(1, 12))]
+    for c in completions:
+        c.logprobs = [-1.0] * len(c.ids)
+    batch = rollout.padded(completions, hardware.Hardware.length_multiple.fget(fast.hardware))
+    arguments = batch.x, batch.y, 1.0, batch.prefixes, batch.trained
+    fast.train().token_logprobs(*arguments)[0].sum().backward()
+    with torch.no_grad():
+        fast.token_logprobs(*arguments)
+
+
+@pytest.mark.parametrize("micro_step, shape, checkpointing", [
+    (of_examples, LLAMA, False), (of_examples, GPT2, True), (of_completions, {}, False), (of_completions, LLAMA, True)])
+def test_few_graphs_serve_all_lengths_and_none_is_broken(monkeypatch, micro_step, shape, checkpointing):
+    """One block for all of them, and a loss: with a gradient and without, and again for what is 1 or not of many sizes."""
+    graphs = count_graphs(monkeypatch)
+    fast = distributed.TrainedModel(model_of(shape, checkpointing), compile=True, dynamic=True)
+    fast.hardware = hardware.setup("cpu", compile=True)
+    rng = random.Random(1)
+    for _ in range(6):
+        micro_step(fast, rng)
+    assert 4 <= len(graphs) <= 8             # of five layers
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("micro_step", [of_examples, of_completions])
+def test_parts_that_are_compiled_compute_the_same(monkeypatch, micro_step):
+    """What Dynamo captured is run in place of what was written; it takes the fused loss."""
+    count_graphs(monkeypatch)
+    gradients = []
+    for compile in (False, True):
+        fast = distributed.TrainedModel(model_of({}, False), compile=compile, dynamic=True)
+        fast.hardware = hardware.setup("cpu", compile=True)
+        for p in fast.model.parameters():
+            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
+        torch.manual_seed(1)
+        micro_step(fast, random.Random(2))
+        gradients.append([p.grad for p in fast.model.parameters()])
+    for ours, theirs in zip(*gradients):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_lengths_are_rounded_up_where_code_is_compiled():
+    hw = hardware.setup("cpu", compile=True)
+    completions = [Completion([5] * 70, [3] * n, [-1.0] * n, True) for n in (1, 60, 65)]
+    batch = rollout.padded(completions, hw.length_multiple)
+    assert (batch.x.shape, batch.prefixes.ids.shape) == ((3, 128), (1, 128))
+    assert batch.trained.tolist() == [0, *range(128, 188), *range(256, 321)]
+    # and a batch's cost is that of the rounded lengths
+    assert rollout.cost_of(completions, 64) == rollout.token_cost(1, 128, 3, 128)
+    parts = rollout.micro_batches(completions, 500, hw.length_multiple)
+    assert [len(part) for part in parts] == [2, 1] and all(rollout.cost_of(part, 64) <= 500 for part in parts)
+    assert hardware.setup("cpu").length_multiple == 1
