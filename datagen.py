@@ -521,7 +521,7 @@ def main(argv):
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     found = distributed.on_main(lambda: hf.find(cfg.init_from))
     tokenizer = found.tokenizer(cfg.tokenizer)
-    model = found.load(device=hw.device)
+    model = found.load()                     # in the computer's memory; a GPU's is for the engine
     cfg.few_shot = few_shot_of(cfg, found)
     if cfg.deterministic and cfg.slots is None:
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
@@ -535,7 +535,7 @@ def main(argv):
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                             stop_strings_of(task))
         engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed,
-                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
+                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode, device=hw.device)
         engine.check(max(requests, key=lambda request: len(request.ids)))
     header = header_of(cfg, hw, tokenizer, model, task, questions, requests)
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))

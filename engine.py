@@ -15,6 +15,7 @@ import math
 import platform
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from torch.nn.attention import sdpa_kernel
 from ops import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
 from model import merged_weights, on_meta
-from runtime import memory
+from runtime import kernels, memory
 from sampler import Sampling, StopStrings, draw, stream, uniform
 
 GROUP = 128                                  # on a CPU: rows whose attention is computed together
@@ -127,6 +128,7 @@ class Engine:
     dtype: of weights and cache.
     decode: ids -> text, needed for stop strings.
     poll: steps between two polls of the results.
+    device: of weights and cache; None: the model's.
     deterministic: every product has the same shape whoever is in the batch, so that a sample is the same bit
     for bit, in company or alone (at the same `slots` and `context`). Otherwise its noise is, and its
     log-probabilities are up to rounding: 1e-5 in fp32 without TF32; in bf16 now and then another token is
@@ -135,9 +137,9 @@ class Engine:
 
     @torch.inference_mode(False)
     def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None,
-                 deterministic=False, decode=None, poll=None, cuda_graphs=True):
+                 deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None):
         self.config = model.config
-        self.device = model.head_weight.device
+        self.device = device or model.head_weight.device
         self.dtype = dtype or model.head_weight.dtype
         self.seed = seed
         self.decode = decode
@@ -164,8 +166,13 @@ class Engine:
 
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
-        short_in_bf16 = self.device.type == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024
-        self.model = on_meta(self.config, "math" if short_in_bf16 else "sdpa")
+        attention = "sdpa"
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024:
+            attention = "math"
+        if self.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(self.device)
+            attention = "sdpa" if kernels.shares_heads(capability, self.dtype) else "sdpa_repeated"
+        self.model = on_meta(self.config, attention)
         self.head = Packed() if Packed.works(self.device, self.dtype) else None
         if self.head:
             self.model.head = None
@@ -264,7 +271,10 @@ class Engine:
             x = torch.tensor(padded, device=self.device)
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
             layers = zip(self.cache.k, self.cache.v)
-            self.model.hidden(x, None, [partial(self.prefill_attention, layer, slots) for layer in layers])
+            attentions = [partial(self.prefill_attention, layer, slots) for layer in layers]
+            # Whatever kernel training was given, in another dtype perhaps.
+            with kernels.varied() if self.device.type == "cuda" else nullcontext():
+                self.model.hidden(x, None, attentions)
 
     def prefill_attention(self, layer, slots, q, k, v):
         """Attend with q [B, T, H, D] to k and v [B, T, K, D], and write these to a layer's (keys, values)."""
@@ -354,13 +364,17 @@ class Engine:
         step_index = self.step_index.clone()
         graph = torch.cuda.CUDAGraph()
         stream = self.capture_stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):      # a first run, in which libraries set themselves up
-            self.decode_step(B, groups, sampling)
-        torch.cuda.current_stream().wait_stream(stream)
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self.decode_step(B, groups, sampling)
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):  # a first run, in which libraries set themselves up
+                self.decode_step(B, groups, sampling)
+            current.wait_stream(stream)
+            pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self.decode_step(B, groups, sampling)
+        finally:                             # a capture that fails would leave its own stream current
+            torch.cuda.set_stream(current)
         self.state.copy_(state)
         self.step_index.copy_(step_index)
         return graph

@@ -527,9 +527,6 @@ def main(argv):
     resuming = cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
-    if distributed.world_size() > 1 and hw.device.type == "mps":
-        raise BadInput("Several ranks can't exchange gradients on an Apple GPU: give --device=cpu, or start "
-                       "one process.")
 
     # The model, and what it is asked.
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))

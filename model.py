@@ -226,9 +226,12 @@ def logits_at_a_time(device):
 
     On a GPU each is a 64th of its memory: what is free differs from run to run, and so would the last bits.
     """
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory // (64 * 4)
-    return LOGITS_AT_A_TIME
+    if device.type != "cuda":
+        return LOGITS_AT_A_TIME
+    memory = 2**35                           # for arithmetic about a GPU where there is none
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return memory // (64 * 4)
 
 
 # --- the model ---

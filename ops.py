@@ -7,6 +7,7 @@ Shapes: B sequences of T positions, C channels, V ids; in attention H query head
 positions, D channels a head.
 """
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -20,23 +21,24 @@ SDPA_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # --- attention ---
 
-def sdpa_attention(q, k, v, mask=None, dropout=0.0):
+def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
     """Return attention [B, T, H, D] of q [B, T, H, D] over k and v [B, S, K, D], by PyTorch's fused kernel.
 
     It is causal, unless there is a mask [B, 1 or H, T, S] of 0 and -inf, which is added to the scores.
+    repeat: have key heads repeated for a kernel that can't share them (runtime/kernels.py).
     """
     H = q.shape[2]
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
+    if repeat or mask is not None:
+        k = repeat_heads(k, H)
+        v = repeat_heads(v, H)
     if mask is None:
         grouped = k.shape[1] != H
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
     else:
-        # The fused kernels that take a mask can't share heads.
-        k = repeat_heads(k, H)
-        v = repeat_heads(v, H)
-        # On a GPU whatever kernel was asked for: flash takes no mask.
+        # On a GPU whatever kernel was asked for: flash takes no mask, and those that do can't share heads.
         with sdpa_kernel(SDPA_WITH_MASK) if q.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return y.transpose(1, 2)
@@ -67,7 +69,11 @@ def repeat_heads(x, n_head):
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-ATTENTION = {"sdpa": sdpa_attention, "math": math_attention}
+ATTENTION = {
+    "sdpa": sdpa_attention,
+    "sdpa_repeated": partial(sdpa_attention, repeat=True),
+    "math": math_attention,
+}
 
 
 # --- norm and activation ---
@@ -137,6 +143,8 @@ class SquaredReLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         positive = F.relu(x)
+        if x.dtype == torch.float16:         # which has no squares of more than 255.9
+            positive = positive.clamp_(max=255)
         ctx.save_for_backward(positive)
         return positive.square()
 

@@ -26,7 +26,7 @@ import torch
 
 import hf
 from model import GPT, GPTConfig, blank
-from runtime import config, data, distributed, examples, guard, hardware, memory, optim, sharding
+from runtime import config, data, distributed, examples, guard, hardware, kernels, memory, optim, sharding
 from runtime.config import BadInput
 from runtime.distributed import CUDA_GRAPHS
 from runtime.log import check_installed
@@ -303,6 +303,7 @@ def compile_and_fit(cfg, run, dataset):
     where torch.compile fails, they go on without it."""
     hw = run.hardware
     share = cfg.sequences // distributed.world_size()
+    kernels.choose(run, run.state.micro_batch, dataset.longest, is_text(dataset))
 
     def attempt(micro_batch):
         passes = min(2, -(-share // micro_batch))
@@ -390,7 +391,7 @@ def main(argv):
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
-                        cfg.keep_memory)
+                        cfg.keep_memory, fixed_shapes=not examples.are(cfg.dataset, cfg.text_key))
 
     # Data and model. A model to start from settles architecture and tokenizer.
     found = distributed.on_main(lambda: starting_point(cfg))

@@ -35,13 +35,13 @@ class Retry(Exception):
 
 def run(main, argv=None):
     """Call main(argv) and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else.
-    Under torchrun the first rank speaks for all; a failure ends the rank that has it at once, for others may
+    Under torchrun one rank speaks for all that have the same to say; a failure ends the rank that has it at once, for others may
     be waiting for it. argv: the command line's if None."""
     try:
         code = exit_code(main, sys.argv[1:] if argv is None else argv)
     except BadInput as e:
-        if distributed.is_main():
-            print(f"error: {e}", file=sys.stderr)
+        if distributed.is_first_to_say(str(e)):
+            print(f"error: {e}", file=sys.stderr, flush=True)
         code = 2
     except PermissionError as e:             # of whatever file, and on whichever rank
         print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose "

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime import distributed
+from runtime import distributed, kernels
 from runtime.config import BadInput
 
 # Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, as the
@@ -40,8 +39,6 @@ PEAKS = {
 # share a listed card's name, not its speed
 OTHER_CARDS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")
 
-PROCESS_WIDE = contextlib.ExitStack()                # settings that hold until the process ends
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -63,7 +60,7 @@ class Hardware:
     dtype: str                       # bf16 | fp16 | fp32: what matrix products compute in
     tf32: bool
     compile: bool
-    attention: str                   # sdpa | math, for ops.ATTENTION
+    attention: str                   # sdpa | sdpa_repeated | math, for ops.ATTENTION
     attention_kernel: str            # for people: which kernels sdpa may take
     peaks: dict                      # dense TFLOP/s by format, one device; {} if not known
     bandwidth: float | None          # of its memory, TB/s; None if not known
@@ -165,9 +162,10 @@ class Hardware:
 
 
 def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto", deterministic=False,
-          keep_memory=True):
+          keep_memory=True, fixed_shapes=False):
     """Return the Hardware of this process: choose by what is there, obey what is asked for, and raise
-    BadInput for what can't be had. keep_memory: on a CPU, see keep_freed_memory."""
+    BadInput for what can't be had. keep_memory: on a CPU, see keep_freed_memory. fixed_shapes: of all
+    batches, see kernels.rule."""
     kind = device.split(":")[0]
     if kind == "auto":
         if torch.cuda.is_available():
@@ -182,6 +180,9 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
                        "install a CUDA build.")
     if kind == "mps" and not torch.backends.mps.is_available():
         raise BadInput("--device=mps was asked for, but this is no Apple GPU: use --device=cpu.")
+    if kind == "mps" and distributed.world_size() > 1:
+        raise BadInput("Several ranks can't exchange gradients on an Apple GPU: give --device=cpu, or start "
+                       "one process.")
     name = {"cpu": f"CPU, {torch.get_num_threads()} threads", "mps": "Apple GPU"}.get(kind)
     capability = (0, 0)
     if kind == "cuda":
@@ -208,38 +209,44 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    backend, kernel = choose_attention(attention, kind, capability, dtype)
+    backend, kernel = choose_attention(attention, kind, capability, dtype, fixed_shapes)
+    if kind == "cuda" and not fixed_shapes:
+        expand_segments()
     if compile is None:
         compile = kind == "cuda"
+    if compile and distributed.local_world_size() > 1:        # read when the compiler is imported
+        threads = max(1, min(32, os.cpu_count()) // distributed.local_world_size())
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", f"{threads}")
     return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernel, *peaks(name))
 
 
-def choose_attention(attention, kind, capability, dtype):
-    """Return (sdpa or math, for ops.ATTENTION; what that is called). flash, cudnn and efficient name one of
-    sdpa's GPU kernels. BadInput for one that is not to be had."""
+def choose_attention(attention, kind, capability, dtype, fixed_shapes):
+    """Return (a name in ops.ATTENTION; for people, which kernels it may take). flash, cudnn and efficient name
+    one of sdpa's GPU kernels. BadInput for one that is not to be had."""
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
-    if attention in ("flash", "cudnn") and dtype == "fp32":
-        raise BadInput(f"--attention={attention} has no fp32 kernel: use auto, or --dtype=bf16 or fp16.")
     if attention == "auto" and kind == "cpu" and dtype == "bf16":
         return "math", "math"                                 # see ops.ATTENTION for what that buys
     if attention == "math":
         return "math", "math"
-    if attention == "sdpa" or kind != "cuda":
+    if kind != "cuda":
         return "sdpa", "sdpa"
-    order = [attention]
-    if attention == "auto":
-        order = ["flash", "efficient", "math"]
-        if capability[0] == 9:                                # Hopper: cuDNN's kernel first
-            order.insert(0, "cudnn")
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "math": SDPBackend.MATH,
-    }
-    PROCESS_WIDE.enter_context(sdpa_kernel([backends[kernel] for kernel in order], set_priority=True))
-    return "sdpa", " > ".join(order)
+    backend = "sdpa" if kernels.shares_heads(capability, DTYPES[dtype]) else "sdpa_repeated"
+    if attention == "sdpa":
+        return backend, "sdpa"
+    names = kernels.rule(attention, capability, dtype, fixed_shapes)
+    kernels.use(names)
+    return backend, " > ".join(names)
+
+
+def expand_segments():
+    """Have the allocator of a GPU grow its segments, so that lengths that vary leave fewer holes; unless its
+    settings come with the environment, by one of the names that PyTorch's versions have for it."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # by its names of torch 2.13, and of those before it
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+        with contextlib.suppress(RuntimeError):               # of a platform without them
+            change("expandable_segments:True")
 
 
 def cpu_multiplies_bf16():

@@ -18,10 +18,12 @@ CPU_SLACK = 1.6
 
 
 def is_out_of_memory(error):
-    """Tell whether an allocator is behind it: a GPU's, an Apple GPU's or the CPU's, alone or as the cause
-    that a compiler reports."""
+    """Tell whether an allocator is behind it: a GPU's, an Apple GPU's or the CPU's, alone, as the cause that a
+    compiler reports, or as what ended the capture of a CUDA graph."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if "captur" in str(error) and error.__context__:
+        return is_out_of_memory(error.__context__)
     phrases = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc")
     return any(phrase in str(error) for phrase in phrases)
 

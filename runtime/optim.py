@@ -5,12 +5,15 @@ import math
 import torch
 import torch.nn as nn
 
-from runtime import sharding
+from runtime import distributed, sharding
 from runtime.hardware import cpu_multiplies_bf16
 
 # Weights that Muon moves together: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where bf16
 # is slow.
 AT_A_TIME = 2**25
+# Devices on which ranks that have the same gradients share Muon's work, and exchange its results. On a
+# CPU that would take longer than it saves.
+SPREAD_ON = ("cuda",)
 
 
 class Muon(torch.optim.Muon):
@@ -44,11 +47,17 @@ class Muon(torch.optim.Muon):
         weights = [sharding.local(p) for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov's
-        updates = torch.stack(updates).to(muon_dtype(weights[0].device))
+        dtype = muon_dtype(weights[0].device)
+        updates = torch.stack(updates)
+        if dtype != torch.float16:           # which is too narrow until their length is taken out
+            updates = updates.to(dtype)
         orthogonal = functools.partial(
-            newton_schulz, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"])
+            newton_schulz, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"],
+            dtype=dtype)
         if sharding.is_sharded(matrices[0]):
             updates = sharding.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
+        elif distributed.world_size() > 1 and weights[0].device.type in SPREAD_ON:
+            updates = sharding.in_turn(updates, orthogonal)
         else:
             updates = orthogonal(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
@@ -58,27 +67,26 @@ class Muon(torch.optim.Muon):
 
 @functools.cache
 def muon_dtype(device):
-    """Return what Muon multiplies in: bf16, which is exact enough, or fp32 where bf16 is only emulated. (Of
-    16 matrices of a small model on two Zen 3 cores that is 35 times as fast, and a training step in fp32 more
-    than twice.)"""
+    """Return what Muon multiplies in: bf16, which is exact enough, or where that is only emulated fp16 on a
+    GPU, which has tensor cores for it, and fp32 on a CPU. (Of 16 matrices of a small model on two Zen 3 cores
+    that is 35 times as fast, and a training step in fp32 more than twice.)"""
     if device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        fast = device.type != "cpu" or cpu_multiplies_bf16()
-    return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    return torch.bfloat16 if device.type != "cpu" or cpu_multiplies_bf16() else torch.float32
 
 
-def newton_schulz(x, coefficients, steps, eps):
+def newton_schulz(x, coefficients, steps, eps, dtype):
     """Return x [N, rows, columns] with all singular values between about 0.7 and 1.2: Newton and Schulz's
-    iteration, quintic (Jordan et al. 2024)."""
+    iteration, quintic (Jordan et al. 2024), in dtype."""
     a, b, c = coefficients
+    given = x.dtype
     tall = x.shape[1] > x.shape[2]
     x = x.mT.contiguous() if tall else x
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    x = (x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)).to(dtype)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return (x.mT if tall else x).to(given)
 
 
 def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), fused=True,

@@ -195,3 +195,16 @@ def by_owners(slices, n_rows, mesh, function):
     for card, part in enumerate(outgoing.split(sent)):
         result[card::cards] = part.view(owned[card], rows[mine], columns)
     return result
+
+
+def in_turn(matrices, function):
+    """Return function(matrices), of matrices [N, rows, columns] that all ranks have: each computes every n-th
+    of them, n being their number, and all get all. Every rank must call."""
+    n = distributed.world_size()
+    mine = matrices[distributed.rank()::n]
+    done = matrices.new_zeros(-(-len(matrices) // n), *matrices.shape[1:])
+    if len(mine):
+        done[:len(mine)] = function(mine)
+    gathered = [torch.empty_like(done) for _ in range(n)]
+    dist.all_gather(gathered, done)
+    return torch.stack(gathered, 1).flatten(0, 1)[:len(matrices)]

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+import forked
 import datagen
 import eval as evaluation
 import grpo
@@ -16,6 +17,7 @@ import hf
 import questions
 import sample
 import train
+from conftest import ROOT, environment
 from engine import Sampling
 from model import GPT, GPTConfig, add_lora, adapters
 from runtime import checkpoint, config, examples, guard, hardware, prompts
@@ -357,3 +359,20 @@ def test_what_max_new_tokens_is_clipped_to_is_said(run, capsys):
     said = capsys.readouterr()
     assert said.err == "--max_new_tokens=999 is more than the model's 64 positions leave: after a prompt of 3 tokens an answer ends at 61.\n"
     assert said.out.startswith("abc")
+
+
+@pytest.mark.parametrize("ranks, words", [((1,), "GPU 1 was asked for"), ((0, 1), "no such file")])
+def test_what_is_wrong_on_any_rank_is_said_once(ranks, words):
+    """By whichever rank finds it: the second of two may lack a GPU, and a file is missing for both."""
+    program = f"""
+from runtime import distributed, guard
+from runtime.config import BadInput
+def main(argv):
+    distributed.init()
+    distributed.any(False)
+    if distributed.rank() in {ranks}:
+        raise BadInput("{words}")
+guard.run(main)
+"""
+    done = forked.run([*forked.TORCHRUN, "--nproc_per_node=2", "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and done.stderr == f"error: {words}\n"

@@ -197,3 +197,21 @@ def test_what_an_allocator_says_is_recognised():
     with pytest.raises(RuntimeError) as refused:
         torch.empty(2**50, dtype=torch.uint8)
     assert memory.is_out_of_memory(refused.value) and not memory.is_out_of_memory(RuntimeError("size mismatch"))
+
+
+def test_memory_that_runs_out_while_a_graph_is_captured_is_recognised():
+    """CUDA then reports the capture; what ended it is the exception before."""
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    except RuntimeError as e:
+        assert memory.is_out_of_memory(e)
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except torch.OutOfMemoryError:
+            raise TypeError("a mistake in what was to help")
+    except TypeError as e:
+        assert not memory.is_out_of_memory(e)

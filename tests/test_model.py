@@ -1,4 +1,5 @@
 import math
+import types
 
 import pytest
 import torch
@@ -259,3 +260,20 @@ def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
         eager = torch.autograd.grad(model.loss(x, y), list(model.parameters()))
         for a, b in zip(torch.autograd.grad(compiled(x, y), list(model.parameters())), eager):
             assert (a - b).norm() <= 0.01 * b.norm()          # the loss that is fused rounds a bf16 gradient otherwise
+
+
+def test_squares_of_fp16_stay_finite():
+    """Those of more than 255.9 are infinite in it; the gradient is that of the largest that is left."""
+    x = torch.tensor([-1.0, 0.5, 200.0, 300.0, 60000.0], dtype=torch.float16, requires_grad=True)
+    y = SquaredReLU.apply(x)
+    y.backward(torch.full_like(y, 0.5))
+    assert y.tolist() == [0.0, 0.25, 40000.0, 65024.0, 65024.0] and x.grad.tolist() == [0.0, 0.5, 200.0, 255.0, 255.0]
+
+
+def test_a_gpu_s_memory_says_how_many_logits_are_computed_at_a_time(monkeypatch):
+    """At 152k ids, 2**25 of them would be 220 rows."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = tiny(vocab_size=151936, n_embd=32, n_layer=1)
+    assert model.rows_at_a_time(torch.device("cuda")) == 80 * 2**30 // 256 // 151936 > 2000
+    assert model.rows_at_a_time(torch.device("cpu")) == 2**25 // 151936

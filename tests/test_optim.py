@@ -4,6 +4,8 @@ import math
 import pytest
 import torch
 
+import forked
+from conftest import ROOT, environment
 from model import GPT, GPTConfig
 from runtime import hardware, optim
 from runtime.guard import NonFinite
@@ -67,9 +69,61 @@ def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
 def test_muon_s_update_is_the_same_in_fp32_but_for_rounding():
     x = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
     knobs = dict(coefficients=(3.4445, -4.775, 2.0315), steps=5, eps=1e-7)
-    exact, rounded = optim.newton_schulz(x, **knobs), optim.newton_schulz(x.bfloat16(), **knobs).float()
+    exact = optim.newton_schulz(x, **knobs, dtype=torch.float32)
+    rounded = optim.newton_schulz(x.bfloat16(), **knobs, dtype=torch.bfloat16).float()
     assert 0 < (exact - rounded).norm() < 0.02 * exact.norm()
     assert optim.muon_dtype(torch.device("cpu")) == (torch.bfloat16 if hardware.cpu_multiplies_bf16() else torch.float32)
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e6])            # of fp16 the first is 0 and the last infinite
+def test_muon_in_fp16_takes_gradients_of_any_size(monkeypatch, size):
+    """Of cards without bf16; Turing's tensor cores multiply fp16 alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index else (8, 0))
+    assert optim.muon_dtype(torch.device("cuda:1")) == torch.float16 and optim.muon_dtype(torch.device("cuda:0")) == torch.bfloat16
+    gradient = size * torch.randn(2, 32, 96, generator=torch.Generator().manual_seed(0))
+    moved = {}
+    for dtype in (torch.float32, torch.float16):
+        monkeypatch.setattr(optim, "muon_dtype", lambda device: dtype)
+        matrices = [torch.nn.Parameter(torch.zeros(32, 96)) for _ in gradient]
+        for p, g in zip(matrices, gradient):
+            p.grad = g.clone()
+        optim.Muon(matrices, lr=1.0, weight_decay=0.0, eps=1e-20).step()
+        moved[dtype] = torch.stack([p.detach() for p in matrices])
+    exact, rounded = moved.values()
+    assert 0 < (exact - rounded).norm() < 0.01 * exact.norm()
+
+
+def test_ranks_with_the_same_gradients_share_muon_s_work():
+    """Two of five matrices go to one rank and three to the other; all weights are those of one process."""
+    program = """
+import torch
+from runtime import distributed, optim
+distributed.init()
+computed = []
+newton_schulz = optim.newton_schulz
+def counted(x, **knobs):
+    computed.append(len(x))
+    return newton_schulz(x, **knobs)
+optim.newton_schulz = counted
+weights = []
+for devices in ((), ("cpu",)):
+    optim.SPREAD_ON = devices
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.zeros(16, 24)) for _ in range(5)]
+    muon = optim.Muon(matrices, lr=0.1)
+    for _ in range(3):
+        for p in matrices:
+            p.grad = torch.randn(16, 24, generator=generator)
+        muon.step()
+    weights.append(torch.stack([p.detach() for p in matrices]))
+torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+said = distributed.gather(computed)
+if distributed.is_main():
+    print(said)
+distributed.close()
+"""
+    done = forked.run([*forked.TORCHRUN, "--nproc_per_node=2", "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[[5, 5, 5, 3, 3, 3], [5, 5, 5, 2, 2, 2]]\n", done.stderr
 
 
 def stepped(gradients, clip=0.0, scale=None):
