@@ -26,6 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
+from cuda_graph import CUDAGraph
 from ops import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
 from model import merged_weights, on_meta
@@ -34,6 +35,7 @@ from sampler import Sampling, StopStrings, draw, stream, uniform
 
 GROUP = 128                                  # on a CPU: rows whose attention is computed together
 SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
+ACT_AS = None                                # cuda: take a GPU's branches on a CPU, as tests do
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +109,8 @@ class Packed(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
     @staticmethod
-    def works(device, dtype):
-        if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+    def works(device_type, dtype):
+        if device_type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
             return False
         if not torch.backends.mkldnn.is_available():
             return False
@@ -140,6 +142,7 @@ class Engine:
                  deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None):
         self.config = model.config
         self.device = device or model.head_weight.device
+        self.kind = ACT_AS or self.device.type
         self.dtype = dtype or model.head_weight.dtype
         self.seed = seed
         self.decode = decode
@@ -149,11 +152,9 @@ class Engine:
         block_size = self.config.block_size
         self.context = block_size if context is None else min(context, block_size)
         self.deterministic = deterministic
-        cuda = self.device.type == "cuda"
-        default_poll = 8 if cuda else 1
+        default_poll = 8 if self.kind == "cuda" else 1
         self.poll = default_poll if poll is None else poll
-        self.cuda_graphs = cuda and cuda_graphs
-        self.capture_stream = torch.cuda.Stream(self.device) if cuda else None
+        self.cuda_graphs = cuda_graphs and self.kind == "cuda"
         if self.poll < 1 or self.context < 2 or slots is not None and slots < 1:
             raise ValueError(f"slots={slots} and poll={self.poll} must be at least 1, "
                              f"and context={self.context} at least 2.")
@@ -167,13 +168,13 @@ class Engine:
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
         attention = "sdpa"
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024:
+        if self.kind == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024:
             attention = "math"
         if self.device.type == "cuda":
             capability = torch.cuda.get_device_capability(self.device)
             attention = "sdpa" if kernels.shares_heads(capability, self.dtype) else "sdpa_repeated"
         self.model = on_meta(self.config, attention)
-        self.head = Packed() if Packed.works(self.device, self.dtype) else None
+        self.head = Packed() if Packed.works(self.kind, self.dtype) else None
         if self.head:
             self.model.head = None
             for name, module in list(self.model.named_modules()):
@@ -214,7 +215,7 @@ class Engine:
         device = self.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        grows = device.type == "cpu" and not self.deterministic
+        grows = self.kind == "cpu" and not self.deterministic
         try:
             self.cache = KVCache(self.config, slots, self.context, self.dtype, device, grows)
         except Exception as e:
@@ -264,7 +265,7 @@ class Engine:
         prompts.sort(key=lambda prompt: len(prompt[1]))
         while prompts:
             T = len(prompts[-1][1])
-            n = 1 if self.deterministic else max(1, prefill_tokens(self.device.type) // T)
+            n = 1 if self.deterministic else max(1, prefill_tokens(self.kind) // T)
             batch = prompts[-n:]
             prompts = prompts[:-n]
             padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal rows never see padding
@@ -273,7 +274,7 @@ class Engine:
             layers = zip(self.cache.k, self.cache.v)
             attentions = [partial(self.prefill_attention, layer, slots) for layer in layers]
             # Whatever kernel training was given, in another dtype perhaps.
-            with kernels.varied() if self.device.type == "cuda" else nullcontext():
+            with kernels.varied() if self.kind == "cuda" else nullcontext():
                 self.model.hidden(x, None, attentions)
 
     def prefill_attention(self, layer, slots, q, k, v):
@@ -316,7 +317,7 @@ class Engine:
         zero, minus_infinity = self.mask_values
         mask = torch.where(self.cache_positions[:length] > positions[:, None], minus_infinity, zero)
         mask = mask[:, None, None].expand(-1, K, G, -1)
-        return mask.flatten(0, 1) if self.device.type == "cpu" else mask
+        return mask.flatten(0, 1) if self.kind == "cpu" else mask
 
     def decode_attention(self, layer, write_at, groups, masks, q, k, v):
         """Write k and v [B, 1, K, D] to a layer's (keys, values), and attend to these with q [B, 1, H, D]."""
@@ -339,7 +340,7 @@ class Engine:
         """
         B, K, _, D = keys.shape
         q = q.reshape(B, K, -1, D)
-        if self.device.type != "cpu":
+        if self.kind != "cpu":
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(B, 1, -1, D)
         q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
         if self.dtype == torch.bfloat16:     # whose products of parts of rows take several times as long
@@ -353,31 +354,14 @@ class Engine:
         if not self.cuda_graphs:
             return self.decode_step(B, groups, sampling)
         key = (B, groups, sampling)
-        with torch.cuda.device(self.device):
-            if key not in self.graphs:
-                self.graphs[key] = self.capture(B, groups, sampling)
-            self.graphs[key].replay()
-
-    def capture(self, B, groups, sampling):
-        """Record decode_step as a CUDA graph, and leave what it reads as it was."""
-        state = self.state.clone()
-        step_index = self.step_index.clone()
-        graph = torch.cuda.CUDAGraph()
-        stream = self.capture_stream
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):  # a first run, in which libraries set themselves up
-                self.decode_step(B, groups, sampling)
-            current.wait_stream(stream)
-            pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self.decode_step(B, groups, sampling)
-        finally:                             # a capture that fails would leave its own stream current
-            torch.cuda.set_stream(current)
-        self.state.copy_(state)
-        self.step_index.copy_(step_index)
-        return graph
+        if key not in self.graphs:
+            state = self.state.clone()
+            step_index = self.step_index.clone()
+            step = partial(self.decode_step, B, groups, sampling)
+            self.graphs[key] = CUDAGraph(step, self.device, list(self.graphs.values()))
+            self.state.copy_(state)
+            self.step_index.copy_(step_index)
+        self.graphs[key].replay()
 
     # --- on the host ---
 
@@ -563,7 +547,7 @@ class Engine:
         B = len(rows)
         steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
         self.polls += 1
-        in_groups = self.device.type == "cpu" and B > GROUP and not self.deterministic
+        in_groups = self.kind == "cpu" and B > GROUP and not self.deterministic
         if in_groups and self.polls % SORT_EVERY == 0:
             self.sort(rows)
         shape = self.step_shape((self.prompt_tokens + self.new_tokens)[:B] - 1 + steps)
@@ -601,7 +585,7 @@ class Engine:
         if self.cuda_graphs:
             B = min(self.slots, 1 << (B - 1).bit_length())
             return B, (RowGroup(0, B, min(T, bucket(longest, 64))),)
-        group_size = GROUP if self.device.type == "cpu" else B
+        group_size = GROUP if self.kind == "cpu" else B
         groups = []
         for first in range(0, B, group_size):
             last = min(first + group_size, B)

@@ -78,7 +78,7 @@ def matmul_peak(hw, format=None):
         torch.set_float32_matmul_precision("high" if format == "tf32" else "highest")
         a = torch.randn(n, n, device=hw.device).to(hardware.DTYPES[format.replace("tf", "fp")])
         products = [a.mm]
-        if format == "fp32" and Packed.works(hw.device, a.dtype):        # the faster one on most processors
+        if format == "fp32" and Packed.works(hw.device.type, a.dtype):        # the faster one on most processors
             products.append(Packed())
             products[1].pack(a)
         seconds = min(once(lambda: product(a), hw) for product in products)

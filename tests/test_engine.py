@@ -9,8 +9,18 @@ import torch.nn.functional as F
 from conftest import ROOT, environment
 from engine import Engine, Request, Sampling, cache_bytes
 from model import GPT, GPTConfig, add_lora, merged
+from recorded import Recorded
 from runtime import memory
 from sampler import draw, invert, stream, uniform
+
+@pytest.fixture(autouse=True, params=[None, "cuda"], ids=["", "as on a GPU"])
+def acting(request, monkeypatch):
+    """Every test runs twice, the second time through what a GPU's engine does, with graphs that are recorded."""
+    monkeypatch.setattr("engine.ACT_AS", request.param)
+    monkeypatch.setattr("engine.CUDAGraph", Recorded)
+    Recorded.made.clear()
+    return request.param
+
 
 SHAPES = {"default": {}, "grouped": dict(n_head=4, n_kv_head=2, mlp="swiglu", tied_head=True),
           "gpt2": dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True)}
@@ -30,9 +40,14 @@ def prompts(n):
     return [torch.randint(100, (int(torch.randint(1, 90, (1,), generator=g)),), generator=g).tolist() for _ in range(n)]
 
 
-@pytest.mark.parametrize("groups", [False, True], ids=["together", "in groups that are sorted"])
+on_a_cpu = pytest.mark.parametrize("acting", [None], indirect=True)
+on_a_gpu = pytest.mark.parametrize("acting", ["cuda"], indirect=True)
+
+
+@pytest.mark.parametrize("acting, groups", [(None, False), (None, True), ("cuda", False)], indirect=["acting"],
+                         ids=["together", "in groups that are sorted", "as on a GPU"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape, groups, monkeypatch):
+def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape, groups, acting, monkeypatch):
     if groups:
         monkeypatch.setattr("engine.GROUP", 2)
         monkeypatch.setattr("engine.SORT_EVERY", 3)
@@ -49,7 +64,9 @@ def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(s
         assert len(s.ids) == s.request.max_new_tokens and s.reason == "length"
     assert any(a != b for a, b in zip(sorts[::2], sorts[1::2])) == groups
     widths = [C for _, _, C in engine.step_shape([5, 20, 90, 7, 8, 9])[1]]
-    assert widths == ([32, 96, 16] if groups else [96])
+    assert widths == ([32, 96, 16] if groups else [128] if acting else [96])
+    shapes = {(B, groups[0].length) for B, groups, _ in engine.graphs}
+    assert len(shapes) == len(Recorded.made) == (4 if acting else 0)
 
 
 def test_a_prompt_that_waits_for_slots_and_a_sorted_batch_keep_their_own_keys(monkeypatch):
@@ -102,6 +119,7 @@ def test_looking_at_results_every_few_steps_changes_nothing(poll):
     assert run(poll) == once and {reason for _, reason in once.values()} == {"stop", "length"}
 
 
+@on_a_cpu
 @pytest.mark.parametrize("shape", [dict(n_layer=1, n_kv_head=1), dict(n_layer=3)], ids=str)
 def test_the_cache_s_rows_grow_with_what_is_read_and_nothing_else_changes(shape):
     """Long and short samples in turn, of prompts that wait in the last row for slots: they are moved along. (With one layer and one head a
@@ -191,6 +209,51 @@ def test_a_prompt_is_computed_once_whatever_the_slots(monkeypatch):
         assert [ids for _, ids in computed] == [p[:-1] for p in texts]
 
 
+@on_a_gpu
+@pytest.mark.parametrize("fails", ["replay", "__init__"])
+def test_out_of_memory_in_a_graph_or_while_one_is_captured_loses_nothing_either(monkeypatch, fails):
+    """Of the capture CUDA says no more than that something failed before."""
+    def run():
+        engine = Engine(make(), slots=8)
+        return {(s.request.key, s.index): s.ids for s in engine.generate(
+            Request(p, num_samples=4, key=i, max_new_tokens=12) for i, p in enumerate(prompts(5)))}, engine
+    expected, _ = run()
+    calls, plain = [], getattr(Recorded, fails)
+
+    def failing(self, *arguments):
+        calls.append(self)
+        if len(calls) == 3:
+            try:
+                raise torch.OutOfMemoryError("pretended")
+            finally:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        plain(self, *arguments)
+    monkeypatch.setattr(Recorded, fails, failing)
+    found, engine = run()
+    assert found == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
+
+
+# of a recorded step: views, and what does nothing in evaluation or to what is as it should be
+FREE = "view transpose split split_with_sizes slice select expand unsqueeze chunk unbind flatten reshape dropout to".split()
+
+
+def decode_kernels(n_layer, **knobs):
+    engine = Engine(make(n_layer=n_layer, **knobs), slots=2)
+    list(engine.generate([Request([1, 2, 3], 2, max_new_tokens=2)]))
+    names = [function.__name__.split(".")[0] for function, *_ in Recorded.made[-1].operations]
+    return len([name for name in names if name not in FREE])
+
+
+@on_a_gpu
+@pytest.mark.parametrize("shape, most", [("default", 19), ("grouped", 20), ("gpt2", 12)])
+def test_a_layer_of_a_decoding_step_has_few_kernels(shape, most):
+    """At few rows a step takes as long as its kernels take to start. Beside the layers: masks, noise, head, draw, positions."""
+    two = decode_kernels(2, **SHAPES[shape])
+    three = decode_kernels(3, **SHAPES[shape])
+    assert three - two <= most and two - 2 * most <= 32
+
+
+@on_a_cpu
 def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
     texts = prompts(10)
 
@@ -229,6 +292,7 @@ def test_slots_follow_the_free_memory(monkeypatch):
     assert Engine(model).slots == 1
 
 
+@on_a_cpu
 def test_memory_is_what_the_arithmetic_says():
     """In a process of its own: the growth of its resident set."""
     code = """
@@ -253,7 +317,7 @@ print(taken / (2 * model.n_params() + cache_bytes(config, 32, 1024, torch.bfloat
 
 def test_progress_counts():
     seen = []
-    engine = Engine(make(), slots=3)
+    engine = Engine(make(), slots=3, poll=1)
     done = list(engine.generate((Request(p, 2, i, 5) for i, p in enumerate(prompts(4))),
                                 progress=lambda p: seen.append((p.tokens, p.busy, p.slots, p.samples, p.requests, p.tokens_per_s, p.in_flight()))))
     assert seen[-1][:5] == (40, 0, 3, 8, 4) and len(done) == 8
