@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 from cuda_graph import CUDAGraph
+from decoding import ByLength
+from decoding import choose as choose_decoding
 from ops import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
 from model import merged_weights, on_meta
@@ -131,6 +133,7 @@ class Engine:
     decode: ids -> text, needed for stop strings.
     poll: steps between two polls of the results.
     device: of weights and cache; None: the model's.
+    decoding: mask | length, how a GPU attends in a step; "": what is faster (decoding.py).
     deterministic: every product has the same shape whoever is in the batch, so that a sample is the same bit
     for bit, in company or alone (at the same `slots` and `context`). Otherwise its noise is, and its
     log-probabilities are up to rounding: 1e-5 in fp32 without TF32; in bf16 now and then another token is
@@ -139,7 +142,7 @@ class Engine:
 
     @torch.inference_mode(False)
     def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None,
-                 deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None):
+                 deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None, decoding=""):
         self.config = model.config
         self.device = device or model.head_weight.device
         self.kind = ACT_AS or self.device.type
@@ -164,6 +167,7 @@ class Engine:
         if slots is None:
             slots = slots_that_fit(self.config, self.context, self.dtype, self.device)
         self.allocate(slots)
+        self.decoding = decoding or choose_decoding(self)
 
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
@@ -286,10 +290,10 @@ class Engine:
     def decode_step(self, B, groups, sampling):
         """Draw one more token of rows 0 ... B-1, in RowGroups. Nothing here waits for the device."""
         tokens, positions = self.state[:, :B]
-        masks = [self.mask(positions[group.first:group.last], group.length) for group in groups]
+        readings = [self.reading(positions[group.first:group.last], group.length) for group in groups]
         write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
         layers = zip(self.cache.k, self.cache.v)
-        attention = [partial(self.decode_attention, layer, write_at, groups, masks) for layer in layers]
+        attention = [partial(self.decode_attention, layer, write_at, groups, readings) for layer in layers]
         with sdpa_kernel(SDPA_WITH_MASK):    # on a GPU, of the fused kernels the one that takes a mask
             h = self.model.hidden(tokens[:, None], positions[:, None], attention)[:, 0]
         logits = self.model.logits(h, self.head)
@@ -307,6 +311,12 @@ class Engine:
         positions.add_(1).clamp_(max=self.context - 1)       # a row that is over runs on until the next poll
         self.step_index += 1
 
+    def reading(self, positions, length, decoding=""):
+        """Return what rows at positions [B] read of the first `length` in the cache: a mask, or a ByLength."""
+        if (decoding or self.decoding) == "length":
+            return ByLength(self.cache, positions, length)
+        return self.mask(positions, length)
+
     def mask(self, positions, length):
         """Return what is added to scores of rows at positions [B]: -inf for keys past them, else 0.
 
@@ -319,25 +329,29 @@ class Engine:
         mask = mask[:, None, None].expand(-1, K, G, -1)
         return mask.flatten(0, 1) if self.kind == "cpu" else mask
 
-    def decode_attention(self, layer, write_at, groups, masks, q, k, v):
+    def decode_attention(self, layer, write_at, groups, readings, q, k, v):
         """Write k and v [B, 1, K, D] to a layer's (keys, values), and attend to these with q [B, 1, H, D]."""
         for cache, new in zip(layer, (k, v)):
             D = new.shape[3]
             cache.view(-1, D).index_copy_(0, write_at, new.reshape(-1, D))
         parts = []
-        for group, mask in zip(groups, masks):
+        for group, reading in zip(groups, readings):
             rows = slice(group.first, group.last)
-            keys, values = (cache[rows, :, :group.length] for cache in layer)
-            parts.append(self.group_attention(q[rows], keys, values, mask))
+            keys, values = (cache[rows] for cache in layer)
+            parts.append(self.group_attention(q[rows], keys, values, reading))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def group_attention(self, q, keys, values, mask):
-        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D].
+    def group_attention(self, q, keys, values, reading):
+        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D], as far as `reading` says.
 
         The G queries of a key head are the rows of one product: its cache is read once and not repeated.
         On a CPU the products are written out: in bf16 at least twice the speed of PyTorch's fused kernel
         (NOTES.md).
         """
+        if isinstance(reading, ByLength):
+            return reading.attend(q, keys, values)
+        mask = reading
+        keys, values = (x[:, :, :mask.shape[-1]] for x in (keys, values))
         B, K, _, D = keys.shape
         q = q.reshape(B, K, -1, D)
         if self.kind != "cpu":

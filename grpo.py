@@ -502,8 +502,8 @@ def fit_update(cfg, run, worst, context):
 
 
 def make_engine(cfg, run, stream, worst, context, tokenizer, task):
-    """Return the Engine, with as many samples in flight as fit beside the update. That number is kept with
-    the checkpoints, since shapes decide the last bits."""
+    """Return the Engine, with as many samples in flight as fit beside the update. That number, and how it
+    decodes, are kept with the checkpoints, since they decide the last bits."""
     hw = run.hardware
     dtype = hw.sampling_dtype
     rows = worst.rows(run.state.micro_batch, context)
@@ -514,8 +514,10 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     slots = cfg.slots or min(share, most, stream.state.slots or share)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
-        return Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic,
-                      tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
+        engine = Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
+                        cuda_graphs=cfg.cuda_graphs, decoding=stream.state.decoding)
+    engine.decoding = stream.state.decoding = distributed.on_main(lambda: engine.decoding)
+    return engine
 
 
 def main(argv):
@@ -580,7 +582,7 @@ def main(argv):
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log.say(start_up(cfg, run, stream, pipeline, about))
         settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
-                                  "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs}
+                                  "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs, "decoding": engine.decoding}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
         return train(cfg, run, wrapped, pipeline, stream, valid, reference)
 

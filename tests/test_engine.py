@@ -233,6 +233,55 @@ def test_out_of_memory_in_a_graph_or_while_one_is_captured_loses_nothing_either(
     assert found == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
 
 
+def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, enable_gqa, seqused_k):
+    """What torch.nn.attention.varlen says that its kernel computes, of one query a sequence. Nothing here waits for values."""
+    N, G, D = q.shape
+    assert (k.shape[1:], max_q, enable_gqa) == ((1, D), 1, True)
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (cu_seq_q, cu_seq_k, seqused_k))
+    at = cu_seq_k[:-1, None].long() + torch.arange(max_k)
+    unused = torch.arange(max_k) >= seqused_k[:, None]
+    scores = torch.einsum("ngd,ntd->ngt", q, k[:, 0][at]) * D**-0.5
+    return torch.einsum("ngt,ntd->ngd", scores.masked_fill(unused[:, None], -torch.inf).softmax(-1), v[:, 0][at])
+
+
+@on_a_gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_by_lengths_is_that_by_a_mask(monkeypatch, shape):
+    """What the kernel is given, in graphs, with rows that are refilled; not the kernel, which needs a GPU."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    model, found = make(**SHAPES[shape]), {}
+    for decoding in ("mask", "length"):
+        engine = Engine(model, slots=6, decoding=decoding)
+        assert engine.decoding == decoding
+        found[decoding] = {s.request.key: s for s in engine.generate(
+            Request(p, key=i, max_new_tokens=(7 * i) % 40 + 1) for i, p in enumerate(prompts(20)))}
+    for key, sample in found["mask"].items():
+        assert found["length"][key].ids == sample.ids
+        torch.testing.assert_close(torch.tensor(found["length"][key].logprobs), torch.tensor(sample.logprobs), rtol=0, atol=1e-5)
+
+
+@on_a_gpu
+def test_decoding_by_lengths_is_taken_if_it_agrees_and_is_faster(monkeypatch):
+    monkeypatch.setattr("decoding.is_there", lambda: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    times, model = {"mask": 1.0, "length": 0.8}, make(n_head=4, n_kv_head=2)
+    monkeypatch.setattr("decoding.Once.seconds", lambda self: times["length" if hasattr(self.reading, "lengths") else "mask"])
+
+    def chosen(**knobs):
+        engine = Engine(model, slots=5, **dict(dtype=torch.bfloat16) | knobs)
+        assert not engine.cache.storage.any()              # it was used, and is empty again
+        return engine.decoding
+    assert chosen() == "length"
+    assert chosen(deterministic=True) == chosen(dtype=torch.float32) == chosen(decoding="mask") == "mask"
+    times["length"] = 0.95                                 # a little faster is noise
+    assert chosen() == "mask"
+    times["length"] = 0.5
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda *a, **k: 1.1 * varlen_attn(*a, **k))
+    assert chosen() == "mask"                              # and wrong
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda *a, **k: torch.ops.aten.bmm(None))
+    assert chosen() == "mask"                              # and missing
+
+
 # of a recorded step: views, and what does nothing in evaluation or to what is as it should be
 FREE = "view transpose split split_with_sizes slice select expand unsqueeze chunk unbind flatten reshape dropout to".split()
 
