@@ -582,7 +582,8 @@ def main(argv):
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log.say(start_up(cfg, run, stream, pipeline, about))
         settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
-                                  "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs, "decoding": engine.decoding}
+                                  "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs,
+                                  "decoding": engine.decoding}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
         return train(cfg, run, wrapped, pipeline, stream, valid, reference)
 
