@@ -45,15 +45,17 @@ class ByLength:
         """Return [B, 1, H, D] for q [B, 1, H, D] over a layer's keys and values [B, K, T, D]."""
         from torch.nn.attention.varlen import varlen_attn
         B, K, _, D = keys.shape
-        y = varlen_attn(
-            q.reshape(B * K, -1, D), keys.view(-1, 1, D), values.view(-1, 1, D), self.of_queries, self.of_keys, 1,
-            self.longest, enable_gqa=True, seqused_k=self.lengths)
+        q = q.reshape(B * K, -1, D)
+        keys = keys.view(-1, 1, D)
+        values = values.view(-1, 1, D)
+        y = varlen_attn(q, keys, values, self.of_queries, self.of_keys, max_q=1, max_k=self.longest,
+                        enable_gqa=True, seqused_k=self.lengths)
         return y.view(B, 1, -1, D)
 
 
 def choose(engine):
-    """Return length or mask for an engine on a GPU: the first if its result agrees, and takes a tenth less time
-    with as many rows as the engine has, of lengths from 1 to the context."""
+    """Return length or mask for an engine on a GPU: the first if its result agrees and takes a tenth less
+    time, of as many rows as the engine has, of lengths from 1 to the context."""
     if engine.kind != "cuda" or engine.deterministic or engine.dtype != torch.bfloat16 or not is_there():
         return "mask"
     drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}

@@ -312,7 +312,7 @@ class Engine:
         self.step_index += 1
 
     def reading(self, positions, length, decoding=""):
-        """Return what rows at positions [B] read of the first `length` in the cache: a mask, or a ByLength."""
+        """Return what rows at positions [B] read of the cache's first `length`: a mask, or a ByLength."""
         if (decoding or self.decoding) == "length":
             return ByLength(self.cache, positions, length)
         return self.mask(positions, length)

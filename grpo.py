@@ -31,8 +31,8 @@ from grpo_log import flops, log_evaluation, log_step, start_up, step_metrics
 from model import IGNORE, blank
 from questions import QuestionStream, read_questions, task_errors, unseen_questions
 from reference import Reference
-from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, round_up, requests_of,
-                     stop_strings_of, zero_variance)
+from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
+                     round_up, stop_strings_of, zero_variance)
 from runtime import config, distributed, guard, hardware, memory, optim, sharding
 from runtime.accuracy import accuracy
 from runtime.config import BadInput
@@ -202,8 +202,8 @@ def check(cfg):
         raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than "
                        f"--max_new_tokens={cfg.max_new_tokens}: lower it.")
     if cfg.offload_reference and cfg.parallel != "ddp":
-        raise BadInput("--offload_reference moves a whole model, and with --parallel each rank has a share of it: leave "
-                       "one of them out.")
+        raise BadInput("--offload_reference moves a whole model, and with --parallel each rank has a share of "
+                       "it: leave one of them out.")
     if cfg.init_from == "scratch":
         raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
 
@@ -387,7 +387,8 @@ def learn(cfg, run, model, groups, lr):
         batch = padded(part, multiple).to(run.hardware.device)
         mask = batch.y != IGNORE
         with run.hardware.autocast():
-            logprobs, entropy = model.token_logprobs(batch.x, batch.y, cfg.temperature, batch.prefixes, batch.trained)
+            logprobs, entropy = model.token_logprobs(
+                batch.x, batch.y, cfg.temperature, batch.prefixes, batch.trained)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, figures = grpo_loss(
             logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, divisor,
@@ -429,8 +430,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
                 c.advantage = advantage
 
         # 4. Learn from the difference.
-        lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule,
-                         cfg.cooldown)
+        lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
+                         cfg.lr_schedule, cfg.cooldown)
         lr *= run.state.lr_factor
         # Only here: in sampling, CUDA's running sums would be refused.
         torch.use_deterministic_algorithms(cfg.deterministic)
@@ -469,7 +470,8 @@ def evaluate(cfg, run, pipeline, valid):
     result = accuracy(grades)
     result["reward"] = fmean(grade.score for row in grades for grade in row)
     log_evaluation(run, result, questions, grades, texts)
-    run.record_validation(1 - result["reward"] - 1e-9 * run.step)      # of steps that do as well, the last is best
+    # Of steps that do as well, the last is best.
+    run.record_validation(1 - result["reward"] - 1e-9 * run.step)
 
 
 # --- the model, and what fits the memory ---
@@ -514,8 +516,8 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     slots = cfg.slots or min(share, most, stream.state.slots or share)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
-        engine = Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic, tokenizer.decode,
-                        cuda_graphs=cfg.cuda_graphs, decoding=stream.state.decoding)
+        engine = Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic,
+                        tokenizer.decode, cuda_graphs=cfg.cuda_graphs, decoding=stream.state.decoding)
     engine.decoding = stream.state.decoding = distributed.on_main(lambda: engine.decoding)
     return engine
 

@@ -90,7 +90,8 @@ def rotations(config):
     """
     if config.position != "rope":
         return None, None
-    pairs = torch.arange(0, config.head_dim, 2, device="cpu")      # with values, in a model on the meta device too
+    # On the CPU they have values in a model on the meta device too.
+    pairs = torch.arange(0, config.head_dim, 2, device="cpu")
     rate = config.rope_theta ** (-pairs.float() / config.head_dim)
     rate = scaled(rate, **(config.rope_scaling or {}))
     angle = torch.outer(torch.arange(config.block_size, device="cpu").float(), rate)[:, None, :]
@@ -403,7 +404,8 @@ class GPT(nn.Module):
         entropies = []
         for chunk in zip(h.split(rows), targets.split(rows)):
             if recompute:
-                logprob, entropy = checkpoint(self.parts.logprobs, self, *chunk, temperature, use_reentrant=False)
+                inputs = self, *chunk, temperature
+                logprob, entropy = checkpoint(self.parts.logprobs, *inputs, use_reentrant=False)
             else:
                 logprob, entropy = self.parts.logprobs(self, *chunk, temperature)
             logprobs.append(logprob)

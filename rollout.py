@@ -266,8 +266,8 @@ def cost_of(completions, multiple=1):
 
 def micro_batches(completions, tokens, multiple=1):
     """Return lists of Completions whose token_cost, with lengths rounded up to a multiple, is at most
-    `tokens`, or of a single one if that alone has more. In the order that costs less: those of about equal lengths together, for less padding, or those of a
-    prompt, whose prefix then stands in one list."""
+    `tokens`, or of a single one if that alone has more. In the order that costs less: those of about equal
+    lengths together, for less padding, or those of a prompt, whose prefix then stands in one list."""
     longest = {}                             # {prefix: the length of the longest completion after it}
     for c in completions:
         longest[c.prefix] = max(longest.get(c.prefix, 0), len(c.ids))

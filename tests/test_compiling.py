@@ -4,8 +4,9 @@ import random
 import pytest
 import torch
 
+import forked
 import rollout
-from conftest import count_graphs
+from conftest import ROOT, count_graphs, environment
 from model import GPT, GPTConfig
 from rollout import Completion
 from runtime import distributed, hardware
@@ -82,3 +83,49 @@ def test_lengths_are_rounded_up_where_code_is_compiled():
     parts = rollout.micro_batches(completions, 500, hw.length_multiple)
     assert [len(part) for part in parts] == [2, 1] and all(rollout.cost_of(part, 64) <= 500 for part in parts)
     assert hardware.setup("cpu").length_multiple == 1
+
+
+def test_ranks_exchange_the_gradients_of_a_block_while_the_next_is_computed():
+    """Of a step that is compiled in one piece all gradients come at its end; and DDP would have blocks cut at its buckets."""
+    program = """
+import torch
+from model import GPT, GPTConfig
+from runtime import distributed
+distributed.init()
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+compile = torch.compile
+torch.compile = lambda f, mode=None, dynamic=None: compile(f, backend=backend, dynamic=dynamic)
+events = []
+sum_gradients = distributed.sum_gradients
+def exchanged(state, bucket):
+    events.append("exchange")
+    return sum_gradients(state, bucket)
+distributed.sum_gradients = exchanged
+torch.manual_seed(0)
+gradients = []
+for compiled in (False, True):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=100, block_size=16, n_layer=4, n_head=2, n_embd=512))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    fast = distributed.TrainedModel(model, compile=compiled, dynamic=False)
+    fast.share_gradients()
+    x = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(distributed.rank()))
+    model.token_embedding.weight.register_hook(lambda gradient: events.append("embedding"))
+    for _ in range(2):                       # in the first backward pass DDP finds out in which order gradients come
+        events.clear()
+        model.zero_grad()
+        for _ in fast.micro_steps([x]):
+            fast.loss(x, x).backward()
+    gradients.append([p.grad.clone() for p in model.parameters()])
+for ours, theirs in zip(*gradients):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+if distributed.is_main():
+    print(len(graphs), events)
+distributed.close()
+"""
+    done = forked.run([*forked.TORCHRUN, "--nproc_per_node=2", "-c", program], env=environment(), cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("2 ['exchange', "), done.stdout + done.stderr
