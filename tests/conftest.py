@@ -1,4 +1,4 @@
-"""Every test runs on what it generates: no download, no GPU."""
+"""Every test runs on what it generates: no download, and no GPU but for those that are marked so."""
 import json
 import os
 import random
@@ -24,6 +24,19 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def card():
+    """The device of tests that are marked gpu. NANORFT_GPU_TESTS_ON=cpu has the CPU stand in for it, to test the tests."""
+    import torch
+    name = os.environ.get("NANORFT_GPU_TESTS_ON", "cuda:0")
+    if name != "cpu" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU here")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield torch.device(name)
+    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture(scope="session")
