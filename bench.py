@@ -89,6 +89,7 @@ class Config:
     work: str | None = None                  # prompts x samples of each; of generate several cases; None:
                                              # 2x10,8x8,32x1, or GRPO's
     prompt_tokens: int | None = None         # generate, grpo; None: 120, or GRPO's
+    varied_prompts: bool = False             # grpo: prompts of a quarter of that to all of it
     max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60, or GRPO's
     slots: int | None = None                 # generate; None: all samples at once, at most 512
     completions: int = 256                   # rewards
@@ -114,6 +115,7 @@ ONLY_IN = {
     "slots": "generate",
     "work": "overview generate grpo",
     "prompt_tokens": "overview generate grpo",
+    "varied_prompts": "grpo",
     "max_new_tokens": "overview generate datagen grpo",
     "completions": "overview rewards",
     "reward_workers": "overview rewards",

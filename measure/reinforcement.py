@@ -13,7 +13,8 @@ from string import ascii_lowercase
 import torch
 
 from measure.ceilings import devices, matmul_peak, sampling_limit
-from measure.runs import WARM_UP, Work, a_peer, a_run, as_flags, in_turn, processes, raw, small, steps_alone
+from measure.runs import (WARM_UP, Work, a_peer, a_run, as_flags, in_turn, median_parts, processes, raw,
+                          small, steps_alone)
 from measure.synthetic import SHAPES, write_verifier
 from model import GPTConfig, on_meta
 from runtime import guard
@@ -40,14 +41,17 @@ def grpo_case(cfg, script_args):
 
 
 def grpo_work(cfg, hw, folder, script_args):
-    """Return the Work of grpo.py on prompts of one length and with a verifier that grades by a hash; samples
-    never end before max_new_tokens."""
+    """Return the Work of grpo.py on prompts of one length, or of a quarter of it and more, and with a
+    verifier that grades by a hash; samples never end before max_new_tokens."""
     folder = Path(folder)
     prompts, samples, new, prompt_tokens = grpo_case(cfg, script_args)
     rng = random.Random(cfg.seed)
     letters = ascii_lowercase + " 0123456789"
     num_questions = prompts * (WARM_UP + cfg.steps)
-    texts = ["".join(rng.choices(letters, k=prompt_tokens)) for _ in range(num_questions)]
+    lengths = [prompt_tokens] * num_questions
+    if cfg.varied_prompts:
+        lengths = [rng.randint(-(-prompt_tokens // 4), prompt_tokens) for _ in lengths]
+    texts = ["".join(rng.choices(letters, k=length)) for length in lengths]
     rows = [json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts]
     (folder / "questions.jsonl").write_text("".join(rows))
     write_verifier(folder / "score.py", cfg.verifier_ms)
@@ -62,7 +66,8 @@ def grpo_work(cfg, hw, folder, script_args):
     arguments += as_flags(num_questions=None, tokenizer=None, few_shot=None)
     arguments += as_flags(prompts_per_step=prompts, k_samples=samples, max_new_tokens=new)
     arguments += as_flags(eval_interval=0, dtype=hw.dtype)
-    what = f"{prompts} prompts of {prompt_tokens} tokens x {samples} samples of {new}"
+    at_most = "at most " if cfg.varied_prompts else ""
+    what = f"{prompts} prompts of {at_most}{prompt_tokens} tokens x {samples} samples of {new}"
     if cfg.verifier_ms:
         what += f", a verifier of {cfg.verifier_ms:g} ms"
     return Work("grpo.py", arguments, folder, what, "completions/s", cfg.steps, ranks, prompts * samples,
@@ -110,6 +115,8 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     rates = in_turn(sides, cfg.repeats, work.unit, log)
     c = GPTConfig(**SHAPES[cfg.model])
     n = devices(hw, work.ranks)
+    if cfg.varied_prompts:
+        prompt_tokens *= 5 / 8               # on average
     tokens = prompts * prompt_tokens + work.sequences * new
     update = tokens * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw) / n
     sampling, *_ = sampling_limit(c, hw, -(-prompts // n), prompt_tokens, samples, new)
@@ -119,10 +126,7 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     step_s = statistics.median(run["step_s"] for run in runs)
     log(f"{rate / limit:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {1e3 * step_s:,.0f} ms "
         f"sampling takes at least {1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
-    counted = [step for run in runs for step in run["steps"][WARM_UP:]]
-    parts = {}
-    for part in ("rollout_s", "reward_s", "update_s", "sync_s"):
-        parts[part] = statistics.median(step[part] for step in counted)
+    parts = median_parts(runs, ("rollout_s", "reward_s", "update_s", "sync_s"))
     return {
         "what": work.what,
         "unit": work.unit,

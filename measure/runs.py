@@ -5,11 +5,13 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from measure.utilization import Utilization
 from runtime import guard, plot
 from runtime.config import BadInput
 
@@ -80,11 +82,16 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
 
 def a_run(work, knobs=None):
     """Run the script once and return what it logs: {seconds: of each step that counts, step_s: their median,
-    rate: median of units a second, fastest: of the fastest step, peak_memory_gb, loss: of the last step,
-    grad_norm: of the first, settings: every knob, and where the script says so what became of it}."""
+    rate: median of units a second, fastest: of the fastest step, outside_s: seconds of the process outside of
+    these steps (start, compiling, warm-up, end), peak_memory_gb, sampled: of a GPU from outside, loss: of the
+    last step, grad_norm: of the first, settings: every knob, and where the script says so what became of
+    it}."""
     knobs = dict(knobs or {})
     ranks = knobs.pop("ranks", work.ranks)
-    process([str(ROOT / work.script)], work.arguments + as_flags(**knobs), ranks, work.script)
+    start = time.perf_counter()
+    with Utilization() as utilization:
+        process([str(ROOT / work.script)], work.arguments + as_flags(**knobs), ranks, work.script)
+    wall = time.perf_counter() - start
     lines = plot.read(work.out)
     steps = [line for line in lines if "lr" in line]
     settings = next(line["config"] | line["settings"] for line in lines if "config" in line)
@@ -107,7 +114,9 @@ def a_run(work, knobs=None):
         "rate": statistics.median(rates),
         "fastest": max(rates),
         "units": statistics.fmean(units),
+        "outside_s": wall - sum(seconds),
         "peak_memory_gb": steps[-1]["peak_memory_gb"],
+        "sampled": utilization.figures(),
         "loss": steps[-1]["loss"],
         "grad_norm": steps[0]["grad_norm"],
         "settings": settings,
@@ -117,8 +126,14 @@ def a_run(work, knobs=None):
 
 def raw(runs):
     """Return what of runs is kept in the record."""
-    keys = ("seconds", "step_s", "rate", "fastest", "peak_memory_gb", "loss", "grad_norm")
-    return [{key: run[key] for key in keys} for run in runs]
+    left_out = ("units", "settings", "steps")
+    return [{key: value for key, value in run.items() if key not in left_out} for run in runs]
+
+
+def median_parts(runs, parts):
+    """Return the median seconds of the parts of a step, as the script's log has them."""
+    counted = [step for run in runs for step in run["steps"][WARM_UP:]]
+    return {part: statistics.median(step[part] for step in counted) for part in parts}
 
 
 def in_turn(sides, repeats, unit, log, warm_up=0):

@@ -9,7 +9,7 @@ import hf
 import tasks
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
-from measure.runs import ROOT, WARM_UP, Work, a_peer, a_run, as_flags, in_turn, raw, steps_alone
+from measure.runs import ROOT, WARM_UP, Work, a_peer, a_run, as_flags, in_turn, median_parts, raw, steps_alone
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig, add_lora, on_meta
 from runtime import checkpoint, config, hardware
@@ -138,6 +138,7 @@ def bench_training(cfg, hw, folder, script_args, log):
         "mfu": mfu,
         "step_s": step_s,
         "flops_per_token": flops,
+        "parts": median_parts(runs, ("data_s", "forward_backward_s", "optimizer_s")),
         "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
         "settings": runs[0]["settings"],
         "repeats": raw(runs),

@@ -249,6 +249,23 @@ def test_grpo_without_a_peer(in_process, monkeypatch, capsys):
         bench.main([*GRPO, "--peers=trl_fp32"])
 
 
+def test_grpo_of_varied_prompts(in_process, capsys):
+    """Of a quarter of --prompt_tokens to all of it."""
+    real, lengths = runs.process, []
+
+    def call(start, arguments, *rest):
+        questions = next(Path(str(a).partition("=")[2]) for a in arguments if str(a).endswith("questions.jsonl"))
+        lengths.extend(len(json.loads(line)["prompt"]) for line in questions.read_text().splitlines())
+        return real(start, arguments, *rest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "process", call)
+        out, figures = said(capsys, *GRPO, "--dtype=fp32", "--ranks=1", "--varied_prompts", "--prompt_tokens=40", "--work=4x2")
+    assert min(lengths) >= 10 and max(lengths) <= 40 and len(set(lengths)) > 5
+    assert "4 prompts of at most 40 tokens x 2 samples" in out and figures["repeats"][0]["outside_s"] > 0
+    with pytest.raises(BadInput, match="varied_prompts means nothing to --stage=generate"):
+        bench.main(["--stage=generate", "--varied_prompts"])
+
+
 def test_grpo_beside_trl(in_process, capsys):
     pytest.importorskip("trl")
     out, figures = said(capsys, *GRPO, "--dtype=fp32", "--peers=trl_bf16")

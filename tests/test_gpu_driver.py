@@ -1,0 +1,257 @@
+"""runs/gpu.sh and measure/gpu.py, with the CPU for a GPU: stages that pass, fail, hang or no longer fit, the lines they leave, the table."""
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import bench
+from conftest import ROOT
+from measure import gpu, gpu_table
+from measure.gpu import Stage
+from measure.report import outcome
+from measure.utilization import Utilization
+from runtime import config
+from runtime.config import BadInput
+
+KEYS = {"stage", "name", "status", "seconds", "figures", "error", "command"}
+
+
+def telling(*lines, then=""):
+    """A command that tells of checks, and then does something."""
+    return "-c " + shlex.quote(f"print({chr(10).join(map(json.dumps, lines))!r}, flush=True); {then}")
+
+
+CARD = Stage("card", telling(outcome("Some Card", figures=dict(
+    cards=2, memory_gb=79.2, nominal={"bf16": 989}, nominal_tb_per_s=3.35, dtype="bf16", power_limit="700.00 W", driver="580.1",
+    torch="2.11.0", cuda="13.0", cudnn=91600, kernels=["flash", "math"], date="2026-11-23T00:00:00", commit="abc"))), "", 0, 20)
+
+
+def measured(monkeypatch, path, *stages, argv=()):
+    """(exit code, lines of gpu.jsonl) of a run of these stages."""
+    monkeypatch.setattr(gpu, "STAGES", (CARD, *stages))
+    code = gpu.main(["--device=cpu", f"--output={path}", *argv])
+    return code, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def handlers(monkeypatch):
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)         # those of pytest stay
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_is_one_sentence(tmp_path):
+    done = subprocess.run(["bash", str(ROOT / "runs/gpu.sh"), "60", f"--output={tmp_path}/gpu.jsonl"], capture_output=True, text=True,
+                          env=os.environ | {"PYTHON": sys.executable})
+    assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
+    assert done.stderr.startswith("error: PyTorch sees no CUDA GPU here") and done.stderr.count("\n") == 1
+
+
+def test_a_stage_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "deep" / "gpu.jsonl"
+    code, lines = measured(
+        monkeypatch, path,
+        Stage("two", telling(outcome("a", figures={"tflops": 700.0}), outcome("b", "failed", 1.5, error="it is off by 3%")), "", 0, 20),
+        Stage("broken", telling(outcome("c"), then="raise ValueError('no such | thing')"), "", 0, 20),
+        Stage("refused", "-c " + shlex.quote("import sys; print('error: Give less.', file=sys.stderr); sys.exit(2)"), "", 0, 20),
+        Stage("silent", "-c pass", "", 0, 20),
+        Stage("lacking", "-c pass", "", 0, 20, package="no_such_package"),
+        Stage("late", "-c pass", "", 10**6, 20),
+        Stage("last", telling(outcome("d", figures={"gb_per_s": 3000.0})), "", 0, 20))
+    assert code == 1 and all(line.keys() == KEYS for line in lines)
+    assert [(line["stage"], line["name"], line["status"]) for line in lines] == [
+        ("card", "Some Card", "ok"), ("two", "a", "ok"), ("two", "b", "failed"), ("broken", "c", "ok"), ("broken", "broken", "failed"),
+        ("refused", "refused", "failed"), ("silent", "silent", "failed"), ("lacking", "lacking", "skipped"), ("late", "late", "skipped"),
+        ("last", "d", "ok")]
+    errors = {line["name"]: line["error"] for line in lines}
+    assert errors["b"] == "it is off by 3%" and errors["broken"] == "exit code 1: ValueError: no such | thing"
+    assert errors["refused"] == "exit code 2: Give less." and errors["lacking"] == "no_such_package is not installed"
+    assert errors["late"].startswith("it takes 1000000 s at least, and 4") and errors["d"] is None
+    assert lines[1]["figures"] == {"tflops": 700.0} and 0 < lines[1]["seconds"] < 20
+    said = capsys.readouterr().out
+    assert "| two | a | 700.0 TFLOP/s |" in said and "| broken | broken | **failed**: exit code 1: ValueError: no such / thing |" in said
+    assert "2 × Some Card, 79.2 GiB, nominal 989 TFLOP/s in bf16, 3.35 TB/s, 700.00 W; driver 580.1, torch 2.11.0" in said
+    assert "ValueError" in path.with_suffix(".log").read_text()
+    # The table is made of the lines alone: of those of the last run, and of whole ones.
+    path.write_text(path.read_text().replace("Some Card", "An Older Card") + path.read_text() + '{"stage": "cut')
+    assert gpu.main([f"--table={path}"]) == 0
+    again = capsys.readouterr().out
+    assert again.strip() in said and "Older" not in again
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
+    """Also a child in a session of its own, which writes on and on, as torchrun's ranks are. What was told before stays."""
+    beats = tmp_path / "beats"
+    child = f"import time\nwhile True:\n    open({str(beats)!r}, 'a').write('x')\n    time.sleep(0.05)"
+    start = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); time.sleep(60)"
+    hangs = Stage("hangs", telling(outcome("before"), {"begins": "a test"}, then=start), "", 0, 3)
+    began = time.monotonic()
+    code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", hangs, Stage("after", telling(outcome("e")), "", 0, 20))
+    assert code == 1 and time.monotonic() - began < 30
+    assert [(line["name"], line["status"]) for line in lines[1:]] == [("before", "ok"), ("hangs", "timeout"), ("e", "ok")]
+    assert lines[2]["error"] == "ended after 3 s in a test" and lines[2]["seconds"] >= 3
+    size = beats.stat().st_size
+    time.sleep(0.3)
+    assert size and beats.stat().st_size == size
+
+
+def test_a_stage_ends_when_the_time_for_everything_is_over(monkeypatch, tmp_path):
+    sleeps = Stage("sleeps", "-c 'import time; time.sleep(60)'", "", 0, 50)
+    code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", sleeps, sleeps._replace(name="next", needs=1), argv=["--seconds=2"])
+    assert code == 1 and [(line["stage"], line["status"]) for line in lines[1:]] == [("sleeps", "timeout"), ("next", "skipped")]
+    assert lines[1]["seconds"] < 10
+
+
+def test_an_interrupted_run_leaves_no_process(tmp_path):
+    stage = Stage("endless", telling(outcome("a"), then="import os, time; print(os.getpid(), flush=True); time.sleep(60)"), "", 0, 50)
+    cfg = gpu.Config(device="cpu")
+    with open(tmp_path / "log", "w+") as log:
+        checks = gpu.run_stage(stage, cfg, 50, log, tmp_path)
+        assert next(checks)["name"] == "a"
+        (pid,) = gpu.descendants(os.getpid())
+        checks.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_what_pytest_tells(monkeypatch, tmp_path, capsys):
+    """Each test, with its properties; those that break while they are set up; and which one ended the process."""
+    tests = tmp_path / "test_some.py"
+    tests.write_text("""
+import os
+import pytest
+
+@pytest.fixture
+def broken():
+    raise OSError("no such fixture")
+
+def test_right(record_property):
+    record_property("first_call_s", 0.25)
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_wrong(x):
+    assert x == 3, "x is small"
+
+def test_nothing():
+    pytest.skip("no such card")
+
+def test_broken(broken):
+    pass
+
+def test_end():
+    os._exit(7)
+""")
+    stage = Stage("tests", f"-m pytest -q -p measure.report -p no:cacheprovider --rootdir={tmp_path} {tests}", "", 0, 60)
+    code, lines = measured(monkeypatch, tmp_path / "gpu.jsonl", stage)
+    assert code == 1
+    assert [(line["name"].rpartition("::")[2], line["status"]) for line in lines[1:]] == [
+        ("test_right", "ok"), ("test_wrong[1]", "failed"), ("test_wrong[2]", "failed"), ("test_nothing", "skipped"),
+        ("test_broken", "failed"), ("tests", "failed")]
+    assert lines[1]["figures"] == {"first_call_s": 0.25} and lines[2]["error"] == "AssertionError: x is small"
+    assert lines[4]["error"] == "no such card" and lines[5]["error"] == "OSError: no such fixture"
+    assert lines[6]["error"].startswith("exit code 7 in test_some.py::test_end")
+    said = capsys.readouterr().out
+    assert "| tests | tests | 1 ok, 4 failed, 1 skipped; slowest first call 0.25 s, test_right |" in said
+    assert "| tests | test_wrong[2] | **failed**: AssertionError: x is small |" in said and "| test_nothing |" not in said
+
+
+def test_real_stages(tmp_path, capsys):
+    """The card's, the kernels' and some of the tests that are marked gpu, as they are."""
+    path = tmp_path / "gpu.jsonl"
+    assert gpu.main(["--device=cpu", "--only=attention,correctness", f"--output={path}"]) == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line.keys() == KEYS for line in lines)
+    card, *others = lines
+    assert card["stage"] == "card" and card["figures"]["torch"] == torch.__version__ and "math" in card["figures"]["kernels"]
+    assert {"driver", "cudnn", "packages", "date", "commit", "capability"} <= card["figures"].keys()
+    tests = [line for line in others if line["stage"] == "correctness"]
+    assert len(tests) == 2 and {line["status"] for line in tests} == {"ok"} and tests[0]["name"].startswith("tests/test_gpu.py::")
+    kernels = {line["name"]: line for line in others if line["stage"] == "attention"}
+    assert kernels.keys() == {"flash", "cudnn", "efficient", "math"} and kernels["cudnn"]["status"] == "skipped"
+    assert all(kernels["math"]["figures"][key] > 0 for key in ("ms", "varied_ms", "first_call_s", "tflops"))
+    assert "| attention | math |" in capsys.readouterr().out
+
+
+def test_speeds(tmp_path, capsys):
+    """bench.py's figures, one run beside another: two runs of the same steps have the same loss."""
+    path = tmp_path / "gpu.jsonl"
+    assert gpu.main(["--device=cpu", "--only=train-eager,train,generate-gpt2,grpo,train-parts", f"--output={path}"]) == 0
+    lines = {line["stage"]: line for line in map(json.loads, path.read_text().splitlines())}
+    train = lines["train"]["figures"]
+    assert train["loss_off"] == 0 and train["beside"] == "train-eager" and train["speedup"] > 0 and train["outside_s"] > 0
+    assert train["settings"]["micro_batch"] == 2 and {"optimizer_s", "mfu", "peak_memory_gb"} <= train.keys()
+    case = lines["generate-gpt2"]["figures"]
+    assert case["step_ms"] > case["floor_ms"] > 0 and 0 < case["host_share"] < 1 and case["mbu"] > 0
+    assert lines["grpo"]["figures"]["rollout_s"] > 0 and lines["grpo"]["figures"]["completions_per_s"] > 0
+    assert lines["train-parts"]["figures"]["consumers"]
+    said = capsys.readouterr().out
+    assert "times train-eager" in said and "loss off by 0.00%" in said and "| generate-gpt2 | 2x2 |" in said
+
+
+def test_another_loss_is_a_failure():
+    def line(stage, loss):
+        return {"stage": stage, "status": "ok", "error": None, "figures": {"tokens_per_s": 10.0, "outside_s": 3.0, "loss": loss}}
+    same, other = line("train", 4.01), line("train", 4.2)
+    gpu.compare(same, line("train-eager", 4.0))
+    gpu.compare(other, line("train-eager", 4.0))
+    assert same["status"] == "ok" and same["figures"]["loss_off"] == pytest.approx(0.0025)
+    assert other["status"] == "failed" and other["error"] == "its loss, 4.2000, is not that of train-eager, 4.0000"
+
+
+@pytest.mark.parametrize("stage", [stage for stage in gpu.STAGES if stage.command.startswith("bench.py")], ids=lambda stage: stage.name)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_bench_knows_every_knob_of_the_stages(stage, device):
+    words = gpu.command_of(stage, gpu.Config(device=device))[1:]
+    own, others = bench.split_arguments(words)
+    cfg = config.load(bench.Config, own)
+    bench.check(cfg)
+    if cfg.stage in bench.SCRIPTS:
+        bench.parse_script_args(cfg.stage, [str(ROOT / word) if word.endswith(".py") else word for word in others])
+    assert stage.needs < stage.timeout and stage.beside in {"", *(other.name for other in gpu.STAGES)}
+
+
+def test_the_least_seconds_of_all_stages_fit():
+    """So that each has a chance to run in 480 seconds."""
+    assert sum(stage.needs for stage in gpu.STAGES) < gpu.Config.seconds
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--only=trian"], "no stage 'trian'; choose from card"), (["--device=mps"], "--device=mps is not known"),
+    (["--seconds=0"], "too small"), (["--table=nothing.jsonl"], "nothing.jsonl can't be read"),
+    (["--device=cpu", "--output=mine.txt"], "mine.txt is there and not measure.gpu's")])
+def test_bad_input(argv, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("a diary\n")
+    with pytest.raises(BadInput, match=sentence):
+        gpu.main(argv)
+    assert (tmp_path / "mine.txt").read_text() == "a diary\n"
+
+
+def test_a_torch_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(BadInput, match="2.11 or newer, and here is 2.9.1"):
+        gpu.check(gpu.Config(device="cpu"))
+
+
+def test_utilization_is_sampled(monkeypatch, tmp_path):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho '57, 2048, [N/A]'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("measure.utilization.INTERVAL", 0.01)
+    with Utilization() as utilization:
+        time.sleep(0.3)
+    assert utilization.figures() == {"busiest_2s": 0.57, "memory_used_gb": 2.0}
+    utilization.samples = [(t / 4, 100.0 if 8 <= t < 16 else 0.0, None, 300.0) for t in range(24)]
+    assert utilization.figures() == {"busiest_2s": 1.0, "power_w": 300.0}
+    utilization.samples = []
+    assert utilization.figures() == {}
+
+
+def test_a_table_of_a_card_that_did_not_answer():
+    card = {"stage": "card", "command": "python -m x"} | outcome("card", "timeout", 60.0, error="ended after 60 s")
+    assert gpu_table.table([card]).startswith("The card is not known: timeout, ended after 60 s.")
