@@ -279,8 +279,10 @@ def run_stage(stage, cfg, seconds_left, log, folder):
 
 
 def environment(cfg, folder):
-    """Return the environment of a stage: compiled code and choices of kernels are made here and now."""
+    """Return the environment of a stage: compiled code and choices of kernels are made here and now, and what
+    a process that is killed leaves behind goes with the folder."""
     env = os.environ | {
+        "TMPDIR": folder,
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",

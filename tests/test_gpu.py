@@ -21,7 +21,7 @@ LENGTHS = [1, 2, 7, 64, 100, 192, 1024]
 WAYS = {kind: (kind, None) for kind in ATTENTION} | {
     "flash": ("sdpa", "flash"), "cudnn": ("sdpa", "cudnn"), "efficient": ("sdpa_repeated", "efficient")}
 # A tensor's distance from the reference, as a share of its length. TF32 in place of fp32 would be off by 5e-4.
-ATTENTION_OFF = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 3e-2}
+ATTENTION_OFF = {"fp32": 1e-4, "fp16": 3e-3, "bf16": 2e-2}
 MODEL_OFF = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 
 
@@ -169,8 +169,8 @@ def test_loss_and_gradients(what, attention, shape, dtype, card, record_property
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_steps_of_an_optimizer(optimizer, card, record_property):
-    """Three steps, with gradients that are the same on both. Muon's products are in bf16 or fp16, and its iteration settles on
-    singular values between 0.7 and 1.2, where it doubles what is rounded."""
+    """Three steps, with gradients that are the same on both. Muon's products may be in bf16 on one
+    of them alone, which is off by 1.1% on a CPU."""
     moved = []
     for device in (card, torch.device("cpu")):
         model = make("default").to(device)
@@ -183,7 +183,7 @@ def test_steps_of_an_optimizer(optimizer, card, record_property):
         moved.append([p.detach() - old for p, old in zip(model.parameters(), before)])
     errors = [off(*pair) for pair in zip(*moved)]
     record_property("error", max(errors))
-    assert max(errors) < (0.1 if optimizer == "muon" else 1e-3), errors
+    assert max(errors) < (0.05 if optimizer == "muon" else 1e-3), errors
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
