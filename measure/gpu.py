@@ -79,6 +79,7 @@ STAGES = (
     Stage("engine", f"{PYTEST} tests/test_gpu_engine.py", "-k draw", 15, 90, package="pytest"),
     Stage("ceilings", "-m measure.gpu_checks ceilings", "", 10, 60),
     Stage("attention", "-m measure.gpu_checks attention", "--shape=1,16,2,2,8", 10, 60),
+    Stage("decoding", "-m measure.gpu_checks decoding", "", 10, 60),
     Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", TINY_TRAIN, 25, 120, package="tokenizers"),
     Stage("train", f"{GPT2} --repeats=1", TINY_TRAIN, 40, 150, "train-eager", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
@@ -319,7 +320,7 @@ def figures_of(record):
 
 def case_figures(case):
     """Return the figures of a case of bench.py's --stage=generate."""
-    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate")
+    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "decoding")
     figures = {name: case[name] for name in names if name in case}
     figures["of_limit"] = case["tokens_per_s"] / case["limit"]
     parts = {part: case.get(f"{part}_s", 0.0) for part in ("prefill", "decode", "draw", "host")}

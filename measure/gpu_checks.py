@@ -3,6 +3,7 @@
     python -m measure.gpu_checks card           what it is, its driver, versions, attention kernels that run
     python -m measure.gpu_checks ceilings       products of large matrices by format, and reading memory
     python -m measure.gpu_checks attention      attention kernels: first call, steady, at varied lengths
+    python -m measure.gpu_checks decoding       a step's attention, by a mask and by lengths
 
 Knobs, as --key=value:
 """
@@ -20,8 +21,12 @@ from typing import Literal
 
 import torch
 
+import decoding
+from engine import Engine
 from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
 from measure.report import outcome, tell
+from measure.synthetic import SHAPES
+from model import GPTConfig, blank
 from ops import ATTENTION
 from runtime import config, guard, hardware, kernels
 
@@ -31,7 +36,7 @@ CALLS = 20                                   # of a kernel that count
 
 @dataclass
 class Config:
-    what: Literal["card", "ceilings", "attention"] = "card"
+    what: Literal["card", "ceilings", "attention", "decoding"] = "card"
     shape: tuple = ("16", "1024", "12", "12", "64")  # attention: rows, length, query heads,
                                              # key heads, channels a head
     device: str = "auto"
@@ -151,7 +156,39 @@ def check_attention(cfg, hw):
         tell(**outcome(name, status, figures=figures, error=problem))
 
 
-CHECKS = {"card": check_card, "ceilings": check_ceilings, "attention": check_attention}
+def check_decoding(cfg, hw):
+    """Time what the engine chooses from, for models of one layer with the heads of GPT-2 and SmolLM2-360M:
+    the attention of CALLS layers, of rows that have from 1 to all positions."""
+    for name, slots, context in (("gpt2", 64, 192), ("gpt2", 512, 192), ("smollm2-360m", 256, 1024)):
+        model = blank(GPTConfig(**SHAPES[name] | {"n_layer": 1}), device=hw.device)
+        engine = Engine(model, slots, context, dtype=hw.sampling_dtype, decoding="mask")
+        c = engine.config
+        positions = torch.randint(engine.context, (engine.slots,), device=hw.device)
+        q = torch.randn(engine.slots, 1, c.n_head, c.head_dim, device=hw.device).to(engine.dtype)
+        keys, values = (cache[0, :engine.slots].normal_() for cache in (engine.cache.k, engine.cache.v))
+        expected = None
+        for way in ("mask", "length"):
+            case = f"{name}, {engine.slots} rows of up to {engine.context}, {way}"
+            try:
+                once = decoding.Once(way, engine, q, keys, values, positions)
+                found = once.attend().float()
+                expected = found if expected is None else expected
+                error = ((found - expected).norm() / expected.norm()).item()
+                figures = {"ms": 1e3 * once.seconds(), "calls": decoding.CALLS, "off_mask": error}
+                problem = None if error <= decoding.TOLERANCE else f"off by {error:.1%} from the mask's"
+                tell(**outcome(case, "failed" if problem else "ok", figures=figures, error=problem))
+            except Exception as e:           # no such kernel here, or none that a graph can hold
+                expected_to_run = way == "mask" and hw.device.type == "cuda"
+                status = "failed" if expected_to_run else "skipped"
+                tell(**outcome(case, status, error=f"{type(e).__name__}: {e}".splitlines()[0][:200]))
+
+
+CHECKS = {
+    "card": check_card,
+    "ceilings": check_ceilings,
+    "attention": check_attention,
+    "decoding": check_decoding,
+}
 
 
 def main(argv):

@@ -155,6 +155,7 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
         "step_ms": 1e3 * step,
         "floor_ms": 1e3 * floor,
         "overhead_ms": overhead,
+        "decoding": engine.decoding,
     }
     figures |= {f"{part}_s": value for part, value in parts.items()}
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
