@@ -53,7 +53,7 @@ def table(lines):
         by_stage.setdefault(line["stage"], []).append(line)
     for stage, checks in by_stage.items():
         command = f"`{checks[0]['command']}`"
-        if "pytest" in command and len(checks) > 1:
+        if any("::" in line["name"] for line in checks):
             rows.append(row_of_tests(stage, checks, command))
             checks = [line for line in checks if line["status"] in ("failed", "timeout")]
             command = ""
