@@ -1,4 +1,6 @@
 """A step recorded as a CUDA graph: its kernels are launched together, without Python between them."""
+import contextlib
+
 import torch
 
 
@@ -15,7 +17,7 @@ class CUDAGraph:
         self.device = device
         self.graph = torch.cuda.CUDAGraph()
         self.stream = others[0].stream if others else torch.cuda.Stream(device)
-        pool = others[0].graph.pool() if others else None
+        self.pool = others[0].pool if others else torch.cuda.graph_pool_handle()
         with torch.cuda.device(device):
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
@@ -23,9 +25,14 @@ class CUDAGraph:
                 with torch.cuda.stream(self.stream):
                     step()
                 current.wait_stream(self.stream)
-                with torch.cuda.graph(self.graph, pool, self.stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     step()
-            finally:                         # PyTorch's own way out would leave self.stream current
+            except Exception:
+                # PyTorch's own way out of a capture that CUDA gave up leaves the allocator in it.
+                with contextlib.suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(current.device_index, self.pool)
+                raise
+            finally:                         # and self.stream current
                 torch.cuda.set_stream(current)
 
     def replay(self):

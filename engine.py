@@ -167,7 +167,7 @@ class Engine:
         if slots is None:
             slots = slots_that_fit(self.config, self.context, self.dtype, self.device)
         self.allocate(slots)
-        self.decoding = decoding or choose_decoding(self)
+        self.decoding = choose_decoding(self, decoding)
 
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
@@ -294,7 +294,8 @@ class Engine:
         write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
         layers = zip(self.cache.k, self.cache.v)
         attention = [partial(self.decode_attention, layer, write_at, groups, readings) for layer in layers]
-        with sdpa_kernel(SDPA_WITH_MASK):    # on a GPU, of the fused kernels the one that takes a mask
+        # On a GPU, of the fused kernels the one that takes a mask.
+        with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
             h = self.model.hidden(tokens[:, None], positions[:, None], attention)[:, 0]
         logits = self.model.logits(h, self.head)
         if self.device.type == "mps":                        # which has no float64

@@ -214,12 +214,12 @@ class Parts(NamedTuple):
 
         Blocks share their code, so that one is compiled for all. The gradients of each are there when its
         backward pass ends, so that they can be sent to other ranks meanwhile.
-        mode, dynamic: torch.compile's, the second of blocks (chunks have any number of rows). blocks: whether
-        to compile them.
+        mode, dynamic: torch.compile's, the second of blocks. blocks: whether to compile them.
         """
         block = torch.compile(call_block, mode=mode, dynamic=dynamic) if blocks else call_block
-        chunks = (torch.compile(part, mode=mode, dynamic=True) for part in (chunk_loss, chunk_logprobs))
-        return cls(block, *chunks)
+        # The number of ids stays a constant, by which a kernel knows how rows are aligned.
+        loss = torch.compile(chunk_loss, mode=mode, dynamic=None)
+        return cls(block, loss, torch.compile(chunk_logprobs, mode=mode, dynamic=True))
 
 
 def logits_at_a_time(device):
@@ -410,10 +410,9 @@ class GPT(nn.Module):
                 logprob, entropy = self.parts.logprobs(self, *chunk, temperature)
             logprobs.append(logprob)
             entropies.append(entropy)
-        zeros = torch.zeros(y.numel(), dtype=torch.float32, device=h.device)
-        logprobs = zeros.index_put((trained,), torch.cat(logprobs))
-        entropies = zeros.index_put((trained,), torch.cat(entropies))
-        return logprobs.view(y.shape), entropies.view(y.shape)
+        at = trained // y.shape[1], trained % y.shape[1]
+        zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
+        return zeros.index_put(at, torch.cat(logprobs)), zeros.index_put(at, torch.cat(entropies))
 
     def rows_at_a_time(self, device, logits=None):
         """Return how many positions have so many logits. None: logits_at_a_time.

@@ -39,7 +39,7 @@ def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
     else:
         # On a GPU whatever kernel was asked for: flash takes no mask, and those that do can't share heads.
-        with sdpa_kernel(SDPA_WITH_MASK) if q.is_cuda else nullcontext():
+        with sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if q.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return y.transpose(1, 2)
 

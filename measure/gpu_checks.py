@@ -128,7 +128,7 @@ def time_attention(hw, shape):
         hw.wait()
         seconds.append(time.perf_counter() - start)
     steady = statistics.median(seconds[1:])
-    varied = [(B, max(1, T * part // 4), H, K, D) for part in (4, 3, 2)]
+    varied = [kernels.random_inputs(hw, (B, max(1, T * part // 4), H, K, D)) for part in (4, 3, 2)]
     flops = 14 * B * H * T * T * D / 2       # two products forward and five backward, the causal half
     return {
         "ms": 1e3 * steady,
@@ -146,7 +146,7 @@ def check_attention(cfg, hw):
         problem = None
         try:
             with kernels.varied([name]):
-                problem = kernels.disagreement(ATTENTION[hw.attention], hw, shape)
+                problem = kernels.disagreement(ATTENTION[hw.attention], *kernels.random_inputs(hw, shape))
                 figures = time_attention(hw, shape)
         except RuntimeError as e:
             problem = str(e).strip().splitlines()[0]

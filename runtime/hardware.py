@@ -209,9 +209,9 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    backend, kernel = choose_attention(attention, kind, capability, dtype, fixed_shapes)
     if kind == "cuda" and not fixed_shapes:
         expand_segments()
+    backend, kernel = choose_attention(attention, device, capability, dtype, fixed_shapes)
     if compile is None:
         compile = kind == "cuda"
     if compile and distributed.local_world_size() > 1:        # read when the compiler is imported
@@ -220,9 +220,10 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernel, *peaks(name))
 
 
-def choose_attention(attention, kind, capability, dtype, fixed_shapes):
+def choose_attention(attention, device, capability, dtype, fixed_shapes):
     """Return (a name in ops.ATTENTION; for people, which kernels it may take). flash, cudnn and efficient name
     one of sdpa's GPU kernels. BadInput for one that is not to be had."""
+    kind = device.partition(":")[0]
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
     if attention == "auto" and kind == "cpu" and dtype == "bf16":
@@ -231,10 +232,13 @@ def choose_attention(attention, kind, capability, dtype, fixed_shapes):
         return "math", "math"
     if kind != "cuda":
         return "sdpa", "sdpa"
-    backend = "sdpa" if kernels.shares_heads(capability, DTYPES[dtype]) else "sdpa_repeated"
+    shares_heads = kernels.shares_heads(capability, DTYPES[dtype]) and attention != "efficient"
+    backend = "sdpa" if shares_heads else "sdpa_repeated"
     if attention == "sdpa":
+        torch.compiler.config.cache_key_tag = "attention by PyTorch"          # see kernels.use
         return backend, "sdpa"
     names = kernels.rule(attention, capability, dtype, fixed_shapes)
+    kernels.settle(device)
     kernels.use(names)
     return backend, " > ".join(names)
 

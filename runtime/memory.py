@@ -118,10 +118,10 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         if model.is_sharded:                  # the other ranks are in the middle of an exchange
             what = "runs out of memory: give fewer sequences or tokens a micro-step"
             if not is_out_of_memory(e):
-                what = f"fails ({type(e).__name__}: {str(e).strip().splitlines()[0]}): try --compile=false"
+                what = f"fails ({type(e).__name__}: {str(e).strip().partition(chr(10))[0]}): try --compile=false"
             raise Failure(f"Rank {distributed.rank()} {what}; a sharded model can't try again by itself.") from None
         if is_out_of_memory(e):               # a new one, for the traceback of this one holds tensors
-            failure = torch.OutOfMemoryError(str(e).splitlines()[0])
+            failure = torch.OutOfMemoryError(str(e).partition("\n")[0])
     model.train().zero_grad(set_to_none=True)
     if hardware.device.type == "cuda":
         torch.cuda.empty_cache()

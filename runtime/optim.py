@@ -30,6 +30,8 @@ class Muon(torch.optim.Muon):
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
                 n = max(1, AT_A_TIME // shape.numel()) * sharding.cards(matrices[0])       # so many for each
+                if is_shared_out(matrices[0]):
+                    n = -(-n // distributed.world_size()) * distributed.world_size()
                 for start in range(0, len(matrices), n):
                     self.update(matrices[start:start + n], group)
 
@@ -56,13 +58,19 @@ class Muon(torch.optim.Muon):
             dtype=dtype)
         if sharding.is_sharded(matrices[0]):
             updates = sharding.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
-        elif distributed.world_size() > 1 and weights[0].device.type in SPREAD_ON:
+        elif is_shared_out(matrices[0]):
             updates = sharding.in_turn(updates, orthogonal)
         else:
             updates = orthogonal(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         step_size = -0.2 * lr * math.sqrt(max(shape))            # as long as AdamW's
         torch._foreach_add_(weights, updates.unbind(), alpha=step_size)
+
+
+def is_shared_out(matrix):
+    """Tell whether each rank orthogonalises some of the matrices that all of them have."""
+    is_whole = not sharding.is_sharded(matrix)
+    return is_whole and distributed.world_size() > 1 and matrix.device.type in SPREAD_ON
 
 
 @functools.cache

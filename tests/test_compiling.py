@@ -51,7 +51,7 @@ def test_few_graphs_serve_all_lengths_and_none_is_broken(monkeypatch, micro_step
     rng = random.Random(1)
     for _ in range(6):
         micro_step(fast, rng)
-    assert 4 <= len(graphs) <= 8             # of five layers
+    assert 4 <= len(graphs) <= 10            # of five layers
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

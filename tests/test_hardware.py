@@ -39,6 +39,7 @@ def on(monkeypatch, name, capability, **kw):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91600)
+    monkeypatch.setattr(kernels, "settle", lambda device: None)
     with kernels.PROCESS_WIDE:                        # undone when the test ends
         return hardware.setup(**kw), torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -155,14 +156,16 @@ def test_the_fastest_kernel_that_agrees_is_taken_and_what_fails_is_left_out(monk
 def test_kernels_are_timed_with_their_first_calls_where_lengths_vary(monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(clock) ** 2)       # each call takes longer
-    hw, shapes = hardware.setup("cpu", dtype="fp32"), [(1, 8, 2, 1, 8), (1, 4, 2, 1, 8)]
+    hw = hardware.setup("cpu", dtype="fp32")
+    batches = [kernels.random_inputs(hw, shape) for shape in ((1, 8, 2, 1, 8), (1, 4, 2, 1, 8))]
     calls = [(2 * i + 1) ** 2 - (2 * i) ** 2 for i in range(2 * kernels.CALLS + 2)]
-    varied = kernels.time_kernel(ATTENTION["sdpa"], hw, shapes, 0.0, False)
+    varied = kernels.time_kernel(ATTENTION["sdpa"], hw, batches, 0.0, False)
     assert varied == pytest.approx(sum(calls[1:]) / len(calls[1:]))
 
 
 def test_a_choice_is_kept_with_the_run_and_for_the_next(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "settle", lambda device: None)
     asked, said = [], []
     monkeypatch.setattr(kernels, "by_speed", lambda hw, names, shapes, *_: asked.append(shapes) or ["flash", "math"])
     with kernels.PROCESS_WIDE:
@@ -174,6 +177,11 @@ def test_a_choice_is_kept_with_the_run_and_for_the_next(monkeypatch, tmp_path):
         kernels.choose(second, 4, 16, True)           # has its answer
         kernels.choose(resumed, 4, 16, True)
         assert resumed.hardware.attention_kernel == "math > flash"
+        elsewhere = a_run({}, said, attention="efficient > math")
+        elsewhere.hardware.attention_kernel = "flash > math"          # of a card that lacks the first
+        kernels.choose(elsewhere, 4, 16, True)
+        assert elsewhere.hardware.attention_kernel == "math" and not torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert "math" in torch.compiler.config.cache_key_tag          # or code that was kept would bring its own kernel
         kernels.choose(a_run({}, said), 10**6, 16, False)     # another question: of several lengths, and not too many rows
         assert asked[1] == [(kernels.TOKENS // 16, n, 2, 2, 16) for n in (16, 12, 8)]
         (tmp_path / "nanorft" / "attention.json").write_text("{not JSON")
