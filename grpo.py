@@ -13,6 +13,7 @@ G groups, K samples a group. Knobs, as --key=value:
 import dataclasses
 import hashlib
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from questions import QuestionStream, read_questions, task_errors, unseen_questi
 from reference import Reference
 from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
                      round_up, stop_strings_of, zero_variance)
-from runtime import config, distributed, guard, hardware, memory, optim, sharding
+from runtime import config, distributed, guard, hardware, kernels, memory, optim, sharding
 from runtime.accuracy import accuracy
 from runtime.config import BadInput
 from runtime.log import check_installed
@@ -489,6 +490,8 @@ def build_model(cfg, hw, shape, found, resuming, device):
 def fit_update(cfg, run, worst, context):
     """Return the model as the update calls it, with micro-batches that fit the memory."""
     hw = run.hardware
+    num_prompts = math.ceil(worst.answers(run.state.micro_batch) / cfg.k_samples)
+    kernels.choose(run, num_prompts, worst.prompt, fixed_shapes=False)
 
     def attempt(tokens):
         mode = None if cfg.compile_mode == "default" else cfg.compile_mode
