@@ -55,7 +55,7 @@ class ByLength:
 
 def choose(engine, asked=""):
     """Return length or mask for an engine: the first if that is possible and asked for, or if its result
-    agrees and takes a tenth less time, of as many rows as the engine has, of lengths from 1 to the context."""
+    agrees and takes a tenth less time, with as many rows as the engine has, of 1 to `context` positions."""
     possible = engine.kind == "cuda" and engine.dtype in (torch.bfloat16, torch.float16) and is_there()
     if asked == "mask" or engine.deterministic or not possible:
         return "mask"

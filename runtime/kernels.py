@@ -1,5 +1,5 @@
-"""Which of PyTorch's attention kernels a GPU takes: by rule what is known, by a stopwatch which of the rest is
-fastest at the shapes of a run."""
+"""Which of PyTorch's attention kernels a GPU takes: by rule what is known, by a stopwatch which of the rest
+is fastest at the shapes of a run."""
 import contextlib
 import json
 import os
@@ -34,13 +34,13 @@ def rule(attention, capability, dtype, fixed_shapes):
     """Return the names of the kernels that a GPU may take, in their order. BadInput for one that it lacks.
 
     attention: auto, or a name. capability: the card's. dtype: bf16 | fp16 | fp32. fixed_shapes: whether
-    batches always have the same shape, for cuDNN builds a plan for each new one, which has taken half a
-    second. What is asked for by name goes to math where it has no kernel, as for lengths of 0 and 1.
+    batches always have the same shape, for cuDNN builds a plan for each new one (a second in a public
+    report, forward and backward; not measured here). What is asked for by name goes to math where it has no kernel, as for lengths of 0 and 1.
     """
     has_flash = capability >= (8, 0) and dtype != "fp32"
     if attention in ("flash", "cudnn") and not has_flash:
-        raise BadInput(f"--attention={attention} needs bf16 or fp16 on a GPU of compute capability 8.0, and this "
-                       f"is {dtype} on {capability[0]}.{capability[1]}: use auto.")
+        raise BadInput(f"--attention={attention} needs bf16 or fp16 on a GPU of compute capability 8.0, and "
+                       f"this is {dtype} on {capability[0]}.{capability[1]}: use auto.")
     if attention != "auto":
         return [attention, "math"]
     names = ["flash", "efficient", "math"] if has_flash else ["efficient", "math"]
