@@ -61,15 +61,8 @@ def choose(engine, asked=""):
         return "mask"
     if asked:
         return asked
-    drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}
-    on_device = {"device": engine.device} | drawn
-    B = engine.slots
-    c = engine.config
-    positions = torch.randint(engine.context, (B,), **on_device)
-    q = torch.randn(B, 1, c.n_head, c.head_dim, dtype=engine.dtype, **on_device)
-    keys, values = (cache[0, :B].normal_(**drawn) for cache in (engine.cache.k, engine.cache.v))
     try:
-        ways = [Once(way, engine, q, keys, values, positions) for way in ("mask", "length")]
+        ways = both_ways(engine).values()
         expected, found = (way.attend().float() for way in ways)
         error = ((found - expected).norm() / expected.norm()).item()
         if not error <= TOLERANCE:
@@ -79,8 +72,19 @@ def choose(engine, asked=""):
     except Exception:                        # no such kernel here, or none that a graph can hold
         return "mask"
     finally:
-        keys.zero_()
-        values.zero_()
+        engine.cache.storage.zero_()
+
+
+def both_ways(engine):
+    """Return {mask or length: Once} of rows of random lengths, for which the cache's first layer is filled."""
+    drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}
+    on_device = {"device": engine.device} | drawn
+    B = engine.slots
+    c = engine.config
+    positions = torch.randint(engine.context, (B,), **on_device)
+    q = torch.randn(B, 1, c.n_head, c.head_dim, dtype=engine.dtype, **on_device)
+    keys, values = (cache[0, :B].normal_(**drawn) for cache in (engine.cache.k, engine.cache.v))
+    return {way: Once(way, engine, q, keys, values, positions) for way in ("mask", "length")}
 
 
 class Once:

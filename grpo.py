@@ -494,8 +494,7 @@ def fit_update(cfg, run, worst, context):
     kernels.choose(run, num_prompts, worst.prompt, fixed_shapes=False)
 
     def attempt(tokens):
-        mode = None if cfg.compile_mode == "default" else cfg.compile_mode
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=True)
+        model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
         rows = worst.rows(tokens, context)
         inputs = worst.inputs(tokens, cfg.temperature, hw.device)
         return model, memory.rehearse(model, hw, rows, context, 2, run.optimizer_bytes(), inputs)
@@ -559,7 +558,7 @@ def main(argv):
     shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
-                           cfg.sum_locally, None if cfg.compile_mode == "default" else cfg.compile_mode)
+                           cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

@@ -709,7 +709,7 @@ def merged_weight(module):
 
 
 def whole(tensor, dtype=None):
-    """Return a tensor, or of one that is spread over ranks all of it, in dtype."""
+    """Return a tensor, or of one that is spread over ranks all of it, in dtype: then every rank must call."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     return tensor.to(dtype or tensor.dtype).full_tensor()

@@ -308,8 +308,8 @@ def compile_and_fit(cfg, run, dataset):
     def attempt(micro_batch):
         passes = min(2, -(-share // micro_batch))
         mode = cfg.compile_mode
-        if mode == "default" or passes > 1 and mode in CUDA_GRAPHS:
-            mode = None
+        if passes > 1 and mode in CUDA_GRAPHS:
+            mode = "default"
         model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
         return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.optimizer_bytes())
 
@@ -405,7 +405,7 @@ def main(argv):
                        "it out.")
     torch.manual_seed(cfg.seed)
     model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
-                           cfg.sum_locally, None if cfg.compile_mode == "default" else cfg.compile_mode)
+                           cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
                              cfg.muon_momentum)

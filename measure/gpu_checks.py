@@ -13,7 +13,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -120,13 +119,7 @@ def time_attention(hw, shape):
     B, T, H, K, D = shape
     attend = ATTENTION[hw.attention]
     inputs, dy = kernels.random_inputs(hw, shape)
-    seconds = []
-    for _ in range(CALLS + 1):
-        hw.wait()
-        start = time.perf_counter()
-        kernels.results(attend, inputs, dy)
-        hw.wait()
-        seconds.append(time.perf_counter() - start)
+    seconds = kernels.time_calls(attend, hw, inputs, dy, CALLS + 1)
     steady = statistics.median(seconds[1:])
     varied = [kernels.random_inputs(hw, (B, max(1, T * part // 4), H, K, D)) for part in (4, 3, 2)]
     flops = 14 * B * H * T * T * D / 2       # two products forward and five backward, the causal half
@@ -162,15 +155,10 @@ def check_decoding(cfg, hw):
     for name, slots, context in (("gpt2", 64, 192), ("gpt2", 512, 192), ("smollm2-360m", 256, 1024)):
         model = blank(GPTConfig(**SHAPES[name] | {"n_layer": 1}), device=hw.device)
         engine = Engine(model, slots, context, dtype=hw.sampling_dtype, decoding="mask")
-        c = engine.config
-        positions = torch.randint(engine.context, (engine.slots,), device=hw.device)
-        q = torch.randn(engine.slots, 1, c.n_head, c.head_dim, device=hw.device).to(engine.dtype)
-        keys, values = (cache[0, :engine.slots].normal_() for cache in (engine.cache.k, engine.cache.v))
         expected = None
-        for way in ("mask", "length"):
+        for way, once in decoding.both_ways(engine).items():
             case = f"{name}, {engine.slots} rows of up to {engine.context}, {way}"
             try:
-                once = decoding.Once(way, engine, q, keys, values, positions)
                 found = once.attend().float()
                 expected = found if expected is None else expected
                 error = ((found - expected).norm() / expected.norm()).item()

@@ -35,7 +35,8 @@ def rule(attention, capability, dtype, fixed_shapes):
 
     attention: auto, or a name. capability: the card's. dtype: bf16 | fp16 | fp32. fixed_shapes: whether
     batches always have the same shape, for cuDNN builds a plan for each new one (a second in a public
-    report, forward and backward; not measured here). What is asked for by name goes to math where it has no kernel, as for lengths of 0 and 1.
+    report, forward and backward; not measured here). What is asked for by name goes to math where it has no
+    kernel, as for lengths of 0 and 1.
     """
     has_flash = capability >= (8, 0) and dtype != "fp32"
     if attention in ("flash", "cudnn") and not has_flash:
@@ -186,11 +187,18 @@ def time_kernel(attend, hw, batches, dropout, fixed_shapes):
     vary the mean with all first calls but that of the first shape."""
     seconds = []
     for inputs, dy in batches:
-        hw.wait()
-        for _ in range(CALLS + 1):
-            clock = time.perf_counter()
-            results(attend, inputs, dy, dropout)
-            hw.wait()
-            seconds.append(time.perf_counter() - clock)
+        seconds += time_calls(attend, hw, inputs, dy, CALLS + 1, dropout)
     seconds = seconds[1:]
     return statistics.median(seconds) if fixed_shapes else statistics.fmean(seconds)
+
+
+def time_calls(attend, hw, inputs, dy, calls, dropout=0.0):
+    """Return the seconds of each of so many forward and backward passes."""
+    hw.wait()
+    seconds = []
+    for _ in range(calls):
+        clock = time.perf_counter()
+        results(attend, inputs, dy, dropout)
+        hw.wait()
+        seconds.append(time.perf_counter() - clock)
+    return seconds

@@ -9,6 +9,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from model import whole
 from runtime import distributed
 from runtime.config import BadInput
 
@@ -20,12 +21,6 @@ def is_sharded(tensor):
 def local(tensor):
     """Return this rank's rows of a tensor, in the same memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def whole(tensor):
-    """Return all rows of a tensor. Of a sharded one they are gathered on every rank, and every rank must
-    call."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def cards(tensor):
