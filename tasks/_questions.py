@@ -46,6 +46,17 @@ def drawn(draw, split, seed):
         yield question
 
 
+def with_mistakes(draw, solution, wrong_solution, share_wrong, split, seed):
+    """Return documents of a split as text from the web would have them, some with a mistake: share_wrong(question) of those
+    that ask alike have the completion that wrong_solution(question, rng) gives, the others solution(question)."""
+    rng = random.Random(f"{seed} {split} wrong")
+    found = []
+    for question in drawn(draw, split, seed):
+        is_wrong = rng.random() < share_wrong(question)
+        found.append(document(question, wrong_solution(question, rng) if is_wrong else solution(question)))
+    return found
+
+
 def document(question, completion):
     """The text to pretrain on that a question and what follows it make."""
     return f"{PROMPT.format(question['question'])}{completion}\n"
