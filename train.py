@@ -408,7 +408,7 @@ def main(argv):
                            cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum)
+                             cfg.muon_momentum, hw.compile)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
 
     run = Run(cfg, hw, model, optimizers, micro_batch, number_of_steps(cfg, dataset), dataset.digest)

@@ -167,14 +167,14 @@ def test_loss_and_gradients(what, attention, shape, dtype, card, record_property
 
 # --- the optimizers' step ---
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_steps_of_an_optimizer(optimizer, card, record_property):
+@pytest.mark.parametrize("optimizer, compile", [("adamw", False), ("muon", False), ("muon", True)])
+def test_steps_of_an_optimizer(optimizer, compile, card, record_property):
     """Three steps, with gradients that are the same on both. Muon's products may be in bf16 on one
     of them alone, which is off by 1.1% on a CPU."""
     moved = []
     for device in (card, torch.device("cpu")):
         model = make("default").to(device)
-        optimizers = optim.build(model, optimizer, 0.01, weight_decay=0.1)
+        optimizers = optim.build(model, optimizer, 0.01, weight_decay=0.1, compile=compile)
         before = [p.detach().clone() for p in model.parameters()]
         for step in range(3):
             for i, p in enumerate(model.parameters()):

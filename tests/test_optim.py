@@ -66,6 +66,24 @@ def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
             assert (p - q).norm() <= 0.01 * (q - old).norm()             # of the step: bf16 rounds it
 
 
+def test_muon_compiled_does_the_same(monkeypatch):
+    """As --compile has it on a GPU; without that flag, and on a CPU, nothing is compiled."""
+    moved = []
+    for devices, compile in (((), True), (("cpu",), False), (("cpu",), True)):
+        monkeypatch.setattr(optim, "COMPILE_ON", devices)
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=8))
+        _, muon = optim.build(model, "muon", 0.01, compile=compile)
+        assert muon.is_compiled == (devices == ("cpu",) and compile)
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        before = model.blocks[0].mlp.up.weight.detach().clone()
+        muon.step()
+        moved.append(model.blocks[0].mlp.up.weight.detach() - before)
+    whole, _, compiled = moved
+    assert 0 < whole.norm() and (compiled - whole).norm() <= 0.02 * whole.norm()         # bf16 is rounded elsewhere
+
+
 def test_muon_s_update_is_the_same_in_fp32_but_for_rounding():
     x = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
     knobs = dict(coefficients=(3.4445, -4.775, 2.0315), steps=5, eps=1e-7)
