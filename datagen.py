@@ -83,7 +83,7 @@ OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")
 
 def code_of(task):
     """SHA-256 of what verifies: the task's file, its neighbours that it imports, and what tasks share."""
-    files = [*tasks.files_of(task), *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
+    files = [*task.files, *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

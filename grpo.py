@@ -27,6 +27,7 @@ first_line()                             # --help, or a word, before the seconds
 import torch
 
 import hf
+import tasks
 from engine import Engine, Sampling, slots_that_fit
 from grpo_log import flops, log_evaluation, log_step, start_up, step_metrics
 from model import IGNORE, blank
@@ -35,12 +36,13 @@ from reference import Reference
 from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
                      round_up, stop_strings_of, zero_variance)
 from runtime import config, distributed, guard, hardware, kernels, memory, optim, sharding
-from runtime.accuracy import accuracy
+from runtime.accuracy import accuracy, by_domain
 from runtime.config import BadInput
 from runtime.log import check_installed
 from runtime.prompts import context_of
 from runtime.rewards import BrokenReward, Pool, load
 from runtime.run import Run, adapt, check_task, check_training, claim
+from surgery import Surgery
 
 
 @dataclass
@@ -54,8 +56,10 @@ class Config:
                                              # the flags say
     overwrite: bool = False                  # replace the run that out_dir holds
     # questions and their rewards
-    task: str | None = None                  # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
-                                             # reward(question, completion); None: unit_conversion
+    task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
+                                             # reward(question, completion); several: NAME@WEIGHT+NAME, in a
+                                             # config file {NAME: WEIGHT}; None: unit_conversion
+    mixing: Literal["mixed", "round_robin"] = "mixed"           # several tasks: all in each step, or one a step
     dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the
                                              # task's questions
     num_questions: int | None = None         # to train on; None: all there are, or as the task finds right;
@@ -91,6 +95,10 @@ class Config:
                                              # gradient is biased; 0: that model is not loaded
     inner_epochs: int = 1                    # passes over a step's samples
     mini_batches: int = 1                    # optimizer steps a pass
+    surgery: Literal["none", "pcgrad"] = "none"       # several tasks: what their gradients undo of each other
+                                             # is projected out (PCGrad, Yu et al. 2020)
+    surgery_buffers: Literal["device", "bf16", "cpu"] = "device"       # where each task's gradient waits: in
+                                             # fp32 or bf16 on the device, or in the computer's memory
     tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025) where
                                              # the engine's log-probabilities are not the trainer's; 0: off
     # optimizer
@@ -179,7 +187,7 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 def check(cfg):
     if cfg.dataset and cfg.task is None:
         raise BadInput("--dataset needs the file that grades its answers: --task=my_reward.py.")
-    cfg.task = cfg.task or "unit_conversion"
+    cfg.task = tasks.spec_of(cfg.task) or "unit_conversion"
     config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots "
                             "inner_epochs mini_batches overlong_tokens max_steps tokens_per_micro_batch "
                             "eval_questions log_interval save_interval keep_last")
@@ -368,7 +376,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
     return groups[:share], sampled, bytes_read
 
 
-def learn(cfg, run, model, groups, lr):
+def learn(cfg, run, model, groups, lr, stream, surgery):
     """Take one optimizer step on groups of Completions, with the one normaliser. Returns this rank's sums of
     what it is judged by, and the norm of the gradient; None if there was nothing to learn on any rank: then
     no weight moves, nor any state of the optimizers."""
@@ -384,7 +392,9 @@ def learn(cfg, run, model, groups, lr):
     stats = Counter(flops=flops(run.model, learnt))
     largest_difference = 0.0
     multiple = run.hardware.length_multiple
-    for part in model.micro_steps(micro_batches(learnt, run.state.micro_batch, multiple) or [[]], empty=[]):
+    parts = [micro_batches(domain, run.state.micro_batch, multiple) or [[]]
+             for domain in surgery.split(learnt, lambda c: stream.domain(c.key))]
+    for part in surgery.micro_steps(model, parts):
         batch = padded(part, multiple).to(run.hardware.device)
         mask = batch.y != IGNORE
         with run.hardware.autocast():
@@ -405,10 +415,10 @@ def learn(cfg, run, model, groups, lr):
     rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
     grad_norm = run.optimizer_step(lr, rollouts=rollouts)
     figures = {name: float(value) for name, value in stats.items()}
-    return figures | {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
+    return figures | surgery.figures | {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
 
 
-def train(cfg, run, model, pipeline, stream, valid, reference):
+def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
     """Train until the last step, or until the run should stop. Returns the exit code."""
     if valid and run.step == 0:
         with task_errors():
@@ -438,7 +448,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
-            update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr)
+            update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr, stream, surgery)
             if update:
                 updates.append(update)
         torch.use_deterministic_algorithms(False)
@@ -452,7 +462,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference):
         run.lap("sync", wait=True)           # the weights that the engine takes over are this step's time
 
         if run.due(cfg.log_interval) or run.step == 1:
-            log_step(cfg, run, stream, lr, step_metrics(cfg, run, sampled, updates, bytes_read), updates)
+            log_step(cfg, run, stream, lr, step_metrics(cfg, run, stream, sampled, updates, bytes_read), updates)
         if run.stopping:
             run.save()                       # at once: whoever asked may not wait for an evaluation
         if valid and run.state.evaluation_due:
@@ -469,8 +479,10 @@ def evaluate(cfg, run, pipeline, valid):
     greedy = dataclasses.replace(pipeline.engine.sampling, temperature=0.0)
     grades, texts = ask(pipeline, questions, requests, sampling=greedy, shown=cfg.shown_questions)
     result = accuracy(grades)
-    result["reward"] = fmean(grade.score for row in grades for grade in row)
-    log_evaluation(run, result, questions, grades, texts)
+    domains = by_domain(pipeline.task, questions, grades)
+    rewards = {name: fmean(grade.score for row in rows for grade in row) for name, rows in domains.items()}
+    result["reward"] = fmean(rewards.values())
+    log_evaluation(run, result, domains, questions, grades, texts)
     # Of steps that do as well, the last is best.
     run.record_validation(1 - result["reward"] - 1e-9 * run.step)
 
@@ -543,11 +555,13 @@ def main(argv):
     with task_errors():
         task = load(cfg.task)
         questions, held_out, dropped = distributed.on_main(lambda: open_questions(cfg, task))
-        stream = QuestionStream(cfg, with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions))
+        pairs = with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions)
+        stream = QuestionStream(cfg, pairs, task)
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
-    if not stream.pairs:
-        raise BadInput(f"Every prompt is longer than --max_prompt_tokens, or fills the {positions} positions "
-                       "of the model: lower --few_shot, or choose another model.")
+    for domain, numbers in stream.numbers.items():
+        if not numbers:
+            raise BadInput(f"Every prompt of {domain} is longer than --max_prompt_tokens, or fills the {positions} "
+                           "positions of the model: lower --few_shot, or choose another task or model.")
     longest = max(len(request.ids) for _, request in stream.pairs + valid)
     context = context_of(longest, cfg.max_new_tokens, positions)
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"
@@ -574,6 +588,8 @@ def main(argv):
                            f"--init_from={cfg.out_dir} and another --out_dir=.")
     with task_errors():                      # before a run folder is touched
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
+    surgery = Surgery(cfg, run, stream.domains)
+    run.other_bytes = surgery.bytes()
     with pool, run.open(tokenizer, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, model) if cfg.beta else None
@@ -589,7 +605,7 @@ def main(argv):
                                   "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs,
                                   "decoding": engine.decoding}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
-        return train(cfg, run, wrapped, pipeline, stream, valid, reference)
+        return train(cfg, run, wrapped, pipeline, stream, valid, reference, surgery)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
 line."""
 from collections import Counter
+from statistics import fmean
 
 from rollout import zero_variance
 from runtime import distributed
-from runtime.accuracy import n_right
+from runtime.accuracy import accuracy, n_right
 from runtime.log import duration
 from runtime.run import not_by_default
 
@@ -47,11 +48,10 @@ def flops(model, completions):
     return total
 
 
-def step_metrics(cfg, run, groups, updates, bytes_read):
-    """Return a step's metrics, summed over ranks below: from this rank's groups, the figures of each of its
-    optimizer steps, the bytes that its sampling read, and its timings."""
+def counted(groups):
+    """Return sums over groups of Completions."""
     completions = [c for group in groups for c in group]
-    counts = Counter(
+    return Counter(
         samples=len(completions),
         groups=len(groups),
         reward=sum(c.reward for c in completions),
@@ -61,11 +61,40 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
         zero_variance=sum(map(zero_variance, groups)),
         completion_tokens=sum(len(c.ids) for c in completions),
         prompt_tokens=sum(len(c.prompt) for c in completions),
-        bytes=bytes_read,
         truncated=sum(not c.finished for c in completions),
         errors=sum(c.grade.error is not None for c in completions),
         timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
     )
+
+
+def shares(cfg, total):
+    """Return the metrics that are means over samples, or groups, of sums that `counted` gave."""
+    n = max(1, total["samples"])
+    groups = max(1, total["groups"])
+    mean_reward = total["reward"] / n
+    return {
+        "reward": mean_reward,
+        "reward_std": max(0.0, total["reward_squared"] / n - mean_reward**2) ** 0.5,
+        "pass_at_1": total["right"] / n,
+        f"pass_at_{cfg.k_samples}": total["solved"] / groups,
+        "zero_variance": total["zero_variance"] / groups,
+        "groups": total["groups"],
+        "completion_tokens": total["completion_tokens"] / n,
+        "truncated": total["truncated"] / n,
+    }
+
+
+def step_metrics(cfg, run, stream, groups, updates, bytes_read):
+    """Return a step's metrics, summed over ranks below: from this rank's groups, the figures of each of its
+    optimizer steps, the bytes that its sampling read, and its timings. Of a mixture, a task's own follow as
+    TASK/reward and so on."""
+    completions = [c for group in groups for c in group]
+    counts = counted(groups)
+    counts["bytes"] = bytes_read
+    of_domain = {}
+    if len(stream.domains) > 1:
+        for name in stream.domains:
+            of_domain[name] = counted([group for group in groups if stream.domain(group[0].key) == name])
     for c in completions:
         counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
     for update in updates:
@@ -75,14 +104,22 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
         counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
         largest_difference = updates[0]["largest_difference"]
 
-    ranks = distributed.gather((counts, largest_difference, max(len(c.ids) for c in completions)))
+    ranks = distributed.gather((counts, of_domain, largest_difference, max(len(c.ids) for c in completions)))
     total = Counter()
-    for rank_counts, _, _ in ranks:
+    domains = {name: Counter() for name in of_domain}
+    for rank_counts, rank_domains, _, _ in ranks:
         total.update(rank_counts)
+        for name, domain_counts in rank_domains.items():
+            domains[name].update(domain_counts)
+    own = {}
+    for name, domain_counts in domains.items():
+        if domain_counts["samples"]:
+            own |= {f"{name}/{key}": value for key, value in shares(cfg, domain_counts).items()}
+    if updates:
+        own |= {name: value for name, value in updates[-1].items() if name.startswith("surgery/")}
     n = total["samples"]
     learnt = max(1.0, total["tokens"])
     tokens = total["completion_tokens"] + total["prompt_tokens"]
-    mean_reward = total["reward"] / n
     hw = run.hardware
     world = distributed.world_size()
     seconds = run.timings.total()
@@ -90,12 +127,7 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
     mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1)
     return {
         "loss": total["loss"] / max(1, len(updates)),
-        "reward": mean_reward,
-        "reward_std": max(0.0, total["reward_squared"] / n - mean_reward**2) ** 0.5,
-        "pass_at_1": total["right"] / n,
-        f"pass_at_{cfg.k_samples}": total["solved"] / total["groups"],
-        "zero_variance": total["zero_variance"] / total["groups"],
-        "groups": total["groups"],
+        **shares(cfg, total),
         **{name: total[name] / n for name in sorted(total) if name.startswith("parts/")},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
@@ -104,10 +136,8 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
         "kl_old": total["kl_old"] / learnt,
         "clip_fraction": total["clipped"] / learnt,
         "logprob_gap": total["difference"] / max(1.0, total["compared"]),
-        "logprob_gap_max": max(difference for _, difference, _ in ranks),
-        "completion_tokens": total["completion_tokens"] / n,
-        "completion_tokens_max": max(longest for _, _, longest in ranks),
-        "truncated": total["truncated"] / n,
+        "logprob_gap_max": max(difference for _, _, difference, _ in ranks),
+        "completion_tokens_max": max(longest for _, _, _, longest in ranks),
         "completions_per_s": n / seconds,
         "tokens_per_s": tokens / seconds,
         "sampled_tokens_per_s": total["completion_tokens"] / rollout_s,
@@ -115,6 +145,7 @@ def step_metrics(cfg, run, groups, updates, bytes_read):
         "mbu_rollout": hw.bandwidth and total["bytes"] / world / rollout_s / (hw.bandwidth * 1e12),
         "perf/throughput": tokens / seconds / world,
         "perf/mfu/actor": mfu,
+        **own,
     }
 
 
@@ -125,18 +156,24 @@ def log_step(cfg, run, stream, lr, metrics, updates):
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
     asked = stream.state.asked
+    turns = {f"{name}/questions": n for name, n in stream.state.turns.items() if len(stream.domains) > 1}
     timings = {f"{name}_s": run.timings[name] for name in PARTS}
     run.log.metrics(
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
         seconds=state.seconds, memory_gb=used, peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked,
         epoch=asked / len(stream), epoch_s=seconds * len(stream) / cfg.prompts_per_step,
-        **{"training/global_step": run.step}, **metrics, **timings)
+        **{"training/global_step": run.step}, **metrics, **turns, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
             f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
             f"zero variance {metrics['zero_variance']:.0%} | entropy {metrics['entropy']:.3f} | "
             f"{metrics['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: "
             f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
             f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
+    own = [f"{name} {metrics[f'{name}/pass_at_1']:.0%}" for name in stream.domains if f"{name}/pass_at_1" in metrics]
+    if own:
+        line += f" | pass@1 of {', '.join(own)}"
+    if "surgery/conflicts" in metrics:
+        line += f" | conflicts {metrics['surgery/conflicts']:.0%}"
     if metrics["errors"]:
         line += f" | {metrics['errors']} errors"
     if not updates:
@@ -144,8 +181,9 @@ def log_step(cfg, run, stream, lr, metrics, updates):
     run.log.say(line)
 
 
-def log_evaluation(run, result, questions, grades, texts):
-    """Write the figures of an evaluation and its line, and the texts of answers into samples.txt."""
+def log_evaluation(run, result, domains, questions, grades, texts):
+    """Write the figures of an evaluation and its line, and the texts of answers into samples.txt. domains:
+    {task: its Grades}, which of a mixture are shown one by one."""
     cfg = run.cfg
     if distributed.is_main() and texts:
         right = sum(n_right(row) for row in grades)
@@ -156,7 +194,12 @@ def log_evaluation(run, result, questions, grades, texts):
                          f"({grade.error or parts})\n{text}\n{'-' * 20}\n")
         run.log.append("samples.txt", "\n".join(lines))
     figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
+    own = {name: accuracy(rows)["accuracy"] for name, rows in domains.items()}
+    several = f" ({', '.join(f'{name} {share:.0%}' for name, share in own.items())})" if len(own) > 1 else ""
+    if several:
+        figures["val_macro_accuracy"] = fmean(own.values())
+        figures |= {f"{name}/val_accuracy": share for name, share in own.items()}
     run.log.metrics(step=run.step, **figures)
     run.log.say(f"step {run.step}/{cfg.max_steps} | {len(grades)} held-out questions, greedy: "
                 f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
-                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}")
+                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}{several}")

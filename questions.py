@@ -2,11 +2,13 @@
 import contextlib
 import functools
 import hashlib
+import random
 import re
 from dataclasses import dataclass, field
 
 import numpy as np
 
+import tasks
 from runtime import distributed
 from runtime.config import BadInput
 from runtime.examples import is_answer, read_rows
@@ -85,7 +87,9 @@ def read_questions(path, n_valid):
 @dataclass
 class StreamState:
     """What of the stream is saved with the run."""
-    asked: int = 0                           # positions of the stream that have been asked
+    asked: int = 0                           # positions that have been passed, of all domains
+    passed: dict = field(default_factory=dict)       # {domain: of its own}
+    turns: dict = field(default_factory=dict)        # {domain: questions asked}
     solved: dict = field(default_factory=dict)       # {number of a question, as a text: epoch in which
                                              # all its samples were right}
     slots: int = 0                           # samples in flight, as many as fit
@@ -94,37 +98,68 @@ class StreamState:
 
 class QuestionStream:
     """The endless stream of questions: each once an epoch, in an order of its own. pairs: [(question,
-    Request)]."""
+    Request)]. Of a mixture's tasks (domains) each has a stream of its own, and gives its share of a step's
+    questions, or of the steps (--mixing)."""
 
-    def __init__(self, cfg, pairs):
+    def __init__(self, cfg, pairs, task):
         self.cfg = cfg
         self.pairs = pairs
         self.state = StreamState()
+        self.weights = {name: weight for name, weight in task.weights.items() if weight}
+        self.domains = list(self.weights)
+        self.numbers = {name: [] for name in self.domains}             # of pairs, each domain's
+        for number, (question, _) in enumerate(pairs):
+            self.numbers[task.of(question).name].append(number)
 
     def __len__(self):
         return len(self.pairs)
 
+    def domain(self, position):
+        """Return the domain whose question stands at a position of the stream."""
+        return self.domains[position % len(self.domains)]
+
+    def epoch(self, position):
+        """Return how often its domain's questions have all been asked before."""
+        return position // len(self.domains) // len(self.numbers[self.domain(position)])
+
     def number(self, position):
         """Return which question stands at a position of the stream."""
-        return question_at(position, len(self), self.cfg.seed)
+        numbers = self.numbers[self.domain(position)]
+        return numbers[question_at(position // len(self.domains), len(numbers), self.cfg.seed)]
 
     def next(self):
         """Return the positions of a step's questions, of all ranks together. Those that rest are passed
         over."""
         state = self.state
-        rest = self.cfg.skip_solved
+        if state.asked and not state.passed:                 # a run from before there were domains
+            state.passed[self.domains[0]] = state.asked
+        n = self.cfg.prompts_per_step
+        at_once = n if self.cfg.mixing == "round_robin" else 1
         positions = []
         resting = set()
-        while len(positions) < self.cfg.prompts_per_step:
-            number = self.number(state.asked)
-            epoch = state.asked // len(self)
-            rested = epoch - state.solved.get(str(number), -rest - 1) > rest
-            if rested or len(resting) == len(self):
-                positions.append(state.asked)
-            else:
-                resting.add(number)          # if all do, they are asked all the same
-            state.asked += 1
+        while len(positions) < n:
+            domain = tasks.due(self.weights, state.turns)
+            state.turns[domain] = state.turns.get(domain, 0) + at_once
+            positions += [self.next_of(domain, resting) for _ in range(at_once)]
+        if len(self.domains) > 1:            # or a mini-batch, which is every n-th, might miss some
+            random.Random(f"{self.cfg.seed} {positions[0]}").shuffle(positions)
         return positions
+
+    def next_of(self, domain, resting):
+        """Return the next position of a domain whose question does not rest; if all do, they are asked all
+        the same. resting: numbers of questions that were passed over in this step."""
+        state = self.state
+        which = self.domains.index(domain)
+        while True:
+            position = state.passed.get(domain, 0) * len(self.domains) + which
+            state.passed[domain] = state.passed.get(domain, 0) + 1
+            state.asked += 1
+            number = self.number(position)
+            rest = self.cfg.skip_solved
+            rested = self.epoch(position) - state.solved.get(str(number), -rest - 1) > rest
+            if rested or resting.issuperset(self.numbers[domain]):
+                return position
+            resting.add(number)
 
     def mark_solved(self, groups):
         """Let the questions rest all of whose samples were right, on any rank. groups: {position:
@@ -132,7 +167,7 @@ class QuestionStream:
         solved = [position for position, group in groups.items() if all(c.grade.score == 1 for c in group)]
         for positions in distributed.gather(solved):
             for position in positions:
-                self.state.solved[str(self.number(position))] = position // len(self)
+                self.state.solved[str(self.number(position))] = self.epoch(position)
 
 
 def question_at(position, n, seed):
@@ -141,6 +176,6 @@ def question_at(position, n, seed):
     return int(epoch_order(n, seed, epoch)[k])
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=32)
 def epoch_order(n, seed, epoch):
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(n)

@@ -43,12 +43,15 @@ def few_shot_of(cfg, found):
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):
     """Return the engine's Request of each question, in their order, with so many worked examples before it
     (without the question itself). ValueError, LookupError or OSError if the task does not have them."""
-    examples = task.examples(few_shot) if few_shot else ()
-    instruction = task.instruction if examples else None
+    examples = {}                            # {name of a task: what is shown before its questions}
     requests = []
     for key, question in enumerate(questions):
-        others = [pair for pair in examples if pair[0] != question["question"]]
-        ids = prompt_ids(tokenizer, question["question"], task.prompt, others, instruction)
+        own = task.of(question)
+        if own.name not in examples:
+            examples[own.name] = own.examples(few_shot) if few_shot else ()
+        others = [pair for pair in examples[own.name] if pair[0] != question["question"]]
+        instruction = own.instruction if examples[own.name] else None
+        ids = prompt_ids(tokenizer, question["question"], own.prompt, others, instruction)
         requests.append(Request(ids, num_samples, key, max_new_tokens))
     return requests
 

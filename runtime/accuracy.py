@@ -37,6 +37,23 @@ def accuracy(grades):
     }
 
 
+def by_domain(task, questions, grades):
+    """Return {task's name: the Grades [n][num_samples] of its questions}: of a mixture for each of its tasks
+    that was asked."""
+    found = {}
+    for question, row in zip(questions, grades, strict=True):
+        found.setdefault(task.of(question).name, []).append(row)
+    return found
+
+
+def macro(figures, name="accuracy"):
+    """Return the mean of several tasks' figures, {name, name_low, name_high}, each task counting alike: the
+    half widths of independent intervals add up as the sides of a triangle do."""
+    half = math.hypot(*((f[f"{name}_high"] - f[f"{name}_low"]) / 2 for f in figures)) / len(figures)
+    mean = fmean(f[name] for f in figures)
+    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+
+
 def n_right(grades):
     """Count the samples that are right."""
     return sum(grade.score == 1 for grade in grades)

@@ -60,6 +60,7 @@ def grade(task, question, completion):
     """The Grade of a completion, cut after the task's stop. What the task raises, and a score outside [0, 1],
     is its error."""
     try:
+        task = task.of(question)
         completion = task.cut(completion)
         score, parts = task.reward(question, completion)
         score, parts = float(score), {str(name): bool(value) for name, value in parts.items()}
@@ -79,7 +80,7 @@ def check_graded(spec, grades):
 
 def load(spec):
     """The Task of a spec, as tasks.load has it; ValueError too if it is a file that would end the process."""
-    if ".py" in spec:
+    if tasks.own_files(spec):
         try_to_load(spec, os.getcwd())
     return tasks.load(spec)
 

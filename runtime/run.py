@@ -79,6 +79,7 @@ class Run:
         self.nonfinite = NonFinite()
         # micro-batch -> the next smaller one, None if there is none; see `fit`
         self.smaller = None
+        self.other_bytes = 0                 # of the device's memory, that a stage will keep beside
         self.reset_timings()
         self.before = None                   # plain_state() when this step began
         self.weights_moved = False           # in this step
@@ -160,8 +161,8 @@ class Run:
         return model
 
     def optimizer_bytes(self):
-        """Return the memory that the optimizers will take from their first step on."""
-        return optim.state_to_come(self.optimizers)
+        """Return the memory that the optimizers will take from their first step on, and what the stage keeps."""
+        return optim.state_to_come(self.optimizers) + self.other_bytes
 
     # --- a step ---
 
@@ -465,13 +466,15 @@ def lora(cfg):
 
 
 def own_task(cfg):
-    """Give {file, sha256} of the task file of one's own that a run executes, None without."""
+    """Give {file, sha256} of the task file of one's own that a run executes (of a mixture's several, their names
+    and digests in a row), None without."""
     kind, _, name = ("task:" + cfg.task if hasattr(cfg, "task") else cfg.dataset).partition(":")
-    file = tasks.own_file(name) if kind == "task" else ""
     try:
-        return {"file": file, "sha256": checkpoint.sha256(file)} if file else None
-    except OSError:                                           # loading the task will say so
+        files = tasks.own_files(name) if kind == "task" else []
+        digests = [checkpoint.sha256(file) for file in files]
+    except (OSError, ValueError):                             # loading the task will say so
         return None
+    return {"file": ", ".join(files), "sha256": " ".join(digests)} if files else None
 
 
 def claim(out_dir):

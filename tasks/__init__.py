@@ -2,6 +2,8 @@
 the task's field library, so that reward workers start at once. Files that begin with an underscore are what tasks share.
 A file of the user's may import its neighbours; a name that a module of ours has too is ours.
 
+Several with "+" between them are a mixture, see _mixture.py.
+
 A task is a module with plain functions. Only `reward` must be there; those that need it take the spec's ARGUMENT as `argument`.
 
     reward(question, completion)            a score from 0 to 1 (1: correct), or (score, {part name: bool})
@@ -30,7 +32,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from tasks import _equations
+from tasks import _equations, _mixture
+from tasks._mixture import due
 
 PROMPT = "Question: {}\n"
 SPLITS = ("train", "valid", "test")
@@ -38,14 +41,44 @@ NAMES = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith
 OWN = r"(?s)(.+?\.py)(?::(.*))?"
 
 
-def own_file(spec):
-    """Give the path of the .py file that `load` would execute, "" if the spec names none."""
+def own_files(spec):
+    """Give the paths of the .py files that `load` would execute."""
+    found = [re.fullmatch(OWN, part) for part in parts_of(spec) if part.partition(":")[0] not in NAMES]
+    return [own[1] for own in found if own]
+
+
+def parts_of(spec):
+    """Give the tasks that a spec names, as {spec: weight}: several with "+" between them are a mixture, see
+    _mixture.py. A path, or what stands behind its colon, may have a "+" or "@" of its own."""
     own = re.fullmatch(OWN, spec)
-    return own[1] if own and spec.partition(":")[0] not in NAMES else ""
+    if own and Path(own[1]).is_file() and not all(is_known(name) for name in spec.split("+")):
+        return {spec: 1}
+    return _mixture.parse(spec) if "+" in spec or "@" in spec else {spec: 1}
+
+
+def is_known(spec):
+    name = _mixture.WEIGHT.fullmatch(spec)
+    own = name and re.fullmatch(OWN, name[1])
+    return bool(name) and (name[1].partition(":")[0] in NAMES or bool(own) and Path(own[1]).is_file())
+
+
+def spec_of(task):
+    """Give the spec of a config file's task, which may be {spec: weight}."""
+    if not isinstance(task, dict):
+        return task
+    return "+".join(f"{name}@{weight}" for name, weight in task.items())
 
 
 def load(spec):
-    """The Task of NAME[:ARGUMENT] or path/to/file.py[:ARGUMENT]; LookupError, ValueError or OSError, one sentence, if none."""
+    """The Task of NAME[:ARGUMENT] or path/to/file.py[:ARGUMENT], or the Mixture of several; LookupError,
+    ValueError or OSError, one sentence, if none."""
+    parts = parts_of(spec)
+    if list(parts) != [spec]:
+        return _mixture.Mixture(spec, {name: load_one(name) for name in parts})
+    return load_one(spec)
+
+
+def load_one(spec):
     name, colon, argument = spec.partition(":")
     if name in NAMES:
         return Task(spec, importlib.import_module(f"tasks.{name}"), argument if colon else None)
@@ -117,6 +150,8 @@ class Task:
             self.sentence("check", module.check, argument)
         elif argument is not None and not any(self.takes(f, "argument") for f in vars(module).values() if inspect.isfunction(f)):
             raise ValueError(f"The task {name} has nothing that takes an argument: leave :{argument} out.")
+        self.domains = []                                # of a mixture, its tasks
+        self.weights = {name: 1}
         self.score = self.call("reward")
         try:
             inspect.signature(self.score).bind({}, "")
@@ -125,6 +160,14 @@ class Task:
                              f"({e}): let it take these two.") from None
         except ValueError:                               # some built-in functions don't say what they take
             pass
+
+    @property
+    def files(self):
+        return files_of(self)
+
+    def of(self, question):
+        """The Task that a question belongs to, as a mixture has it."""
+        return self
 
     def takes(self, function, keyword):
         try:

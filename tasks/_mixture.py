@@ -1,0 +1,141 @@
+"""Several tasks as one: the spec `math@2+countdown:4+table` names them, each with a weight of its own after @ (1
+if there is none)."""
+import math
+import re
+from fractions import Fraction
+from functools import cached_property
+
+WEIGHT = re.compile(r"(.+?)(?:@([-+]?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
+
+
+def parse(spec):
+    """Return {task's spec: weight, a whole number}. ValueError for weights that are negative or all zero, and for a task that
+    stands there twice."""
+    weights = {}
+    for part in spec.split("+"):
+        found = WEIGHT.fullmatch(part)
+        if not found:
+            raise ValueError(f"The mixture {spec} has an empty place: write TASK@WEIGHT+TASK@WEIGHT.")
+        name, weight = found.groups()
+        if name in weights:
+            raise ValueError(f"The mixture {spec} names {name} twice: give it one weight.")
+        weights[name] = Fraction(weight or 1)
+        if weights[name] < 0:
+            raise ValueError(f"The weight of {name} in the mixture {spec} is negative: give 0 or more.")
+    if not any(weights.values()):
+        raise ValueError(f"All weights of the mixture {spec} are zero: give one task more than 0.")
+    whole = math.lcm(*(weight.denominator for weight in weights.values()))
+    return {name: int(weight * whole) for name, weight in weights.items()}
+
+
+def due(weights, counts):
+    """Return which of {name: weight} has the next turn: the one that is furthest behind its share of the turns
+    so far, {name: number}; of several the first. After any number of turns none is more than one off."""
+    total = sum(counts.get(name, 0) for name in weights) + 1
+    everything = sum(weights.values())
+    return max(weights, key=lambda name: weights[name] * total - counts.get(name, 0) * everything)
+
+
+class Mixture:
+    """What tasks.Task is to a task, to several. Each question carries its task's spec as "domain"; `of` finds
+    the Task.
+
+    weights: {spec: its share of the questions that are trained on}. Validation and test ask as many of each.
+    """
+
+    def __init__(self, spec, tasks):
+        self.name = spec
+        self.weights = parse(spec)
+        self.tasks = tasks                   # {spec: Task}
+        stops = {task.stop for task in tasks.values()}
+        if len(stops) > 1:
+            raise ValueError(f"The tasks of the mixture {spec} end their answers differently ({', '.join(map(repr, stops))}), "
+                             "and a model that is sampled stops at one: mix tasks with the same STOP.")
+        (self.stop,) = stops
+
+    @property
+    def domains(self):
+        return list(self.tasks)
+
+    @property
+    def prompt(self):
+        """What datagen.py's log says of all questions. ValueError if they have several forms."""
+        forms = {task.prompt for task in self.tasks.values()}
+        if len(forms) > 1:
+            raise ValueError(f"The tasks of the mixture {self.name} put their questions in different forms, and examples "
+                             "to fine-tune on have one: sample from each task by itself.")
+        return forms.pop()
+
+    @cached_property
+    def files(self):
+        return list(dict.fromkeys(file for task in self.tasks.values() for file in task.files))
+
+    def of(self, question):
+        """Return the Task that a question belongs to."""
+        try:
+            return self.tasks[question["domain"]]
+        except (KeyError, TypeError):
+            raise ValueError(f"A question of the mixture {self.name} needs a \"domain\", one of "
+                             f"{', '.join(self.tasks)}, and this has {question.get('domain')}: "
+                             f"{question['question'][:80]}") from None
+
+    def cut(self, completion):
+        return next(iter(self.tasks.values())).cut(completion)
+
+    def reward(self, question, completion):
+        return self.of(question).reward(question, completion)
+
+    def solution(self, question):
+        return self.of(question).solution(question)
+
+    def questions(self, split, seed=0, n=None, fewer=False):
+        """Return n questions in an order in which every beginning has the shares of the whole. n None: of
+        each task all, or as many as it finds right. fewer: all there are will do where a task has less than
+        its share."""
+        weights = self.weights
+        if split != "train":
+            weights = dict.fromkeys(self.tasks, 1)
+        weights = {name: weight for name, weight in weights.items() if weight}
+        counts = {}
+        for _ in range(n or 0):
+            name = due(weights, counts)
+            counts[name] = counts.get(name, 0) + 1
+        found = {}
+        for name in weights if n is None else counts:
+            found[name] = self.tagged(name, self.tasks[name].questions(split, seed, counts.get(name), fewer))
+        return merged(found, weights)
+
+    def tagged(self, name, questions):
+        if not questions:
+            raise ValueError(f"The task {name} of the mixture {self.name} has no such questions: leave it out, or "
+                             "give it the weight 0.")
+        if any("domain" in question for question in questions):
+            raise ValueError(f'The questions of {name} have a "domain" already, which a mixture gives them: rename '
+                             "that key.")
+        return [question | {"domain": name} for question in questions]
+
+    def documents(self, split, seed=0):
+        """Return texts to pretrain on, by weight, until one of the tasks has no more."""
+        weights = {name: weight for name, weight in self.weights.items() if weight}
+        found = {name: self.tasks[name].documents(split, seed) for name in weights}
+        if not all(found.values()):
+            raise ValueError(f"One of the tasks of {self.name} has no text of split {split}: leave it out.")
+        return merged(found, weights, to_the_end=False)
+
+
+def merged(lists, weights, to_the_end=True):
+    """Return the values of {name: list} in the turns that their weights give; to_the_end: those that are left
+    once a list is used up too."""
+    weights = {name: weights[name] for name in lists}
+    counts = dict.fromkeys(lists, 0)
+    result = []
+    while weights:
+        name = due(weights, counts)
+        if counts[name] == len(lists[name]):
+            if not to_the_end:
+                break
+            del weights[name]
+            continue
+        result.append(lists[name][counts[name]])
+        counts[name] += 1
+    return result
