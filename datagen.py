@@ -46,7 +46,8 @@ class Config:
     init_from: str = "out/base"              # run folder, Hugging Face folder or hub name
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
-    task: str = "unit_conversion"            # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
+    task: str | dict = "unit_conversion"     # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours; several:
+                                             # NAME@WEIGHT+NAME, in a config file {NAME: WEIGHT}
     output: str = "data/rft.json"
     overwrite: bool = False                  # begin anew instead of going on after the attempts that are
                                              # logged
@@ -396,10 +397,17 @@ def figures(cfg, questions, records, rows, counted, solutions, cost):
     first = [g[0].score == 1 for g in grades.values()]
     complete = not cfg.stop_early and all(len(g) == cfg.oversample for g in grades.values())
     seconds = cost["seconds"]
+    domains = {}
+    for name in tasks.parts_of(cfg.task):
+        # of a mixture
+        own = [n for question, n in zip(questions, solutions) if question.get("domain") == name]
+        kept = [min(n, cfg.keep_per_question) for n in own]
+        domains[name] = {"questions": len(own), "solved": sum(n > 0 for n in own), "kept": sum(kept)}
     return {
         "questions": len(questions),
         "solved": sum(n > 0 for n in solutions),
         "kept": len(rows),
+        "domains": domains if len(domains) > 1 else None,
         "attempts": len(records),
         "yield_loose": sum(r["score"] == 1 for r in counted) / len(counted),
         "yield_tight": verdicts["verified"] / len(counted),
@@ -423,6 +431,8 @@ def summary(f, cfg, dropped):
             f"{cfg.output}")
     if dropped:
         kept += f"; {dropped} questions that stand in the test split were dropped"
+    for name, own in (f["domains"] or {}).items():
+        kept += f"\n  {name}: {own['solved']:,} of {own['questions']:,} solved, {own['kept']:,} kept"
     shares = (f"yield {f['yield_loose']:.1%} by the task's grade, {f['yield_tight']:.1%} verified; "
               f"pass@1 {f['pass_at_1']:.1%}")
     shares += "".join(f", pass@{k} {v:.1%}" for k, v in (f["pass_at_k"] or {}).items() if k != "1")
@@ -475,6 +485,7 @@ def finish(cfg, questions, attempts, shares, dropped):
 # --- the command line ---
 
 def check(cfg):
+    cfg.task = tasks.spec_of(cfg.task)
     config.at_least(cfg, 1, "oversample keep_per_question slots")
     config.at_least(cfg, 0.01, "timeout")
     config.at_most(cfg, 10**6, "timeout oversample")
@@ -497,7 +508,7 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
-def header_of(cfg, hw, tokenizer, model, task, questions, requests):
+def header_of(cfg, hw, tokenizer, model, task, form, questions, requests):
     """Return what stands first in the log: a run goes on after attempts that were made in just the same
     way."""
     knobs = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in OF_THIS_CALL}
@@ -508,7 +519,7 @@ def header_of(cfg, hw, tokenizer, model, task, questions, requests):
         "config": knobs | {"dtype": hw.dtype},
         "tokenizer": tokenizer.describe(),
         "model": fingerprint(model),
-        "prompt": task.prompt,
+        "prompt": form,
         "code": code_of(task),
         "questions": hashlib.sha256(asked.encode()).hexdigest(),
     }
@@ -527,6 +538,7 @@ def main(argv):
         cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
     with task_errors():
         task = load(cfg.task)
+        form = task.prompt
         questions, dropped = distributed.on_main(
             lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
         if cfg.num_questions == "auto":
@@ -537,7 +549,7 @@ def main(argv):
         engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed,
                         hw.sampling_dtype, cfg.deterministic, tokenizer.decode, device=hw.device)
         engine.check(max(requests, key=lambda request: len(request.ids)))
-    header = header_of(cfg, hw, tokenizer, model, task, questions, requests)
+    header = header_of(cfg, hw, tokenizer, model, task, form, questions, requests)
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))
     if distributed.is_main():
         before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""

@@ -22,11 +22,12 @@ first_line()                             # --help, or a word, before the seconds
 from tqdm import tqdm
 
 import hf
+import tasks
 from engine import Engine, Sampling
 from questions import questions_of, task_errors
 from rollout import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
 from runtime import config, data, distributed, guard, hardware
-from runtime.accuracy import accuracy, difference
+from runtime.accuracy import accuracy, by_domain, difference, macro
 from runtime.config import BadInput
 from runtime.perplexity import evaluation_line, text_loss
 from runtime.rewards import Pool, check_graded, load
@@ -44,7 +45,8 @@ class Config:
                                              # it; for a text fp32
     json: bool = False                       # all figures as the last line
     # a task
-    task: str = ""                           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours
+    task: str | dict = ""                    # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours; several:
+                                             # NAME+NAME
     compare: bool = False                    # several models, each against the first; implied when several
                                              # are named
     num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 500; None: all; the
@@ -162,6 +164,8 @@ def evaluate_task(cfg):
             first_grades = first_grades or grades
             if rows:
                 row |= difference(first_grades, grades)
+            if task.domains:
+                row |= of_domains(task, questions, grades, first_grades)
             check_graded(cfg.task, [grade for samples in grades for grade in samples])
             report(row, grades, max(map(len, cfg.models)), many, heading=not rows)
             rows.append(row)
@@ -200,6 +204,17 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
     return figures, grades
 
 
+def of_domains(task, questions, grades, first_grades):
+    """Return the figures of each task of a mixture, with how much better it is than the first model's, and the
+    means in which each task counts alike."""
+    first = by_domain(task, questions, first_grades)
+    found = {}
+    for name, rows in by_domain(task, questions, grades).items():
+        found[name] = accuracy(rows) | difference(first[name], rows)
+    means = macro(found.values()) | macro(found.values(), "difference")
+    return {"domains": found} | {f"macro_{name}": value for name, value in means.items()}
+
+
 def report(row, grades, width, many, heading):
     """Print a model's line of the table, in percent."""
     def percent(key, sign=""):
@@ -208,7 +223,8 @@ def report(row, grades, width, many, heading):
     cells = {f"{'accuracy':>17}": percent("accuracy")}
     if many:
         cells[f"{'above the first':>20}"] = percent("difference", "+") if "difference" in row else ""
-    shares = row["parts"] | {"verified": row["verified"]}
+    shares = {name: figures["accuracy"] for name, figures in row.get("domains", {}).items()}
+    shares |= row["parts"] | {"verified": row["verified"]}
     shares |= {f"pass@{k}": p for k, p in row["pass_at_k"].items() if k != "1"}
     cells |= {f"{name:>6}": f"{100 * share:.1f}" for name, share in shares.items()}
     cells[f"{'seconds':>7}"] = f"{row['seconds']:.1f}"
@@ -230,6 +246,7 @@ def main(argv):
     if not cfg.models or not (cfg.dataset or cfg.task):
         raise BadInput("Name a model and a text or a task: python eval.py RUN_OR_MODEL --dataset=..., or "
                        "--task=...")
+    cfg.task = tasks.spec_of(cfg.task)
     if cfg.dataset and cfg.task:
         raise BadInput("A model is evaluated on a text or on a task: leave out --dataset or --task.")
     if cfg.dataset and (len(cfg.models) > 1 or cfg.compare):

@@ -129,10 +129,11 @@ class Surgery:
         for i, first in enumerate(self.domains):
             for j in range(i):
                 both = (norms[i] * norms[j]).item()
-                cosine = gram[i, j].item() / both if both else 0.0
-                figures[f"surgery/cosine/{self.domains[j]}/{first}"] = cosine
-                conflicts.append(cosine < 0)
-        figures["surgery/conflicts"] = sum(conflicts) / len(conflicts)
+                if both:                     # or one of them had nothing to learn
+                    cosine = gram[i, j].item() / both
+                    figures[f"surgery/cosine/{self.domains[j]}/{first}"] = cosine
+                    conflicts.append(cosine < 0)
+        figures["surgery/conflicts"] = sum(conflicts) / max(1, len(conflicts))
         for name, weights in (("before", torch.ones_like(coefficients)), ("after", coefficients)):
             figures[f"surgery/norm_{name}"] = math.sqrt(max(0.0, (weights @ gram @ weights).item())) / scale
         return figures

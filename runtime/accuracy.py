@@ -49,6 +49,7 @@ def by_domain(task, questions, grades):
 def macro(figures, name="accuracy"):
     """Return the mean of several tasks' figures, {name, name_low, name_high}, each task counting alike: the
     half widths of independent intervals add up as the sides of a triangle do."""
+    figures = list(figures)
     half = math.hypot(*((f[f"{name}_high"] - f[f"{name}_low"]) / 2 for f in figures)) / len(figures)
     mean = fmean(f[name] for f in figures)
     return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
