@@ -545,7 +545,9 @@ def test_the_pipeline_gives_completions_in_their_order_and_does_not_ask_about_wh
 def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess(overlong):
     """The end of text that ended a completion is its last token; to one that was cut off none is added."""
     cfg = grpo.Config(k_samples=4, overlong=overlong, max_new_tokens=4, overlong_tokens=2)
-    stream, judge = grpo.QuestionStream(cfg, [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)]), Judge()
+    task = SimpleNamespace(weights={"one": 1}, of=lambda question: SimpleNamespace(name="one"))
+    pairs = [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)]
+    stream, judge = grpo.QuestionStream(cfg, pairs, task), Judge()
     run, met, laps = SimpleNamespace(state=SimpleNamespace(micro_batch=64)), [], []
     run.lap = laps.append
     reference = SimpleNamespace(add_logprobs=lambda completions, tokens: met.extend(completions))
