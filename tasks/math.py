@@ -177,8 +177,8 @@ def questions(split, seed=0, n=None, argument=None):
 
 def documents(split, seed=0, argument=None):
     """Worked examples of split "train" or "valid", some three in ten with a mistake."""
-    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
-                                    split, seed)
+    level = int(argument or 1)
+    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong, split, seed)
 
 
 def reward(question, completion):
