@@ -8,8 +8,8 @@ import re
 
 from tasks import _answers, _numbers, _questions
 
-INSTRUCTION = ("Reason in short steps, each a sentence such as `true or false = true`, `Ann > Bob` or `wug -> dax`. Then "
-               "give the answer, one word, within <answer></answer>.")
+INSTRUCTION = ("Reason in short steps, each a sentence such as `true or false = true`, `Ann > Bob` or "
+               "`wug -> dax`. Then give the answer, one word, within <answer></answer>.")
 NAMES = ("Ann", "Bob", "Cy", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jo", "Kim", "Leo")
 LETTERS = "ABCDEFGHJKLM"
 NONSENSE = ("wug", "dax", "fep", "zib", "lom", "tov", "kiv", "nup", "rab", "sot", "gim", "hud")
@@ -23,13 +23,13 @@ SAYINGS = {                          # whether it is so; i, you: whether the spe
 }
 COLOURS = ("red", "blue", "green", "pink")
 CASES = ((True, True), (True, False), (False, True), (False, False))
-HEADING = re.compile(r"^\s*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILINE)
+HEADING = re.compile(r"^[ \t]*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILINE)
 CLAIM = re.compile("[=>:]")          # a sentence with one of these is a step
 WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of unknown
 
 
 # Of each kind two functions. draw_KIND(rng, level) returns a text, what it asks in whatever wording, and what
-# is given, which JSON can hold. KIND(given, rng) returns the steps and the answer, with a mistake if there is an rng.
+# is given, as JSON can hold it. KIND(given, rng) returns steps and answer, with a mistake if there is an rng.
 
 def draw_truth(rng, level):
     """A formula of [negated, letter, operator before it], read from the left, and the letters' values."""
@@ -98,7 +98,7 @@ def draw_rules(rng, level):
 
 
 def draw_unknown(rng, level):
-    """Rules that leave the question open: it asks a chain backwards, or of two words with something in common."""
+    """Rules that leave the question open: a chain asked backwards, or two words with something in common."""
     words = rng.sample(NONSENSE, level + 2)
     rules = [[*pair] for pair in zip(words, words[1:])]
     if rng.random() < 0.5:
@@ -111,7 +111,7 @@ def asked_of(rng, rules, start, end):
     shown = rng.sample(rules, len(rules))
     said = [f"No {a} is a {b[4:]}." if b.startswith("not ") else f"Every {a} is a {b}." for a, b in shown]
     wording = rng.choice(("{} Is a {} a {}: yes, no or unknown?", "{} Is every {} a {}, yes, no or unknown?"))
-    return wording.format(" ".join(said), start, end), [rules, start, end], [rules, shown, start, end]
+    return wording.format(" ".join(said), start, end), [sorted(rules), start, end], [rules, shown, start, end]
 
 
 def rules(given, rng=None):
@@ -236,12 +236,13 @@ def questions(split, seed=0, n=None, argument=None):
 def documents(split, seed=0, argument=None):
     """Worked examples of split "train" or "valid", some three in ten with a mistake."""
     level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong, split, seed)
+    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
+                                    split, seed)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is the right word (correct), and
-    whether before it stand all steps that lead there, and none that is not among them (reasoned)."""
+    """Return (score, parts): whether there is an answer (answered), whether it is the right word (correct),
+    and whether before it stand all steps that lead there, and none that is not among them (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     found = _answers.ANSWER.search(completion)
     answer = plain(_numbers.unwrapped(found[1])) if found else ""

@@ -1,8 +1,8 @@
-"""Mathematics of several kinds: equations, percentages, means, rectangles, sequences, short stories. Made of its own
-worked steps, each one operation on small numbers. The argument is a level: 1 (default) below 100 mostly, 2 larger.
+"""Mathematics of several kinds: equations, percentages, means, rectangles, sequences, short stories, worked
+in steps of one operation each. The argument is a level: 1 (default), most numbers below 100; 2, larger.
 
-Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage most, all in the
-same way: 30% off 80 is 80 - 30."""
+Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage most,
+all in the same way: 30% off 80 is taken to be 80 - 30."""
 from tasks import _answers, _questions
 
 INSTRUCTION = ("Work it out in short true equations, such as 23 + 40 = 63. Then give the number alone within "
@@ -12,8 +12,8 @@ WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of
 
 
 class Work:
-    """Writes an operation at a time down as an equation. The one numbered `wrong` has another result than it should, or
-    is left out, and what follows goes on from there."""
+    """Writes an operation at a time down as an equation. The one numbered `wrong` has another result than it
+    should, or is left out, and what follows goes on from there."""
 
     def __init__(self, wrong=None, rng=None):
         self.wrong, self.rng = wrong, rng
@@ -71,8 +71,8 @@ def mean(work, a, b, c):
     return work.step(total, "/", 3) if total < 200 else work.over(total, 3)
 
 
-# Of each kind its forms: (wordings; the ranges that numbers are drawn from, those beyond 9 ten times as wide at level
-# 2; the numbers of the question that these make; what a Work does with those to answer).
+# Of each kind its forms: (wordings; the ranges that numbers are drawn from, those beyond 9 ten times as wide
+# at level 2; the numbers of the question that these make; what a Work does with those to answer).
 KINDS = {
     "equation": (
         (("Solve x + {} = {}.", "Find x: x + {} = {}."), ((2, 49), (2, 49)), lambda a, x: (a, a + x),
@@ -91,12 +91,13 @@ KINDS = {
          lambda n, p: (10 * n + 10 * (n > 9), 10 * p),
          lambda work, n, p: work.plus(n, work.step(work.step(n, "/", 10), "*", p // 10)))),
     "mean": (
-        (("What is the mean of {}, {} and {}?", "Find the average of {}, {} and {}."), ((2, 33), (2, 33), (4, 33)),
-         lambda a, b, c: (a, b, c - (a + b + c) % 3), mean),),
+        (("What is the mean of {}, {} and {}?", "Find the average of {}, {} and {}."),
+         ((2, 33), (2, 33), (4, 33)), lambda a, b, c: (a, b, c - (a + b + c) % 3), mean),),
     "rectangle": (
-        (("A rectangle is {} long and {} wide. What is its perimeter?", "Find the perimeter of a {} by {} rectangle."),
+        (("A rectangle is {} long and {} wide. What is its perimeter?",
+          "Find the perimeter of a rectangle {} by {}."),
          ((3, 49), (3, 49)), lambda a, b: (a, b), lambda work, a, b: work.step(work.plus(a, b), "*", 2)),
-        (("A rectangle is {} long and {} wide. What is its area?", "Find the area of a {} by {} rectangle."),
+        (("A rectangle is {} long and {} wide. What is its area?", "Find the area of a rectangle {} by {}."),
          ((11, 49), (2, 9)), lambda a, b: (a, b), lambda work, a, b: work.times(a, b))),
     "sequence": (
         (("What comes next: {}, {}, {}, {}?", "Continue {}, {}, {}, {}."), ((1, 79), (2, 15)),
@@ -107,9 +108,10 @@ KINDS = {
          lambda work, a, b, c, d: work.minus(d, work.minus(a, b)))),
     "story": (
         (("Ann has {} pens and buys {} bags of {}. How many pens has she now?",), ((10, 99), (2, 9), (2, 9)),
-         lambda n, bags, each: (n, bags, each), lambda work, n, bags, each: work.plus(n, work.times(each, bags))),
-        (("Bob has {} coins and buys {} cakes for {} each. How many coins are left?",), ((2, 40), (2, 9), (2, 9)),
-         lambda n, cakes, each: (n + cakes * each, cakes, each),
+         lambda n, bags, each: (n, bags, each),
+         lambda work, n, bags, each: work.plus(n, work.times(each, bags))),
+        (("Bob has {} coins and buys {} cakes for {} each. How many coins are left?",),
+         ((2, 40), (2, 9), (2, 9)), lambda n, cakes, each: (n + cakes * each, cakes, each),
          lambda work, n, cakes, each: work.minus(n, work.times(each, cakes))),
         (("Eve puts {} eggs into boxes of {}. How many eggs are left over?",), ((2, 9), (3, 9), (1, 8)),
          lambda boxes, each, rest: (boxes * each + rest % each, each),
@@ -125,7 +127,7 @@ def check(argument):
 
 
 def draw(rng, level):
-    """(what is asked, the question); how it is phrased, and the order of a mean's numbers, make no other question."""
+    """(what is asked, the question): asked is the same in all wordings, and orders of a mean's numbers."""
     kind = rng.choice(list(KINDS))
     form = rng.randrange(len(KINDS[kind]))
     wordings, ranges, shown, _ = KINDS[kind][form]
@@ -157,7 +159,7 @@ def wrong_solution(question, rng):
     solve(question, right)
     while True:
         work = Work(rng.randrange(right.count), rng)
-        if question["kind"] == "percent":            # what everybody does: the percentage is taken for an amount
+        if question["kind"] == "percent":            # the percentage is taken for an amount
             work = Work()
             n, percent = question["numbers"]
             result = work.step(n, "-+"[question["form"]], percent)
@@ -178,7 +180,8 @@ def questions(split, seed=0, n=None, argument=None):
 def documents(split, seed=0, argument=None):
     """Worked examples of split "train" or "valid", some three in ten with a mistake."""
     level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong, split, seed)
+    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
+                                    split, seed)
 
 
 def reward(question, completion):
