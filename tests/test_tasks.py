@@ -18,13 +18,15 @@ from tasks import _equations, _questions, _units, countdown, unit_conversion
 EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) ([*/]) ([\d.]+) = ([\d.]+)\.\n"
                      r"Answer: <answer>([\d.]+)</answer>\n")
 LEVELS = ["unit_conversion", "unit_conversion:2", "unit_conversion:3"]
-GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5"]
+GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5", "math", "math:2", "logic", "logic:2"]
 
 
 def asked(q):
     """What a question asks, whatever its wording."""
     if "from" in q:
         return q["n"], q["from"], q["to"]
+    if "kind" in q:
+        return q["kind"], q.get("form"), str(q.get("given") or q["numbers"])
     if "signs" in q:
         return q["signs"], *sorted(q["numbers"][:2]), *q["numbers"][2:]
     return q["answer"], *sorted(q["numbers"])

@@ -1,0 +1,259 @@
+"""Logic of several kinds, each with a written reasoning of short steps: truth of a formula, order of people,
+what rules say and what they leave open, knights and knaves, the odd one out. The argument is a level:
+1 (default), or 2 for more letters, people, rules and things.
+
+Of documents() some three in ten are wrong: a slip in a step, and of what rules leave open most, all with
+the same fallacy: every wug is a dax, so a dax is a wug."""
+import re
+
+from tasks import _answers, _numbers, _questions
+
+INSTRUCTION = ("Reason in short steps, each a sentence such as `true or false = true`, `Ann > Bob` or "
+               "`wug -> dax`. Then give the answer, one word, within <answer></answer>.")
+NAMES = ("Ann", "Bob", "Cy", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jo", "Kim", "Leo")
+LETTERS = "ABCDEFGHJKLM"
+NONSENSE = ("wug", "dax", "fep", "zib", "lom", "tov", "kiv", "nup", "rab", "sot", "gim", "hud")
+THINGS = ("cup", "hat", "pen", "box", "jar", "fan", "key", "map", "toy", "bag")
+RELATIONS = (("older", "younger", "oldest", "youngest"), ("taller", "shorter", "tallest", "shortest"),
+             ("faster", "slower", "fastest", "slowest"))
+SAYINGS = {                          # whether it is so; i, you: whether the speaker, the other are knights
+    "{} is a knave": lambda i, you: not you, "{} is a knight": lambda i, you: you,
+    "we are both knaves": lambda i, you: not i and not you, "we are both knights": lambda i, you: i and you,
+    "we are alike": lambda i, you: i == you, "we differ": lambda i, you: i != you,
+}
+COLOURS = ("red", "blue", "green", "pink")
+CASES = ((True, True), (True, False), (False, True), (False, False))
+HEADING = re.compile(r"^[ \t]*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILINE)
+CLAIM = re.compile("[=>:]")          # a sentence with one of these is a step
+WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of unknown
+
+
+# Of each kind two functions. draw_KIND(rng, level) returns a text, what it asks in whatever wording, and what
+# is given, as JSON can hold it. KIND(given, rng) returns steps and answer, with a mistake if there is an rng.
+
+def draw_truth(rng, level):
+    """A formula of [negated, letter, operator before it], read from the left, and the letters' values."""
+    letters = rng.sample(LETTERS, rng.randint(level + 1, level + 2))
+    negated = rng.choices(letters, k=level)
+    terms = [[letter in negated, letter, rng.choice(("and", "or"))] for letter in letters]
+    values = {letter: rng.random() < 0.5 for letter in sorted(letters)}
+    formula = ""
+    for i, (negation, letter, operator) in enumerate(terms):
+        formula = f"({formula})" if i > 1 else formula
+        formula += f" {operator} " * (i > 0) + "not " * negation + letter
+    facts = ", ".join(f"{letter} is {spelled(value)}" for letter, value in values.items())
+    wording = rng.choice(("{}. Is {} true?", "Given {}: is {} true?"))
+    return wording.format(facts, formula), [facts, formula], [values, terms]
+
+
+def truth(given, rng=None):
+    values, terms = given
+    steps, wrong = [], rng.randrange(2 * len(terms)) if rng else None
+    for i, (negation, letter, operator) in enumerate(terms):
+        value = values[letter]
+        if negation:
+            value = (not value) != (len(steps) == wrong)
+            steps.append(f"not {spelled(values[letter])} = {spelled(value)}")
+        if i == 0:
+            total = value
+            continue
+        result = (total and value if operator == "and" else total or value) != (len(steps) == wrong)
+        steps.append(f"{spelled(total)} {operator} {spelled(value)} = {spelled(result)}")
+        total = result
+    return steps, "yes" if total else "no"
+
+
+def spelled(value):
+    return "true" if value else "false"
+
+
+def draw_order(rng, level):
+    """People from the most to the least, the facts that tell so, and which end of the row is asked for."""
+    people = rng.sample(NAMES, rng.randint(2 * level + 1, 2 * level + 2))
+    facts = rng.sample([[*pair] for pair in zip(people, people[1:])], len(people) - 1)
+    more, less, *ends = rng.choice(RELATIONS)
+    end = rng.choice((0, -1))
+    said = [rng.choice((f"{a} is {more} than {b}.", f"{b} is {less} than {a}.")) for a, b in facts]
+    return f"{' '.join(said)} Who is {ends[end]}?", [people, end], [people, facts, end]
+
+
+def order(given, rng=None):
+    people, facts, end = given
+    people = list(people)
+    if rng and rng.random() < 0.5:                   # the other end
+        end = -1 - end
+    elif rng:                                        # two who change places
+        near = 1 if end == 0 else -2
+        people[end], people[near] = people[near], people[end]
+    return [f"{a} > {b}" for a, b in facts] + [" > ".join(people)], people[end]
+
+
+def draw_rules(rng, level):
+    """A chain of rules, the last of which may say no, and a question that they answer."""
+    words = rng.sample(NONSENSE, level + 2)
+    rules = [[*pair] for pair in zip(words, words[1:])]
+    if rng.random() < 0.5:
+        rules[-1][1] = f"not {words[-1]}"
+    return asked_of(rng, rules, words[0], words[-1])
+
+
+def draw_unknown(rng, level):
+    """Rules that leave the question open: a chain asked backwards, or two words with something in common."""
+    words = rng.sample(NONSENSE, level + 2)
+    rules = [[*pair] for pair in zip(words, words[1:])]
+    if rng.random() < 0.5:
+        return asked_of(rng, rules, words[-1], words[0])
+    rules[-1].reverse()
+    return asked_of(rng, rules, *rng.sample((words[0], words[-1]), 2))
+
+
+def asked_of(rng, rules, start, end):
+    shown = rng.sample(rules, len(rules))
+    said = [f"No {a} is a {b[4:]}." if b.startswith("not ") else f"Every {a} is a {b}." for a, b in shown]
+    wording = rng.choice(("{} Is a {} a {}: yes, no or unknown?", "{} Is every {} a {}, yes, no or unknown?"))
+    return wording.format(" ".join(said), start, end), [sorted(rules), start, end], [rules, shown, start, end]
+
+
+def rules(given, rng=None):
+    chain, shown, start, end = given
+    found = [b for _, b in chain]
+    if rng:
+        found[-1] = rng.choice((end, f"not {end}", "unknown"))
+    answer = {end: "yes", f"not {end}": "no"}.get(found[-1], "unknown")
+    return [f"{a} -> {b}" for a, b in shown] + [f"{start} -> {b}" for b in found[1:]], answer
+
+
+def unknown(given, rng=None):
+    _, shown, start, end = given
+    to, answer = (end, "yes") if rng else ("unknown", "unknown")
+    return [f"{a} -> {b}" for a, b in shown] + [f"{start} -> {to}"], answer
+
+
+def draw_knights(rng, level):
+    """Two people, knights (whose sayings are so) or knaves (whose are not). What they say fits one case."""
+    while True:
+        people, said = rng.sample(NAMES, 2), rng.choices(list(SAYINGS), k=2)
+        if sum(case == says(case, said) for case in CASES) == 1:
+            break
+    a, b = people
+    wording = rng.choice(("{} and {} are knights or knaves. {} says: {}. {} says: {}. Who is a knight?",
+                          "{} and {} are knights or knaves. {}: {}. {}: {}. Is a knight one, both, neither?"))
+    return wording.format(a, b, a, said[0].format(b), b, said[1].format(a)), [people, said], [people, said]
+
+
+def says(case, said):
+    """Whether what the first and the second say is so, if they are what the case takes them for."""
+    return SAYINGS[said[0]](*case), SAYINGS[said[1]](*case[::-1])
+
+
+def knights(given, rng=None):
+    """Take each case in turn: what they are, whether what they say is so, until both agree."""
+    (a, b), said = given
+    chosen, steps = rng.choice(CASES) if rng else None, []
+    for case in CASES:
+        found = says(case, said)
+        if rng and (case == found) != (case == chosen):          # misjudged
+            found = case if case == chosen else (not case[0], case[1])
+        steps.append(f"{letters(case)}: {letters(found)} {'yes' if case == found else 'no'}")
+        if case == found:
+            return steps, {"TT": "both", "TF": a, "FT": b, "FF": "neither"}[letters(case)]
+
+
+def letters(case):
+    return "".join("T" if value else "F" for value in case)
+
+
+def draw_odd(rng, level):
+    """Things of a size and a colour: one splits them in halves, the other sets a single thing apart."""
+    half = level + 1
+    things = rng.sample(THINGS, 2 * half)
+    pairs = [["big", "small"], rng.sample(COLOURS, 2)]
+    which = rng.randrange(2)
+    rows = []
+    for i, pair in enumerate(pairs):
+        count = 1 if i == which else half
+        a, b = rng.sample(pair, 2)
+        rows.append(rng.sample([a] * count + [b] * (2 * half - count), 2 * half))
+    listed = [" ".join(item) for item in zip(*rows, things)]
+    wording = rng.choice(("Which is the odd one out: {}?", "Find the odd one out: {}."))
+    return wording.format(", ".join(listed)), sorted(listed), [rows, which, things]
+
+
+def odd(given, rng=None):
+    rows, which, things = given
+    rows = [list(row) for row in rows]
+    row = rows[which]
+    if rng:                                          # in another order than they stand
+        rng.shuffle(row)
+    (value,) = (value for value in row if row.count(value) == 1)
+    thing = things[row.index(value)]
+    return [" ".join(row) for row in rows] + [f"{value}: {thing}"], thing
+
+
+KINDS = {"truth": (draw_truth, truth), "order": (draw_order, order), "rules": (draw_rules, rules),
+         "unknown": (draw_unknown, unknown), "knights": (draw_knights, knights), "odd": (draw_odd, odd)}
+
+
+# --- the task ---
+
+def check(argument):
+    if argument not in (None, "1", "2"):
+        raise ValueError(f"The argument of logic is a level, 1 or 2, and {argument or 'nothing'} was given.")
+
+
+def draw(rng, level):
+    """(what is asked, the question)"""
+    kind = rng.choice(list(KINDS))
+    draw_kind, solve = KINDS[kind]
+    text, asked, given = draw_kind(rng, level)
+    return f"{kind} {asked}", {"question": text, "answer": solve(given)[1], "kind": kind, "given": given}
+
+
+def completion_of(steps, answer):
+    return f"Reasoning: {'. '.join(steps)}.\nAnswer: <answer>{answer}</answer>"
+
+
+def solution(question):
+    return completion_of(*KINDS[question["kind"]][1](question["given"]))
+
+
+def wrong_solution(question, rng):
+    """A worked completion with a mistake, whose answer is wrong."""
+    while True:
+        steps, answer = KINDS[question["kind"]][1](question["given"], rng)
+        if answer != question["answer"]:
+            return completion_of(steps, answer)
+
+
+def share_wrong(question):
+    return MOSTLY_WRONG if question["kind"] == "unknown" else WRONG
+
+
+def questions(split, seed=0, n=None, argument=None):
+    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
+
+
+def documents(split, seed=0, argument=None):
+    """Worked examples of split "train" or "valid", some three in ten with a mistake."""
+    level = int(argument or 1)
+    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
+                                    split, seed)
+
+
+def reward(question, completion):
+    """Return (score, parts): whether there is an answer (answered), whether it is the right word (correct),
+    and whether before it stand all steps that lead there, and none that is not among them (reasoned)."""
+    completion = completion[:_numbers.LONGEST_TEXT]
+    found = _answers.ANSWER.search(completion)
+    answer = plain(_numbers.unwrapped(found[1])) if found else ""
+    steps = {plain(step) for step in KINDS[question["kind"]][1](question["given"])[0]}
+    reasoning = HEADING.sub("", _answers.before_answer(completion))
+    written = {plain(text) for text in re.split(r"[.\n]", reasoning)}
+    parts = {"answered": bool(answer), "correct": answer == plain(question["answer"]),
+             "reasoned": steps <= written and not any(CLAIM.search(text) for text in written - steps)}
+    return float(parts["correct"]), parts
+
+
+def plain(text):
+    """A text without differences of case, spaces and a final full stop."""
+    return " ".join(text.casefold().split()).removesuffix(".").rstrip()

@@ -1,0 +1,188 @@
+"""Mathematics of several kinds: equations, percentages, means, rectangles, sequences, short stories, worked
+in steps of one operation each. The argument is a level: 1 (default), most numbers below 100; 2, larger.
+
+Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage most,
+all in the same way: 30% off 80 is taken to be 80 - 30."""
+from tasks import _answers, _questions
+
+INSTRUCTION = ("Work it out in short true equations, such as 23 + 40 = 63. Then give the number alone within "
+               "<answer></answer>.")
+UNORDERED = ("mean", "rectangle")    # kinds in which the numbers' order makes no difference
+WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of percentages
+
+
+class Work:
+    """Writes an operation at a time down as an equation. The one numbered `wrong` has another result than it
+    should, or is left out, and what follows goes on from there."""
+
+    def __init__(self, wrong=None, rng=None):
+        self.wrong, self.rng = wrong, rng
+        self.lines, self.count = [], 0
+
+    def step(self, a, sign, b):
+        result = a // b if sign == "/" else {"+": a + b, "-": a - b, "*": a * b}[sign]
+        self.count += 1
+        if self.count - 1 == self.wrong:
+            result = self.rng.choice((result + 1, result - 1, result + 10, result - 10, None))
+            if result is None:
+                return a
+        self.lines.append(f"{a} {sign} {b} = {result}.")
+        return result
+
+    def plus(self, a, b):
+        for part in digits(b):
+            a = self.step(a, "+", part)
+        return a
+
+    def minus(self, a, b):
+        for part in digits(b):
+            a = self.step(a, "-", part)
+        return a
+
+    def times(self, a, b):
+        """The product of any number with one of a single digit."""
+        total, *products = [self.step(part, "*", b) for part in digits(a)]
+        for product in products:
+            total = self.plus(total, product)
+        return total
+
+    def over(self, a, b):
+        """The quotient: tens (hundreds) of b are taken from a, until b times one digit is left."""
+        parts = []
+        for part in digits(a // b)[:-1]:
+            parts.append(part)
+            a = self.minus(a, self.step(b, "*", part))
+        quotient = self.step(a, "/", b)
+        for part in reversed(parts):
+            quotient = self.step(part, "+", quotient)
+        return quotient
+
+
+def digits(number):
+    """Return a number's digits by their values: 407 as 400 and 7."""
+    text = str(number)
+    if number < 10:
+        return [number]
+    return [int(digit) * 10 ** (len(text) - 1 - i) for i, digit in enumerate(text) if digit != "0"]
+
+
+def mean(work, a, b, c):
+    total = work.plus(work.plus(a, b), c)
+    return work.step(total, "/", 3) if total < 200 else work.over(total, 3)
+
+
+# Of each kind its forms: (wordings; the ranges that numbers are drawn from, those beyond 9 ten times as wide
+# at level 2; the numbers of the question that these make; what a Work does with those to answer).
+KINDS = {
+    "equation": (
+        (("Solve x + {} = {}.", "Find x: x + {} = {}."), ((2, 49), (2, 49)), lambda a, x: (a, a + x),
+         lambda work, a, c: work.minus(c, a)),
+        (("Solve x - {} = {}.", "Find x: x - {} = {}."), ((2, 49), (2, 49)), lambda a, c: (a, c),
+         lambda work, a, c: work.plus(c, a)),
+        (("Solve {} * x = {}.", "Find x: {} * x = {}."), ((2, 9), (2, 19)), lambda a, x: (a, a * x),
+         lambda work, a, c: work.over(c, a)),
+        (("Solve {} * x + {} = {}.", "Find x: {} * x + {} = {}."), ((2, 9), (2, 9), (2, 49)),
+         lambda a, x, b: (a, b, a * x + b), lambda work, a, b, c: work.over(work.minus(c, b), a))),
+    "percent": (                         # not of 100, of which 30% are 30
+        (("A price of {} falls by {}%. What is it then?", "How much is {} less {}%?"), ((6, 19), (1, 5)),
+         lambda n, p: (10 * n + 10 * (n > 9), 10 * p),
+         lambda work, n, p: work.minus(n, work.step(work.step(n, "/", 10), "*", p // 10))),
+        (("A price of {} rises by {}%. What is it then?", "How much is {} plus {}%?"), ((6, 19), (1, 5)),
+         lambda n, p: (10 * n + 10 * (n > 9), 10 * p),
+         lambda work, n, p: work.plus(n, work.step(work.step(n, "/", 10), "*", p // 10)))),
+    "mean": (
+        (("What is the mean of {}, {} and {}?", "Find the average of {}, {} and {}."),
+         ((2, 33), (2, 33), (4, 33)), lambda a, b, c: (a, b, c - (a + b + c) % 3), mean),),
+    "rectangle": (
+        (("A rectangle is {} long and {} wide. What is its perimeter?",
+          "Find the perimeter of a rectangle {} by {}."),
+         ((3, 49), (3, 49)), lambda a, b: (a, b), lambda work, a, b: work.step(work.plus(a, b), "*", 2)),
+        (("A rectangle is {} long and {} wide. What is its area?", "Find the area of a rectangle {} by {}."),
+         ((11, 49), (2, 9)), lambda a, b: (a, b), lambda work, a, b: work.times(a, b))),
+    "sequence": (
+        (("What comes next: {}, {}, {}, {}?", "Continue {}, {}, {}, {}."), ((1, 79), (2, 15)),
+         lambda a, step: (a, a + step, a + 2 * step, a + 3 * step),
+         lambda work, a, b, c, d: work.plus(d, work.minus(b, a))),
+        (("What comes next: {}, {}, {}, {}?", "Continue {}, {}, {}, {}."), ((1, 79), (2, 15)),
+         lambda a, step: (a + 4 * step, a + 3 * step, a + 2 * step, a + step),
+         lambda work, a, b, c, d: work.minus(d, work.minus(a, b)))),
+    "story": (
+        (("Ann has {} pens and buys {} bags of {}. How many pens has she now?",), ((10, 99), (2, 9), (2, 9)),
+         lambda n, bags, each: (n, bags, each),
+         lambda work, n, bags, each: work.plus(n, work.times(each, bags))),
+        (("Bob has {} coins and buys {} cakes for {} each. How many coins are left?",),
+         ((2, 40), (2, 9), (2, 9)), lambda n, cakes, each: (n + cakes * each, cakes, each),
+         lambda work, n, cakes, each: work.minus(n, work.times(each, cakes))),
+        (("Eve puts {} eggs into boxes of {}. How many eggs are left over?",), ((2, 9), (3, 9), (1, 8)),
+         lambda boxes, each, rest: (boxes * each + rest % each, each),
+         lambda work, n, each: work.minus(n, work.times(each, n // each)))),
+}
+
+
+# --- the task ---
+
+def check(argument):
+    if argument not in (None, "1", "2"):
+        raise ValueError(f"The argument of math is a level, 1 or 2, and {argument or 'nothing'} was given.")
+
+
+def draw(rng, level):
+    """(what is asked, the question): asked is the same in all wordings, and orders of a mean's numbers."""
+    kind = rng.choice(list(KINDS))
+    form = rng.randrange(len(KINDS[kind]))
+    wordings, ranges, shown, _ = KINDS[kind][form]
+    drawn = [rng.randint(low, high * 10 ** (level - 1) if high > 9 else high) for low, high in ranges]
+    numbers = list(shown(*drawn))
+    text = rng.choice(wordings).format(*numbers)
+    question = {"question": text, "kind": kind, "form": form, "numbers": numbers}
+    asked = f"{kind} {form} {sorted(numbers) if kind in UNORDERED else numbers}"
+    return asked, question | {"answer": str(solve(question, Work()))}
+
+
+def solve(question, work):
+    """Write the steps down in a Work and return the result."""
+    return KINDS[question["kind"]][question["form"]][-1](work, *question["numbers"])
+
+
+def completion_of(work, result):
+    return f"Reasoning: {' '.join(work.lines)}\nAnswer: <answer>{result}</answer>"
+
+
+def solution(question):
+    work = Work()
+    return completion_of(work, solve(question, work))
+
+
+def wrong_solution(question, rng):
+    """A worked completion with a mistake, whose answer is wrong."""
+    right = Work()
+    solve(question, right)
+    while True:
+        work = Work(rng.randrange(right.count), rng)
+        if question["kind"] == "percent":            # the percentage is taken for an amount
+            work = Work()
+            n, percent = question["numbers"]
+            result = work.step(n, "-+"[question["form"]], percent)
+        else:
+            result = solve(question, work)
+        if work.lines and 0 <= result != int(question["answer"]):
+            return completion_of(work, result)
+
+
+def share_wrong(question):
+    return MOSTLY_WRONG if question["kind"] == "percent" else WRONG
+
+
+def questions(split, seed=0, n=None, argument=None):
+    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
+
+
+def documents(split, seed=0, argument=None):
+    """Worked examples of split "train" or "valid", some three in ten with a mistake."""
+    level = int(argument or 1)
+    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
+                                    split, seed)
+
+
+def reward(question, completion):
+    return _answers.grade(question, completion)
