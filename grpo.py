@@ -376,7 +376,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
     return groups[:share], sampled, bytes_read
 
 
-def learn(cfg, run, model, groups, lr, stream, surgery):
+def learn(cfg, run, model, groups, lr, surgery):
     """Take one optimizer step on groups of Completions, with the one normaliser. Returns this rank's sums of
     what it is judged by, and the norm of the gradient; None if there was nothing to learn on any rank: then
     no weight moves, nor any state of the optimizers."""
@@ -392,8 +392,7 @@ def learn(cfg, run, model, groups, lr, stream, surgery):
     stats = Counter(flops=flops(run.model, learnt))
     largest_difference = 0.0
     multiple = run.hardware.length_multiple
-    parts = [micro_batches(domain, run.state.micro_batch, multiple) or [[]]
-             for domain in surgery.split(learnt, lambda c: stream.domain(c.key))]
+    parts = [micro_batches(part, run.state.micro_batch, multiple) or [[]] for part in surgery.split(learnt)]
     for part in surgery.micro_steps(model, parts):
         batch = padded(part, multiple).to(run.hardware.device)
         mask = batch.y != IGNORE
@@ -448,7 +447,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
-            update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr, stream, surgery)
+            update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr, surgery)
             if update:
                 updates.append(update)
         torch.use_deterministic_algorithms(False)
@@ -588,7 +587,7 @@ def main(argv):
                            f"--init_from={cfg.out_dir} and another --out_dir=.")
     with task_errors():                      # before a run folder is touched
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
-    surgery = Surgery(cfg, run, stream.domains)
+    surgery = Surgery(cfg, run, stream)
     run.other_bytes = surgery.bytes()
     with pool, run.open(tokenizer, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)

@@ -35,10 +35,11 @@ class Surgery:
     """Lends an optimizer step its micro-batches, domain by domain, and leaves the gradient that PCGrad makes of
     theirs; with --surgery=none, or a single domain, those of all together."""
 
-    def __init__(self, cfg, run, domains):
+    def __init__(self, cfg, run, stream):
         self.cfg = cfg
         self.run = run
-        self.domains = domains if cfg.surgery == "pcgrad" else domains[:1]
+        self.stream = stream                 # questions.QuestionStream
+        self.domains = stream.domains if cfg.surgery == "pcgrad" else stream.domains[:1]
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
         self.place = torch.device("cpu") if cfg.surgery_buffers == "cpu" else run.hardware.device
         self.dtype = torch.bfloat16 if cfg.surgery_buffers == "bf16" else torch.float32
@@ -52,14 +53,14 @@ class Surgery:
         numbers = sum(sharding.local(p).numel() for p in self.parameters)
         return len(self.domains) * numbers * self.dtype.itemsize
 
-    def split(self, completions, domain_of):
+    def split(self, completions):
         """Return the Completions of each domain, in the same order on every rank; as one list without
         surgery."""
         if len(self.domains) < 2:
             return [completions]
         parts = {name: [] for name in self.domains}
         for c in completions:
-            parts[domain_of(c)].append(c)
+            parts[self.stream.domain(c.key)].append(c)
         return list(parts.values())
 
     def micro_steps(self, model, parts):

@@ -14,7 +14,7 @@ from model import on_meta
 from runtime import config, hardware, memory, optim
 from runtime.tokenizer import Tokenizer
 
-FILES = [p for p in sorted(ROOT.glob("config/*.py")) if "\ninit_from" not in p.read_text()]       # that train from scratch
+FILES = [p for p in sorted(ROOT.glob("config/*.py")) if not re.search("\ninit_from|import \\*", p.read_text())]       # that train from scratch
 WIKITEXT_103 = 118e6                                 # GPT-2 tokens of its training split
 GPT2_IDS = 50257
 
@@ -100,7 +100,8 @@ def test_a_smaller_card_takes_the_same_steps(smaller, of):
 
 
 @pytest.mark.parametrize("name, asked, samples", [("grpo.py", 32, 8), ("grpo_4090x2.py", 16, 8), ("grpo_a100x8.py", 128, 4), ("chess_mini_grpo.py", 32, 8),
-                                                  ("grpo_3b_a100x8.py", 128, 8)])
+                                                  ("grpo_3b_a100x8.py", 128, 8), ("six_domains_cpu.py", 36, 8),
+                                                  ("six_domains_mixed.py", 128, 4), ("six_domains_pcgrad.py", 128, 4)])
 def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, asked, samples, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8" if "x8" in name else "2")
     cfg = config.load(grpo.Config, [str(ROOT / "config" / name)])
@@ -109,6 +110,18 @@ def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, aske
     if name == "grpo_a100x8.py":
         assert cfg.max_new_tokens == 512
         assert cfg.max_steps == -(-3 * 6700 // 128)
+
+
+def test_the_six_domains_are_the_source_s_sizes_and_differ_in_the_surgery_alone():
+    mixed, pcgrad = (config.load(grpo.Config, [str(ROOT / f"config/six_domains_{name}.py")]) for name in ("mixed", "pcgrad"))
+    assert (mixed.max_prompt_tokens, mixed.max_new_tokens, mixed.save_interval, len(mixed.task)) == (256, 512, 500, 6)
+    differ = {name for name in vars(mixed) if getattr(mixed, name) != getattr(pcgrad, name)}
+    assert differ == {"out_dir", "surgery", "surgery_buffers"} and pcgrad.surgery == "pcgrad"
+    header = (ROOT / "config/six_domains_pcgrad.py").read_text()
+    n = on_meta(scaling.SHAPES["Qwen2.5 1.5B"]).n_params()
+    bf16, fp32, shared = (float(x) for x in re.search(r"([\d.]+) GB a card; in fp32 they would be ([\d.]+), with --parallel=fsdp ([\d.]+)\.", header).groups())
+    assert bf16 == pytest.approx(6 * 2 * n / 1e9, abs=0.1) and fp32 == pytest.approx(6 * 4 * n / 1e9, abs=0.1)
+    assert shared == pytest.approx(6 * 4 * n / 8 / 1e9, abs=0.1)
 
 
 def test_the_3b_model_on_eight_cards():

@@ -86,7 +86,7 @@ def lent(kind="pcgrad", buffers="device", domains=("a", "b", "c"), seed=0, scale
     cfg = grpo.Config(surgery=kind, surgery_buffers=buffers, seed=seed)
     run = SimpleNamespace(model=model, step=0, hardware=SimpleNamespace(device=torch.device("cpu")),
                           scaler=SimpleNamespace(get_scale=lambda: scale))
-    return Surgery(cfg, run, list(domains)), model, run
+    return Surgery(cfg, run, SimpleNamespace(domains=list(domains))), model, run
 
 
 def step_of(surgery, model, sign=1.0):

@@ -1,0 +1,23 @@
+"""Reinforcement learning of a small model on six domains at once, on two cores: 120 steps of 256 answers.
+
+    python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft
+    python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad --out_dir=out/domains/pcgrad
+
+runs/domains.sh does what comes before it, and the experiment of docs/domains.md.
+"""
+init_from = "out/domains/rft"
+out_dir = "out/domains/mixed"
+task = "math+code+logic+simulation+table+science"
+num_questions = 6000                     # a thousand of each domain
+prompts_per_step = 36                    # six of each
+max_new_tokens = 144
+
+temperature = 1.2
+learning_rate = 5e-4
+lr_schedule = "linear"
+warmup_steps = 10
+max_steps = 120
+
+eval_interval = 120                      # before and after
+eval_questions = 300
+log_interval = 5

@@ -1,0 +1,28 @@
+"""GRPO of a 1.5B-parameter model on six domains at once, with eight A100 80 GB: math, code, logic, simulation, table, science.
+
+    torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py
+    bash runs/slurm_domains.sh               this and six_domains_pcgrad.py, side by side
+
+The batch of the eight-A100 guide that this project starts from: 128 questions of up to 256 tokens, 4 answers of up to 512 each, a
+checkpoint every 500 steps. The questions are generated, synthetic stand-ins for GURU's (docs/domains.md); who has its files names
+them: --task=guru:FOLDER. Needs `pip install reasoning-gym`. Not run on a GPU yet.
+"""
+init_from = "Qwen/Qwen2.5-1.5B-Instruct"
+out_dir = "out/six_domains_mixed"
+task = {"gym:math": 1, "gym:code": 1, "gym:logic": 1, "gym:simulation": 1, "table:2": 1, "science:2": 1}
+num_questions = 60_000
+
+prompts_per_step = 128
+k_samples = 4
+max_prompt_tokens = 256
+max_new_tokens = 512
+few_shot = 0
+tokens_per_micro_batch = 32768
+max_steps = 1500
+
+learning_rate = 1e-6
+warmup_steps = 10
+gradient_checkpointing = True
+eval_interval = 100
+eval_questions = 600
+save_interval = 500

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Six domains in one model, on two cores: a small GPT from scratch on worked examples of all six, of which three in ten are wrong; its own
+# verified solutions; reinforcement learning on all six at once. docs/domains.md has what came out.
+#
+#     bash runs/domains.sh                                     the ladder
+#     bash runs/domains.sh --seeds="0 1 2" --pcgrad --single   the experiment: with gradient surgery too, for each seed, and a
+#                                                              run of a sixth of the steps for each domain alone
+# What is done already is not done again. Takes --out_dir=, --data_dir=, --base_steps= and --grpo_steps= too.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=out/domains data=data seeds=0 base= steps=120 pcgrad= single=
+for argument in "$@"; do
+    case $argument in
+        --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seeds=*) seeds=${argument#*=} ;;
+        --base_steps=*) base=--max_steps=${argument#*=} ;; --grpo_steps=*) steps=${argument#*=} ;;
+        --pcgrad) pcgrad=yes ;; --single) single=yes ;;
+        *) echo "error: domains.sh takes --out_dir=, --data_dir=, --seeds=, --base_steps=, --grpo_steps=, --pcgrad and --single, not $argument." >&2; exit 2 ;;
+    esac
+done
+also="matplotlib"; source runs/setup.sh
+domains="math code logic simulation table science"
+mixture=${domains// /+}
+ask="--task=$mixture --max_new_tokens=144"
+mkdir -p "$out"
+
+# So small a model is sampled fastest by a process for each core; a GPU takes one.
+each_core="$python"
+if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    cores=$("$python" -c "import os
+cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+print(max(n for n in (1, 2, 4) if n <= cores))")               # they share the prompts of a step evenly
+    ask="$ask --device=cpu"
+    each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
+fi
+
+once() {                                 # once NAME FILE COMMAND...: unless FILE is there; notes the seconds it takes
+    local name=$1 file=$2 began; shift 2
+    [ ! -e "$file" ] || return 0
+    echo; echo "== $name"; began=$(now)
+    "$@"
+    echo "$name $(now) $began" >> "$out/seconds"
+}
+now() { "$python" -c "import time; print(time.time())"; }
+learn() {                                # learn NAME FLAGS...: reinforcement learning from the tuned model, whatever stopped it before
+    local name=$1; shift
+    once "$name" "$out/$name/checkpoints/step_$(printf %08d "$last")" \
+        $each_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/$name" --max_steps="$last" --eval_interval="$last" \
+        --resume=auto "$@"
+}
+train_base() { "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" --resume=auto $base && touch "$out/base.done"; }
+tune() {
+    "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --resume=auto --num_epochs=1.5 &&
+        touch "$out/rft.done"
+}
+compare() {                              # compare NAME MODELS...: all on the same test questions, each against the first
+    local name=$1; shift
+    once "compare_$name" "$out/$name.json" with_json "$out/$name.json" $each_core eval.py --compare "${@/#/$out/}" $ask --num_questions=1200 --json
+}
+with_json() { local file=$1; shift; "$@" | tee "$file.log" | grep -v '^{'; grep '^{' "$file.log" > "$file.tmp"; mv "$file.tmp" "$file"; rm "$file.log"; }
+
+
+once base "$out/base.done" train_base
+once datagen "$out/rft.json" \
+    $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" \
+    --num_questions=3600 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
+once rft "$out/rft.done" tune
+for seed in $seeds; do
+    last=$steps
+    learn "mixed$seed" --seed="$seed"
+    [ -z "$pcgrad" ] || learn "pcgrad$seed" --seed="$seed" --surgery=pcgrad
+done
+last=$((steps / 6))
+if [ -n "$single" ]; then
+    for domain in $domains; do
+        learn "$domain" --task="$domain" --num_questions=1000 --warmup_steps=2
+    done
+    compare single rft $domains
+fi
+compare ladder base rft "mixed${seeds%% *}"
+if [ -n "$pcgrad" ]; then
+    for seed in $seeds; do
+        compare "seed$seed" "mixed$seed" "pcgrad$seed" rft
+    done
+fi
+"$python" -m runs.domains "$out"
