@@ -1,9 +1,11 @@
-"""GURU, six domains of questions for RL (Cheng et al. 2025, LLM360/guru-RL-92k on the hub), read from its parquet files: guru:PATH is a
-file, or a folder whose files are named train/..., and perhaps test/... (or eval/..., valid/...). Nothing is downloaded.
+"""GURU, six domains of questions for RL (Cheng et al. 2025, LLM360/guru-RL-92k on the hub), read from its
+parquet files: guru:PATH is a file, or a folder whose files are named train/..., and perhaps test/... (or
+eval/..., valid/...). Nothing is downloaded.
 
-An answer is compared as a number, or as text (lists and tables too) but for case, spaces and quotation marks. That is stricter than
-GURU's own verifiers, which ask a language model for some sources and pay part of a reward in others. Questions whose answers
-have to be executed (codegen__...) are left out, and said so."""
+An answer is compared as a number, or as text (lists and tables too) but for case, spaces and quotation
+marks. That is stricter than GURU's own verifiers, which ask a language model for some sources and pay
+part of a reward in others. Questions whose answers have to be executed (codegen__...) are left out, and
+said so."""
 import functools
 import json
 import re
@@ -17,13 +19,15 @@ INSTRUCTION = "Think step by step. Then give the answer alone within <answer></a
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 BOXED = re.compile(r"\\boxed\s?\{")
 EXECUTED = ("codegen", "livecodebench", "humaneval", "mbpp", "leetcode", "taco", "primeintellect", "ifeval")
-FOLDERS = {"train": "train", "test": "test", "eval": "test", "offline_eval": "test", "online_eval": "valid", "valid": "valid"}
+FOLDERS = {"train": "train", "test": "test", "eval": "test", "offline_eval": "test", "online_eval": "valid",
+           "valid": "valid"}
 
 
 def check(argument):
     path = Path(argument or ".")
     if not argument or not files(path):
-        raise FileNotFoundError(f"There is no parquet file at {path}: guru:PATH names one of GURU's, or the folder that they are in.")
+        raise FileNotFoundError(f"There is no parquet file at {path}: guru:PATH names one of GURU's, or the "
+                                "folder that they are in.")
 
 
 def files(path):
@@ -49,7 +53,8 @@ def rows(path):
         with pyarrow.parquet.ParquetFile(path) as file:
             missing = [name for name in wanted if name not in file.schema_arrow.names]
             if missing:
-                raise ValueError(f"{path} has no column {missing[0]}: give a file of GURU's, with {', '.join(wanted)}.")
+                raise ValueError(f"{path} has no column {missing[0]}: give a file of GURU's, with "
+                                 f"{', '.join(wanted)}.")
             # a part at a time: tests of programs, gigabytes in some files, are not wanted all at once
             for batch in file.iter_batches(64, columns=wanted):
                 for i, raw in enumerate(batch.to_pylist()):
@@ -58,7 +63,8 @@ def rows(path):
                     else:
                         kept.append(row(raw, path, i))
     except (OSError, pyarrow.ArrowException) as e:
-        raise ValueError(f"{path} can't be read ({str(e).splitlines()[0][:120]}): make it a readable parquet file.") from None
+        reason = str(e).splitlines()[0][:120]
+        raise ValueError(f"{path} can't be read ({reason}): make it a readable parquet file.") from None
     return kept, left_out
 
 
@@ -72,8 +78,8 @@ def row(raw, path, i):
         asked = right = None
     right = right if isinstance(right, str) or right is None else json.dumps(right, ensure_ascii=False)
     if not asked or not (right or "").strip():
-        raise ValueError(f"{path} has a question of {raw['data_source']} without a prompt [{{role, content}}] or without "
-                         "reward_model.ground_truth: give a file of GURU's.")
+        raise ValueError(f"{path} has a question of {raw['data_source']} without a prompt [{{role, content}}] "
+                         "or without reward_model.ground_truth: give a file of GURU's.")
     return {"question": asked, "answer": right.strip(), "source": str(raw["data_source"])}
 
 
@@ -86,10 +92,12 @@ def everything(path):
         found.setdefault(split, []).extend(kept)
         left_out += skipped
     if left_out:
-        print(f"{left_out.total()} questions of {path} are left out, because to grade them programs would have to be executed: "
-              f"{', '.join(f'{n} of {source}' for source, n in sorted(left_out.items()))}.", file=sys.stderr)
+        sources = ", ".join(f"{n} of {source}" for source, n in sorted(left_out.items()))
+        print(f"{left_out.total()} questions of {path} are left out, because to grade them programs would have "
+              f"to be executed: {sources}.", file=sys.stderr)
     if not any(found.values()):
-        raise ValueError(f"{path} has no question that can be graded here: give files of GURU's math, logic, simulation, table or stem.")
+        raise ValueError(f"{path} has no question that can be graded here: give files of GURU's math, logic, "
+                         "simulation, table or stem.")
     return _questions.apart(**({"train": []} | found))
 
 
@@ -106,7 +114,8 @@ def documents(split, argument=None):
 
 
 def said_answer(completion):
-    """Return what a completion gives as its answer, "" if nothing: within the first <answer></answer>, else the last \\boxed{}."""
+    """Return what a completion gives as its answer, "" if nothing: within the first <answer></answer>,
+    else the last \\boxed{}."""
     found = ANSWER.search(completion)
     if found:
         inside = found[1].strip()
@@ -126,7 +135,8 @@ def boxed(text):
 
 
 def plain(text):
-    """Return a text without what does not count: case, spaces, quotation marks, TeX's signs around it, a full stop at its end."""
+    """Return a text without what does not count: case, spaces, quotation marks, TeX's signs around it, a
+    full stop at its end."""
     text = _numbers.normal(_numbers.unwrapped(text)).casefold()
     return re.sub(r"[\s'\"]", "", text).removesuffix(".")
 
