@@ -73,7 +73,7 @@ EXCLUDED = {
     "list_functions": "an item is not a function of its index: in another process it is another",
     "n_queens": "its scorer calls eval, which executes what was said as code",
     "palindrome_generation": "'onadffdano' is paid where 'fdanoonadf' is right",
-    "palindrome_partitioning": "its own right answer '[[\"p\", \"p\", \"h\", \"h\", \"x\", \"..., \"xx\", \"nn\", \"ywwy\", \"dd\"]]' is paid less than 1",
+    "palindrome_partitioning": "its answers are too long, over 6000 characters",
     "polynomial_equations": "'-3.625, 0.0 -3.625, 0.0' is paid where '-3.625, 0.0' is right",
     "polynomial_multiplication": "its scorer calls parse_expr, which executes what was said as code",
     "pool_matrix": "'4.5 4.5\\n4.75 5.01' is paid where '4.5 4.5\\n4.75 5.0' is right",
@@ -91,7 +91,7 @@ EXCLUDED = {
     "string_synthesis": "500 items have only 195 different questions",
     "sudoku": "an item takes 112 ms to make",
     "survo": "'The answer is 2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is paid where '2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is right",
-    "tower_of_hanoi": "its own right answer 'Move disk 1 from Peg 3 to Pe...e disk 1 from Peg 3 to Peg 1' is paid less than 1",
+    "tower_of_hanoi": "its answers are too long, over 4000 characters",
     "word_ladder": "it makes no more than a few items of one seed",
     "zebra_puzzles": "an item takes 124 ms to make",
 }
