@@ -2,7 +2,7 @@
 # Sets up what is missing and runs the tests that are quick, or with --all every one; other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-also="pytest pytest-xdist matplotlib tensorboard transformers peft chess rapidfuzz"; source runs/setup.sh
+also="pytest pytest-xdist matplotlib tensorboard transformers peft chess rapidfuzz reasoning-gym"; source runs/setup.sh
 
 which=(-m "not slow")
 if [ "${1:-}" = --all ]; then

@@ -1,0 +1,151 @@
+"""GURU, six domains of questions for RL (Cheng et al. 2025, LLM360/guru-RL-92k on the hub), read from its
+parquet files: guru:PATH is a file, or a folder whose files are named train/..., and perhaps test/... (or
+eval/..., valid/...). Nothing is downloaded.
+
+An answer is compared as a number, or as text (lists and tables too) but for case, spaces and quotation
+marks. That is stricter than GURU's own verifiers, which ask a language model for some sources and pay
+part of a reward in others. Questions whose answers have to be executed (codegen__...) are left out, and
+said so."""
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tasks import _numbers, _questions
+
+INSTRUCTION = "Think step by step. Then give the answer alone within <answer></answer>."
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+BOXED = re.compile(r"\\boxed\s?\{")
+EXECUTED = ("codegen", "livecodebench", "humaneval", "mbpp", "leetcode", "taco", "primeintellect", "ifeval")
+FOLDERS = {"train": "train", "test": "test", "eval": "test", "offline_eval": "test", "online_eval": "valid",
+           "valid": "valid"}
+
+
+def check(argument):
+    path = Path(argument or ".")
+    if not argument or not files(path):
+        raise FileNotFoundError(f"There is no parquet file at {path}: guru:PATH names one of GURU's, or the "
+                                "folder that they are in.")
+
+
+def files(path):
+    """Return {file: split} of a file, or of all that are in a folder, by the names of the folders between."""
+    if path.is_file():
+        return {path: "train"}
+    found = {}
+    for file in sorted(path.rglob("*.parquet")):
+        names = [FOLDERS[name] for name in file.relative_to(path).parts[:-1] if name in FOLDERS]
+        found[file] = names[0] if names else "train"
+    return found
+
+
+def rows(path):
+    """Return (the questions of a file, a Counter of the sources that are left out)."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError("To read parquet files a library is missing: pip install pyarrow.") from None
+    kept, left_out = [], Counter()
+    wanted = ["data_source", "prompt", "reward_model"]
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            missing = [name for name in wanted if name not in file.schema_arrow.names]
+            if missing:
+                raise ValueError(f"{path} has no column {missing[0]}: give a file of GURU's, with "
+                                 f"{', '.join(wanted)}.")
+            # a part at a time: tests of programs, gigabytes in some files, are not wanted all at once
+            for batch in file.iter_batches(64, columns=wanted):
+                for i, raw in enumerate(batch.to_pylist()):
+                    if str(raw["data_source"]).lower().startswith(EXECUTED):
+                        left_out[raw["data_source"]] += 1
+                    else:
+                        kept.append(row(raw, path, i))
+    except (OSError, pyarrow.ArrowException) as e:
+        reason = str(e).splitlines()[0][:120]
+        raise ValueError(f"{path} can't be read ({reason}): make it a readable parquet file.") from None
+    return kept, left_out
+
+
+def row(raw, path, i):
+    """Return a question; ValueError unless it has a prompt and an answer."""
+    try:
+        model = raw["reward_model"]
+        right = (json.loads(model) if isinstance(model, str) else model)["ground_truth"]
+        asked = "\n".join(turn["content"].strip() for turn in raw["prompt"] if turn["role"] != "system")
+    except (TypeError, KeyError, AttributeError, ValueError):
+        asked = right = None
+    right = right if isinstance(right, str) or right is None else json.dumps(right, ensure_ascii=False)
+    if not asked or not (right or "").strip():
+        raise ValueError(f"{path} has a question of {raw['data_source']} without a prompt [{{role, content}}] "
+                         "or without reward_model.ground_truth: give a file of GURU's.")
+    return {"question": asked, "answer": right.strip(), "source": str(raw["data_source"])}
+
+
+@functools.lru_cache(1)
+def everything(path):
+    """Return {split: questions} of a path; print what is left out."""
+    found, left_out = {}, Counter()
+    for file, split in files(Path(path)).items():
+        kept, skipped = rows(file)
+        found.setdefault(split, []).extend(kept)
+        left_out += skipped
+    if left_out:
+        sources = ", ".join(f"{n} of {source}" for source, n in sorted(left_out.items()))
+        print(f"{left_out.total()} questions of {path} are left out, because to grade them programs would have "
+              f"to be executed: {sources}.", file=sys.stderr)
+    if not any(found.values()):
+        raise ValueError(f"{path} has no question that can be graded here: give files of GURU's math, logic, "
+                         "simulation, table or stem.")
+    return _questions.apart(**({"train": []} | found))
+
+
+def questions(split, seed=0, n=None, argument=None):
+    return _questions.some(everything(argument)[split], seed, n)
+
+
+def solution(question):
+    return f"<answer>{question['answer']}</answer>"
+
+
+def documents(split, argument=None):
+    return [_questions.document(q, solution(q)) for q in questions(split, argument=argument)]
+
+
+def said_answer(completion):
+    """Return what a completion gives as its answer, "" if nothing: within the first <answer></answer>,
+    else the last \\boxed{}."""
+    found = ANSWER.search(completion)
+    if found:
+        inside = found[1].strip()
+        return boxed(inside) if BOXED.match(inside) and inside.endswith("}") else inside
+    return boxed(completion)
+
+
+def boxed(text):
+    """Return what is within the last \\boxed{}, braces within it included, "" if there is none."""
+    starts = [found.end() for found in BOXED.finditer(text)]
+    depth = 1
+    for i in range(starts[-1] if starts else len(text), len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[starts[-1]:i].strip()
+    return ""
+
+
+def plain(text):
+    """Return a text without what does not count: case, spaces, quotation marks, TeX's signs around it, a
+    full stop at its end."""
+    text = _numbers.normal(_numbers.unwrapped(text)).casefold()
+    return re.sub(r"[\s'\"]", "", text).removesuffix(".")
+
+
+def reward(question, completion):
+    said = said_answer(completion[:_numbers.LONGEST_TEXT])
+    right = _numbers.number(question["answer"])
+    if right is not None:
+        correct = _numbers.number(said) == right
+    else:
+        correct = bool(said) and plain(said) == plain(question["answer"])
+    return float(correct), {"answered": bool(said), "correct": correct}

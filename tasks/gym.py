@@ -1,0 +1,190 @@
+"""Questions of the library reasoning-gym (pip install reasoning-gym): `gym:NAME` is one of its generators,
+`gym:math` a group of them (code, logic, simulation). Nothing is downloaded, and nothing that a model wrote is
+executed.
+
+Of its generators only those are here whose verifier stood the audit of measure/audit.py: see EXCLUDED and
+docs/gym_audit.md. The library pays part of a reward where the right answer merely occurs in what was
+said; here only its full score counts, on the text within the first <answer></answer>. An item is a
+function of (generator, index): a question carries these two, and whoever grades it makes the item again."""
+import contextlib
+import functools
+import io
+import re
+
+from tasks import _numbers, _questions
+
+INSTRUCTION = ("Think step by step. Then give the answer alone, in the form that is asked for, within "
+               "<answer></answer>.")
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+LONGEST = 4_000                      # characters of an answer that are read
+N_ITEMS = 1_000_000                  # of a generator: its indices; some make a list of them all
+
+GROUPS = {
+    "math": ["basic_arithmetic", "chain_sum", "decimal_chain_sum", "fraction_simplification", "gcd",
+             "gsm_symbolic", "lcm", "leg_counting", "number_sequence", "prime_factorization", "products",
+             "simple_equations", "simple_geometry", "time_intervals"],
+    "code": ["base_conversion", "bf", "binary_alternation", "bitwise_arithmetic", "caesar_cipher",
+             "count_bits", "letter_counting", "number_filtering", "number_sorting", "spell_backward",
+             "word_sequence_reversal", "word_sorting"],
+    "logic": ["aiw", "circuit_logic", "course_schedule", "family_relationships", "knights_knaves",
+              "mini_sudoku", "syllogism"],
+    "simulation": ["ab", "color_cube_rotation", "largest_island", "manipulate_matrix", "maze",
+                   "rotate_matrix", "rotten_oranges", "spiral_matrix"],
+}
+# generators that stood the audit and are in no group: too long, too hard or too few questions for a small
+# model
+OTHERS = ["arc_1d", "arc_agi", "calendar_arithmetic", "count_primes", "cryptarithm", "decimal_arithmetic",
+          "dice", "emoji_mystery", "figlet_font", "group_anagrams", "mahjong_puzzle", "modulo_grid",
+          "needle_haystack", "number_format", "path_star", "power_function", "rearc", "rectangle_count",
+          "self_reference", "sentence_reordering", "string_manipulation", "tsumego"]
+# those whose scorer pays too much, raises or calls eval (of bf: which prints), and whose questions have one
+# answer in a set form: its text is compared
+EXACT = ("bf", "knights_knaves", "number_sorting", "prime_factorization", "spiral_matrix", "time_intervals",
+         "word_sorting")
+# what differs from the library's defaults
+SETTINGS = {
+    "manipulate_matrix": {"max_rows": 5, "max_cols": 5, "max_transforms": 3},
+    "rotate_matrix": {"max_n": 5, "max_rotations": 4},
+    "rotten_oranges": {"min_n": 4, "max_n": 7},
+    "spiral_matrix": {"max_n": 5},
+    "string_manipulation": {"max_num_rules": 4},
+}
+# {generator: what the audit found}
+EXCLUDED = {
+    "acre": "constructing it makes all of its items at once and takes over a minute",
+    "advanced_geometry": "'4.051, -5.487)' is paid where '(4.051, -5.487)' is right",
+    "binary_matrix": "its scorer calls eval, which executes what was said as code",
+    "boxnet": "it has no right answer of its own",
+    "codeio": "an item is not a function of its index: in another process it is another",
+    "coin_flip": "500 items have only 214 different questions",
+    "complex_arithmetic": "'nan' is paid where '-15.0 + 3.0i' is right",
+    "composite": "it is a mixture of the others: use a group",
+    "countdown": "its scorer calls parse_expr, which executes what was said as code",
+    "futoshiki": "an item takes 164 ms to make",
+    "game_of_life": "its scorer raises KeyError on '{}'",
+    "game_of_life_halting": "'0' is paid where 'False' is right",
+    "graph_color": "it has no right answer of its own",
+    "intermediate_integration": "its scorer calls parse_expr, which executes what was said as code",
+    "isomorphic_strings": "an item is not a function of its index: in another process it is another",
+    "jugs": "'[\"fill C\", \"pour C->A\", \"fil...\", \"pour A->C\", \"pour C->B\"]' is paid where '[\"fill B\", \"pour B->A\", \"fil...->A\", \"fill B\", \"pour B->A\"]' is right",
+    "kakurasu": "'1 0 1 0\\n0 0 0 1\\n1 0 0 0\\n0 1 0 0x' is paid where '1 0 1 0\\n0 0 0 1\\n1 0 0 0\\n0 1 0 0' is right",
+    "knight_swap": "an item takes 2548 ms to make",
+    "letter_jumble": "'work or any files containing...er work associated with with' is paid where 'work or any files containing...y other work associated with' is right",
+    "list_functions": "an item is not a function of its index: in another process it is another",
+    "n_queens": "its scorer calls eval, which executes what was said as code",
+    "palindrome_generation": "'onadffdano' is paid where 'fdanoonadf' is right",
+    "palindrome_partitioning": "its answers are too long, over 6000 characters",
+    "polynomial_equations": "'-3.625, 0.0 -3.625, 0.0' is paid where '-3.625, 0.0' is right",
+    "polynomial_multiplication": "its scorer calls parse_expr, which executes what was said as code",
+    "pool_matrix": "'4.5 4.5\\n4.75 5.01' is paid where '4.5 4.5\\n4.75 5.0' is right",
+    "propositional_logic": "it has no right answer of its own",
+    "puzzle24": "its scorer calls parse_expr, which executes what was said as code",
+    "quantum_lock": "an item takes 202 ms to make",
+    "ransom_note": "an item is not a function of its index: in another process it is another",
+    "rubiks_cube": "it has no right answer of its own",
+    "rush_hour": "it has no right answer of its own",
+    "shortest_path": "'left down' is paid where 'down left' is right",
+    "simple_integration": "its scorer calls parse_expr, which executes what was said as code",
+    "sokoban": "an item takes 2377 ms to make",
+    "string_insertion": "its scorer calls eval, which executes what was said as code",
+    "string_splitting": "500 items have only 195 different questions",
+    "string_synthesis": "500 items have only 195 different questions",
+    "sudoku": "an item takes 112 ms to make",
+    "survo": "'The answer is 2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is paid where '2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is right",
+    "tower_of_hanoi": "its answers are too long, over 4000 characters",
+    "word_ladder": "it makes no more than a few items of one seed",
+    "zebra_puzzles": "an item takes 124 ms to make",
+}
+MISSING = "The task gym needs a library that is missing: pip install reasoning-gym."
+
+
+def check(argument):
+    names = ", ".join(GROUPS)
+    if not argument:
+        raise ValueError(f"The task gym needs the name of a group or generator: gym:NAME, with one of "
+                         f"{names}, or of docs/gym_audit.md.")
+    if argument in EXCLUDED:
+        raise ValueError(f"The generator {argument} is left out of gym ({EXCLUDED[argument]}): choose another, "
+                         f"or one of {names}.")
+    if argument not in GROUPS and not any(argument in group for group in (*GROUPS.values(), OTHERS)):
+        raise ValueError(f"There is no generator {argument} in gym that was audited: choose {names}, or one "
+                         "of docs/gym_audit.md.")
+    library()
+
+
+def library():
+    """Return the module reasoning_gym, which takes seconds to import; ValueError if it is not installed."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ValueError(MISSING) from None
+    return reasoning_gym
+
+
+@functools.cache
+def dataset(generator):
+    """Return the library's generator. Its seed is fixed: indices decide."""
+    return library().create_dataset(generator, seed=0, size=N_ITEMS, **SETTINGS.get(generator, {}))
+
+
+@functools.lru_cache(1024)
+def entry(generator, index):
+    """Return an item as the library has it, with what its scorer needs."""
+    return dataset(generator)[index]
+
+
+def draw(rng, generators):
+    """Return (what is asked, the question) of one of the generators."""
+    generator = rng.choice(generators)
+    while True:
+        index = rng.randrange(N_ITEMS)
+        with contextlib.redirect_stdout(io.StringIO()):          # bf prints as it goes
+            item = entry(generator, index)
+        if item["answer"].strip():           # an empty answer could not be told from none
+            break
+    text = item["question"].strip()
+    return text, {"question": text, "answer": item["answer"].strip(), "generator": generator, "index": index}
+
+
+def questions(split, seed=0, n=None, argument=None):
+    generators = GROUPS.get(argument, [argument])
+    return _questions.distinct(lambda rng: draw(rng, generators), split, seed, n)
+
+
+def solution(question):
+    return f"<answer>{question['answer']}</answer>"
+
+
+def documents(split, seed=0, argument=None):
+    generators = GROUPS.get(argument, [argument])
+    found = _questions.drawn(lambda rng: draw(rng, generators), split, seed)
+    return [_questions.document(q, solution(q)) for q in found]
+
+
+def plain(text):
+    """Return a text without what does not count: case, spaces, quotation marks, a full stop at its end."""
+    return re.sub(r"[\s'\"]", "", _numbers.normal(text).casefold()).removesuffix(".")
+
+
+def is_right(question, said):
+    """Return whether an answer earns the library's full score. Where the right one is a number, what was
+    said must be that number and nothing else, which is asked first: some of the scorers round, or find a
+    number anywhere."""
+    exact = _numbers.number(question["answer"])
+    if exact is not None and _numbers.number(said) != exact:
+        return False
+    if question["generator"] in EXACT:
+        return plain(said) == plain(question["answer"])
+    item = entry(question["generator"], question["index"])
+    if item["question"].strip() != question["question"]:
+        raise ValueError("the installed reasoning-gym makes another question of this index: install the "
+                         "version that made it")
+    return dataset(question["generator"]).score_answer(said, item) == 1.0
+
+
+def reward(question, completion):
+    found = ANSWER.search(completion[:_numbers.LONGEST_TEXT])
+    said = found[1].strip() if found else ""
+    answered = 0 < len(said) <= LONGEST
+    correct = answered and is_right(question, said)
+    return float(correct), {"answered": answered, "correct": correct}
