@@ -14,9 +14,9 @@ num_questions = 60_000
 
 prompts_per_step = 128
 k_samples = 4
-max_prompt_tokens = 256
+max_prompt_tokens = 768                  # of which 256 are the question's; the rest shows the form
 max_new_tokens = 512
-few_shot = 0
+few_shot = 2
 tokens_per_micro_batch = 32768
 max_steps = 1500
 
