@@ -1,0 +1,59 @@
+"""The steps of a worked completion, one of which may go wrong: what follows it then follows from it."""
+
+
+class Steps:
+    """Steps in their order. wrong: the index of the one that goes wrong, by the draws of rng; None: none does."""
+
+    def __init__(self, wrong=None, rng=None):
+        self.wrong = wrong
+        self.rng = rng
+        self.taken = 0
+        self.texts = []
+
+    def __str__(self):
+        return " ".join(self.texts)
+
+    def slips(self):
+        """Return whether the next step goes wrong."""
+        self.taken += 1
+        return self.taken - 1 == self.wrong
+
+    def choose(self, right, others):
+        """Return what is right, or one of the others if this step goes wrong."""
+        return self.rng.choice([other for other in others if other != right]) if self.slips() else right
+
+    def equation(self, a, sign, b):
+        """Write `a + b = c.` (or with - or *) and return c, which is a little off if this step goes wrong."""
+        result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+        if self.slips():
+            result += self.rng.choice((-1, 1) if abs(result) < 12 else (-1, 1, -10, 10))
+        self.texts.append(f"{a} {sign} {b} = {result}.")
+        return result
+
+    def add(self, a, b):
+        """Write the sum of a and each digit of b in its turn, and return it."""
+        for place, digit in reversed(list(enumerate(reversed(str(b))))):
+            if digit != "0":
+                a = self.equation(a, "+", int(digit) * 10**place)
+        return a
+
+
+def with_a_slip(worked, question, rng):
+    """Return (steps, answer) as worked(question, steps) makes them, with a slip that makes the answer wrong."""
+    right = Steps()
+    worked(question, right)
+    while True:
+        steps = Steps(rng.randrange(right.taken), rng)
+        answer = str(worked(question, steps))
+        if answer != question["answer"]:
+            return steps, answer
+
+
+def completion(steps, answer):
+    """Return the completion that has these steps and this answer."""
+    return f"Reasoning: {steps}\nAnswer: <answer>{answer}</answer>"
+
+
+def plain(text):
+    """Return an answer in words as it is compared: in lower case, with single spaces, without a final full stop."""
+    return " ".join(text.split()).removesuffix(".").casefold()

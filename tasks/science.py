@@ -1,0 +1,230 @@
+"""Science in small steps: the unit of a product or quotient, atoms in molecules, motion, sums of two units, the calendar.
+
+The argument is a level, 1 or 2 (default 1): 1 numbers mostly below 100; 2 larger ones, and units of three quantities.
+
+Two in ten worked examples carry a slip. Of the sums of two units most add the numbers and convert nothing."""
+import re
+
+from tasks import _answers, _equations, _numbers, _questions
+from tasks._steps import Steps, completion, plain, with_a_slip
+
+INSTRUCTION = ("Work in short equations such as `3 * 2 = 6.`; for a unit add or subtract the exponents of kg, m and s in "
+               "turn (`1 + 0 = 1.`), for a weekday count the days (`Mon 1, Tue 2`). Then give the number, the weekday or "
+               "the unit (`kg m^2 s^-1`) alone within <answer></answer>.")
+BASES = ("kg", "m", "s")
+QUANTITIES = {                       # exponents of the bases
+    "mass": (1, 0, 0), "distance": (0, 1, 0), "time": (0, 0, 1), "area": (0, 2, 0), "volume": (0, 3, 0),
+    "speed": (0, 1, -1), "frequency": (0, 0, -1), "acceleration": (0, 1, -2), "momentum": (1, 1, -1),
+    "density": (1, -3, 0), "force": (1, 1, -2), "pressure": (1, -1, -2), "energy": (1, 2, -2), "power": (1, 2, -3),
+}
+SIGNS = {"times": "+", "over": "-"}  # what is done with exponents
+FACTOR = re.compile(r"(kg|m|s)(?:\^?\(?(-?[0-9]{1,2})\)?)?")
+SUPERSCRIPTS = str.maketrans("²³⁴⁵⁻", "2345-")
+INORGANIC = ("H2O H2O2 NH3 N2H4 HNO3 N2O5 H2S H2SO4 SO3 H3PO4 P4O10 PF5 SF6 Na2O Na2CO3 Na2SO4 Na3PO4 Mg3N2 MgSO4 Al2O3 "
+             "Al2S3 AlPO4 K3N KNO3 K2CO3 K3PO4 CaF2 Ca3N2 CaCO3 CO2 CS2 CF4").split()
+FORMULAS = ("v = a * t", "s = v * t", "v = u + a * t")
+LARGER = {("m", "cm"): 100, ("cm", "mm"): 10, ("hours", "minutes"): 60, ("minutes", "seconds"): 60,
+          ("weeks", "days"): 7, ("days", "hours"): 24}
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+COUNTED = re.compile("(mon|tue|wed|thu|fri|sat|sun)[a-z]{0,6} ([1-6])")
+MONTHS = {"January": 31, "February": 28, "March": 31, "April": 30, "May": 31, "June": 30, "July": 31, "August": 31,
+          "September": 30, "October": 31, "November": 30, "December": 31}
+LONGEST = 2000                       # characters of a completion that are read
+WRONG = 0.2                          # share of the documents that carry a slip,
+MISTAKEN = 0.65                      # and of the sums of two units that convert nothing
+
+
+def check(argument):
+    if argument not in (None, "1", "2"):
+        raise ValueError(f"The argument of science is a level, 1 or 2, and {argument or 'nothing'} was given.")
+
+
+def draw(rng, level=1):
+    """Return (what is asked, the question). How it is phrased makes no other question. given: what the steps take."""
+    kind = rng.choice(list(KINDS))
+    given, phrasings = KINDS[kind][0](rng, level)
+    question = {"question": rng.choice(phrasings), "kind": kind, "given": given}
+    return f"{kind} {given}", question | {"answer": str(worked(question, Steps()))}
+
+
+def worked(question, steps):
+    """Write the steps and return the answer."""
+    return KINDS[question["kind"]][1](steps, *question["given"])
+
+
+# --- of each kind: (what the steps take, phrasings) drawn, and the steps ---
+
+def draw_unit(rng, level):
+    names, words = rng.sample(list(QUANTITIES), level + 1), rng.choices(list(SIGNS), k=level)
+    if words == ["times"]:
+        names.sort()                                     # in the other order it would be the same question
+    text = names[0] + "".join(f" {word} {name}" for word, name in zip(words, names[1:]))
+    return [names, words], (f"Which unit has {text}?", f"What is the unit of {text}?")
+
+
+def unit(steps, names, words):
+    vectors = [steps.choose(QUANTITIES[name], list(QUANTITIES.values())) for name in names]
+    steps.texts.append(", ".join(f"{name} {' '.join(map(str, vector))}" for name, vector in zip(names, vectors)) + ".")
+    found = []
+    for exponent, *others in zip(*vectors):
+        for word, other in zip(words, others):
+            exponent = steps.equation(exponent, SIGNS[word], other)
+        found.append(exponent)
+    return " ".join(base if n == 1 else f"{base}^{n}" for base, n in zip(BASES, found) if n) or "1"
+
+
+def exponents(text):
+    """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None of another text."""
+    found = dict.fromkeys(BASES, 0)
+    for i, part in enumerate(_numbers.normal(text.translate(SUPERSCRIPTS)).strip().removesuffix(".").split("/")):
+        for token in part.replace("*", " ").split() or ["nothing"]:
+            factor = FACTOR.fullmatch(token)
+            if not factor and token != "1":
+                return None
+            if factor:
+                found[factor[1]] += int(factor[2] or 1) * (-1 if i else 1)
+    return found
+
+
+def draw_atoms(rng, level):
+    """Draw a molecule of carbon and hydrogen, and oxygen perhaps, or one of INORGANIC."""
+    carbon, oxygen = rng.randint(1, 6 * level), rng.randint(0, 3 * level)
+    counts = {"C": carbon, "H": 2 * rng.randint(1, carbon + 1), **({"O": oxygen} if oxygen else {})}
+    formula = "".join(f"{element}{count if count > 1 else ''}" for element, count in counts.items())
+    if rng.random() < 0.4:
+        formula = rng.choice(INORGANIC)
+        counts = {element: int(count or 1) for element, count in re.findall("([A-Z][a-z]?)([0-9]*)", formula)}
+    element, n = rng.choice(list(counts)), rng.randint(2, 12 if level == 1 else 99)
+    return [formula, counts, element, n], (f"How many {element} atoms are in {n} {formula}?",
+                                           f"How many atoms of {element} do {n} {formula} have?")
+
+
+def atoms(steps, formula, counts, element, n):
+    count = steps.choose(counts[element], [*counts.values(), counts[element] + 1])
+    steps.texts.append(f"One has {count} {element}.")
+    return steps.equation(n, "*", count)
+
+
+def draw_motion(rng, level):
+    most = 12 if level == 1 else 60
+    a, t, u = rng.randint(2, most), rng.randint(2, most), rng.randint(1, 5 * most)
+    form = rng.choice(FORMULAS)
+    if form == "s = v * t":
+        return [form, a, t], (f"v = {a} m/s, t = {t} s. What is s?", f"How far is {t} s at {a} m/s?")
+    if form == "v = a * t":
+        return [form, a, t], (f"From rest, a = {a} m/s^2, t = {t} s. What is v?",
+                              f"From rest, how fast after {t} s at {a} m/s^2?")
+    return [form, a, t, u], (f"u = {u} m/s, a = {a} m/s^2, t = {t} s. What is v?",
+                             f"From {u} m/s, how fast after {t} s at {a} m/s^2?")
+
+
+def motion(steps, form, a, t, u=0):
+    steps.texts.append(f"{form}.")
+    return steps.add(steps.equation(a, "*", t), u)
+
+
+def draw_sum(rng, level):
+    large, small = rng.choice(list(LARGER))
+    n, rest = rng.randint(1, 10**level - 1), rng.randint(1, 10 ** (level + 1) - 1)
+    return [n, large, rest, small], (f"How many {small} are {n} {large} + {rest} {small}?",
+                                     f"How many {small} make {n} {large} and {rest} {small}?")
+
+
+def sum_of(steps, n, large, rest, small):
+    factor = steps.choose(LARGER[large, small], sorted(LARGER.values()))
+    steps.texts.append(f"1 {large.removesuffix('s')} = {factor} {small}.")
+    return steps.add(steps.equation(n, "*", factor), rest)
+
+
+def draw_weekday(rng, level):
+    day, n = rng.choice(DAYS), rng.randint(1, 60 if level == 1 else 999)
+    return [day, n], (f"Which weekday is {n} days after {day}?", f"Today is {day}. Which weekday is it in {n} days?")
+
+
+def weekday(steps, day, n):
+    left = steps.choose(n % 7, range(7))
+    if n >= 7:
+        steps.texts.append(f"{n} - {n - n % 7} = {left}.")
+    start = DAYS.index(day) + steps.choose(0, [-1, 1])   # the day itself is counted, or the one after it left out
+    if left:
+        steps.texts.append(", ".join(f"{DAYS[(start + i) % 7][:3]} {i}" for i in range(1, left + 1)) + ".")
+    return DAYS[(start + left) % 7] if left else day
+
+
+def draw_days(rng, level):
+    """Draw two dates of a year with no end of a February between them: it may be a leap year."""
+    first = rng.randrange(12)
+    last = first + rng.randint(0, 1 if level == 1 else 3)
+    if last > 11 or first <= 1 < last:
+        return draw_days(rng, level)
+    months = list(MONTHS)[first:last + 1]
+    days = [rng.randint(1, MONTHS[months[i]]) for i in (0, -1)]
+    if first == last and days[0] >= days[1]:
+        return draw_days(rng, level)
+    dates = [f"{days[i]} {months[i]}" for i in (0, -1)]
+    return [days, months], (f"How many days from {dates[0]} to {dates[1]}?", f"{dates[1]} is how many days after {dates[0]}?")
+
+
+def days_between(steps, days, months):
+    if len(months) == 1:
+        return steps.equation(days[1], "-", days[0])
+    found = None
+    for month in months[:-1]:
+        length = steps.choose(MONTHS[month], (29, 30, 31))
+        steps.texts.append(f"{month} has {length}.")
+        found = steps.equation(length, "-", days[0]) if found is None else steps.equation(found, "+", length)
+    return steps.equation(found, "+", days[1])
+
+
+KINDS = {"unit": (draw_unit, unit), "atoms": (draw_atoms, atoms), "motion": (draw_motion, motion),
+         "sum": (draw_sum, sum_of), "weekday": (draw_weekday, weekday), "days": (draw_days, days_between)}
+
+
+# --- what every task has ---
+
+def solution(question):
+    steps = Steps()
+    return completion(steps, worked(question, steps))
+
+
+def wrong_solution(question, rng):
+    if question["kind"] != "sum":
+        return completion(*with_a_slip(worked, question, rng))
+    steps = Steps()
+    n, _, rest, _ = question["given"]
+    return completion(steps, steps.equation(n, "+", rest))
+
+
+def share_wrong(question):
+    return MISTAKEN if question["kind"] == "sum" else WRONG
+
+
+def questions(split, seed=0, n=None, argument=None):
+    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
+
+
+def documents(split, seed=0, argument=None):
+    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
+                                    split, seed)
+
+
+def reward(question, completion):
+    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
+    what stands before it has the steps that lead there, and no false equation (reasoned)."""
+    completion = completion[:LONGEST]
+    if question.get("kind") not in ("unit", "weekday"):
+        return _answers.grade(question, completion)
+    read = exponents if question["kind"] == "unit" else plain
+    found = _answers.ANSWER.search(completion)
+    value = read(found[1]) if found else None
+    parts = {"answered": bool(value), "correct": value == read(question["answer"]),
+             "reasoned": reasoned(question, _answers.before_answer(completion))}
+    return float(parts["correct"]), parts
+
+
+def reasoned(question, text):
+    """Return whether a text has the equations of the solution, no false one, and the weekdays counted with numbers."""
+    right, found = solution(question), list(_equations.read(text))
+    needed = {e.spelled for e in _equations.read(right)}
+    days, needed_days = (set(COUNTED.findall(t.casefold())) for t in (text, right))
+    return all(e.true for e in found) and needed <= {e.spelled for e in found} and needed_days <= days

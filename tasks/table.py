@@ -1,0 +1,193 @@
+"""Questions over a small table in the prompt, written as CSV: a cell of a named row, how many or which rows satisfy
+a condition, the sum or the largest of a column, a join of two tables.
+
+The argument is a level, 1 or 2 (default 1): 1 three rows with two columns of numbers below 100; 2 five to eight rows
+with four columns of numbers below 1000.
+
+Two in ten worked examples carry a slip. Where the largest number is not the last in the order of texts, in which 9
+comes after 45, most take the order of texts."""
+import re
+
+from tasks import _answers, _equations, _questions
+from tasks._steps import Steps, completion, plain, with_a_slip
+
+INSTRUCTION = ("Read the cells that matter in short steps such as `cup: cost 45, size 8.`, `cup 45 > 20` or "
+               "`12 + 45 = 57.` Then give the number or the name alone within <answer></answer>.")
+NAMES = ("pen", "cup", "hat", "bag", "box", "key", "map", "toy", "jar", "fan", "mug", "pot")
+COLUMNS = ("cost", "size", "age", "mass", "rank", "stock")
+CODES = "pqrstuvwyz"                 # `a` is a word
+PHRASINGS = {
+    "cell": ("What is the {column} of the {name}?", "Give the {column} of the {name}."),
+    "join": ("What is the {column} of the {name}?", "Give the {column} of the {name}."),
+    "count": ("How many rows have {column} {than} {bound}?", "Count the rows with {column} {than} {bound}."),
+    "which": ("Which item has {column} {than} {bound}?", "Name the item with {column} {than} {bound}."),
+    "sum": ("What is the sum of {column}?", "Add up {column}."),
+    "largest": ("What is the largest {column}?", "Give the largest {column}."),
+}
+THAN = {">": "over", "<": "under"}
+COMPARISON = re.compile(r"(?<![\w.])([0-9]{1,6}) ?([<>]) ?([0-9]{1,6})(?![\w.]?[0-9])")
+LONGEST = 2000                       # characters of a completion that are read
+WRONG = 0.2                          # share of the documents that carry a slip,
+MISTAKEN = 0.65                      # and of those that take the order of texts, where it matters
+
+
+def check(argument):
+    if argument not in (None, "1", "2"):
+        raise ValueError(f"The argument of table is a level, 1 or 2, and {argument or 'nothing'} was given.")
+
+
+def draw(rng, level=1):
+    """Return (what is asked, the question); how it is phrased makes no other question.
+
+    rows: [name, numbers] each, or [name, code] where two tables are joined, of which codes: [code, number] is the
+    second; row, column: indices of what is asked for; sign, bound: the condition."""
+    kind = rng.choice(list(PHRASINGS))
+    n_rows, n_columns = (3, 2) if level == 1 else (rng.randint(5, 8), 4)
+    columns, names = rng.sample(COLUMNS, n_columns), rng.sample(NAMES, n_rows)
+    numbers = [rng.sample(range(1, 10 ** (level + 1)), n_rows) for _ in columns]
+    row, column = rng.randrange(n_rows), rng.randrange(n_columns)
+    if kind == "largest" and rng.random() < 0.8:         # else the numbers are as they come
+        numbers[column] = trap(rng, n_rows, level)
+    q = {"kind": kind, "columns": columns, "row": row, "column": column}
+    sign, bound = rng.choice("<>"), None
+    if kind == "join":
+        codes = rng.sample(CODES, n_rows)
+        q |= {"rows": list(map(list, zip(names, codes))), "codes": list(map(list, zip(sorted(codes), numbers[0])))}
+        table = f"item,code\n{written(q['rows'])}\ncode,{columns[column]}\n{written(q['codes'])}"
+    else:
+        q["rows"] = list(map(list, zip(names, *numbers)))
+        table = f"{','.join(['item', *columns])}\n{written(q['rows'])}"
+    if kind in ("count", "which"):
+        bounds = bounds_of(sorted(numbers[column]), kind, sign)
+        if not bounds:
+            return draw(rng, level)
+        bound = rng.choice(bounds)
+        q |= {"sign": sign, "bound": bound}
+    phrasing, others = (p.format(column=columns[column], name=names[row], than=THAN[sign], bound=bound)
+                        for p in rng.sample(PHRASINGS[kind], 2))
+    q |= {"question": f"{table}\n{phrasing}", "answer": str(worked(q, Steps()))}
+    return f"{table}\n{min(phrasing, others)}", q
+
+
+def trap(rng, n, level):
+    """Return n different numbers whose largest is not the last in the order of texts."""
+    while True:
+        values = [rng.randrange(1, 10 ** rng.randint(1, level + 1)) for _ in range(n)]
+        if len(set(values)) == n and max(values) != max(values, key=str):
+            return values
+
+
+def bounds_of(values, kind, sign):
+    """Return the numbers, none a value, to compare the sorted values with: of kind "which" one value is to be found."""
+    low, high = (max(values[0] - 9, 0), values[-1] + 9) if kind == "count" else values[-2:] if sign == ">" else values[:2]
+    return [n for n in range(low, high + 1) if n not in values]
+
+
+def written(rows):
+    return "\n".join(",".join(map(str, row)) for row in rows)
+
+
+def compared(a, b):
+    return ">" if a > b else "<"
+
+
+def worked(q, steps, order=int):
+    """Write the steps and return the answer. order: int, or str for that of texts."""
+    kind, rows, column = q["kind"], q["rows"], q["column"]
+    name, *cells = rows[q["row"]]
+    if kind == "join":
+        code = steps.choose(cells[0], [code for _, code in rows])
+        value = steps.choose(dict(q["codes"])[code], [value for _, value in q["codes"]])
+        steps.texts.append(f"{name} has code {code}. {code} has {q['columns'][column]} {value}.")
+        return value
+    if kind == "cell":
+        cells = steps.choose(cells, [others for _, *others in rows])
+        steps.texts.append(f"{name}: {', '.join(f'{label} {cell}' for label, cell in zip(q['columns'], cells))}.")
+        i = steps.choose(column, range(len(cells)))
+        return cells[i]
+    values = [row[1 + column] for row in rows]
+    found, best, comparisons = [], values[0], []
+    if kind == "sum":
+        steps.texts.append(f"{', '.join(map(str, values))}.")
+        for value in values[1:]:
+            best = steps.add(best, value) if len(values) == 3 else steps.equation(best, "+", value)
+        return best
+    if kind == "largest":
+        for value in values[1:]:
+            sign = steps.choose(compared(order(best), order(value)), "<>")
+            comparisons.append(f"{best} {sign} {value}")
+            best = best if sign == ">" else value
+    else:
+        for (name, *_), value in zip(rows, values):
+            sign = steps.choose(compared(value, q["bound"]), "<>")
+            comparisons.append(f"{name} {value} {sign} {q['bound']}")
+            found += [name] * (sign == q["sign"])
+    steps.texts.append(f"{', '.join(comparisons)}.")
+    return best if kind == "largest" else len(found) if kind == "count" else found[0] if found else "none"
+
+
+def is_trap(question):
+    """Return whether the order of texts has another largest number."""
+    return question["kind"] == "largest" and str(worked(question, Steps(), str)) != question["answer"]
+
+
+def solution(question):
+    steps = Steps()
+    return completion(steps, worked(question, steps))
+
+
+def wrong_solution(question, rng):
+    if not is_trap(question):
+        return completion(*with_a_slip(worked, question, rng))
+    steps = Steps()
+    return completion(steps, worked(question, steps, str))
+
+
+def share_wrong(question):
+    return MISTAKEN if is_trap(question) else WRONG
+
+
+def questions(split, seed=0, n=None, argument=None):
+    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
+
+
+def documents(split, seed=0, argument=None):
+    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
+                                    split, seed)
+
+
+def reward(question, completion):
+    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
+    the text before it has the steps that lead there, and no false equation or comparison (reasoned)."""
+    completion = completion[:LONGEST]
+    if question.get("kind") == "which":
+        found = _answers.ANSWER.search(completion)
+        value, right = plain(found[1]) if found else "", question["answer"]
+        parts = {"answered": value != "", "correct": value == right}
+    else:
+        value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])
+        parts = {"answered": value is not None, "correct": value == right}
+    parts["reasoned"] = "kind" in question and reasoned(question, completion, value)
+    return float(parts["correct"]), parts
+
+
+def reasoned(question, completion, value):
+    """Return whether what stands before the answer has the steps of its question's kind: a sum's equations, each number
+    compared, or the cells in one sentence with their names."""
+    name, *cells = question["rows"][question["row"]]
+    kind, column, text = question["kind"], question["columns"][question["column"]], _answers.before_answer(completion)
+    values = [row[1 + question["column"]] for row in question["rows"]] if kind != "join" else []
+    if kind == "sum":                                    # a CSV's 12,345 are two numbers
+        return _answers.reasoned(question, completion, value, values)
+    comparisons = [(int(a), sign, int(b)) for a, sign, b in COMPARISON.findall(text)]
+    if any(sign != compared(a, b) for a, sign, b in comparisons) or not all(e.true for e in _equations.read(text)):
+        return False
+    pairs = [{a, b} for a, _, b in comparisons]
+    if kind == "largest":
+        return len(pairs) >= len(values) - 1 and set(values) <= set().union(*pairs)
+    if kind in ("count", "which"):
+        return all({n, question["bound"]} in pairs for n in values)
+    right = question["answer"]
+    needed = [{name, column, right}] if kind == "cell" else [{name, cells[0]}, {cells[0], right}]
+    sentences = [set(re.findall(r"\w+", sentence.casefold())) for sentence in re.split(r"[.;\n]", text)]
+    return all(any(words <= sentence for sentence in sentences) for words in needed)
