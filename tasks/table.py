@@ -13,8 +13,9 @@ from tasks._steps import Steps, completion, plain, with_a_slip
 
 INSTRUCTION = ("Read the cells that matter in short steps such as `cup: cost 45, size 8.`, `cup 45 > 20` or "
                "`12 + 45 = 57.` Then give the number or the name alone within <answer></answer>.")
-NAMES = ("pen", "cup", "hat", "bag", "box", "key", "map", "toy", "jar", "fan", "mug", "pot")
-COLUMNS = ("cost", "size", "age", "mass", "rank", "stock")
+# No two begin alike: the first letter says where to read.
+NAMES = ("axe", "bag", "cup", "fan", "hat", "jar", "key", "map", "pen", "rug", "toy", "van")
+COLUMNS = ("age", "cost", "mass", "rank", "size", "width")
 CODES = "pqrstuvwyz"                 # `a` is a word
 PHRASINGS = {
     "cell": ("What is the {column} of the {name}?", "Give the {column} of the {name}."),
@@ -79,7 +80,9 @@ def trap(rng, n, level):
 
 def bounds_of(values, kind, sign):
     """Return the numbers, none a value, to compare the sorted values with: of kind "which" one value is to be found."""
-    low, high = (max(values[0] - 9, 0), values[-1] + 9) if kind == "count" else values[-2:] if sign == ">" else values[:2]
+    low, high = values[-2:] if sign == ">" else values[:2]
+    if kind == "count":
+        low, high = max(values[0] - 9, 0), values[-1] + 9
     return [n for n in range(low, high + 1) if n not in values]
 
 

@@ -18,11 +18,14 @@ from tasks import _equations, _questions, _units, countdown, unit_conversion
 EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) ([*/]) ([\d.]+) = ([\d.]+)\.\n"
                      r"Answer: <answer>([\d.]+)</answer>\n")
 LEVELS = ["unit_conversion", "unit_conversion:2", "unit_conversion:3"]
-GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5"]
+DOMAINS = ["table", "table:2", "science", "science:2"]
+GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5"] + DOMAINS
 
 
 def asked(q):
     """What a question asks, whatever its wording."""
+    if "kind" in q:
+        return q["question"]
     if "from" in q:
         return q["n"], q["from"], q["to"]
     if "signs" in q:
@@ -106,10 +109,11 @@ def test_documents_are_questions_with_their_worked_answers(spec, monkeypatch):
     task, right = tasks.load(spec), 0
     train, valid = task.documents("train"), task.documents("valid")
     for text in train + valid:
-        prompt, _, completion = text.partition("\n")
+        prompt, newline, completion = text.partition("\nReasoning: ")     # a question may have lines of its own
+        completion = newline[1:] + completion
         assert prompt.startswith("Question: ") and completion.startswith("Reasoning: ") and completion.endswith(task.stop + "\n")
-    heard = {text.partition("\n")[0][10:] for text in train}
-    assert (len(train), len(valid)) == (3000, 300) and not heard & {text.partition("\n")[0][10:] for text in valid}
+    heard, held_out = ({text.partition("\nReasoning: ")[0][10:] for text in texts} for texts in (train, valid))
+    assert (len(train), len(valid)) == (3000, 300) and not heard & held_out
     assert not heard & {q["question"] for q in task.questions("test")}
     for q in task.questions("train", n=200):
         right += task.verified(*task.reward(q, task.solution(q)))
@@ -168,7 +172,7 @@ def test_gold_is_paid_in_full(spec, stories):
     assert all(task.signature(task.solution(q)) for q in questions)
 
 
-@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "stories"])
+@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "table", "science", "stories"])
 def test_junk_is_paid_nothing_and_costs_nothing(spec, stories, no_collection):
     task, rng, slowest = tasks.load(stories if spec == "stories" else spec), random.Random(0), 0.0
     question = {"question": "", "answer": "7.25" if spec == "unit_conversion" else "725", "numbers": [7, 2, 5]}
