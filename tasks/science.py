@@ -29,7 +29,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 COUNTED = re.compile("(mon|tue|wed|thu|fri|sat|sun)[a-z]{0,6} ([1-6])")
 MONTHS = {"January": 31, "February": 28, "March": 31, "April": 30, "May": 31, "June": 30, "July": 31, "August": 31,
           "September": 30, "October": 31, "November": 30, "December": 31}
-LONGEST = 600                        # characters of steps that are read: worked ones have 220 at most
+LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of the sums of two units that convert nothing
 

@@ -27,7 +27,7 @@ PHRASINGS = {
 }
 THAN = {">": "over", "<": "under"}
 COMPARISON = re.compile(r"(?<![\w.])([0-9]{1,6}) ?([<>]) ?([0-9]{1,6})(?![\w.]?[0-9])")
-LONGEST = 600                        # characters of steps that are read: worked ones have 220 at most
+LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those that take the order of texts, where it matters
 
