@@ -22,12 +22,13 @@ class Steps:
         """Return what is right, or one of the others if this step goes wrong."""
         return self.rng.choice([other for other in others if other != right]) if self.slips() else right
 
-    def equation(self, a, sign, b):
-        """Write `a + b = c.` (or with - or *) and return c, which is a little off if this step goes wrong."""
-        result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    def equation(self, a, sign, b, label=""):
+        """Write `a + b = c.` (or with - or *, or / where nothing is left over), after a label if there is one, and
+        return c, which is a little off if this step goes wrong."""
+        result = a // b if sign == "/" else {"+": a + b, "-": a - b, "*": a * b}[sign]
         if self.slips():
             result += self.rng.choice((-1, 1) if abs(result) < 12 else (-1, 1, -10, 10))
-        self.texts.append(f"{a} {sign} {b} = {result}.")
+        self.texts.append(f"{label}{': ' if label else ''}{a} {sign} {b} = {result}.")
         return result
 
     def add(self, a, b):
@@ -47,6 +48,15 @@ def with_a_slip(worked, question, rng):
         answer = str(worked(question, steps))
         if answer != question["answer"]:
             return steps, answer
+
+
+def follows(steps, reasoning):
+    """Return whether a reasoning has each of the Steps, in whatever order, and no other equation."""
+    def sentences(text):
+        return {plain(part) for part in text.replace("Reasoning:", "").replace("\n", ". ").split(". ")}
+    expected = sentences(str(steps))
+    written = sentences(reasoning.partition("Answer:")[0])
+    return expected <= written and not any("=" in other for other in written - expected)
 
 
 def completion(steps, answer):

@@ -29,7 +29,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 COUNTED = re.compile("(mon|tue|wed|thu|fri|sat|sun)[a-z]{0,6} ([1-6])")
 MONTHS = {"January": 31, "February": 28, "March": 31, "April": 30, "May": 31, "June": 30, "July": 31, "August": 31,
           "September": 30, "October": 31, "November": 30, "December": 31}
-LONGEST = 2000                       # characters of a completion that are read
+LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of the sums of two units that convert nothing
 
@@ -211,14 +211,17 @@ def documents(split, seed=0, argument=None):
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
     what stands before it has the steps that lead there, and no false equation (reasoned)."""
-    completion = completion[:LONGEST]
-    if question.get("kind") not in ("unit", "weekday"):
-        return _answers.grade(question, completion)
-    read = exponents if question["kind"] == "unit" else plain
-    found = _answers.ANSWER.search(completion)
-    value = read(found[1]) if found else None
-    parts = {"answered": bool(value), "correct": value == read(question["answer"]),
-             "reasoned": reasoned(question, _answers.before_answer(completion))}
+    completion = completion[:_numbers.LONGEST_TEXT]
+    text = _answers.before_answer(completion)
+    if question.get("kind") in ("unit", "weekday"):
+        read = exponents if question["kind"] == "unit" else plain
+        found = _answers.ANSWER.search(completion)
+        value, right = read(found[1]) if found else None, read(question["answer"])
+        is_reasoned = len(text) <= LONGEST and reasoned(question, text)
+    else:
+        value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])
+        is_reasoned = len(text) <= LONGEST and _answers.reasoned(question, completion, value)
+    parts = {"answered": value not in (None, ""), "correct": value == right, "reasoned": is_reasoned}
     return float(parts["correct"]), parts
 
 

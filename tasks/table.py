@@ -8,13 +8,14 @@ Two in ten worked examples carry a slip. Where the largest number is not the las
 comes after 45, most take the order of texts."""
 import re
 
-from tasks import _answers, _equations, _questions
+from tasks import _answers, _equations, _numbers, _questions
 from tasks._steps import Steps, completion, plain, with_a_slip
 
 INSTRUCTION = ("Read the cells that matter in short steps such as `cup: cost 45, size 8.`, `cup 45 > 20` or "
                "`12 + 45 = 57.` Then give the number or the name alone within <answer></answer>.")
-NAMES = ("pen", "cup", "hat", "bag", "box", "key", "map", "toy", "jar", "fan", "mug", "pot")
-COLUMNS = ("cost", "size", "age", "mass", "rank", "stock")
+# No two begin alike: the first letter says where to read.
+NAMES = ("axe", "bag", "cup", "fan", "hat", "jar", "key", "map", "pen", "rug", "toy", "van")
+COLUMNS = ("age", "cost", "mass", "rank", "size", "width")
 CODES = "pqrstuvwyz"                 # `a` is a word
 PHRASINGS = {
     "cell": ("What is the {column} of the {name}?", "Give the {column} of the {name}."),
@@ -26,7 +27,7 @@ PHRASINGS = {
 }
 THAN = {">": "over", "<": "under"}
 COMPARISON = re.compile(r"(?<![\w.])([0-9]{1,6}) ?([<>]) ?([0-9]{1,6})(?![\w.]?[0-9])")
-LONGEST = 2000                       # characters of a completion that are read
+LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those that take the order of texts, where it matters
 
@@ -79,7 +80,9 @@ def trap(rng, n, level):
 
 def bounds_of(values, kind, sign):
     """Return the numbers, none a value, to compare the sorted values with: of kind "which" one value is to be found."""
-    low, high = (max(values[0] - 9, 0), values[-1] + 9) if kind == "count" else values[-2:] if sign == ">" else values[:2]
+    low, high = values[-2:] if sign == ">" else values[:2]
+    if kind == "count":
+        low, high = max(values[0] - 9, 0), values[-1] + 9
     return [n for n in range(low, high + 1) if n not in values]
 
 
@@ -159,7 +162,7 @@ def documents(split, seed=0, argument=None):
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
     the text before it has the steps that lead there, and no false equation or comparison (reasoned)."""
-    completion = completion[:LONGEST]
+    completion = completion[:_numbers.LONGEST_TEXT]
     if question.get("kind") == "which":
         found = _answers.ANSWER.search(completion)
         value, right = plain(found[1]) if found else "", question["answer"]
@@ -167,7 +170,8 @@ def reward(question, completion):
     else:
         value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])
         parts = {"answered": value is not None, "correct": value == right}
-    parts["reasoned"] = "kind" in question and reasoned(question, completion, value)
+    short = len(_answers.before_answer(completion)) <= LONGEST
+    parts["reasoned"] = short and "kind" in question and reasoned(question, completion, value)
     return float(parts["correct"]), parts
 
 

@@ -18,7 +18,8 @@ from tasks import _equations, _questions, _units, countdown, unit_conversion
 EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) ([*/]) ([\d.]+) = ([\d.]+)\.\n"
                      r"Answer: <answer>([\d.]+)</answer>\n")
 LEVELS = ["unit_conversion", "unit_conversion:2", "unit_conversion:3"]
-GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5", "math", "math:2", "logic", "logic:2"]
+DOMAINS = [name + level for name in ("math", "code", "logic", "simulation", "table", "science") for level in ("", ":2")]
+GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5"] + DOMAINS
 
 
 def asked(q):
@@ -26,7 +27,7 @@ def asked(q):
     if "from" in q:
         return q["n"], q["from"], q["to"]
     if "kind" in q:
-        return q["kind"], q.get("form"), str(q.get("given") or q["numbers"])
+        return q["kind"], q.get("form"), str(q.get("given") or q.get("numbers") or q["question"])
     if "signs" in q:
         return q["signs"], *sorted(q["numbers"][:2]), *q["numbers"][2:]
     return q["answer"], *sorted(q["numbers"])
@@ -108,10 +109,11 @@ def test_documents_are_questions_with_their_worked_answers(spec, monkeypatch):
     task, right = tasks.load(spec), 0
     train, valid = task.documents("train"), task.documents("valid")
     for text in train + valid:
-        prompt, _, completion = text.partition("\n")
+        prompt, newline, completion = text.partition("\nReasoning: ")     # a question may have lines of its own
+        completion = newline[1:] + completion
         assert prompt.startswith("Question: ") and completion.startswith("Reasoning: ") and completion.endswith(task.stop + "\n")
-    heard = {text.partition("\n")[0][10:] for text in train}
-    assert (len(train), len(valid)) == (3000, 300) and not heard & {text.partition("\n")[0][10:] for text in valid}
+    heard, held_out = ({text.partition("\nReasoning: ")[0][10:] for text in texts} for texts in (train, valid))
+    assert (len(train), len(valid)) == (3000, 300) and not heard & held_out
     assert not heard & {q["question"] for q in task.questions("test")}
     for q in task.questions("train", n=200):
         right += task.verified(*task.reward(q, task.solution(q)))
@@ -170,7 +172,7 @@ def test_gold_is_paid_in_full(spec, stories):
     assert all(task.signature(task.solution(q)) for q in questions)
 
 
-@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "stories"])
+@pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "countdown", "table", "science", "stories"])
 def test_junk_is_paid_nothing_and_costs_nothing(spec, stories, no_collection):
     task, rng, slowest = tasks.load(stories if spec == "stories" else spec), random.Random(0), 0.0
     question = {"question": "", "answer": "7.25" if spec == "unit_conversion" else "725", "numbers": [7, 2, 5]}

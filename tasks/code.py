@@ -1,0 +1,187 @@
+"""What a small program prints. Code as a domain means here to predict what programs do: they are drawn together with
+their trace, and nothing is executed, least of all what a model wrote.
+
+The argument is a level, 1 or 2 (default 1): 1 numbers mostly below 30 and two to four steps; 2 larger ones, and more
+steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
+import re
+
+from tasks import _answers, _questions
+from tasks._steps import Steps, completion, follows, plain, with_a_slip
+
+INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as `x: 7 + 5 = 12.` Then give "
+               "what it prints within <answer></answer>.")
+WORDS = "cat dog sun map pen owl fig jam kit log mud net oak pig rat sky toy urn vet web yak zip bird fish lamp milk".split()
+PHRASINGS = ("What does this program print?\n{}", "{}\nWhat is printed?")
+WRONG = 0.2                          # share of the documents that carry a slip,
+MISTAKEN = 0.65                      # and of those with a list that count from 1
+
+
+def check(argument):
+    if argument not in (None, "1", "2"):
+        raise ValueError(f"The argument of code is a level, 1 or 2, and {argument or 'nothing'} was given.")
+
+
+def draw(rng, level=1):
+    """Return (what is asked, the question): how it is phrased makes no other."""
+    kind = rng.choice(list(KINDS))
+    given = KINDS[kind][0](rng, level)
+    program = KINDS[kind][1](*given)
+    question = {"question": rng.choice(PHRASINGS).format(program), "kind": kind, "given": given}
+    return program, question | {"answer": str(worked(question, Steps()))}
+
+
+def worked(question, steps, first=0):
+    """Write the steps and return what is printed. first: the index of the first of a list's values."""
+    more = [first] if question["kind"] == "list" else []
+    return KINDS[question["kind"]][2](steps, *question["given"], *more)
+
+
+# Of each kind: what is drawn, the program, and its steps.
+
+def draw_lines(rng, level):
+    """Assignments [name, other name, sign, number] to two names, the first of which is given a value."""
+    x, y = rng.sample("abcdkmnpqxyz", 2)
+    value = start = rng.randint(2, 19 * level)
+    values, lines = {x: start}, []
+    for i in range(level + 1 + (rng.random() < 0.3)):
+        source = rng.choice(list(values))
+        target = y if i == 0 else rng.choice((x, y))
+        sign = rng.choice("++--*")
+        number = rng.randint(2, 4) if sign == "*" else rng.randint(2, 19 * level)
+        if sign == "-" and number > values[source]:
+            sign = "+"
+        value = {"+": values[source] + number, "-": values[source] - number, "*": values[source] * number}[sign]
+        values[target] = value
+        lines.append([target, source, sign, number])
+    return [x, start, lines]
+
+
+def lines_program(x, start, lines):
+    body = "\n".join(f"{target} = {source} {sign} {number}" for target, source, sign, number in lines)
+    return f"{x} = {start}\n{body}\nprint({lines[-1][0]})"
+
+
+def lines_worked(steps, x, start, lines):
+    values = {x: start}
+    for target, source, sign, number in lines:
+        taken = steps.choose(source, [*values, source]) if len(values) > 1 else source
+        values[target] = steps.equation(values[taken], sign, number, label=target)
+    return values[lines[-1][0]]
+
+
+def draw_loop(rng, level):
+    """A sum, how often the loop is gone through, and what is added: a number, or None for the loop's own."""
+    times = rng.randint(2, 2 + 2 * level)
+    return [rng.randint(1, 29 * level), times, rng.choice((None, rng.randint(2, 15 * level)))]
+
+
+def loop_program(start, times, number):
+    return f"s = {start}\nfor i in range({times}):\n    s = s + {'i' if number is None else number}\nprint(s)"
+
+
+def loop_worked(steps, start, times, number):
+    total = start
+    for i in range(times - steps.slips()):
+        total = steps.equation(total, "+", i if number is None else number)
+    return total
+
+
+def draw_branch(rng, level):
+    return [rng.randint(2, 49 * level), rng.choice("<>"), rng.randint(2, 49 * level), *rng.sample(range(2, 20 * level), 2)]
+
+
+def branch_program(x, sign, bound, more, less):
+    return f"x = {x}\nif x {sign} {bound}:\n    x = x + {more}\nelse:\n    x = x - {less}\nprint(x)"
+
+
+def branch_worked(steps, x, sign, bound, more, less):
+    holds = steps.choose(x > bound if sign == ">" else x < bound, (True, False))
+    steps.texts.append(f"{x} {sign} {bound} {'yes' if holds else 'no'}.")
+    return steps.equation(x, "+" if holds else "-", more if holds else less)
+
+
+def draw_list(rng, level):
+    """Values, and the two that are added or subtracted; counted from 1 they would give something else."""
+    while True:
+        values = rng.sample(range(1, 30 * level), 2 + level + (rng.random() < 0.5))
+        i, j = rng.sample(range(1, len(values)), 2)
+        if abs(values[i] - values[i - 1]) != abs(values[j] - values[j - 1]):
+            break
+    return [values, i, "+" if values[i] < values[j] else rng.choice("+-"), j]
+
+
+def list_program(values, i, sign, j):
+    return f"a = {values}\nprint(a[{i}] {sign} a[{j}])"
+
+
+def list_worked(steps, values, i, sign, j, first):
+    picked = []
+    for index in (i, j):
+        picked.append(steps.choose(values[index - first], values))
+        steps.texts.append(f"a[{index}] is {picked[-1]}.")
+    return steps.equation(picked[0], sign, picked[1])
+
+
+def draw_word(rng, level):
+    """A word, the index of a letter, and how often that is repeated, or 0: it comes after the word."""
+    word = rng.choice(WORDS) + (rng.choice(WORDS) if level > 1 else "")
+    return [word, rng.randint(1, len(word) - 1), rng.choice((0, 2, 3, 4))]
+
+
+def word_program(word, index, times):
+    return f'w = "{word}"\nprint({f"w[{index}] * {times}" if times else f"w + w[{index}]"})'
+
+
+def word_worked(steps, word, index, times):
+    letter = steps.choose(word[index], list(word))
+    steps.texts.append(f"w[{index}] is {letter}.")
+    return letter * steps.choose(times, [n for n in (2, 3, 4) if n != times]) if times else word + letter
+
+
+KINDS = {
+    "lines": (draw_lines, lines_program, lines_worked),
+    "loop": (draw_loop, loop_program, loop_worked),
+    "branch": (draw_branch, branch_program, branch_worked),
+    "list": (draw_list, list_program, list_worked),
+    "word": (draw_word, word_program, word_worked),
+}
+
+
+# --- the task ---
+
+def solution(question):
+    steps = Steps()
+    return completion(steps, worked(question, steps))
+
+
+def wrong_solution(question, rng):
+    """Return a worked completion with a mistake, whose answer is wrong."""
+    if question["kind"] == "list":
+        steps = Steps()
+        return completion(steps, worked(question, steps, first=1))
+    return completion(*with_a_slip(worked, question, rng))
+
+
+def share_wrong(question):
+    return MISTAKEN if question["kind"] == "list" else WRONG
+
+
+def questions(split, seed=0, n=None, argument=None):
+    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
+
+
+def documents(split, seed=0, argument=None):
+    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
+                                    split, seed)
+
+
+def reward(question, completion):
+    """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct), and whether
+    before it stands each step that leads there, and no other equation (reasoned)."""
+    found = _answers.ANSWER.search(completion[:2000])
+    answer = re.sub("^print |[\"']", "", plain(found[1])) if found else ""
+    steps = Steps()
+    worked(question, steps)
+    parts = {"answered": answer != "", "correct": answer == plain(question["answer"]),
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+    return float(parts["correct"]), parts

@@ -1,0 +1,166 @@
+"""A process followed to its end: a robot that walks, a stack, lamps that are switched, a counter with a rule, a ball
+under cups that are swapped. The state after each step is the reasoning.
+
+The argument is a level, 1 or 2 (default 1): 1 two to four steps; 2 about twice as many. Two in ten worked examples
+carry a slip. Most of those with a stack take from its wrong end, as if it were a queue."""
+from tasks import _answers, _questions
+from tasks._steps import Steps, completion, follows, plain, with_a_slip
+
+INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` or `pop ab.` or `swap 1 2: 1.` Then give the end "
+               "within <answer></answer>.")
+WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
+LETTERS = "abcdefghkmnpqrstuvwxyz"
+WRONG = 0.2                          # share of the documents that carry a slip,
+MISTAKEN = 0.65                      # and of those with a stack that take it for a queue
+
+
+def check(argument):
+    if argument not in (None, "1", "2"):
+        raise ValueError(f"The argument of simulation is a level, 1 or 2, and {argument or 'nothing'} was given.")
+
+
+def draw(rng, level=1):
+    """Return (what is asked, the question): how it is phrased makes no other."""
+    kind = rng.choice(list(KINDS))
+    given, phrasings = KINDS[kind][0](rng, level)
+    question = {"question": rng.choice(phrasings), "kind": kind, "given": given}
+    return f"{kind} {given}", question | {"answer": str(worked(question, Steps()))}
+
+
+def worked(question, steps, end=-1):
+    """Write the steps and return the answer. end: of a stack, where pop takes from."""
+    more = [end] if question["kind"] == "stack" else []
+    return KINDS[question["kind"]][1](steps, *question["given"], *more)
+
+
+# Of each kind: what is drawn, with its phrasings, and its steps.
+
+def draw_robot(rng, level):
+    x, y = rng.randint(0, 9), rng.randint(0, 9)
+    moves = [[rng.randint(1, 6 * level), way] for way in rng.sample(list(WAYS), 3)][:rng.randint(2, 3)]
+    moves += [[rng.randint(1, 9), rng.choice(list(WAYS))] for _ in range(2 * (level - 1))]
+    told = ", ".join(f"{n} {way}" for n, way in moves)
+    return [x, y, moves], (f"A robot at ({x}, {y}) goes {told}. Where is it?", f"Start at ({x}, {y}), go {told}. Where?")
+
+
+def robot(steps, x, y, moves):
+    for n, way in moves:
+        dx, dy = WAYS[steps.choose(way, list(WAYS))]
+        x, y = x + n * dx, y + n * dy
+        steps.texts.append(f"{n} {way} ({x}, {y}).")
+    return f"({x}, {y})"
+
+
+def draw_stack(rng, level):
+    """Letters that are pushed, "" for a pop, such that a queue would end with another on top."""
+    while True:
+        n = rng.randint(4, 5) if level == 1 else rng.randint(7, 9)
+        operations = [rng.choice(("", letter, letter)) for letter in rng.sample(LETTERS, n)]
+        heights = [sum(1 if letter else -1 for letter in operations[:i + 1]) for i in range(n)]
+        if min(heights) > 0 and stack(Steps(), operations, -1) != stack(Steps(), operations, 0):
+            break
+    told = ", ".join(f"push {letter}" if letter else "pop" for letter in operations)
+    return [operations], (f"A stack is empty. {told.capitalize()}. What is on top?", f"Empty stack: {told}. Top?")
+
+
+def stack(steps, operations, end):
+    pile = ""
+    for letter in operations:
+        taken = end if letter else steps.choose(end, (0, -1))
+        pile = pile + letter if letter else pile[1:] if taken == 0 else pile[:-1]
+        steps.texts.append(f"{'push' if letter else 'pop'} {pile}.")
+    return pile[-1]
+
+
+def draw_lamps(rng, level):
+    lamps = rng.choices((0, 1), k=4 + 2 * (level - 1))
+    switched = rng.sample(range(1, len(lamps) + 1), rng.randint(2, 3) + level - 1)
+    shown, told = "".join(map(str, lamps)), ", ".join(map(str, switched))
+    return [lamps, switched], (f"Lamps {shown} (1 is on). Switch {told}. How many are on?",
+                               f"Of lamps {shown} switch {told} (1 is on). How many are on now?")
+
+
+def lamps(steps, lamps, switched):
+    lamps = list(lamps)
+    for number in switched:
+        lamps[steps.choose(number, range(1, len(lamps) + 1)) - 1] ^= 1
+        steps.texts.append(f"{number} {''.join(map(str, lamps))}.")
+    return sum(lamps)
+
+
+def draw_counter(rng, level):
+    start, odd, times = rng.randint(3, 40 * level), rng.choice((1, 3, 5, 7)), rng.randint(2, 3) + 2 * (level - 1)
+    rule = f"halve it if even, else add {odd}"
+    return [start, odd, times], (f"Start with {start}. {times} times: {rule}. What is it then?",
+                                 f"From {start}, {times} times: {rule}. The end?")
+
+
+def counter(steps, value, odd, times):
+    for _ in range(times - steps.slips()):
+        value = steps.equation(value, "+", odd) if value % 2 else steps.equation(value, "/", 2)
+    return value
+
+
+def draw_cups(rng, level):
+    ball, n = rng.randint(1, 3 + (level > 1)), rng.randint(2, 4) + 2 * (level - 1)
+    swaps = [sorted(rng.sample(range(1, 4 + (level > 1)), 2)) for _ in range(n)]
+    told = ", ".join(f"{a} and {b}" for a, b in swaps)
+    return [ball, swaps], (f"A ball is under cup {ball}. Swap cups {told}. Where is the ball?",
+                           f"Ball under cup {ball}; swap {told}. Which cup has it?")
+
+
+def cups(steps, ball, swaps):
+    for a, b in swaps:
+        right = {a: b, b: a}.get(ball, ball)
+        ball = steps.choose(right, (1, 2, 3))
+        steps.texts.append(f"swap {a} {b}: {ball}.")
+    return ball
+
+
+KINDS = {
+    "robot": (draw_robot, robot),
+    "stack": (draw_stack, stack),
+    "lamps": (draw_lamps, lamps),
+    "counter": (draw_counter, counter),
+    "cups": (draw_cups, cups),
+}
+
+
+# --- the task ---
+
+def solution(question):
+    steps = Steps()
+    return completion(steps, worked(question, steps))
+
+
+def wrong_solution(question, rng):
+    """Return a worked completion with a mistake, whose answer is wrong."""
+    if question["kind"] == "stack":
+        steps = Steps()
+        return completion(steps, worked(question, steps, end=0))
+    return completion(*with_a_slip(worked, question, rng))
+
+
+def share_wrong(question):
+    return MISTAKEN if question["kind"] == "stack" else WRONG
+
+
+def questions(split, seed=0, n=None, argument=None):
+    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
+
+
+def documents(split, seed=0, argument=None):
+    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
+                                    split, seed)
+
+
+def reward(question, completion):
+    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
+    before it stands each state on the way, and no other equation (reasoned)."""
+    found = _answers.ANSWER.search(completion[:2000])
+    answer = plain(found[1]).replace("(", "").replace(")", "") if found else ""
+    steps = Steps()
+    worked(question, steps)
+    parts = {"answered": answer != "", "correct": answer == question["answer"].replace("(", "").replace(")", ""),
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+    return float(parts["correct"]), parts
