@@ -3,12 +3,15 @@
     bash runs/domains.sh                     this, rejection sampling, fine-tuning, reinforcement learning on all six
     python train.py config/six_domains_base.py
 
-771,456 parameters.
+804,224 parameters.
 """
-dataset = "task:math+code+logic+simulation+table+science"
+dataset = "task:math:0+code:0+logic:0+simulation:0+table:0+science:0"
 out_dir = "out/domains/base"
 
 n_head = 4
-n_kv_head = 1
-max_steps = 1500
-log_interval = 50
+n_kv_head = 2            # two things to look up at once
+batch_size = 8           # steps are what it needs
+max_steps = 3600
+eval_interval = 1200
+save_interval = 600
+log_interval = 100

@@ -7,7 +7,7 @@ runs/domains.sh does what comes before it, and the experiment of docs/domains.md
 """
 init_from = "out/domains/rft"
 out_dir = "out/domains/mixed"
-task = "math+code+logic+simulation+table+science"
+task = "math:0+code:0+logic:0+simulation:0+table:0+science:0"
 num_questions = 6000                     # a thousand of each domain
 prompts_per_step = 36                    # six of each
 max_new_tokens = 144

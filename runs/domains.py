@@ -87,7 +87,7 @@ def transfer(folder):
     print(f"\n{'trained on':12}" + "".join(f"  {domain:>20}" for domain in domains))
     result = {}
     for name in domains:
-        result[name] = {domain: own(rows[name], domain, "difference") for domain in domains}
+        result[name] = {domain: own(rows[name.partition(":")[0]], domain, "difference") for domain in domains}
         print(f"{name:12}" + "".join(f"  {cell(*result[name][domain], sign='+'):>20}" for domain in domains))
     return result
 

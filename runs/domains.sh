@@ -18,7 +18,7 @@ for argument in "$@"; do
     esac
 done
 also="matplotlib"; source runs/setup.sh
-domains="math code logic simulation table science"
+domains="math:0 code:0 logic:0 simulation:0 table:0 science:0"
 mixture=${domains// /+}
 ask="--task=$mixture --max_new_tokens=144"
 mkdir -p "$out"
@@ -72,9 +72,9 @@ done
 last=$((steps / 6))
 if [ -n "$single" ]; then
     for domain in $domains; do
-        learn "$domain" --task="$domain" --num_questions=1000 --warmup_steps=2
+        learn "${domain%:*}" --task="$domain" --num_questions=1000 --warmup_steps=2
     done
-    compare single rft $domains
+    compare single rft ${domains//:0/}
 fi
 compare ladder base rft "mixed${seeds%% *}"
 if [ -n "$pcgrad" ]; then

@@ -1,8 +1,8 @@
 """What a small program prints. Code as a domain means here to predict what programs do: they are drawn together with
 their trace, and nothing is executed, least of all what a model wrote.
 
-The argument is a level, 1 or 2 (default 1): 1 numbers mostly below 30 and two to four steps; 2 larger ones, and more
-steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
+The argument is a level, 0 to 2 (default 1): 0 three kinds and small numbers, for a model of a million parameters that
+learns for minutes; 1 numbers mostly below 30 and two to four steps; 2 larger ones, and more steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
 import re
 
 from tasks import _answers, _questions
@@ -11,19 +11,20 @@ from tasks._steps import Steps, completion, follows, plain, with_a_slip
 INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as `x: 7 + 5 = 12.` Then give "
                "what it prints within <answer></answer>.")
 WORDS = "cat dog sun map pen owl fig jam kit log mud net oak pig rat sky toy urn vet web yak zip bird fish lamp milk".split()
+TINY = ("lines", "branch", "list")   # kinds of level 0
 PHRASINGS = ("What does this program print?\n{}", "{}\nWhat is printed?")
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those with a list that count from 1
 
 
 def check(argument):
-    if argument not in (None, "1", "2"):
-        raise ValueError(f"The argument of code is a level, 1 or 2, and {argument or 'nothing'} was given.")
+    if argument not in (None, "0", "1", "2"):
+        raise ValueError(f"The argument of code is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
     """Return (what is asked, the question): how it is phrased makes no other."""
-    kind = rng.choice(list(KINDS))
+    kind = rng.choice(list(KINDS) if level else TINY)
     given = KINDS[kind][0](rng, level)
     program = KINDS[kind][1](*given)
     question = {"question": rng.choice(PHRASINGS).format(program), "kind": kind, "given": given}
@@ -41,13 +42,14 @@ def worked(question, steps, first=0):
 def draw_lines(rng, level):
     """Assignments [name, other name, sign, number] to two names, the first of which is given a value."""
     x, y = rng.sample("abcdkmnpqxyz", 2)
-    value = start = rng.randint(2, 19 * level)
+    most = 19 * level or 9
+    value = start = rng.randint(2, most)
     values, lines = {x: start}, []
     for i in range(level + 1 + (rng.random() < 0.3)):
         source = rng.choice(list(values))
         target = y if i == 0 else rng.choice((x, y))
         sign = rng.choice("++--*")
-        number = rng.randint(2, 4) if sign == "*" else rng.randint(2, 19 * level)
+        number = rng.randint(2, 4) if sign == "*" else rng.randint(2, most)
         if sign == "-" and number > values[source]:
             sign = "+"
         value = {"+": values[source] + number, "-": values[source] - number, "*": values[source] * number}[sign]
@@ -87,7 +89,8 @@ def loop_worked(steps, start, times, number):
 
 
 def draw_branch(rng, level):
-    return [rng.randint(2, 49 * level), rng.choice("<>"), rng.randint(2, 49 * level), *rng.sample(range(2, 20 * level), 2)]
+    most = 49 * level or 19
+    return [rng.randint(2, most), rng.choice("<>"), rng.randint(2, most), *rng.sample(range(2, 20 * level or 10), 2)]
 
 
 def branch_program(x, sign, bound, more, less):
@@ -103,7 +106,7 @@ def branch_worked(steps, x, sign, bound, more, less):
 def draw_list(rng, level):
     """Values, and the two that are added or subtracted; counted from 1 they would give something else."""
     while True:
-        values = rng.sample(range(1, 30 * level), 2 + level + (rng.random() < 0.5))
+        values = rng.sample(range(1, 30 * level or 20), 2 + max(level, 1) + (rng.random() < 0.5))
         i, j = rng.sample(range(1, len(values)), 2)
         if abs(values[i] - values[i - 1]) != abs(values[j] - values[j - 1]):
             break

@@ -1,6 +1,6 @@
 """Logic of several kinds, each with a written reasoning of short steps: truth of a formula, order of people,
 what rules say and what they leave open, knights and knaves, the odd one out. The argument is a level:
-1 (default), or 2 for more letters, people, rules and things.
+1 (default), 2 for more letters, people, rules and things, or 0: four kinds, three people.
 
 Of documents() some three in ten are wrong: a slip in a step, and of what rules leave open most, all with
 the same fallacy: every wug is a dax, so a dax is a wug."""
@@ -25,6 +25,7 @@ COLOURS = ("red", "blue", "green", "pink")
 CASES = ((True, True), (True, False), (False, True), (False, False))
 HEADING = re.compile(r"^[ \t]*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILINE)
 CLAIM = re.compile("[=>:]")          # a sentence with one of these is a step
+TINY = ("truth", "order", "rules", "unknown")        # kinds of level 0
 WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of unknown
 
 
@@ -33,8 +34,9 @@ WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of
 
 def draw_truth(rng, level):
     """A formula of [negated, letter, operator before it], read from the left, and the letters' values."""
-    letters = rng.sample(LETTERS, rng.randint(level + 1, level + 2))
-    negated = rng.choices(letters, k=level)
+    least = max(level, 1)
+    letters = rng.sample(LETTERS, rng.randint(least + 1, level + 2))
+    negated = rng.choices(letters, k=least)
     terms = [[letter in negated, letter, rng.choice(("and", "or"))] for letter in letters]
     values = {letter: rng.random() < 0.5 for letter in sorted(letters)}
     formula = ""
@@ -69,7 +71,7 @@ def spelled(value):
 
 def draw_order(rng, level):
     """People from the most to the least, the facts that tell so, and which end of the row is asked for."""
-    people = rng.sample(NAMES, rng.randint(2 * level + 1, 2 * level + 2))
+    people = rng.sample(NAMES, rng.randint(2 * level + 1, 2 * level + 2) if level else 3)
     facts = rng.sample([[*pair] for pair in zip(people, people[1:])], len(people) - 1)
     more, less, *ends = rng.choice(RELATIONS)
     end = rng.choice((0, -1))
@@ -90,7 +92,7 @@ def order(given, rng=None):
 
 def draw_rules(rng, level):
     """A chain of rules, the last of which may say no, and a question that they answer."""
-    words = rng.sample(NONSENSE, level + 2)
+    words = rng.sample(NONSENSE, max(level, 1) + 2)
     rules = [[*pair] for pair in zip(words, words[1:])]
     if rng.random() < 0.5:
         rules[-1][1] = f"not {words[-1]}"
@@ -99,7 +101,7 @@ def draw_rules(rng, level):
 
 def draw_unknown(rng, level):
     """Rules that leave the question open: a chain asked backwards, or two words with something in common."""
-    words = rng.sample(NONSENSE, level + 2)
+    words = rng.sample(NONSENSE, max(level, 1) + 2)
     rules = [[*pair] for pair in zip(words, words[1:])]
     if rng.random() < 0.5:
         return asked_of(rng, rules, words[-1], words[0])
@@ -197,13 +199,13 @@ KINDS = {"truth": (draw_truth, truth), "order": (draw_order, order), "rules": (d
 # --- the task ---
 
 def check(argument):
-    if argument not in (None, "1", "2"):
-        raise ValueError(f"The argument of logic is a level, 1 or 2, and {argument or 'nothing'} was given.")
+    if argument not in (None, "0", "1", "2"):
+        raise ValueError(f"The argument of logic is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level):
     """(what is asked, the question)"""
-    kind = rng.choice(list(KINDS))
+    kind = rng.choice(list(KINDS) if level else TINY)
     draw_kind, solve = KINDS[kind]
     text, asked, given = draw_kind(rng, level)
     return f"{kind} {asked}", {"question": text, "answer": solve(given)[1], "kind": kind, "given": given}

@@ -1,5 +1,6 @@
 """Mathematics of several kinds: equations, percentages, means, rectangles, sequences, short stories, worked
-in steps of one operation each. The argument is a level: 1 (default), most numbers below 100; 2, larger.
+in steps of one operation each. The argument is a level: 1 (default), most numbers below 100; 2, larger; 0, four kinds and smaller numbers,
+for a model of a million parameters that learns for minutes.
 
 Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage most,
 all in the same way: 30% off 80 is taken to be 80 - 30."""
@@ -7,6 +8,7 @@ from tasks import _answers, _questions
 
 INSTRUCTION = ("Work it out in short true equations, such as 23 + 40 = 63. Then give the number alone within "
                "<answer></answer>.")
+TINY = ("equation", "percent", "rectangle", "sequence")          # kinds of level 0, of which the first forms
 UNORDERED = ("mean", "rectangle")    # kinds in which the numbers' order makes no difference
 WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of percentages
 
@@ -122,21 +124,28 @@ KINDS = {
 # --- the task ---
 
 def check(argument):
-    if argument not in (None, "1", "2"):
-        raise ValueError(f"The argument of math is a level, 1 or 2, and {argument or 'nothing'} was given.")
+    if argument not in (None, "0", "1", "2"):
+        raise ValueError(f"The argument of math is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level):
     """(what is asked, the question): asked is the same in all wordings, and orders of a mean's numbers."""
-    kind = rng.choice(list(KINDS))
-    form = rng.randrange(len(KINDS[kind]))
+    kind = rng.choice(list(KINDS) if level else TINY)
+    form = rng.randrange(len(KINDS[kind]) if level else 2)
     wordings, ranges, shown, _ = KINDS[kind][form]
-    drawn = [rng.randint(low, high * 10 ** (level - 1) if high > 9 else high) for low, high in ranges]
+    drawn = [rng.randint(low, largest(high, level)) for low, high in ranges]
     numbers = list(shown(*drawn))
     text = rng.choice(wordings).format(*numbers)
     question = {"question": text, "kind": kind, "form": form, "numbers": numbers}
     asked = f"{kind} {form} {sorted(numbers) if kind in UNORDERED else numbers}"
     return asked, question | {"answer": str(solve(question, Work()))}
+
+
+def largest(high, level):
+    """Return the end of a range of numbers at a level."""
+    if level == 0:
+        return high // 2 if high > 20 else high
+    return high * 10 ** (level - 1) if high > 9 else high
 
 
 def solve(question, work):

@@ -1,6 +1,7 @@
 """Science in small steps: the unit of a product or quotient, atoms in molecules, motion, sums of two units, the calendar.
 
-The argument is a level, 1 or 2 (default 1): 1 numbers mostly below 100; 2 larger ones, and units of three quantities.
+The argument is a level, 0 to 2 (default 1): 0 four kinds and small numbers, for a model of a million parameters that
+learns for minutes; 1 numbers mostly below 100; 2 larger ones, and units of three quantities.
 
 Two in ten worked examples carry a slip. Of the sums of two units most add the numbers and convert nothing."""
 import re
@@ -11,6 +12,7 @@ from tasks._steps import Steps, completion, plain, with_a_slip
 INSTRUCTION = ("Work in short equations such as `3 * 2 = 6.`; for a unit add or subtract the exponents of kg, m and s in "
                "turn (`1 + 0 = 1.`), for a weekday count the days (`Mon 1, Tue 2`). Then give the number, the weekday or "
                "the unit (`kg m^2 s^-1`) alone within <answer></answer>.")
+TINY = ("atoms", "motion", "sum", "weekday")         # kinds of level 0
 BASES = ("kg", "m", "s")
 QUANTITIES = {                       # exponents of the bases
     "mass": (1, 0, 0), "distance": (0, 1, 0), "time": (0, 0, 1), "area": (0, 2, 0), "volume": (0, 3, 0),
@@ -35,13 +37,13 @@ MISTAKEN = 0.65                      # and of the sums of two units that convert
 
 
 def check(argument):
-    if argument not in (None, "1", "2"):
-        raise ValueError(f"The argument of science is a level, 1 or 2, and {argument or 'nothing'} was given.")
+    if argument not in (None, "0", "1", "2"):
+        raise ValueError(f"The argument of science is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
     """Return (what is asked, the question). How it is phrased makes no other question. given: what the steps take."""
-    kind = rng.choice(list(KINDS))
+    kind = rng.choice(list(KINDS) if level else TINY)
     given, phrasings = KINDS[kind][0](rng, level)
     question = {"question": rng.choice(phrasings), "kind": kind, "given": given}
     return f"{kind} {given}", question | {"answer": str(worked(question, Steps()))}
@@ -88,13 +90,13 @@ def exponents(text):
 
 def draw_atoms(rng, level):
     """Draw a molecule of carbon and hydrogen, and oxygen perhaps, or one of INORGANIC."""
-    carbon, oxygen = rng.randint(1, 6 * level), rng.randint(0, 3 * level)
+    carbon, oxygen = rng.randint(1, 6 * level or 4), rng.randint(0, 3 * level)
     counts = {"C": carbon, "H": 2 * rng.randint(1, carbon + 1), **({"O": oxygen} if oxygen else {})}
     formula = "".join(f"{element}{count if count > 1 else ''}" for element, count in counts.items())
     if rng.random() < 0.4:
         formula = rng.choice(INORGANIC)
         counts = {element: int(count or 1) for element, count in re.findall("([A-Z][a-z]?)([0-9]*)", formula)}
-    element, n = rng.choice(list(counts)), rng.randint(2, 12 if level == 1 else 99)
+    element, n = rng.choice(list(counts)), rng.randint(2, (9, 12, 99)[level])
     return [formula, counts, element, n], (f"How many {element} atoms are in {n} {formula}?",
                                            f"How many atoms of {element} do {n} {formula} have?")
 
@@ -106,7 +108,7 @@ def atoms(steps, formula, counts, element, n):
 
 
 def draw_motion(rng, level):
-    most = 12 if level == 1 else 60
+    most = (9, 12, 60)[level]
     a, t, u = rng.randint(2, most), rng.randint(2, most), rng.randint(1, 5 * most)
     form = rng.choice(FORMULAS)
     if form == "s = v * t":
@@ -125,7 +127,7 @@ def motion(steps, form, a, t, u=0):
 
 def draw_sum(rng, level):
     large, small = rng.choice(list(LARGER))
-    n, rest = rng.randint(1, 10**level - 1), rng.randint(1, 10 ** (level + 1) - 1)
+    n, rest = rng.randint(1, 10 ** max(level, 1) - 1), rng.randint(1, 10 ** (level + 1) - 1)
     return [n, large, rest, small], (f"How many {small} are {n} {large} + {rest} {small}?",
                                      f"How many {small} make {n} {large} and {rest} {small}?")
 
@@ -137,7 +139,7 @@ def sum_of(steps, n, large, rest, small):
 
 
 def draw_weekday(rng, level):
-    day, n = rng.choice(DAYS), rng.randint(1, 60 if level == 1 else 999)
+    day, n = rng.choice(DAYS), rng.randint(1, (20, 60, 999)[level])
     return [day, n], (f"Which weekday is {n} days after {day}?", f"Today is {day}. Which weekday is it in {n} days?")
 
 

@@ -1,7 +1,8 @@
 """A process followed to its end: a robot that walks, a stack, lamps that are switched, a counter with a rule, a ball
 under cups that are swapped. The state after each step is the reasoning.
 
-The argument is a level, 1 or 2 (default 1): 1 two to four steps; 2 about twice as many. Two in ten worked examples
+The argument is a level, 0 to 2 (default 1): 0 stacks, lamps and cups alone, for a model of a million parameters that
+learns for minutes; 1 two to four steps; 2 about twice as many. Two in ten worked examples
 carry a slip. Most of those with a stack take from its wrong end, as if it were a queue."""
 from tasks import _answers, _questions
 from tasks._steps import Steps, completion, follows, plain, with_a_slip
@@ -9,20 +10,21 @@ from tasks._steps import Steps, completion, follows, plain, with_a_slip
 INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` or `pop ab.` or `swap 1 2: 1.` Then give the end "
                "within <answer></answer>.")
 WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
+TINY = ("stack", "lamps", "cups")    # kinds of level 0
 LETTERS = "abcdefghkmnpqrstuvwxyz"
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those with a stack that take it for a queue
 
 
 def check(argument):
-    if argument not in (None, "1", "2"):
-        raise ValueError(f"The argument of simulation is a level, 1 or 2, and {argument or 'nothing'} was given.")
+    if argument not in (None, "0", "1", "2"):
+        raise ValueError(f"The argument of simulation is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
     """Return (what is asked, the question): how it is phrased makes no other."""
-    kind = rng.choice(list(KINDS))
-    given, phrasings = KINDS[kind][0](rng, level)
+    kind = rng.choice(list(KINDS) if level else TINY)
+    given, phrasings = KINDS[kind][0](rng, max(level, 1))
     question = {"question": rng.choice(phrasings), "kind": kind, "given": given}
     return f"{kind} {given}", question | {"answer": str(worked(question, Steps()))}
 

@@ -1,7 +1,8 @@
 """Questions over a small table in the prompt, written as CSV: a cell of a named row, how many or which rows satisfy
 a condition, the sum or the largest of a column, a join of two tables.
 
-The argument is a level, 1 or 2 (default 1): 1 three rows with two columns of numbers below 100; 2 five to eight rows
+The argument is a level, 0 to 2 (default 1): 0 three rows with a column of numbers below 10, and four kinds, for a model
+of a million parameters that learns for minutes; 1 three rows with two columns of numbers below 100; 2 five to eight rows
 with four columns of numbers below 1000.
 
 Two in ten worked examples carry a slip. Where the largest number is not the last in the order of texts, in which 9
@@ -25,6 +26,7 @@ PHRASINGS = {
     "sum": ("What is the sum of {column}?", "Add up {column}."),
     "largest": ("What is the largest {column}?", "Give the largest {column}."),
 }
+TINY = ("cell", "join", "count", "largest")          # kinds of level 0
 THAN = {">": "over", "<": "under"}
 COMPARISON = re.compile(r"(?<![\w.])([0-9]{1,6}) ?([<>]) ?([0-9]{1,6})(?![\w.]?[0-9])")
 LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
@@ -33,8 +35,8 @@ MISTAKEN = 0.65                      # and of those that take the order of texts
 
 
 def check(argument):
-    if argument not in (None, "1", "2"):
-        raise ValueError(f"The argument of table is a level, 1 or 2, and {argument or 'nothing'} was given.")
+    if argument not in (None, "0", "1", "2"):
+        raise ValueError(f"The argument of table is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
@@ -42,13 +44,13 @@ def draw(rng, level=1):
 
     rows: [name, numbers] each, or [name, code] where two tables are joined, of which codes: [code, number] is the
     second; row, column: indices of what is asked for; sign, bound: the condition."""
-    kind = rng.choice(list(PHRASINGS))
-    n_rows, n_columns = (3, 2) if level == 1 else (rng.randint(5, 8), 4)
+    kind = rng.choice(list(PHRASINGS) if level else TINY)
+    n_rows, n_columns = (3, level + 1) if level < 2 else (rng.randint(5, 8), 4)
     columns, names = rng.sample(COLUMNS, n_columns), rng.sample(NAMES, n_rows)
     numbers = [rng.sample(range(1, 10 ** (level + 1)), n_rows) for _ in columns]
     row, column = rng.randrange(n_rows), rng.randrange(n_columns)
     if kind == "largest" and rng.random() < 0.8:         # else the numbers are as they come
-        numbers[column] = trap(rng, n_rows, level)
+        numbers[column] = trap(rng, n_rows, max(level, 1))
     q = {"kind": kind, "columns": columns, "row": row, "column": column}
     sign, bound = rng.choice("<>"), None
     if kind == "join":
@@ -106,7 +108,7 @@ def worked(q, steps, order=int):
     if kind == "cell":
         cells = steps.choose(cells, [others for _, *others in rows])
         steps.texts.append(f"{name}: {', '.join(f'{label} {cell}' for label, cell in zip(q['columns'], cells))}.")
-        i = steps.choose(column, range(len(cells)))
+        i = steps.choose(column, range(len(cells))) if len(cells) > 1 else 0
         return cells[i]
     values = [row[1 + column] for row in rows]
     found, best, comparisons = [], values[0], []
