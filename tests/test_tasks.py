@@ -18,7 +18,7 @@ from tasks import _equations, _questions, _units, countdown, unit_conversion
 EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) ([*/]) ([\d.]+) = ([\d.]+)\.\n"
                      r"Answer: <answer>([\d.]+)</answer>\n")
 LEVELS = ["unit_conversion", "unit_conversion:2", "unit_conversion:3"]
-DOMAINS = [name + level for name in ("math", "code", "logic", "simulation", "table", "science") for level in ("", ":2")]
+DOMAINS = [name + level for name in ("math", "code", "logic", "simulation", "table", "science") for level in ("", ":0", ":2")]
 GENERATED = LEVELS + ["arithmetic", "arithmetic:4", "countdown", "countdown:5"] + DOMAINS
 
 
