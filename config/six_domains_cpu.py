@@ -12,7 +12,7 @@ num_questions = 6000                     # a thousand of each domain
 prompts_per_step = 36                    # six of each
 max_new_tokens = 144
 
-temperature = 1.2
+temperature = 1.0
 learning_rate = 5e-4
 lr_schedule = "linear"
 warmup_steps = 10
