@@ -8,7 +8,7 @@
 # What is done already is not done again. Takes --out_dir=, --data_dir=, --base_steps= and --grpo_steps= too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/domains data=data seeds=0 base= steps=120 pcgrad= single=
+out=out/domains data=data seeds=0 base= steps=90 pcgrad= single=
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seeds=*) seeds=${argument#*=} ;;
