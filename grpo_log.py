@@ -84,17 +84,31 @@ def shares(cfg, total):
     }
 
 
+def domain_metrics(cfg, stream, groups):
+    """Return each task's own of these metrics, of a mixture, as TASK/reward and so on."""
+    if len(stream.domains) == 1:
+        return {}
+    mine = {name: [] for name in stream.domains}
+    for group in groups:
+        mine[stream.domain(group[0].key)].append(group)
+    ranks = distributed.gather({name: counted(own) for name, own in mine.items()})
+    metrics = {}
+    for name in stream.domains:
+        total = Counter()
+        for counts in ranks:
+            total.update(counts[name])
+        metrics[f"{name}/questions"] = stream.state.turns.get(name, 0)
+        if total["samples"]:                 # with --mixing=round_robin one task has
+            metrics |= {f"{name}/{key}": value for key, value in shares(cfg, total).items()}
+    return metrics
+
+
 def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     """Return a step's metrics, summed over ranks below: from this rank's groups, the figures of each of its
-    optimizer steps, the bytes that its sampling read, and its timings. Of a mixture, a task's own follow as
-    TASK/reward and so on."""
+    optimizer steps, the bytes that its sampling read, and its timings."""
     completions = [c for group in groups for c in group]
     counts = counted(groups)
     counts["bytes"] = bytes_read
-    of_domain = {}
-    if len(stream.domains) > 1:
-        for name in stream.domains:
-            of_domain[name] = counted([group for group in groups if stream.domain(group[0].key) == name])
     for c in completions:
         counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
     for update in updates:
@@ -104,19 +118,13 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
         largest_difference = updates[0]["largest_difference"]
 
-    ranks = distributed.gather((counts, of_domain, largest_difference, max(len(c.ids) for c in completions)))
+    ranks = distributed.gather((counts, largest_difference, max(len(c.ids) for c in completions)))
     total = Counter()
-    domains = {name: Counter() for name in of_domain}
-    for rank_counts, rank_domains, _, _ in ranks:
+    for rank_counts, _, _ in ranks:
         total.update(rank_counts)
-        for name, domain_counts in rank_domains.items():
-            domains[name].update(domain_counts)
-    own = {}
-    for name, domain_counts in domains.items():
-        if domain_counts["samples"]:
-            own |= {f"{name}/{key}": value for key, value in shares(cfg, domain_counts).items()}
+    of_surgery = {}
     if updates:
-        own |= {name: value for name, value in updates[-1].items() if name.startswith("surgery/")}
+        of_surgery = {name: value for name, value in updates[-1].items() if name.startswith("surgery/")}
     n = total["samples"]
     learnt = max(1.0, total["tokens"])
     tokens = total["completion_tokens"] + total["prompt_tokens"]
@@ -136,8 +144,8 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "kl_old": total["kl_old"] / learnt,
         "clip_fraction": total["clipped"] / learnt,
         "logprob_gap": total["difference"] / max(1.0, total["compared"]),
-        "logprob_gap_max": max(difference for _, _, difference, _ in ranks),
-        "completion_tokens_max": max(longest for _, _, _, longest in ranks),
+        "logprob_gap_max": max(difference for _, difference, _ in ranks),
+        "completion_tokens_max": max(longest for _, _, longest in ranks),
         "completions_per_s": n / seconds,
         "tokens_per_s": tokens / seconds,
         "sampled_tokens_per_s": total["completion_tokens"] / rollout_s,
@@ -145,7 +153,8 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "mbu_rollout": hw.bandwidth and total["bytes"] / world / rollout_s / (hw.bandwidth * 1e12),
         "perf/throughput": tokens / seconds / world,
         "perf/mfu/actor": mfu,
-        **own,
+        **domain_metrics(cfg, stream, groups),
+        **of_surgery,
     }
 
 
@@ -156,13 +165,12 @@ def log_step(cfg, run, stream, lr, metrics, updates):
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
     asked = stream.state.asked
-    turns = {f"{name}/questions": n for name, n in stream.state.turns.items() if len(stream.domains) > 1}
     timings = {f"{name}_s": run.timings[name] for name in PARTS}
     run.log.metrics(
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
         seconds=state.seconds, memory_gb=used, peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked,
         epoch=asked / len(stream), epoch_s=seconds * len(stream) / cfg.prompts_per_step,
-        **{"training/global_step": run.step}, **metrics, **turns, **timings)
+        **{"training/global_step": run.step}, **metrics, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
             f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
             f"zero variance {metrics['zero_variance']:.0%} | entropy {metrics['entropy']:.3f} | "
