@@ -213,6 +213,9 @@ def check(cfg):
     if cfg.offload_reference and cfg.parallel != "ddp":
         raise BadInput("--offload_reference moves a whole model, and with --parallel each rank has a share of "
                        "it: leave one of them out.")
+    if cfg.surgery != "none" and cfg.mixing == "round_robin":
+        raise BadInput("--surgery compares the gradients of a step's tasks, and with --mixing=round_robin a step has one: "
+                       "leave one of them out.")
     if cfg.init_from == "scratch":
         raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
 

@@ -109,7 +109,9 @@ class QuestionStream:
         self.domains = list(self.weights)
         self.numbers = {name: [] for name in self.domains}             # of pairs, each domain's
         for number, (question, _) in enumerate(pairs):
-            self.numbers[task.of(question).name].append(number)
+            own = task.of(question).name
+            if own in self.numbers:          # or its weight is 0
+                self.numbers[own].append(number)
 
     def __len__(self):
         return len(self.pairs)

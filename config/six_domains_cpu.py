@@ -1,4 +1,4 @@
-"""Reinforcement learning of a small model on six domains at once, on two cores: 90 steps of 288 answers.
+"""Reinforcement learning of a small model on six domains at once, on two cores: 180 steps of 288 answers.
 
     python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft
     python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad --out_dir=out/domains/pcgrad
@@ -8,7 +8,7 @@ runs/domains.sh does what comes before it, and the experiment of docs/domains.md
 init_from = "out/domains/rft"
 out_dir = "out/domains/mixed"
 task = "math:0+code:0+logic:0+simulation:0+table:0+science:0"
-num_questions = 6000                     # a thousand of each domain
+num_questions = 7200                     # 1,200 of each domain, each asked once
 prompts_per_step = 36                    # six of each
 max_new_tokens = 144
 
@@ -16,8 +16,8 @@ temperature = 1.0
 learning_rate = 5e-4
 lr_schedule = "linear"
 warmup_steps = 10
-max_steps = 90
+max_steps = 180
 
-eval_interval = 90                       # before and after
+eval_interval = 180                      # before and after
 eval_questions = 300
 log_interval = 5

@@ -39,25 +39,25 @@ def over_seeds(values):
     return mean, mean - half, mean + half
 
 
-def ladder(folder):
-    """Print what each rung brought, and return it."""
-    rows = read(folder / "ladder.json")
+def ladder(folder, how):
+    """Print what each rung brought, and return it. how: "greedy" or "sampled"."""
+    rows = read(folder / f"ladder.{how}.json")
     domains = ["macro", *rows["base"]["domains"]]
-    print(f"\n{'':8}" + "".join(f"  {domain:>18}" for domain in domains))
+    print(f"\n{how:8}" + "".join(f"  {domain:>18}" for domain in domains))
     for name, row in rows.items():
         print(f"{name:8}" + "".join(f"  {cell(*own(row, domain)):>18}" for domain in domains))
     return {name: {domain: own(row, domain) for domain in domains} for name, row in rows.items()}
 
 
-def methods(folder):
+def methods(folder, how):
     """Print mixed and PCGrad, each against the tuned model and PCGrad against mixed, over the seeds; return it."""
-    seeds = [read(path) for path in sorted(folder.glob("seed*.json"))]
+    seeds = [read(path) for path in sorted(folder.glob(f"seed*.{how}.json"))]
     if not seeds:
         return None
     names = [list(rows) for rows in seeds]                   # mixedN, pcgradN, rft
     domains = ["macro", *seeds[0]["rft"]["domains"]]
     result = {}
-    print(f"\n{len(seeds)} seeds      " + "".join(f"  {name:>26}" for name in ("rft", "mixed", "PCGrad", "PCGrad - mixed")))
+    print(f"\n{len(seeds)} seeds, {how}" + "".join(f"  {name:>26}" for name in ("rft", "mixed", "PCGrad", "PCGrad - mixed", "mixed - rft")))
     for domain in domains:
         accuracies = {}
         for k, name in enumerate(("mixed", "pcgrad", "rft")):
@@ -73,18 +73,18 @@ def methods(folder):
             "gain_of_mixed": over_seeds(gains),
         }
         result[domain] = found
-        print(f"{domain:12}" + "".join(f"  {cell(*found[key], sign=sign):>26}" for key, sign in
-                                       (("rft", ""), ("mixed", ""), ("pcgrad", ""), ("difference", "+"))))
+        print(f"{domain:16}" + "".join(f"  {cell(*found[key], sign=sign):>26}" for key, sign in
+                                       (("rft", ""), ("mixed", ""), ("pcgrad", ""), ("difference", "+"), ("gain_of_mixed", "+"))))
     return result
 
 
-def transfer(folder):
+def transfer(folder, how):
     """Print how each domain's own run changed all of them, and return {trained on: {asked: difference}}."""
-    if not (folder / "single.json").exists():
+    if not (folder / f"single.{how}.json").exists():
         return None
-    rows = read(folder / "single.json")
+    rows = read(folder / f"single.{how}.json")
     domains = list(rows["rft"]["domains"])
-    print(f"\n{'trained on':12}" + "".join(f"  {domain:>20}" for domain in domains))
+    print(f"\n{how + ', of':12}" + "".join(f"  {domain:>20}" for domain in domains))
     result = {}
     for name in domains:
         result[name] = {domain: own(rows[name.partition(":")[0]], domain, "difference") for domain in domains}
@@ -163,9 +163,11 @@ def draw_transfer(found, path):
 
 def main(argv):
     folder = Path(argv[0] if argv else "out/domains")
-    if not (folder / "ladder.json").exists():
-        raise BadInput(f"{folder} has no ladder.json: run runs/domains.sh first, or name its --out_dir=.")
-    summary = {"ladder": ladder(folder), "methods": methods(folder), "transfer": transfer(folder)}
+    if not (folder / "ladder.sampled.json").exists():
+        raise BadInput(f"{folder} has no ladder.sampled.json: run runs/domains.sh first, or name its --out_dir=.")
+    summary = {}
+    for how in ("greedy", "sampled"):
+        summary[how] = {"ladder": ladder(folder, how), "methods": methods(folder, how), "transfer": transfer(folder, how)}
     found, conflicts = cosines(folder)
     summary |= {"cosines": found, "conflicts": conflicts, "cost": cost(folder)}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
@@ -177,8 +179,8 @@ def main(argv):
     matplotlib.use("Agg")
     if found:
         draw_cosines(found, conflicts, folder / "cosines.png")
-    if summary["transfer"]:
-        draw_transfer(summary["transfer"], folder / "transfer.png")
+    if summary["sampled"]["transfer"]:
+        draw_transfer(summary["sampled"]["transfer"], folder / "transfer.png")
     return 0
 
 

@@ -8,7 +8,7 @@
 # What is done already is not done again. Takes --out_dir=, --data_dir=, --base_steps= and --grpo_steps= too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/domains data=data seeds=0 base= steps=90 pcgrad= single=
+out=out/domains data=data seeds=0 base= steps=180 pcgrad= single=
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seeds=*) seeds=${argument#*=} ;;
@@ -52,9 +52,12 @@ tune() {
     "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --resume=auto --num_epochs=1.5 &&
         touch "$out/rft.done"
 }
-compare() {                              # compare NAME MODELS...: all on the same test questions, each against the first
+compare() {                              # compare NAME MODELS...: all on the same test questions, each against the first; greedy, and sampled
     local name=$1; shift
-    once "compare_$name" "$out/$name.json" with_json "$out/$name.json" $each_core eval.py --compare "${@/#/$out/}" $ask --num_questions=1200 --json
+    local file=$out/$name
+    once "${name}_greedy" "$file.greedy.json" with_json "$file.greedy.json" $each_core eval.py --compare "${@/#/$out/}" $ask --num_questions=1200 --json
+    once "${name}_sampled" "$file.sampled.json" with_json "$file.sampled.json" $each_core eval.py --compare "${@/#/$out/}" $ask --num_questions=1200 --json \
+        --num_samples=4 --temperature=1
 }
 with_json() { local file=$1; shift; "$@" | tee "$file.log" | grep -v '^{'; grep '^{' "$file.log" > "$file.tmp"; mv "$file.tmp" "$file"; rm "$file.log"; }
 
@@ -72,7 +75,7 @@ done
 last=$((steps / 6))
 if [ -n "$single" ]; then
     for domain in $domains; do
-        learn "${domain%:*}" --task="$domain" --num_questions=1000 --warmup_steps=2
+        learn "${domain%:*}" --task="$domain" --num_questions=1200 --warmup_steps=2
     done
     compare single rft ${domains//:0/}
 fi

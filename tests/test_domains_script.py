@@ -24,7 +24,8 @@ def row(name, accuracy, difference=0.0):
 @pytest.fixture
 def folder(tmp_path):
     def write(name, *rows):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"models": rows}))
+        for how in ("greedy", "sampled"):
+            (tmp_path / f"{name}.{how}.json").write_text(json.dumps({"models": rows}))
     write("ladder", row("base", 0.3), row("rft", 0.4), row("mixed0", 0.5))
     for seed, (mixed, pcgrad) in enumerate([(0.50, 0.52), (0.54, 0.55), (0.52, 0.55)]):
         write(f"seed{seed}", row(f"mixed{seed}", mixed), row(f"pcgrad{seed}", pcgrad, pcgrad - mixed), row("rft", 0.4))
@@ -40,8 +41,9 @@ def folder(tmp_path):
 def test_the_tables_and_pictures(folder, capsys):
     assert domains.main([str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "PCGrad - mixed" in said and "trained on" in said and "50.0 [48.0, 52.0]" in said
+    assert "PCGrad - mixed" in said and "sampled, of" in said and "50.0 [48.0, 52.0]" in said
     summary = json.loads((folder / "summary.json").read_text())
+    summary |= summary["sampled"]
     mean, low, high = summary["methods"]["macro"]["difference"]
     assert mean == pytest.approx(0.02) and low == pytest.approx(0.02 - 4.30 * 0.01 / 3**0.5) and high - mean == pytest.approx(mean - low)
     assert summary["methods"]["macro"]["gain_of_mixed"][0] == pytest.approx(0.12)
@@ -51,7 +53,7 @@ def test_the_tables_and_pictures(folder, capsys):
 
 
 def test_a_folder_without_runs_is_a_sentence(tmp_path):
-    with pytest.raises(BadInput, match="has no ladder.json"):
+    with pytest.raises(BadInput, match="has no ladder.sampled.json"):
         domains.main([str(tmp_path)])
 
 

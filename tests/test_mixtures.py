@@ -261,6 +261,20 @@ def test_rows_of_a_file_name_their_task(learn, two, tmp_path):
     assert 'of the mixture' in learn.error and 'needs a "domain"' in learn.error and learn.error.count("\n") == 1
 
 
+def test_a_task_of_weight_0_is_asked_for_validation_alone(learn, two, tmp_path):
+    rows = [{"prompt": f"the {i}", "answer": "t", "domain": two[i % 2]} for i in range(40)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, knobs in (("own", {}), ("file", dict(dataset=tmp_path / "q.jsonl"))):
+        run = learn(name, task=f"{two[0]}+{two[1]}@0", max_steps=1, eval_interval=1, eval_questions=8, **knobs)
+        lines_of_run = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert f"{two[1]}/reward" not in lines(run)[0] and any(f"{two[1]}/val_accuracy" in line for line in lines_of_run)
+
+
+def test_surgery_needs_several_tasks_in_a_step():
+    with pytest.raises(BadInput, match="with --mixing=round_robin a step has one"):
+        grpo.check(config.load(grpo.Config, ["--init_from=x", "--task=math+table", "--surgery=pcgrad", "--mixing=round_robin"]))
+
+
 def test_datagen_and_eval_count_each_task(base, two, tmp_path):
     spec = f"{two[0]}@3+{two[1]}"
     out = io.StringIO()

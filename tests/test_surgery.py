@@ -218,7 +218,8 @@ def test_a_mixture_goes_on_bit_for_bit(learn, mixed):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_agree_with_one_process(base, mixed, tmp_path, parallel):
-    shared = GRPO | dict(init_from=base, task=mixed, max_steps=3, save_interval=1, surgery="pcgrad", eval_interval=3, eval_questions=6)
+    shared = GRPO | dict(init_from=base, task=mixed, max_steps=3, save_interval=1, surgery="pcgrad", eval_interval=3, eval_questions=6,
+                         tokens_per_micro_batch=96)
     for name, ranks in (("one", 1), ("two", 2)):
         start = [sys.executable] if ranks == 1 else [*forked.TORCHRUN, f"--nproc_per_node={ranks}"]
         argv = flags(**shared, out_dir=tmp_path / name, **(dict(parallel=parallel) if ranks == 2 else {}))
