@@ -511,10 +511,10 @@ def fit_update(cfg, run, worst, context):
         model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
         rows = worst.rows(tokens, context)
         inputs = worst.inputs(tokens, cfg.temperature, hw.device)
-        return model, memory.rehearse(model, hw, rows, context, 2, run.optimizer_bytes(), inputs)
+        return model, memory.rehearse(model, hw, rows, context, 2, run.bytes_to_come(), inputs)
 
     def advice():
-        return memory.advice(run.model, hw, context, run.optimizer_bytes(),
+        return memory.advice(run.model, hw, context, run.bytes_to_come(),
                              "lower --max_new_tokens, --max_prompt_tokens or --few_shot")
     return run.fit(attempt, worst.smaller, advice)
 
@@ -525,7 +525,7 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     hw = run.hardware
     dtype = hw.sampling_dtype
     rows = worst.rows(run.state.micro_batch, context)
-    needed = sum(memory.parts(run.model, hw, rows, context, run.optimizer_bytes()).values())
+    needed = sum(memory.parts(run.model, hw, rows, context, run.bytes_to_come()).values())
     needed += dtype.itemsize * run.model.n_params()
     share = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples
     most = slots_that_fit(run.model.config, context, dtype, hw.device, needed)

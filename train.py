@@ -311,13 +311,13 @@ def compile_and_fit(cfg, run, dataset):
         if passes > 1 and mode in CUDA_GRAPHS:
             mode = "default"
         model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
-        return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.optimizer_bytes())
+        return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.bytes_to_come())
 
     def smaller(micro_batch):
         return memory.smaller(micro_batch, share) if micro_batch > 1 else None
 
     def advice():
-        return memory.advice(run.model, hw, dataset.longest, run.optimizer_bytes())
+        return memory.advice(run.model, hw, dataset.longest, run.bytes_to_come())
     return run.fit(attempt, smaller, advice)
 
 

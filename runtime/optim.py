@@ -58,8 +58,8 @@ class Muon(torch.optim.Muon):
         if dtype != torch.float16:           # which is too narrow until their length is taken out
             updates = updates.to(dtype)
         orthogonal = functools.partial(
-            compiled() if self.is_compiled else newton_schulz, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"],
-            dtype=dtype)
+            compiled() if self.is_compiled else newton_schulz, coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"], eps=group["eps"], dtype=dtype)
         if sharding.is_sharded(matrices[0]):
             updates = sharding.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
         elif is_shared_out(matrices[0]):

@@ -160,7 +160,7 @@ class Run:
         model.share_gradients()
         return model
 
-    def optimizer_bytes(self):
+    def bytes_to_come(self):
         """Return the memory that the optimizers will take from their first step on, and what the stage keeps."""
         return optim.state_to_come(self.optimizers) + self.other_bytes
 
