@@ -230,9 +230,11 @@ def test_profile():
 
 
 def test_interrupted():
-    """Ctrl-C goes to bench.py and to the script that it has started."""
+    """Ctrl-C goes to bench.py and to the script that it has started. A shell's job in the background ignores it, and what that starts."""
+    def heed():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen([sys.executable, str(ROOT / "bench.py"), *TRAIN, "--steps=100000", "--device=cpu", "--output=i.json"], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), start_new_session=True) as process:
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), start_new_session=True, preexec_fn=heed) as process:
         assert any("steps a run" in line for line in process.stdout)
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
