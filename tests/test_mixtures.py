@@ -262,7 +262,7 @@ def test_rows_of_a_file_name_their_task(learn, two, tmp_path):
 
 
 def test_a_task_of_weight_0_is_asked_for_validation_alone(learn, two, tmp_path):
-    rows = [{"prompt": f"the {i}", "answer": "t", "domain": two[i % 2]} for i in range(40)]
+    rows = [{"prompt": f"the {i}", "answer": "t", "domain": two[i % 2]} for i in range(200)]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, knobs in (("own", {}), ("file", dict(dataset=tmp_path / "q.jsonl"))):
         run = learn(name, task=f"{two[0]}+{two[1]}@0", max_steps=1, eval_interval=1, eval_questions=8, **knobs)
