@@ -59,7 +59,7 @@ class Config:
     task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
                                              # reward(question, completion); several: NAME@WEIGHT+NAME, in a
                                              # config file {NAME: WEIGHT}; None: unit_conversion
-    mixing: Literal["mixed", "round_robin"] = "mixed"           # several tasks: all in each step, or one a step
+    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one a step
     dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the
                                              # task's questions
     num_questions: int | None = None         # to train on; None: all there are, or as the task finds right;
@@ -214,8 +214,8 @@ def check(cfg):
         raise BadInput("--offload_reference moves a whole model, and with --parallel each rank has a share of "
                        "it: leave one of them out.")
     if cfg.surgery != "none" and cfg.mixing == "round_robin":
-        raise BadInput("--surgery compares the gradients of a step's tasks, and with --mixing=round_robin a step has one: "
-                       "leave one of them out.")
+        raise BadInput("--surgery compares the gradients of a step's tasks, and with --mixing=round_robin a step "
+                       "has one: leave one of them out.")
     if cfg.init_from == "scratch":
         raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
 
@@ -417,7 +417,8 @@ def learn(cfg, run, model, groups, lr, surgery):
     rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
     grad_norm = run.optimizer_step(lr, rollouts=rollouts)
     figures = {name: float(value) for name, value in stats.items()}
-    return figures | surgery.figures | {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
+    figures |= {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
+    return figures | surgery.figures
 
 
 def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
@@ -464,7 +465,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
         run.lap("sync", wait=True)           # the weights that the engine takes over are this step's time
 
         if run.due(cfg.log_interval) or run.step == 1:
-            log_step(cfg, run, stream, lr, step_metrics(cfg, run, stream, sampled, updates, bytes_read), updates)
+            metrics = step_metrics(cfg, run, stream, sampled, updates, bytes_read)
+            log_step(cfg, run, stream, lr, metrics, updates)
         if run.stopping:
             run.save()                       # at once: whoever asked may not wait for an evaluation
         if valid and run.state.evaluation_due:

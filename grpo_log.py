@@ -177,7 +177,10 @@ def log_step(cfg, run, stream, lr, metrics, updates):
             f"{metrics['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: "
             f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
             f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
-    own = [f"{name} {metrics[f'{name}/pass_at_1']:.0%}" for name in stream.domains if f"{name}/pass_at_1" in metrics]
+    own = []
+    for name in stream.domains:
+        if f"{name}/pass_at_1" in metrics:
+            own.append(f"{name} {metrics[f'{name}/pass_at_1']:.0%}")
     if own:
         line += f" | pass@1 of {', '.join(own)}"
     if "surgery/conflicts" in metrics:

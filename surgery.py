@@ -1,9 +1,8 @@
-"""Gradient surgery: what the gradients of several domains undo of each other is taken out of them before they are
-added up (PCGrad, Yu et al. 2020, Gradient Surgery for Multi-Task Learning).
+"""Gradient surgery: what the gradients of several domains undo of each other is taken out of them before
+they are added up (PCGrad, Yu et al. 2020, Gradient Surgery for Multi-Task Learning).
 
-A sample belongs to one domain, so the backward passes of K domains together cost no more arithmetic than one
-over all samples; what is added are K gradients in memory and K exchanges between ranks.
-"""
+A sample belongs to one domain, so the backward passes of K domains together cost no more arithmetic than
+one over all samples; what is added are K gradients in memory and K exchanges between ranks."""
 import math
 
 import numpy as np
@@ -105,7 +104,8 @@ class Surgery:
         gram = torch.zeros(K, K, dtype=torch.float64)
         for i in range(K):
             for j in range(i, K):
-                products = [torch.dot(a.flatten().float(), b.flatten().float()) for a, b in zip(kept[i], kept[j])]
+                products = [torch.dot(a.flatten().float(), b.flatten().float())
+                            for a, b in zip(kept[i], kept[j])]
                 gram[i, j] = gram[j, i] = torch.stack(products).double().sum()
         if sharding.is_sharded(self.parameters[0]):
             mesh = self.parameters[0].device_mesh

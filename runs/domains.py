@@ -1,4 +1,5 @@
-"""What the runs of six domains came to, from what runs/domains.sh left in a folder: a table, summary.json, and two pictures.
+"""What the runs of six domains came to, from what runs/domains.sh left in a folder: tables, summary.json, two
+pictures.
 
     python -m runs.domains out/domains
 """
@@ -57,7 +58,9 @@ def methods(folder, how):
     names = [list(rows) for rows in seeds]                   # mixedN, pcgradN, rft
     domains = ["macro", *seeds[0]["rft"]["domains"]]
     result = {}
-    print(f"\n{len(seeds)} seeds, {how}" + "".join(f"  {name:>26}" for name in ("rft", "mixed", "PCGrad", "PCGrad - mixed", "mixed - rft")))
+    columns = {"rft": "rft", "mixed": "mixed", "PCGrad": "pcgrad", "PCGrad - mixed": "difference",
+               "mixed - rft": "gain_of_mixed"}
+    print(f"\n{len(seeds)} seeds, {how:7}" + "".join(f"  {name:>26}" for name in columns))
     for domain in domains:
         accuracies = {}
         for k, name in enumerate(("mixed", "pcgrad", "rft")):
@@ -73,8 +76,8 @@ def methods(folder, how):
             "gain_of_mixed": over_seeds(gains),
         }
         result[domain] = found
-        print(f"{domain:16}" + "".join(f"  {cell(*found[key], sign=sign):>26}" for key, sign in
-                                       (("rft", ""), ("mixed", ""), ("pcgrad", ""), ("difference", "+"), ("gain_of_mixed", "+"))))
+        cells = [cell(*found[key], sign="+" if " - " in name else "") for name, key in columns.items()]
+        print(f"{domain:16}" + "".join(f"  {text:>26}" for text in cells))
     return result
 
 
@@ -101,7 +104,8 @@ def cosines(folder):
         for line in map(json.loads, path.read_text().splitlines()):
             for key, value in line.items():
                 if key.startswith("surgery/cosine/"):
-                    by_pair.setdefault(key.removeprefix("surgery/cosine/"), {}).setdefault(line["step"], []).append(value)
+                    steps = by_pair.setdefault(key.removeprefix("surgery/cosine/"), {})
+                    steps.setdefault(line["step"], []).append(value)
             if "surgery/conflicts" in line:
                 conflicts.setdefault(line["step"], []).append(line["surgery/conflicts"])
     mean = {pair: {step: fmean(values) for step, values in steps.items()} for pair, steps in by_pair.items()}
@@ -115,9 +119,11 @@ def cost(folder):
         lines = [line for line in map(json.loads, path.read_text().splitlines()) if "rollout_s" in line]
         if lines:
             last = lines[-1]
-            result[path.parent.name] = {"steps": last["step"], "seconds": last["seconds"],
-                                        "update_s": fmean(line["update_s"] for line in lines) , "peak_memory_gb": last["peak_memory_gb"]}
-            print(f"{path.parent.name:12} {last['step']:4} steps, {last['seconds']:7.1f} s, {last['peak_memory_gb']:.2f} GB")
+            found = {"steps": last["step"], "seconds": last["seconds"], "peak_memory_gb": last["peak_memory_gb"],
+                     "update_s": fmean(line["update_s"] for line in lines)}
+            result[path.parent.name] = found
+            print(f"{path.parent.name:12} {last['step']:4} steps, {last['seconds']:7.1f} s, of an update "
+                  f"{found['update_s']:.2f} s, {last['peak_memory_gb']:.2f} GB")
     return result
 
 
@@ -167,7 +173,7 @@ def main(argv):
         raise BadInput(f"{folder} has no ladder.sampled.json: run runs/domains.sh first, or name its --out_dir=.")
     summary = {}
     for how in ("greedy", "sampled"):
-        summary[how] = {"ladder": ladder(folder, how), "methods": methods(folder, how), "transfer": transfer(folder, how)}
+        summary[how] = {part.__name__: part(folder, how) for part in (ladder, methods, transfer)}
     found, conflicts = cosines(folder)
     summary |= {"cosines": found, "conflicts": conflicts, "cost": cost(folder)}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))

@@ -1,5 +1,5 @@
-"""Several tasks as one: the spec `math@2+countdown:4+table` names them, each with a weight of its own after @ (1
-if there is none)."""
+"""Several tasks as one: the spec `math@2+countdown:4+table` names them, each with a weight of its own
+after @ (1 if there is none)."""
 import math
 import re
 from fractions import Fraction
@@ -9,8 +9,8 @@ WEIGHT = re.compile(r"(.+?)(?:@([-+]?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
 
 
 def parse(spec):
-    """Return {task's spec: weight, a whole number}. ValueError for weights that are negative or all zero, and for a task that
-    stands there twice."""
+    """Return {task's spec: weight, a whole number}. ValueError for weights that are negative or all zero, and
+    for a task that stands there twice."""
     weights = {}
     for part in spec.split("+"):
         found = WEIGHT.fullmatch(part)
@@ -49,8 +49,9 @@ class Mixture:
         self.tasks = tasks                   # {spec: Task}
         stops = {task.stop for task in tasks.values()}
         if len(stops) > 1:
-            raise ValueError(f"The tasks of the mixture {spec} end their answers differently ({', '.join(map(repr, stops))}), "
-                             "and a model that is sampled stops at one: mix tasks with the same STOP.")
+            raise ValueError(f"The tasks of the mixture {spec} end their answers differently "
+                             f"({', '.join(map(repr, stops))}), and a model that is sampled stops at one: mix "
+                             "tasks with the same STOP.")
         (self.stop,) = stops
 
     @property
@@ -62,8 +63,8 @@ class Mixture:
         """What datagen.py's log says of all questions. ValueError if they have several forms."""
         forms = {task.prompt for task in self.tasks.values()}
         if len(forms) > 1:
-            raise ValueError(f"The tasks of the mixture {self.name} put their questions in different forms, and examples "
-                             "to fine-tune on have one: sample from each task by itself.")
+            raise ValueError(f"The tasks of the mixture {self.name} put their questions in different forms, "
+                             "and examples to fine-tune on have one: sample from each task by itself.")
         return forms.pop()
 
     @cached_property

@@ -1,16 +1,18 @@
-"""What a small program prints. Code as a domain means here to predict what programs do: they are drawn together with
-their trace, and nothing is executed, least of all what a model wrote.
+"""What a small program prints. Code as a domain means here to predict what programs do: they are drawn
+together with their trace, and nothing is executed, least of all what a model wrote.
 
-The argument is a level, 0 to 2 (default 1): 0 three kinds and small numbers, for a model of a million parameters that
-learns for minutes; 1 numbers mostly below 30 and two to four steps; 2 larger ones, and more steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
+The argument is a level, 0 to 2 (default 1): 0 three kinds and small numbers, for a model of a million
+parameters that learns for minutes; 1 numbers mostly below 30 and two to four steps; 2 larger ones, and
+more steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
 import re
 
 from tasks import _answers, _questions
 from tasks._steps import Steps, completion, follows, plain, with_a_slip
 
-INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as `x: 7 + 5 = 12.` Then give "
-               "what it prints within <answer></answer>.")
-WORDS = "cat dog sun map pen owl fig jam kit log mud net oak pig rat sky toy urn vet web yak zip bird fish lamp milk".split()
+INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as "
+               "`x: 7 + 5 = 12.` Then give what it prints within <answer></answer>.")
+WORDS = ("cat dog sun map pen owl fig jam kit log mud net oak pig rat sky toy urn vet web yak zip bird fish "
+         "lamp milk").split()
 TINY = ("lines", "branch", "list")   # kinds of level 0
 PHRASINGS = ("What does this program print?\n{}", "{}\nWhat is printed?")
 WRONG = 0.2                          # share of the documents that carry a slip,
@@ -43,7 +45,7 @@ def draw_lines(rng, level):
     """Assignments [name, other name, sign, number] to two names, the first of which is given a value."""
     x, y = rng.sample("abcdkmnpqxyz", 2)
     most = 19 * level or 9
-    value = start = rng.randint(2, most)
+    start = rng.randint(2, most)
     values, lines = {x: start}, []
     for i in range(level + 1 + (rng.random() < 0.3)):
         source = rng.choice(list(values))
@@ -52,8 +54,8 @@ def draw_lines(rng, level):
         number = rng.randint(2, 4) if sign == "*" else rng.randint(2, most)
         if sign == "-" and number > values[source]:
             sign = "+"
-        value = {"+": values[source] + number, "-": values[source] - number, "*": values[source] * number}[sign]
-        values[target] = value
+        before = values[source]
+        values[target] = {"+": before + number, "-": before - number, "*": before * number}[sign]
         lines.append([target, source, sign, number])
     return [x, start, lines]
 
@@ -90,7 +92,10 @@ def loop_worked(steps, start, times, number):
 
 def draw_branch(rng, level):
     most = 49 * level or 19
-    return [rng.randint(2, most), rng.choice("<>"), rng.randint(2, most), *rng.sample(range(2, 20 * level or 10), 2)]
+    x = rng.randint(2, most)
+    sign = rng.choice("<>")
+    bound = rng.randint(2, most)
+    return [x, sign, bound, *rng.sample(range(2, 20 * level or 10), 2)]
 
 
 def branch_program(x, sign, bound, more, less):
@@ -174,13 +179,14 @@ def questions(split, seed=0, n=None, argument=None):
 
 
 def documents(split, seed=0, argument=None):
-    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
+    level = int(argument or 1)
+    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
                                     split, seed)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct), and whether
-    before it stands each step that leads there, and no other equation (reasoned)."""
+    """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct),
+    and whether before it stands each step that leads there, and no other equation (reasoned)."""
     found = _answers.ANSWER.search(completion[:2000])
     answer = re.sub("^print |[\"']", "", plain(found[1])) if found else ""
     steps = Steps()

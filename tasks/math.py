@@ -1,9 +1,9 @@
-"""Mathematics of several kinds: equations, percentages, means, rectangles, sequences, short stories, worked
-in steps of one operation each. The argument is a level: 1 (default), most numbers below 100; 2, larger; 0, four kinds and smaller numbers,
-for a model of a million parameters that learns for minutes.
+"""Mathematics of several kinds: equations, percentages, means, rectangles, sequences, short stories,
+worked in steps of one operation each. The argument is a level: 1 (default), most numbers below 100; 2,
+larger; 0, four kinds and smaller numbers, for a model of a million parameters that learns for minutes.
 
-Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage most,
-all in the same way: 30% off 80 is taken to be 80 - 30."""
+Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage
+most, all in the same way: 30% off 80 is taken to be 80 - 30."""
 from tasks import _answers, _questions
 
 INSTRUCTION = ("Work it out in short true equations, such as 23 + 40 = 63. Then give the number alone within "

@@ -1,7 +1,9 @@
-"""Science in small steps: the unit of a product or quotient, atoms in molecules, motion, sums of two units, the calendar.
+"""Science in small steps: the unit of a product or quotient, atoms in molecules, motion, sums of two
+units, the calendar.
 
-The argument is a level, 0 to 2 (default 1): 0 four kinds and small numbers, for a model of a million parameters that
-learns for minutes; 1 numbers mostly below 100; 2 larger ones, and units of three quantities.
+The argument is a level, 0 to 2 (default 1): 0 four kinds and small numbers, for a model of a million
+parameters that learns for minutes; 1 numbers mostly below 100; 2 larger ones, and units of three
+quantities.
 
 Two in ten worked examples carry a slip. Of the sums of two units most add the numbers and convert nothing."""
 import re

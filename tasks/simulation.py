@@ -1,14 +1,14 @@
-"""A process followed to its end: a robot that walks, a stack, lamps that are switched, a counter with a rule, a ball
-under cups that are swapped. The state after each step is the reasoning.
+"""A process followed to its end: a robot that walks, a stack, lamps that are switched, a counter with a
+rule, a ball under cups that are swapped. The state after each step is the reasoning.
 
-The argument is a level, 0 to 2 (default 1): 0 stacks, lamps and cups alone, for a model of a million parameters that
-learns for minutes; 1 two to four steps; 2 about twice as many. Two in ten worked examples
+The argument is a level, 0 to 2 (default 1): 0 stacks, lamps and cups alone, for a model of a million
+parameters that learns for minutes; 1 two to four steps; 2 about twice as many. Two in ten worked examples
 carry a slip. Most of those with a stack take from its wrong end, as if it were a queue."""
 from tasks import _answers, _questions
 from tasks._steps import Steps, completion, follows, plain, with_a_slip
 
-INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` or `pop ab.` or `swap 1 2: 1.` Then give the end "
-               "within <answer></answer>.")
+INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` or `pop ab.` or "
+               "`swap 1 2: 1.` Then give the end within <answer></answer>.")
 WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 TINY = ("stack", "lamps", "cups")    # kinds of level 0
 LETTERS = "abcdefghkmnpqrstuvwxyz"
@@ -18,7 +18,8 @@ MISTAKEN = 0.65                      # and of those with a stack that take it fo
 
 def check(argument):
     if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of simulation is a level, 0 to 2, and {argument or 'nothing'} was given.")
+        raise ValueError("The argument of simulation is a level, 0 to 2, and "
+                         f"{argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
@@ -42,7 +43,8 @@ def draw_robot(rng, level):
     moves = [[rng.randint(1, 6 * level), way] for way in rng.sample(list(WAYS), 3)][:rng.randint(2, 3)]
     moves += [[rng.randint(1, 9), rng.choice(list(WAYS))] for _ in range(2 * (level - 1))]
     told = ", ".join(f"{n} {way}" for n, way in moves)
-    return [x, y, moves], (f"A robot at ({x}, {y}) goes {told}. Where is it?", f"Start at ({x}, {y}), go {told}. Where?")
+    return [x, y, moves], (f"A robot at ({x}, {y}) goes {told}. Where is it?",
+                           f"Start at ({x}, {y}), go {told}. Where?")
 
 
 def robot(steps, x, y, moves):
@@ -62,7 +64,8 @@ def draw_stack(rng, level):
         if min(heights) > 0 and stack(Steps(), operations, -1) != stack(Steps(), operations, 0):
             break
     told = ", ".join(f"push {letter}" if letter else "pop" for letter in operations)
-    return [operations], (f"A stack is empty. {told.capitalize()}. What is on top?", f"Empty stack: {told}. Top?")
+    return [operations], (f"A stack is empty. {told.capitalize()}. What is on top?",
+                          f"Empty stack: {told}. Top?")
 
 
 def stack(steps, operations, end):
@@ -91,7 +94,9 @@ def lamps(steps, lamps, switched):
 
 
 def draw_counter(rng, level):
-    start, odd, times = rng.randint(3, 40 * level), rng.choice((1, 3, 5, 7)), rng.randint(2, 3) + 2 * (level - 1)
+    start = rng.randint(3, 40 * level)
+    odd = rng.choice((1, 3, 5, 7))
+    times = rng.randint(2, 3) + 2 * (level - 1)
     rule = f"halve it if even, else add {odd}"
     return [start, odd, times], (f"Start with {start}. {times} times: {rule}. What is it then?",
                                  f"From {start}, {times} times: {rule}. The end?")
@@ -152,17 +157,18 @@ def questions(split, seed=0, n=None, argument=None):
 
 
 def documents(split, seed=0, argument=None):
-    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
+    level = int(argument or 1)
+    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
                                     split, seed)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
-    before it stands each state on the way, and no other equation (reasoned)."""
+    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct),
+    and whether before it stands each state on the way, and no other equation (reasoned)."""
     found = _answers.ANSWER.search(completion[:2000])
-    answer = plain(found[1]).replace("(", "").replace(")", "") if found else ""
+    answer = plain(found[1]).strip("()") if found else ""
     steps = Steps()
     worked(question, steps)
-    parts = {"answered": answer != "", "correct": answer == question["answer"].replace("(", "").replace(")", ""),
+    parts = {"answered": answer != "", "correct": answer == question["answer"].strip("()"),
              "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
     return float(parts["correct"]), parts

@@ -1,12 +1,12 @@
-"""Questions over a small table in the prompt, written as CSV: a cell of a named row, how many or which rows satisfy
-a condition, the sum or the largest of a column, a join of two tables.
+"""Questions over a small table in the prompt, written as CSV: a cell of a named row, how many or which
+rows satisfy a condition, the sum or the largest of a column, a join of two tables.
 
-The argument is a level, 0 to 2 (default 1): 0 three rows with a column of numbers below 10, and four kinds, for a model
-of a million parameters that learns for minutes; 1 three rows with two columns of numbers below 100; 2 five to eight rows
-with four columns of numbers below 1000.
+The argument is a level, 0 to 2 (default 1): 0 three rows with a column of numbers below 10, and four
+kinds, for a model of a million parameters that learns for minutes; 1 three rows with two columns of
+numbers below 100; 2 five to eight rows with four columns of numbers below 1000.
 
-Two in ten worked examples carry a slip. Where the largest number is not the last in the order of texts, in which 9
-comes after 45, most take the order of texts."""
+Two in ten worked examples carry a slip. Where the largest number is not the last in the order of texts, in
+which 9 comes after 45, most take the order of texts."""
 import re
 
 from tasks import _answers, _equations, _numbers, _questions
