@@ -30,7 +30,6 @@ over the steps after a warm-up. Whatever is compared has the same weights or sha
 taken in turn. Each call leaves all its figures, with what they were measured on, in bench_results/ as JSON
 and as a chart. Knobs, as --key=value:
 """
-import functools
 import importlib
 import json
 import re
@@ -60,6 +59,7 @@ from measure.training import bench_training, sft_work, train_work
 from model import GPTConfig
 from runtime import config, guard, hardware
 from runtime.config import BadInput
+from runtime.progress import clear
 
 
 @dataclass
@@ -185,6 +185,12 @@ def parse_script_args(stage, arguments):
 
 
 # --- all of it at a glance ---
+
+def log_line(line):
+    """Print a line where a progress line may stand."""
+    clear()
+    print(line, flush=True)
+
 
 def log_nothing(line):
     """Stand in for print where a stage's lines are not wanted."""
@@ -415,15 +421,14 @@ def main(argv):
     subject = f"{model_name}; " if model_name else ""
     mode_suffix = f", {mode}" if mode else ""
     print(f"{cfg.stage}{mode_suffix}: {subject}{facts['hardware']}, torch {facts['torch']}", flush=True)
-    log = functools.partial(print, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         export_random_weights(cfg, hw, folder, print)
         if mode:
             bench_mode = bench_profile if mode == "profile" else bench_rungs
             work = WORK[cfg.stage](cfg, hw, folder, script_args)
-            figures = bench_mode(cfg, hw, work, script_args, log)
+            figures = bench_mode(cfg, hw, work, script_args, log_line)
         else:
-            figures = STAGES[cfg.stage](cfg, hw, folder, script_args, log)
+            figures = STAGES[cfg.stage](cfg, hw, folder, script_args, log_line)
     record = {
         "stage": cfg.stage,
         "mode": mode,

@@ -10,6 +10,7 @@ there. Knobs, as --key=value:
 """
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -27,7 +28,6 @@ from runtime.usage import first_line
 first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
 import torch
-from tqdm import tqdm
 
 import hf
 import tasks
@@ -38,6 +38,7 @@ from runtime import config, distributed, examples, guard, hardware, lock
 from runtime.accuracy import accuracy
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
+from runtime.progress import track
 from runtime.rewards import Grade, Pool, check_graded, load
 
 
@@ -309,6 +310,12 @@ class Share:
         if completions:
             self.file.flush()
 
+    def note(self, pipeline):
+        """Return what the progress line says beside the number of samples."""
+        errors = pipeline.pool.counts["errors"]
+        verified = f"{self.verified / max(1, len(self.new)):.0%} verified, {pipeline.speed()}"
+        return verified + (f", {errors} errors" if errors else "")
+
     def record(self, completion):
         """Return what the log keeps of a completion."""
         ids = completion.ids
@@ -337,20 +344,13 @@ def sample(cfg, pipeline, questions, requests, attempts, stop):
     began = time.perf_counter()
     with attempts.part(distributed.rank()) as file:
         share = Share(cfg, pipeline.tokenizer, len(questions), attempts, file)
-        with tqdm(total=share.to_come, desc="sampling", unit=" samples",
-                  disable=None if distributed.is_main() else True) as bar:
-            def show(progress):
-                errors = pipeline.pool.counts["errors"]
-                bar.set_postfix_str(f"{share.verified / max(1, len(share.new)):.0%} verified, "
-                                    f"{progress.tokens_per_s:,.0f} "
-                                    f"tokens/s{f', {errors} errors' if errors else ''}", refresh=False)
-                bar.update(len(share.new) - bar.n)
-            for _ in pipeline.sample(questions, share.missing(requests), show, grade_unfinished=False):
-                share.add(pipeline.graded())
-                if stop.received is not None:
-                    break
-            share.add(pipeline.graded(wait=stop.received is None))
-            bar.update(len(share.new) - bar.n)
+        note = functools.partial(share.note, pipeline)
+        for _ in pipeline.sample(questions, share.missing(requests), share.to_come, grade_unfinished=False,
+                                 note=note):
+            share.add(pipeline.graded())
+            if stop.received is not None:
+                break
+        share.add(pipeline.graded(wait=stop.received is None))
     tokens = pipeline.engine.progress.tokens if pipeline.engine.progress else 0
     return share.new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pipeline.pool.counts}
 
@@ -502,7 +502,7 @@ def check(cfg):
 def fingerprint(model):
     """Return the SHA-256 of a model's weights."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
+    for name, weight in track(sorted(model.state_dict().items()), "hashing the weights", "tensors"):
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -19,8 +19,6 @@ from runtime.usage import first_line
 
 first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
-from tqdm import tqdm
-
 import hf
 import tasks
 from engine import Engine, Sampling
@@ -181,13 +179,9 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
     slots = 64 if cfg.deterministic else None
     engine = Engine(candidate.found.load(device=hw.device), slots, candidate.context, sampling, cfg.seed,
                     hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
-    share = candidate.requests[distributed.rank()::distributed.world_size()]
     began = time.perf_counter()
-    with tqdm(total=cfg.num_samples * len(share), desc=candidate.name, unit="answer", leave=False,
-              disable=None if distributed.is_main() else True) as bar:
-        def update(progress):
-            bar.update(progress.samples - bar.n)
-        grades, _ = ask(Pipeline(engine, pool, tokenizer, task), questions, candidate.requests, update)
+    pipeline = Pipeline(engine, pool, tokenizer, task)
+    grades, _ = ask(pipeline, questions, candidate.requests, what=f"asking {candidate.name}")
     seconds = time.perf_counter() - began
     (tokens,) = distributed.sum([engine.progress.tokens])
     figures = accuracy(grades) | {

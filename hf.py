@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from model import GPTConfig, LoRA, add_lora, blank, load_adapters, merged, scaled
 from runtime import checkpoint, config, guard, hub, memory
 from runtime.config import BadInput, read_json
+from runtime.progress import ProgressLine, track
 from runtime.tokenizer import Tokenizer
 
 # Buffers that older files hold beside the weights: masks and rotary frequencies.
@@ -318,8 +319,10 @@ def download(name):
     try:
         import huggingface_hub
         patterns = ["*.json", "*.safetensors", "*.jinja"]
-        offline = not hub.answers()
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
+        with ProgressLine(f"getting {name} from the Hugging Face hub"):
+            offline = not hub.answers()
+            folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns,
+                                                       local_files_only=offline)
         return Path(folder)
     except Exception as e:
         raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
@@ -338,7 +341,8 @@ def load_safetensors(model, folder, hf_config):
     if kind == "gpt2":                                        # files of the base model lack the prefix
         readers = {with_gpt2_prefix(name): reader for name, reader in readers.items()}
     readers = {name: reader for name, reader in readers.items() if not BUFFERS.fullmatch(name)}
-    for name, hf_names, transposed in weight_names(config, kind):
+    names = list(weight_names(config, kind))
+    for name, hf_names, transposed in track(names, f"loading the weights in {folder}", "tensors"):
         missing = [hf_name for hf_name in hf_names if hf_name not in readers]
         if missing:
             raise BadInput(f"{folder} has no tensor {missing[0]}, which a {kind} needs: get its files again.")
@@ -437,7 +441,8 @@ def add_gates(config, tensors):
 
 def write(folder, config_name, hf_config, tensors_name, tensors):
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(tensors, Path(folder, tensors_name), metadata={"format": "pt"})
+    with ProgressLine(f"writing {folder}"):
+        save_file(tensors, Path(folder, tensors_name), metadata={"format": "pt"})
     Path(folder, config_name).write_text(json.dumps(hf_config, indent=1))
 
 

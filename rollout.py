@@ -19,6 +19,7 @@ import torch
 from engine import Request
 from model import IGNORE, Prompts
 from runtime import config, distributed
+from runtime.progress import ProgressLine
 from runtime.prompts import context_of, prompt_ids
 from runtime.rewards import Grade
 
@@ -118,25 +119,35 @@ class Pipeline:
         self.waiting = deque()
         self.grades = deque()                # of the first of those that need one
 
-    def sample(self, questions, requests, progress=None, sampling=None, grade_unfinished=True):
+    def sample(self, questions, requests, total=None, sampling=None, grade_unfinished=True, what="sampling",
+               note=None):
         """Yield a Completion for each sample when it ends; its grade comes with graded().
 
-        questions: what a request's key stands for. progress: called with the engine's Progress after each
-        look at its results. sampling: the engine's own if None. grade_unfinished: also verify completions
-        that were cut off.
+        questions: what a request's key stands for. total: samples, if requests are no list. sampling: the
+        engine's own if None. grade_unfinished: also verify completions that were cut off. what, note: of the
+        progress line; note None: the speed.
         """
-        for sample in self.engine.generate(requests, progress, sampling):
-            request = sample.request
-            text = self.task.cut(self.tokenizer.text_of(sample.ids))
-            completion = Completion(request.ids, sample.ids, sample.logprobs, sample.reason == "stop",
-                                    questions[request.key], request.key, sample.index, text)
-            self.waiting.append(completion)
-            if completion.finished or grade_unfinished:
-                self.pool.submit(completion.question, text)
-            else:
-                completion.grade = UNFINISHED
-            yield completion
+        if total is None:
+            total = sum(request.num_samples for request in requests)
+        with ProgressLine(what, total, "answers", note=note or self.speed) as line:
+            for sample in self.engine.generate(requests, sampling=sampling):
+                request = sample.request
+                text = self.task.cut(self.tokenizer.text_of(sample.ids))
+                completion = Completion(request.ids, sample.ids, sample.logprobs, sample.reason == "stop",
+                                        questions[request.key], request.key, sample.index, text)
+                self.waiting.append(completion)
+                if completion.finished or grade_unfinished:
+                    self.pool.submit(completion.question, text)
+                else:
+                    completion.grade = UNFINISHED
+                line.add()
+                yield completion
         self.pool.flush()
+
+    def speed(self):
+        """Return the engine's tokens a second, for people."""
+        progress = self.engine.progress
+        return f"{progress.tokens_per_s:,.0f} tokens/s" if progress else ""
 
     def graded(self, wait=False):
         """Return the Completions whose grades have come since the last call, in the order they were sampled;
@@ -150,13 +161,13 @@ class Pipeline:
         return done
 
 
-def ask(pipeline, questions, requests, progress=None, sampling=None, shown=0):
+def ask(pipeline, questions, requests, sampling=None, shown=0, what="evaluating"):
     """Have a model answer questions, each rank its share of them, and grade the answers.
 
     requests: of all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples],
     and the texts [shown][num_samples] of the answers to the first `shown` questions. What one rank raises,
     all raise: ValueError for what can't be sampled, FloatingPointError for weights that are broken,
-    BrokenReward if the verifier fails whatever it is given.
+    BrokenReward if the verifier fails whatever it is given. what: of the progress line.
     """
     mine = []
     error = None
@@ -164,7 +175,7 @@ def ask(pipeline, questions, requests, progress=None, sampling=None, shown=0):
         for request in requests:
             pipeline.engine.check(request)
         share = requests[distributed.rank()::distributed.world_size()]
-        for _ in pipeline.sample(questions, share, progress, sampling):
+        for _ in pipeline.sample(questions, share, sampling=sampling, what=what):
             mine += pipeline.graded()
         mine += pipeline.graded(wait=True)
     except (ValueError, FloatingPointError) as e:

@@ -17,6 +17,7 @@ first_line()                             # --help, or a word, before the seconds
 import hf
 from engine import Engine, Request, Sampling
 from runtime import config, distributed, guard, hardware
+from runtime.progress import ProgressLine
 from runtime.prompts import context_of
 
 
@@ -122,7 +123,9 @@ def main(argv):
         engine = make_engine(cfg, model, tokenizer, hw, context, slots)
         engine.check(Request(prompt))
         requests = [Request(prompt, count, 0, cfg.max_new_tokens, first)] if count else []
-        samples = list(engine.generate(requests))
+        samples = []
+        with ProgressLine("sampling", count, "samples", count=lambda: len(samples)):
+            samples.extend(engine.generate(requests))
     except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
     texts = distributed.gather([(sample.index, tokenizer.text_of(sample.ids)) for sample in samples])

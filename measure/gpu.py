@@ -35,6 +35,7 @@ from measure.report import outcome
 from measure.runs import ROOT
 from runtime import config, guard
 from runtime.config import BadInput
+from runtime.progress import ProgressLine, clear
 
 
 @dataclass
@@ -247,7 +248,7 @@ def run_stage(stage, cfg, seconds_left, log, folder):
     running = ""                             # the test that has begun
     checks = 0
     process = run_process([sys.executable, *words], timeout, log, environment(cfg, folder))
-    with contextlib.closing(process):
+    with contextlib.closing(process), ProgressLine(f"running {stage.name}"):
         for said in process:
             if not isinstance(said, str):
                 code = said
@@ -411,6 +412,7 @@ def run(cfg, stages, path):
 
 def say(line):
     """Print a line for people; of tests only those that are not ok."""
+    clear()
     if line["stage"] == "card":
         print(heading(line), flush=True)
     elif line["status"] != "ok":

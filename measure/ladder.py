@@ -4,11 +4,10 @@ import platform
 import statistics
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from measure.runs import WARM_UP, a_run, raw
 from runtime import guard
 from runtime.config import BadInput
+from runtime.progress import track
 
 
 class Rung(NamedTuple):
@@ -159,7 +158,7 @@ def run_in_turn(work, rows, repeats):
     runs = {}
     failed = {}
     turns = [row for _ in range(repeats) for row in rows]
-    for name, knobs in tqdm(turns, "runs", leave=False, disable=None):
+    for name, knobs in track(turns, "measuring", "runs"):
         if name in failed:
             continue
         try:

@@ -14,6 +14,7 @@ from typing import Any
 from measure.utilization import Utilization
 from runtime import guard, plot
 from runtime.config import BadInput
+from runtime.progress import ProgressLine, track
 
 ROOT = Path(__file__).parent.parent
 # steps in which memory is taken and shapes are seen for the first time
@@ -70,7 +71,8 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         env["OMP_NUM_THREADS"] = "1"
     command += [*start, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    with ProgressLine(f"running {name or start[-1]}"):
+        result = subprocess.run(command, capture_output=True, text=True, env=env)
     error_lines = result.stderr.strip().splitlines() or ["without a word"]
     error = error_lines[-1].removeprefix("error: ")
     if result.returncode == 2 and ranks == 1:
@@ -140,7 +142,7 @@ def in_turn(sides, repeats, unit, log, warm_up=0):
     """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; log medians and
     ratios, and return {name: rates}. A peer that fails is left out, and the others go on."""
     rates = {name: [] for name in sides}
-    for repeat in range(warm_up + repeats):
+    for repeat in track(range(warm_up + repeats), "measuring", "turns"):
         for name in list(rates):
             try:
                 rate = sides[name]()

@@ -2,7 +2,7 @@
 # running one if it has a torch with Muon (2.9 or newer), whatever build, else one in .venv with the pinned requirements.
 python=${PYTHON:-python3}
 "$python" -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "error: Python 3.10 or newer is needed." >&2; exit 2; }
-needed="numpy tiktoken safetensors datasets tqdm ${also:-}"
+needed="numpy tiktoken safetensors datasets ${also:-}"
 wanted=$needed
 if ! "$python" -c "from torch.optim import Muon" 2>/dev/null; then
     [ -x .venv/bin/python ] || "$python" -m venv .venv

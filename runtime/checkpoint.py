@@ -37,6 +37,7 @@ from safetensors.torch import load_file
 
 from runtime import lock
 from runtime.config import BadInput, parse_json, read_sealed, seal
+from runtime.progress import ProgressLine
 
 # All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
 # there, unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known;
@@ -103,7 +104,7 @@ def inside(folder, name):
 
 
 def sha256(path):
-    with open(path, "rb") as f:
+    with open(path, "rb") as f, ProgressLine(f"checking {path}"):
         if hasattr(hashlib, "file_digest"):                   # from Python 3.11 on
             return hashlib.file_digest(f, "sha256").hexdigest()
         return hashlib.sha256(f.read()).hexdigest()
@@ -121,11 +122,11 @@ def write_tensors(path, tensors, values):
         header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)                     # so that numbers begin at multiples of 8
-    with open(path, "wb") as file:
+    with open(path, "wb") as file, ProgressLine(f"writing {path.name}", end, "B") as line:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for _ in header:
             value = next(values)
-            file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            line.add(file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
             del value                        # before the next is gathered
 
 
@@ -252,7 +253,8 @@ def loading(what):
     """Turn what files raise that hold no weights, or another model's, into BadInput. what: they are, with
     their folder."""
     try:
-        yield
+        with ProgressLine(f"loading {what[0].lower()}{what[1:]}"):
+            yield
     except torch.OutOfMemoryError:           # a RuntimeError too, of which the files know nothing
         raise
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError,

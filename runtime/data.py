@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from model import IGNORE
 from runtime import rewards, texts
 from runtime.checkpoint import fsync, sha256, write_atomically
 from runtime.config import BadInput, read_json
+from runtime.progress import ProgressLine, clear, track
 from runtime.texts import SPLITS
 
 FORMAT = 2                           # of the prepared folder
@@ -76,11 +76,14 @@ def prepare_texts(dataset, sources, tokenizer, data_dir):
     Two at the same time put the same content in place, each under temporary names of its own.
     """
     digest = hashlib.sha256(f"{FORMAT} {tokenizer.eos}".encode())
-    for split in SPLITS:
-        for source in sources[split]:
-            digest.update(f"{split} {source.size}\n".encode())
-            for block in source.raw():
-                digest.update(block)
+    size = sum(source.size for split in SPLITS for source in sources[split])
+    with ProgressLine(f"reading {dataset}", size, "B") as line:
+        for split in SPLITS:
+            for source in sources[split]:
+                digest.update(f"{split} {source.size}\n".encode())
+                for block in source.raw():
+                    digest.update(block)
+                    line.add(len(block))
     name = str(dataset) if ":" in str(dataset) else Path(dataset).resolve().stem
     name = re.sub(r"\W+", "-", name)
     folder = data_dir / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
@@ -121,12 +124,13 @@ def whole_shards(folder, shards, dtype):
     is said of it."""
     itemsize = np.dtype(dtype).itemsize
     whole = []
-    for shard in shards if isinstance(shards, list) else []:
+    for shard in track(shards if isinstance(shards, list) else [], f"checking {folder}", "shards"):
         try:
             path = folder / shard["file"]
             if path.stat().st_size != itemsize * shard["tokens"] or not SHARD_KEYS <= shard.keys():
                 break
             if "sha256" in shard and shard["sha256"] != file_sha256(path, folder):
+                clear()
                 print(f"{path} is not as it was written, so it is made again.", flush=True)
                 break
         except (KeyError, TypeError, OSError):
@@ -175,7 +179,7 @@ class EncodedChunk:
     ids: np.ndarray                          # [tokens], of the shard's dtype
     words: int
     bytes: int                               # of the text
-    source_bytes: float                      # on the disk, which the progress bar counts
+    source_bytes: float                      # on the disk, which the progress line counts
     cpu_seconds: float
 
 
@@ -235,17 +239,16 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
     chunks = text_chunks(sources)
     total = sum(source.size for source in sources)
     skipped = sum(source_bytes for _, source_bytes in islice(chunks, SHARD * len(shards)))
-    bar = tqdm(total=round(total), initial=round(skipped), desc=f"tokenising {split}", unit="B",
-               unit_scale=True, disable=None)
     start_time = time.perf_counter()
     n_bytes = 0
     cpu_seconds = 0.0
-    with ThreadPoolExecutor(cores) as pool, bar:                       # tiktoken releases the GIL
+    line = ProgressLine(f"tokenising {split}", total - skipped, "B")
+    with ThreadPoolExecutor(cores) as pool, line:                      # tiktoken releases the GIL
         for first in chunks:
             of_shard = chain([first], islice(chunks, SHARD - 1))
             encoded = in_order(pool, encode, of_shard, ahead=3 * cores)
             path = folder / f"{split}_{len(shards):05d}.bin"
-            shard, seconds = write_shard(path, encoded, not shards, bar)
+            shard, seconds = write_shard(path, encoded, not shards, line)
             n_bytes += shard["bytes"]
             cpu_seconds += seconds
             shards = shards + [shard]
@@ -257,7 +260,7 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
               f"{speed / limit:.0%} of what {cores} cores can ({limit:.1f} MB/s).", flush=True)
 
 
-def write_shard(path, encoded_chunks, begins_split, bar):
+def write_shard(path, encoded_chunks, begins_split, line):
     """Write a token file, under a temporary name until it is whole. Return (what meta.json says of it,
     seconds of CPU time that encoding took)."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -276,7 +279,7 @@ def write_shard(path, encoded_chunks, begins_split, bar):
                 shard["words"] += chunk.words
                 shard["bytes"] += chunk.bytes
                 cpu_seconds += chunk.cpu_seconds
-                bar.update(round(chunk.source_bytes))
+                line.add(chunk.source_bytes)
         fsync(temporary)
         temporary.rename(path)
     finally:
@@ -306,7 +309,8 @@ def adopt_bins(path, tokenizer, data_dir):
             raise BadInput(f"{path} has no {file.name}: a folder of token files needs train.bin and val.bin.")
         length = file.stat().st_size // 2
         ids = open_ids(file, np.uint16, length)
-        highest = max((int(ids[i:i + 2**24].max()) for i in range(0, length, 2**24)), default=0)
+        with ProgressLine(f"checking {file}"):
+            highest = max((int(ids[i:i + 2**24].max()) for i in range(0, length, 2**24)), default=0)
         if highest >= tokenizer.n_vocab:
             raise BadInput(f"{file} holds token id {highest}, and the tokenizer {tokenizer.name} ends at "
                            f"{tokenizer.n_vocab - 1}: choose the --tokenizer= that wrote it.")

@@ -11,6 +11,7 @@ import torch
 from model import IGNORE
 from runtime import prompts
 from runtime.config import BadInput, parse_json
+from runtime.progress import track
 
 
 @dataclass
@@ -66,7 +67,7 @@ def read(dataset, tokenizer, form=None):
         logged_form, sampled_ids = read_log(path, tokenizer)
     form = form or logged_form or prompts.PROMPT
     examples = []
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(track(rows, f"tokenising {path}", "examples"), 1):
         try:
             if is_json:
                 examples.append(example_of_list(row, tokenizer, form, sampled_ids))

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ops import ATTENTION
 from runtime import distributed
 from runtime.config import BadInput
+from runtime.progress import track
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -137,7 +138,7 @@ def by_speed(hw, names, shapes, dropout, fixed_shapes, log):
     attend = ATTENTION[hw.attention]
     inputs = [random_inputs(hw, shape) for shape in shapes]
     seconds = {}
-    for name in names:
+    for name in track(names, "timing attention", "kernels"):
         problem = None
         try:
             with varied([name]):

@@ -6,9 +6,10 @@ import math
 import os
 from pathlib import Path
 
-from runtime import distributed
+from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, parse_json
+from runtime.progress import duration         # for those who log
 
 
 def check_installed(tensorboard, wandb):
@@ -103,6 +104,7 @@ class Log:
 
     def say(self, text):
         if self.main:
+            progress.clear()
             print(text, flush=True)
             self.append("training.log", text)
 
@@ -136,16 +138,6 @@ class Log:
 def for_json(value):
     """Return NaN and infinity, which JSON does not have, as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def duration(seconds):
-    """Write seconds for people: 5s, 3m20s, 2h05m."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
 
 
 def shown(value, form, unit=""):

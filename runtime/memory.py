@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime import distributed, sharding
 from runtime.config import BadInput
 from runtime.guard import Failure
+from runtime.progress import ProgressLine
 
 GIB = 2**30
 # peak resident set over the arithmetic below: 1.0 to 1.6 in six shapes (NOTES.md)
@@ -138,7 +139,8 @@ def fit(hardware, size, attempt, smaller, advice, log):
         failure = None
         if hardware.compile:
             torch.compiler.reset()            # with `failure`, all that an earlier attempt holds in memory
-        model, failure = attempt(size)
+        with ProgressLine(f"trying a micro-batch of {size}{', compiling' if hardware.compile else ''}"):
+            model, failure = attempt(size)
         if distributed.any(failure is not None and is_out_of_memory(failure)):
             next_size = smaller(size)
             if next_size is None:

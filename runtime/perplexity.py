@@ -5,6 +5,7 @@ import math
 import torch
 
 from runtime import data, distributed, examples
+from runtime.progress import ProgressLine
 
 
 def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, stride=None):
@@ -18,7 +19,8 @@ def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, strid
     """
     batches = data.complete_pass(
         tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride)
-    result = loss_of(model, batches, hardware)
+    predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+    result = loss_of(model, batches, hardware, -(-predicted // distributed.world_size()))
     if tokens.words:
         share = result["tokens"] / (len(tokens) - 1)
         words = share * tokens.words
@@ -39,20 +41,23 @@ def examples_loss(model, held_out, batch_size, hardware):
     for first in range(0, len(mine), batch_size):
         some = mine[first:first + batch_size]
         batches.append(examples.padded(some, examples.width(some[-1].length, longest, hardware.length_multiple)))
-    return loss_of(model, batches, hardware)
+    targets = sum(int(example.trained[1:].sum()) for example in mine)
+    return loss_of(model, batches, hardware, targets)
 
 
 @torch.no_grad()
-def loss_of(model, batches, hardware):
-    """Return {loss, nll, tokens, ppl_token} of batches (x, y), summed over all ranks."""
+def loss_of(model, batches, hardware, targets):
+    """Return {loss, nll, tokens, ppl_token} of batches (x, y), summed over all ranks. targets: about how many
+    this rank's batches have, for the progress line."""
     training = model.training
     model.eval()
     nll = 0.0
     n_tokens = 0
-    for x, y in distributed.in_step(model, batches, examples.nothing()):
-        n_tokens += int((y != data.IGNORE).sum())
-        with hardware.autocast():
-            nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
+    with ProgressLine("evaluating", targets, "tokens", count=lambda: n_tokens):
+        for x, y in distributed.in_step(model, batches, examples.nothing()):
+            with hardware.autocast():
+                nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
+            n_tokens += int((y != data.IGNORE).sum())
     model.train(training)
     nll, n_tokens = distributed.sum([nll, n_tokens])
     return {"loss": nll / n_tokens, "nll": nll, "tokens": int(n_tokens), "ppl_token": exp(nll / n_tokens)}

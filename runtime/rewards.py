@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tasks
+from runtime import progress
 from runtime.config import BadInput
+from runtime.progress import ProgressLine
 from tasks import said
 
 MEMORY = 4 * 2**30                   # bytes of address space that a worker may have
@@ -89,9 +91,10 @@ def load(spec):
 def try_to_load(spec, folder):
     """Import a task in a process of its own. If it ends or keeps that for ever, ValueError."""
     try:
-        code = subprocess.run([sys.executable, "-m", "runtime.rewards", spec, folder, "try"], timeout=LOADING,
-                              cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.DEVNULL).returncode
+        with ProgressLine(f"loading the task {spec}"):
+            code = subprocess.run([sys.executable, "-m", "runtime.rewards", spec, folder, "try"],
+                                  timeout=LOADING, cwd=Path(__file__).parent.parent,
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode
         problem = None if code == LOADED else f"it ends the process that imports it, with exit code {code}"
     except subprocess.TimeoutExpired:
         problem = f"importing it takes more than {LOADING:g} s"
@@ -113,6 +116,7 @@ def unpack(line):
 def main(spec, folder=".", only_try=False):
     """Read items and write grades until the input ends. folder: where the spec's paths begin. only_try: load
     the task, no more."""
+    progress.never()
     os.chdir(folder)
     if only_try:
         with contextlib.suppress(BaseException):             # which will be said where it happens again
@@ -193,6 +197,10 @@ def default_workers():
     return max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
+def n_done(futures):
+    return sum(future.done() for future in futures)
+
+
 class Pool:
     """Grades completions of the task `spec`, in the order of submission, the same whatever the kind.
 
@@ -227,7 +235,7 @@ class Pool:
         for _ in range(self.n if kind == "thread" else 0):
             threading.Thread(target=self.serve, daemon=True).start()
         try:
-            with self.changed:
+            with ProgressLine(f"loading the task {spec}"), self.changed:
                 self.changed.wait_for(lambda: self.loaded or self.ended)
                 if self.ended:
                     raise self.ended
@@ -259,9 +267,10 @@ class Pool:
         if wait or time.monotonic() - self.handed_over > PATIENCE:
             self.flush()
         if wait:
-            # the last is awaited first: one waking instead of many
-            for future in reversed(self.pending):
-                future.result()
+            with ProgressLine("verifying", len(self.pending), "answers", count=lambda: n_done(self.pending)):
+                # the last is awaited first: one waking instead of many
+                for future in reversed(self.pending):
+                    future.result()
         grades = []
         while self.pending and self.pending[0].done():
             grades.append(self._take(self.pending[0]))
@@ -270,7 +279,11 @@ class Pool:
 
     def score(self, pairs):
         """List of the Grades of [(question, completion)]. What was submitted before waits for collect()."""
-        return [self._take(future) for future in [self._put(question, completion) for question, completion in pairs]]
+        futures = []
+        with ProgressLine("verifying", len(pairs), "answers", count=lambda: n_done(futures)):
+            for question, completion in pairs:
+                futures.append(self._put(question, completion))
+            return [self._take(future) for future in futures]
 
     def close(self):
         """End the workers at once; what they have not graded is lost."""
@@ -325,10 +338,10 @@ class Pool:
                     except BrokenReward as e:
                         self.end(e)
         if speak:
-            below = "\n" if sys.stderr.isatty() else ""      # a progress bar
             text = f"{future.completion[:200]!r}{'...' if len(future.completion) > 200 else ''}"
             with contextlib.suppress(OSError):               # no one listens
-                print(f"{below}The reward of the task {self.spec} failed ({graded.error}) and counts as 0, "
+                progress.clear()
+                print(f"The reward of the task {self.spec} failed ({graded.error}) and counts as 0, "
                       f"of {text}", file=sys.stderr, flush=True)
         future.set_result(graded)
 

@@ -1,7 +1,7 @@
 """Where text comes from: .txt, .jsonl and .parquet files, folders of them, datasets of the Hugging Face hub.
 
 A source is a part of a split. It has a `name` for messages and a `size` (bytes on the disk, which the
-progress bar counts); `divide(at)` cuts it in two after about `at` bytes; `raw()` yields the bytes that
+progress line counts); `divide(at)` cuts it in two after about `at` bytes; `raw()` yields the bytes that
 identify it, and `fragments()` yields (whether it begins a document, text as str or bytes, its share of the
 size) in pieces that tokenisation does not notice.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runtime import hub
 from runtime.config import BadInput, parse_json
+from runtime.progress import ProgressLine
 
 CHUNK = 2**20                        # bytes read, and tokenised, at a time
 SPLITS = ("train", "valid")
@@ -34,7 +35,8 @@ def find(dataset, text_key, only=None):
     if path.exists():
         texts = find_files(path, text_key)
     elif dataset in HUB_NAMES or hub_name:
-        texts = find_on_hub(dataset, text_key)
+        with ProgressLine(f"getting {dataset} from the Hugging Face hub"):
+            texts = find_on_hub(dataset, text_key)
     else:
         raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or "
                        "a name on the Hugging Face hub (wikitext, org/name, org/name:config).")

@@ -10,6 +10,7 @@ import tiktoken
 
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, check_type, read_json
+from runtime.progress import ProgressLine
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -229,7 +230,8 @@ def chatml_jinja(system, bos):
 
 def load_gpt2():
     try:
-        return tiktoken.get_encoding("gpt2")
+        with ProgressLine("getting GPT-2's tokenizer"):
+            return tiktoken.get_encoding("gpt2")
     except Exception as e:
         raise BadInput(f"GPT-2's tokenizer could not be downloaded ({type(e).__name__}): set "
                        "TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's files, or use "

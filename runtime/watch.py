@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from runtime import distributed
+from runtime import distributed, progress
 
 NOTICE = 1.0                                 # seconds between two looks at the clock
 LAST_LOOK = 5.0                              # seconds for asking where the others are
@@ -73,6 +73,7 @@ class Watch:
         behind = [rank for rank, place in places.items() if place[1] == least]
         step, _, part = places[behind[0]]
         who = f"Rank {behind[0]} hangs" if len(behind) == 1 else f"Ranks {', '.join(map(str, behind))} hang"
+        progress.clear()
         print(f"error: {who} in step {step + 1}, in {part}: that has taken more than {self.seconds:g} s. Look "
               "there, go on with --init_from=resume, and raise --step_timeout if it only takes long.",
               file=sys.stderr, flush=True)

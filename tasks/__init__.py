@@ -1,5 +1,6 @@
 """Tasks: questions, worked examples, and a verifier each. One file per task; nothing here imports more than the standard library and
-the task's field library, so that reward workers start at once. Files that begin with an underscore are what tasks share.
+the task's field library (and runtime/progress.py, which does so too), so that reward workers start at once. Files that begin with an
+underscore are what tasks share.
 A file of the user's may import its neighbours; a name that a module of ours has too is ours.
 
 Several with "+" between them are a mixture, see _mixture.py.
@@ -32,6 +33,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from runtime.progress import ProgressLine
 from tasks import _equations, _mixture
 from tasks._mixture import due
 
@@ -212,7 +214,8 @@ class Task:
         """Texts to pretrain on, of split "train" or "valid"."""
         if split not in SPLITS[:2]:
             raise ValueError(f"The text of the task {self.name} has no split {split}: choose train or valid.")
-        found = self.ask(list, "documents", split, seed=seed)
+        with ProgressLine(f"making {split} text of {self.name}"):
+            found = self.ask(list, "documents", split, seed=seed)
         for text in found:
             if not isinstance(text, str):
                 raise ValueError(f"The task {self.name} gave the document {str(text)[:80]}: give texts.")
@@ -223,12 +226,13 @@ class Task:
         task finds right. fewer: all there are will do where there are less than n."""
         if split not in SPLITS:
             raise ValueError(f"The task {self.name} has no split {split}: choose train, valid or test.")
-        try:
-            found = self.ask(list, "questions", split, seed=seed, n=n)
-        except ValueError:                               # it may refuse to draw more than it has
-            if not fewer or n is None:
-                raise
-            found = self.ask(list, "questions", split, seed=seed, n=None)
+        with ProgressLine(f"getting {split} questions of {self.name}"):
+            try:
+                found = self.ask(list, "questions", split, seed=seed, n=n)
+            except ValueError:                           # it may refuse to draw more than it has
+                if not fewer or n is None:
+                    raise
+                found = self.ask(list, "questions", split, seed=seed, n=None)
         for q in found:
             if not isinstance(q, dict) or not isinstance(q.get("question"), str) or "answer" not in q \
                     or not can_be_json(q):

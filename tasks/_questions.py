@@ -3,6 +3,7 @@ import hashlib
 import math
 import random
 
+from runtime.progress import ProgressLine, track
 from tasks import PROMPT
 
 N_DOCUMENTS = {"train": 20_000, "valid": 1_000}
@@ -28,18 +29,19 @@ def distinct(draw, split, seed, n=None, most=None):
         if wanted > share:
             raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most {share:.0f}: "
                              "lower --num_questions.")
-    while len(found) < wanted and idle < PATIENCE:
-        asked, question = draw(rng)
-        if split_of(asked) == split:
-            idle = idle + 1 if asked in found else 0
-            found.setdefault(asked, question)
+    with ProgressLine(f"drawing {split} questions", wanted, "questions", count=lambda: len(found)):
+        while len(found) < wanted and idle < PATIENCE:
+            asked, question = draw(rng)
+            if split_of(asked) == split:
+                idle = idle + 1 if asked in found else 0
+                found.setdefault(asked, question)
     return list(found.values())
 
 
 def drawn(draw, split, seed):
     """N_DOCUMENTS[split] questions of a split, which may ask the same twice."""
     rng = random.Random(f"{seed} {split}")
-    for _ in range(N_DOCUMENTS[split]):
+    for _ in track(range(N_DOCUMENTS[split]), f"drawing {split} text", "questions"):
         asked, question = draw(rng)
         while split_of(asked) != split:
             asked, question = draw(rng)

@@ -23,6 +23,7 @@ import shutil
 from itertools import islice
 from statistics import fmean
 
+from runtime.progress import track
 from tasks import _questions
 
 try:
@@ -215,8 +216,9 @@ def illegal(fen, rng):
 def drawn(split, seed, n, argument):
     """n questions about as many positions."""
     rng = random.Random(f"{seed} {split} chess")
+    found = track(islice(positions(split, rng), n), f"playing chess for {split}", "positions", n)
     with analyst() if argument != "A" else contextlib.nullcontext() as evaluate:
-        for i, (fen, before, move) in enumerate(islice(positions(split, rng), n)):
+        for i, (fen, before, move) in enumerate(found):
             if (argument or "AP"[i % 2]) == "P":
                 evaluations = evaluate(chess.Board(fen))
                 yield {"question": f"P: {fen}", "answer": policy(evaluations), "kind": "P", "fen": fen, "evaluations": evaluations}

@@ -28,7 +28,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "torch.distributed.rendezvous",
-                               "safetensors.torch", "tqdm", "regex"])
+                               "safetensors.torch", "regex"])
 
 
 # --- in the new process ---
