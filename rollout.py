@@ -130,7 +130,7 @@ class Pipeline:
         if total is None:
             total = sum(request.num_samples for request in requests)
         with ProgressLine(what, total, "answers", note=note or self.speed) as line:
-            for sample in self.engine.generate(requests, sampling=sampling):
+            for sample in self.engine.generate(requests, None, sampling):
                 request = sample.request
                 text = self.task.cut(self.tokenizer.text_of(sample.ids))
                 completion = Completion(request.ids, sample.ids, sample.logprobs, sample.reason == "stop",

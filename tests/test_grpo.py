@@ -506,7 +506,7 @@ class Scripted:
     """Stands for the engine: for each request, completions that end in every way there is."""
     completions = [([5, 0, 256], "stop"), ([0, 7, 0], "length"), ([256], "stop"), ([5, 256, 9, 0], "length")]
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, progress, sampling):
         for request in reversed(requests):
             for index in (2, 0, 3, 1):
                 ids, reason = self.completions[index]

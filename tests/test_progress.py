@@ -378,7 +378,7 @@ def test_asking_and_what_is_said_beside_the_count(terminal, graded):
         def check(self, request):
             pass
 
-        def generate(self, requests, sampling):
+        def generate(self, requests, progress, sampling):
             for request in requests:
                 for index in range(request.num_samples):
                     yield Sample(request, index, [5, 256], [-0.5, -0.5], [], "stop")
