@@ -169,23 +169,24 @@ def test_of_lines_within_lines_the_one_that_counts_is_drawn(terminal):
 
 def test_a_library_s_own_bar_has_the_terminal(terminal):
     tqdm = pytest.importorskip("tqdm")
-    with ProgressLine("getting a model"):
-        terminal.until("getting a model: ")
+    with ProgressLine("getting a model whose name is longer than the bar is wide"):
+        terminal.until("getting a model")
         with tqdm.tqdm(total=2, file=terminal.file, leave=False) as bar:
             time.sleep(0.1)                  # the line goes when its thread looks again
             bar.refresh()
             [row] = terminal.rows()
-            assert "0/2" in row and "getting" not in row
+            assert "0/2" in row and "so far" not in row
         terminal.until("getting a model", anew=True)
     assert terminal.rows() == []
 
 
 def test_an_error_leaves_no_line_behind(terminal):
     def main(argv):
-        for number in track(range(3), "reading", "rows"):
+        rows = track(range(3), "reading", "rows")
+        for number in rows:
             terminal.until("reading: 0 of 3 rows")
             raise BadInput(f"Row {number} is none.")
-    with pytest.raises(BadInput) as kept:    # and with it the frame in which the loop has not ended
+    with pytest.raises(BadInput) as kept:    # and with it the frame that has the rows, which have not ended
         guard.exit_code(main, [])
     assert terminal.rows() == [] and "is none" in str(kept.value)
 
