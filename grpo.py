@@ -29,7 +29,7 @@ import torch
 import hf
 import tasks
 from engine import Engine, Sampling, slots_that_fit
-from grpo_log import flops, log_evaluation, log_step, start_up, step_metrics
+from grpo_log import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
 from model import IGNORE, blank
 from questions import QuestionStream, read_questions, task_errors, unseen_questions
 from reference import Reference
@@ -150,6 +150,7 @@ class Config:
                                              # stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
+    diagnose: bool = True                    # say what is wrong with the run, if something is (runtime/diagnose.py)
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # verifiers
@@ -466,6 +467,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
 
         if run.due(cfg.log_interval) or run.step == 1:
             metrics = step_metrics(cfg, run, stream, sampled, updates, bytes_read)
+            metrics |= vitals(cfg, run, pipeline, sampled, metrics)
             log_step(cfg, run, stream, lr, metrics, updates)
         if run.stopping:
             run.save()                       # at once: whoever asked may not wait for an evaluation
@@ -608,7 +610,8 @@ def main(argv):
         settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
                                   "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs,
                                   "decoding": engine.decoding}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
+        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
+                        facts=facts(run, found, pipeline))
         return train(cfg, run, wrapped, pipeline, stream, valid, reference, surgery)
 
 
