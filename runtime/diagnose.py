@@ -425,7 +425,8 @@ def slower_than_before(run):
         return None
     usual = median(speeds[:-FEWEST])
     now = max(speeds[-FEWEST:])
-    if now > usual / 2:
+    clock = run.values("seconds")
+    if now > usual / 2 or len(clock) > FEWEST and clock[-1] - clock[-1 - FEWEST] < 2:      # or it was a hiccup
         return None
     return (f"{now:,.0f} tokens/s, less than half of the {usual:,.0f} from before: something else uses the machine, "
             "or it is throttled (nvidia-smi, top).")

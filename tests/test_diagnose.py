@@ -157,7 +157,7 @@ def slow_machine(monkeypatch):
     steps = iter(range(1000))
 
     def later(*args):
-        time.sleep(0.5 if next(steps) > 13 else 0.05)
+        time.sleep(0.8 if next(steps) > 13 else 0.05)
         return step(*args)
     monkeypatch.setattr(optim, "apply_step", later)
 
