@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, trained
 
-from runtime import config, plot
+from runtime import config, diagnose, plot
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRATCH = ("--n_layer=1 --n_embd=32 --n_head=2 --n_kv_head=1 --block_size=160 --batch_size=2 --max_steps=2 --warmup_steps=1 "
@@ -49,6 +49,8 @@ RUN = {
     "python eval.py out/book --dataset=other.txt": "--device=cpu",
     "torchrun --nproc_per_node=8 eval.py out/book --dataset=other.txt": "--device=cpu",
     "python hf.py out/book exported": "",
+    "python -m runtime.diagnose out/grpo": "",
+    "python -m runtime.diagnose out/base out/grpo --json": "",
     "python -m runtime.plot out/a out/b": "",
     "python -m runtime.plot out/a out/b --x=time": "",
 }
@@ -144,6 +146,9 @@ def test_a_newcomer_s_commands(folder, monkeypatch, capsys):
             for run in ("a", "b"):
                 (folder / "out" / run).exists() or (folder / "out" / run).symlink_to(folder / "out/book")
             plot.main(argv)
+            continue
+        if name == "runtime.diagnose":
+            assert diagnose.main(argv) in (0, 3)
             continue
         code = importlib.import_module(name.removesuffix(".py")).main(argv)
         empty = name == "datagen.py" and code == 1                         # so small a model solves nothing
