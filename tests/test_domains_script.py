@@ -61,7 +61,7 @@ def test_a_folder_without_runs_is_a_sentence(tmp_path):
         domains.main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("flag", ["--seed=1", "--pcgrad=yes", "nonsense"])
+@pytest.mark.parametrize("flag", ["--sampled=1", "--pcgrad=yes", "nonsense"])
 def test_flags_that_the_script_does_not_have(flag):
     done = subprocess.run(["bash", ROOT / "runs/domains.sh", flag], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: domains.sh takes --out_dir=") and done.stderr.count("\n") == 1
