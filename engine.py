@@ -32,7 +32,7 @@ from decoding import choose as choose_decoding
 from ops import ATTENTION, SDPA_WITH_MASK
 from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
 from model import merged_weights, on_meta
-from runtime import kernels, memory
+from runtime import kernels, memory, vitals
 from sampler import Sampling, StopStrings, draw, stream, uniform
 
 GROUP = 128                                  # on a CPU: rows whose attention is computed together
@@ -210,6 +210,7 @@ class Engine:
             if self.head and name == head:
                 self.head.pack(weight.to(self.dtype))
         self.weight_bytes = self.dtype.itemsize * in_step
+        self.fingerprint = vitals.fingerprint(model, self.dtype)         # tells these weights from others
 
     def allocate(self, slots):
         """Make the cache and the state of each slot; of half the slots if they don't fit."""

@@ -29,7 +29,7 @@ import torch
 import hf
 import tasks
 from engine import Engine, Sampling, slots_that_fit
-from grpo_log import flops, log_evaluation, log_step, start_up, step_metrics
+from grpo_log import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
 from model import IGNORE, blank
 from questions import QuestionStream, read_questions, task_errors, unseen_questions
 from reference import Reference
@@ -84,12 +84,12 @@ class Config:
                                              # same reward (DAPO, Yu et al. 2025)
     max_rounds: int = 4                      # in which it looks for them
     # loss
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"      # what a token's loss is divided by; see
-                                             # `normaliser`
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # what a token's loss is divided by,
+                                             # see `normaliser`; cispo: also how its ratio is clipped
     advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in
                                              # the group, as in GRPO
     clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low,
-    clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2)
+    clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2; cispo wants about 4)
     beta: float = 0.0                        # weight of the KL divergence from the model that training began
                                              # with, k3 (Schulman 2020) times the ratio, without which its
                                              # gradient is biased; 0: that model is not loaded
@@ -150,6 +150,7 @@ class Config:
                                              # stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
+    diagnose: bool = True                    # say what is wrong with the run, if something is (runtime/diagnose.py)
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # verifiers
@@ -235,16 +236,17 @@ def advantages(rewards, scale="none"):
 
 
 def normaliser(loss_type, tokens, sequences, max_new_tokens):
-    """Return what the losses of an optimizer step, all micro-batches and ranks, are divided by: dapo the
-    number of their tokens, so that each counts alike; grpo the number of sequences, each of which is a mean
-    over its tokens; dr_grpo a constant a sequence."""
-    return {"dapo": tokens, "grpo": sequences, "dr_grpo": sequences * max_new_tokens}[loss_type]
+    """Return what the losses of an optimizer step, all micro-batches and ranks, are divided by: dapo and cispo
+    the number of their tokens, so that each counts alike; grpo the number of sequences, each of which is a
+    mean over its tokens; dr_grpo a constant a sequence."""
+    return {"dapo": tokens, "cispo": tokens, "grpo": sequences,
+            "dr_grpo": sequences * max_new_tokens}[loss_type]
 
 
 def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0.2, clip_high=0.28, beta=0.0,
               loss_type="dapo", sampled_logp=None, tis_cap=0.0):
-    """Compute the clipped objective (PPO, Schulman et al. 2017), negated, summed over a micro-batch and
-    divided by `divisor`.
+    """Compute the clipped objective (PPO, Schulman et al. 2017; with cispo that of MiniMax-M1, Chen et al. 2025,
+    in which a clipped token keeps its gradient), negated, summed over a micro-batch and divided by `divisor`.
 
     logp [B, T]: of the sampled tokens under the model that is trained, with a gradient; column t is a
     completion's t-th token. old_logp: before this step, by the engine when they were sampled, or with tis_cap
@@ -258,7 +260,12 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
     log_ratio = masked_difference(logp, old_logp, mask)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    active = clipped * advantage < ratio * advantage
     loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    if loss_type == "cispo":
+        weight = ratio.detach().clamp(max=1 + clip_high)
+        active = weight < ratio
+        loss = -weight * advantage * torch.where(mask, logp.float(), 0.0)
     if tis_cap:
         loss = loss * masked_difference(old_logp, sampled_logp, mask).exp().clamp(max=tis_cap)
     kl = torch.zeros_like(ratio)
@@ -270,8 +277,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0
     if loss_type == "grpo":
         loss = loss / mask.sum(1).clamp(min=1)
     with torch.no_grad():
-        active = torch.where(mask, clipped * advantage < ratio * advantage, False)
-        stats = {"kl": kl.sum(), "kl_old": (ratio - 1 - log_ratio).sum(), "clipped": active.sum()}
+        clipped = torch.where(mask, active, False).sum()
+        stats = {"kl": kl.sum(), "kl_old": (ratio - 1 - log_ratio).sum(), "clipped": clipped}
     return loss.sum() / divisor, stats
 
 
@@ -466,6 +473,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
 
         if run.due(cfg.log_interval) or run.step == 1:
             metrics = step_metrics(cfg, run, stream, sampled, updates, bytes_read)
+            metrics |= vitals(cfg, run, pipeline, sampled, metrics)
             log_step(cfg, run, stream, lr, metrics, updates)
         if run.stopping:
             run.save()                       # at once: whoever asked may not wait for an evaluation
@@ -608,7 +616,8 @@ def main(argv):
         settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
                                   "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs,
                                   "decoding": engine.decoding}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
+        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
+                        facts=facts(run, found, pipeline))
         return train(cfg, run, wrapped, pipeline, stream, valid, reference, surgery)
 
 

@@ -3,11 +3,14 @@ line."""
 from collections import Counter
 from statistics import fmean
 
+import torch
+
 from rollout import zero_variance
 from runtime import distributed
 from runtime.accuracy import accuracy, n_right
 from runtime.log import duration
-from runtime.run import not_by_default
+from runtime.run import not_by_default, prompt_form
+from runtime.vitals import fingerprint, moved
 
 
 OF_AN_UPDATE = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")     # sums that `learn` gives
@@ -156,6 +159,60 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         **domain_metrics(cfg, stream, groups),
         **of_surgery,
     }
+
+
+def facts(run, found, pipeline):
+    """Return what runtime.diagnose has to know of the model and how it is asked. found: hf.Found, what training
+    began with."""
+    chat = pipeline.tokenizer.template["name"] != "plain"
+    return {
+        "parameters": run.model.n_params(),
+        "prompt": None if chat else prompt_form(run.cfg),
+        "trained_prompt": found.about.get("prompt"),
+        "unread_template": pipeline.tokenizer.unread_template,
+    }
+
+
+def vitals(cfg, run, pipeline, groups, metrics):
+    """Return what runtime.diagnose has to know beside a step's metrics: by which share of their size the
+    weights moved as the engine has them, whether it has them, how many samples of a group differ, and what
+    shows where a reward of nothing comes from. groups: this rank's."""
+    engine = pipeline.engine
+    before = run.fingerprint.to(engine.dtype).float()
+    after = fingerprint(run.model, engine.dtype)
+    found = {
+        "moved": moved(before, after),
+        "engine_stale": float(not torch.equal(after, engine.fingerprint)),
+        "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
+    }
+    completions = [c for group in groups for c in group]
+    if not metrics["pass_at_1"]:
+        found["sample"] = completions[0].text[:300]
+    if metrics["errors"]:
+        found["error"] = next((c.grade.error for c in completions if c.grade.error), None)
+    if metrics["truncated"] >= 0.5 and (run.step == 1 or run.step % (5 * cfg.log_interval) == 0):
+        found["ends_later"] = ends_later(cfg, run, pipeline, completions)
+    return found
+
+
+def ends_later(cfg, run, pipeline, completions):
+    """Return the share of a few completions that were cut off which end if the model goes on; None if there are
+    none, there is no room, or the model is sharded."""
+    cut_off = [c for c in completions if not c.finished][:3]
+    room = min((run.model.config.block_size - len(c.prompt) - len(c.ids) for c in cut_off), default=0)
+    n = min(room, 256)                       # without a cache: seconds, for a large model
+    if not cut_off or n < 1 or cfg.parallel != "ddp":
+        return None
+    generator = torch.Generator(run.hardware.device).manual_seed(run.step)       # not the one that training draws from
+    ended = 0
+    for c in cut_off:
+        ids = torch.tensor([c.prompt + c.ids], device=run.hardware.device)
+        with run.hardware.autocast():
+            longer = run.model.generate(ids, n, cfg.temperature, generator=generator)[0, len(c.prompt):].tolist()
+        stop = pipeline.task.stop
+        ended += (any(token in pipeline.tokenizer.stop for token in longer[len(c.ids):])
+                  or bool(stop) and stop in pipeline.tokenizer.decode(longer))
+    return ended / len(cut_off)
 
 
 def log_step(cfg, run, stream, lr, metrics, updates):

@@ -683,8 +683,8 @@ def merged(model):
 
 
 @torch.no_grad()
-def merged_weights(model, dtype=None):
-    """Yield (name, tensor) as `merged` has them.
+def merged_weights(model, dtype=None, prefix=""):
+    """Yield (name, tensor) as `merged` has them, of the names that begin so.
 
     Of a model that is spread over ranks each is gathered as it is asked for, in dtype unless it is adapted.
     Every rank must ask for all.
@@ -692,7 +692,7 @@ def merged_weights(model, dtype=None):
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRA)}
     own = adapters(model)
     for name, value in model.state_dict().items():
-        if name in own:
+        if name in own or not name.startswith(prefix):
             continue
         module = adapted.get(name)
         if module and module.enabled:

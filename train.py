@@ -33,7 +33,7 @@ from runtime.log import check_installed
 from runtime.perplexity import evaluation_line, examples_loss, text_loss
 from runtime.run import Run, adapt, check_task, check_training, claim
 from runtime.tokenizer import Tokenizer
-from train_log import log_step, log_validation, start_up
+from train_log import facts, log_step, log_validation, start_up
 
 
 @dataclass
@@ -117,6 +117,7 @@ class Config:
                                              # examples, when asked to stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
+    diagnose: bool = True                    # say what is wrong with the run, if something is (runtime/diagnose.py)
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # data, in detail
@@ -430,7 +431,7 @@ def main(argv):
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
         run.log.say(start_up(cfg, run, wrapped, dataset, about, workers(cfg, hw), inherited))
         settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw)}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings)
+        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings, facts=facts(run, dataset))
         return train(cfg, run, wrapped, dataset, held_out)
 
 

@@ -42,6 +42,15 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     return "\n".join(lines)
 
 
+def facts(run, dataset):
+    """Return what runtime.diagnose has to know of model and data."""
+    return {
+        "vocabulary": run.model.config.vocab_size,
+        "parameters": run.model.n_params(),
+        "steps_per_epoch": dataset.steps_per_epoch,
+    }
+
+
 def log_step(run, loss, lr, grad_norm, flops_per_token):
     """Write a step's metrics and its line. Times are means of the steps since the last such line."""
     hw = run.hardware
@@ -55,7 +64,7 @@ def log_step(run, loss, lr, grad_norm, flops_per_token):
     run.log.metrics(
         step=run.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, seconds=state.seconds,
         tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
-        micro_batch=state.micro_batch, skipped_steps=state.skipped, **timings)
+        micro_batch=state.micro_batch, skipped_steps=state.skipped, moved=run.moved(), **timings)
     run.log.say(
         f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
         f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "

@@ -21,4 +21,3 @@ warmup_steps = 10
 max_steps = 100
 
 eval_interval = 100                      # before and after
-log_interval = 5

@@ -20,4 +20,3 @@ max_steps = 180
 
 eval_interval = 180                      # before and after
 eval_questions = 300
-log_interval = 5

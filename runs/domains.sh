@@ -5,16 +5,18 @@
 #     bash runs/domains.sh                                     the ladder
 #     bash runs/domains.sh --seeds="0 1 2" --pcgrad --single   the experiment: with gradient surgery too, for each seed, and a
 #                                                              run of a sixth of the steps for each domain alone
-# What is done already is not done again. Takes --out_dir=, --data_dir=, --base_steps= and --grpo_steps= too.
+# What is done already is not done again. Takes --out_dir=, --data_dir=, --seed= (of what all runs of reinforcement learning
+# begin with), --base_steps= and --grpo_steps= too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/domains data=data seeds=0 base= steps=180 pcgrad= single=
+out=out/domains data=data seed=0 seeds=0 base= steps=180 pcgrad= single=
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seeds=*) seeds=${argument#*=} ;;
+        --seed=*) seed=${argument#*=} ;;
         --base_steps=*) base=--max_steps=${argument#*=} ;; --grpo_steps=*) steps=${argument#*=} ;;
         --pcgrad) pcgrad=yes ;; --single) single=yes ;;
-        *) echo "error: domains.sh takes --out_dir=, --data_dir=, --seeds=, --base_steps=, --grpo_steps=, --pcgrad and --single, not $argument." >&2; exit 2 ;;
+        *) echo "error: domains.sh takes --out_dir=, --data_dir=, --seed=, --seeds=, --base_steps=, --grpo_steps=, --pcgrad and --single, not $argument." >&2; exit 2 ;;
     esac
 done
 also="matplotlib"; source runs/setup.sh
@@ -47,9 +49,9 @@ learn() {                                # learn NAME FLAGS...: reinforcement le
         $each_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/$name" --max_steps="$last" --eval_interval="$last" \
         --resume=auto "$@"
 }
-train_base() { "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" --resume=auto $base && touch "$out/base.done"; }
+train_base() { "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --resume=auto $base && touch "$out/base.done"; }
 tune() {
-    "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --resume=auto --num_epochs=1.5 &&
+    "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --resume=auto --num_epochs=1.5 &&
         touch "$out/rft.done"
 }
 compare() {                              # compare NAME MODELS...: all on the same test questions, each against the first; greedy, and sampled
@@ -64,7 +66,7 @@ with_json() { local file=$1; shift; "$@" | tee "$file.log" | grep -v '^{'; grep 
 
 once base "$out/base.done" train_base
 once datagen "$out/rft.json" \
-    $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" \
+    $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" \
     --num_questions=3600 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
 once rft "$out/rft.done" tune
 for seed in $seeds; do

@@ -155,6 +155,16 @@ def attempts_path(output):
     return Path(output).with_suffix(".attempts.jsonl")
 
 
+def read_form(dataset):
+    """Return the form of a question for a model without a chat template that a .json file is trained with: as
+    datagen.py asked, or prompts.PROMPT."""
+    try:
+        with open(attempts_path(dataset), encoding="utf-8") as f:
+            return parse_json(next(f), dict)["prompt"]
+    except (OSError, ValueError, KeyError, StopIteration):
+        return prompts.PROMPT
+
+
 def read_log(path, tokenizer):
     """Return what datagen.py logged beside its output: (the form in which it asked, {(question, completion):
     ids} of what it sampled with this tokenizer, without those of a token that ended it); encoding a

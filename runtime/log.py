@@ -9,6 +9,7 @@ from pathlib import Path
 from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, parse_json
+from runtime.diagnose import Doctor, read_lines
 from runtime.progress import duration         # for those who log
 
 
@@ -23,9 +24,9 @@ def check_installed(tensorboard, wandb):
 class Log:
     """Writes on the first rank only. `say` prints a line and keeps it in training.log; `metrics` appends an
     object to metrics.jsonl, and hands its numbers to TensorBoard and Weights & Biases if they are asked
-    for."""
+    for. With diagnose it says what is wrong with the run, see runtime.diagnose."""
 
-    def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None):
+    def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None, diagnose=False):
         self.main = distributed.is_main()
         self.folder = Path(out_dir)
         self.writers = []
@@ -33,6 +34,9 @@ class Log:
         self.wandb_run = None
         if resumed_step is not None:
             self.forget_after(resumed_step)
+        self.doctor = None
+        if diagnose and self.main:
+            self.doctor = Doctor(read_lines(self.folder))
         if tensorboard and self.main:
             self.open_board(resumed_step)
             self.writers.append(self.write_board)
@@ -96,6 +100,10 @@ class Log:
                      f"{unreadable[0]}.")
 
     def close(self, failed=False):
+        if self.doctor and self.doctor.holding:
+            self.say("What is wrong with this run (docs/diagnosis.md):")
+            for finding in self.doctor.holding:
+                self.say(f"! {finding}")
         if self.board:
             self.board.close()
         if self.wandb_run:
@@ -124,6 +132,9 @@ class Log:
         if numbers:
             for write in self.writers:
                 write(values["step"], numbers)
+        for finding in self.doctor.look(values) if self.doctor else ():
+            self.append("metrics.jsonl", json.dumps({"step": values["step"], "finding": finding.as_json()}))
+            self.say(f"! {finding}")
 
     def append(self, name, line):
         """Append a line to a file. A log that can't be written (a full disk, say) does not end a run: saving

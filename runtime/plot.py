@@ -2,6 +2,7 @@
 
     python -m runtime.plot out/a out/b
     python -m runtime.plot out/a --x=time --output=a.png
+    python -m runtime.plot out/a --expected                    in the band of its recipe (runtime/expected.py)
 
 Knobs, as --key=value:
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime import config, guard
+from runtime.band import block_mean
 from runtime.config import BadInput, parse_json
 
 
@@ -19,6 +21,7 @@ class Config:
     x: Literal["steps", "tokens", "time"] = "steps"  # time: minutes in training steps, without evaluations
                                              # and saves
     output: str | None = None                        # None: curves.png in the first run's folder
+    expected: bool = False                           # the band in which a run of its recipe should lie, too
 
 
 # x: (its key in metrics.jsonl, scale, label)
@@ -28,11 +31,24 @@ X_AXES = {
     "time": ("seconds", 1 / 60, "minutes of training"),
 }
 # title, {key in metrics.jsonl: style of its curve}, scale of the y axis
+LEARNING_RATE = ("learning rate", {"lr": "-"}, "linear")
+SPEED = ("tokens/s", {"tokens_per_s": "-"}, "linear")
 PANELS = (
     ("loss, nats a token", {"loss": "-", "val_loss": "o--"}, "linear"),
     ("validation perplexity a token", {"val_ppl_token": "o-"}, "log"),
-    ("learning rate", {"lr": "-"}, "linear"),
-    ("tokens/s", {"tokens_per_s": "-"}, "linear"),
+    LEARNING_RATE,
+    SPEED,
+)
+# of runs of grpo.py alone, whose loss says nothing
+GRPO_PANELS = (
+    ("reward of a step's samples", {"reward": "-"}, "linear"),
+    ("held-out questions right, greedy", {"val_accuracy": "o-"}, "linear"),
+    ("tokens of a completion", {"completion_tokens": "-"}, "linear"),
+    ("entropy, nats a token", {"entropy": "-"}, "linear"),
+    ("groups of equal rewards, of which nothing is learnt", {"zero_variance": "-"}, "linear"),
+    ("gradient norm", {"grad_norm": "-"}, "linear"),
+    LEARNING_RATE,
+    SPEED,
 )
 
 
@@ -54,8 +70,23 @@ def read(run):
     return lines
 
 
-def draw(runs, x, output):
-    """Draw four panels, a colour a run; dots are evaluations. runs: {name: lines of metrics}."""
+def points(lines, key, x_key):
+    """Return (x, y) of a curve, two lists; evaluations of grpo.py have the tokens and seconds of the step
+    before them."""
+    xs = []
+    ys = []
+    x = 0
+    for line in lines:
+        x = line.get(x_key, x)
+        if isinstance(line.get(key), int | float):
+            xs.append(x)
+            ys.append(line[key])
+    return xs, ys
+
+
+def draw(runs, x, output, bands=None):
+    """Draw a panel a figure, a colour a run; dots are evaluations. runs: {name: lines of metrics}. bands:
+    {name: {key: the band of a run's figure}}, with the run's means in the band's blocks as crosses."""
     try:
         import matplotlib
     except ImportError:
@@ -64,38 +95,73 @@ def draw(runs, x, output):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     x_key, x_scale, x_label = X_AXES[x]
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-    for (title, curves, y_scale), axis in zip(PANELS, axes.flat):
+    of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
+    panels = GRPO_PANELS if of_grpo else PANELS
+    columns = len(panels) // 2
+    size = (11 if columns == 2 else 18, 7)
+    figure, axes = pyplot.subplots(2, columns, figsize=size, sharex=True, layout="constrained")
+    for (title, curves, y_scale), axis in zip(panels, axes.flat):
+        if bands and "loss" in curves:       # of which a band is a share
+            y_scale = "log"
         axis.set_title(title, loc="left", fontsize=10)
         for i, (name, lines) in enumerate(runs.items()):
             for key, style in curves.items():
-                xs = []
-                ys = []
-                for line in lines:
-                    if isinstance(line.get(key), int | float) and x_key in line:
-                        xs.append(line[x_key] * x_scale)
-                        ys.append(line[key])
+                xs, ys = points(lines, key, x_key)
+                band = (bands or {}).get(name, {}).get(key)
+                if band:
+                    draw_band(axis, key, band, dict(zip(xs, ys)), f"C{i % 10}")
                 if xs:
                     label = f"{name}, validation" if key == "val_loss" else name
-                    axis.plot(xs, ys, style, color=f"C{i % 10}", linewidth=1.2, markersize=4, label=label)
+                    axis.plot([x * x_scale for x in xs], ys, style, color=f"C{i % 10}", linewidth=1.2,
+                              markersize=4, label=label)
         axis.set_yscale(y_scale)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+        if y_scale == "log":
+            for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+                formatter = matplotlib.ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4))
+                set_formatter(formatter)
     for axis in axes[1]:
         axis.set_xlabel(x_label)
-    perplexity = axes[0, 1].yaxis
-    for set_formatter in (perplexity.set_major_formatter, perplexity.set_minor_formatter):
-        set_formatter(matplotlib.ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4)))
-    axes[1, 1].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    axes[1, 1].set_ylim(bottom=0)
-    axes[0, 0].legend(fontsize=8, frameon=False)
+    axes.flat[-1].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.flat[-1].set_ylim(bottom=0)
+    axes.flat[0].legend(fontsize=8, frameon=False)
     figure.savefig(output, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_band(axis, key, band, values, color):
+    """Draw the band of a figure, at the middle of each block of steps, and where the run's own means lie.
+    values: {step: the run's figure}."""
+    middles = [(steps[0] + steps[-1]) / 2 for steps in band["steps"]]
+    label = "expected" if key != "val_loss" else None
+    axis.fill_between(middles, band["low"], band["high"], color=color, alpha=0.15, linewidth=0, label=label)
+    means = [block_mean(key, steps, values) for steps in band["steps"]]
+    inside = [(middle, mean) for middle, mean in zip(middles, means) if mean is not None]
+    if inside:
+        axis.plot(*zip(*inside), "x", color=color, markersize=6)
 
 
 def check_output(path):
     """Raise BadInput if a file is there that matplotlib did not draw, which signs all but .jpg."""
     if Path(path).exists() and b"Matplotlib" not in Path(path).read_bytes():
         raise config.in_the_way(path, "a picture of matplotlib's")
+
+
+def bands_of(cfg):
+    """Return {run: {key: band}} of the runs that have one, and say of each how it lies in it."""
+    from runtime import expected             # which reads runs by this file
+    if cfg.x != "steps":
+        raise BadInput(f"--expected is about steps, not --x={cfg.x}: leave one of them out.")
+    known = expected.recipes()
+    found = {}
+    for name in map(str, cfg.runs):
+        run = expected.open_run(name)
+        verdict = expected.judge(run, known=known)
+        print(expected.sentence(verdict, known))
+        if verdict["verdict"] != "no band":
+            found[name] = expected.bands_for(run, known[verdict["recipe"]])
+    return found
 
 
 def main(argv):
@@ -105,7 +171,8 @@ def main(argv):
     output = cfg.output or Path(cfg.runs[0]) / "curves.png"
     try:
         check_output(output)
-        draw({str(run): read(run) for run in cfg.runs}, cfg.x, output)
+        runs = {str(run): read(run) for run in cfg.runs}
+        draw(runs, cfg.x, output, bands_of(cfg) if cfg.expected else None)
     except (OSError, ValueError) as e:                    # no such folder, no such format
         reason = getattr(e, "strerror", None) or e
         raise BadInput(f"{output} could not be written ({reason}): choose another --output=.") from None

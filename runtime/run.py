@@ -31,7 +31,7 @@ import torch
 
 import tasks
 from model import adapters, add_lora
-from runtime import checkpoint, distributed, lock, memory, optim, sharding
+from runtime import checkpoint, distributed, examples, lock, memory, optim, sharding, vitals
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
@@ -107,7 +107,7 @@ class Run:
             base = {name: w for name, w in self.model.state_dict().items() if name not in trained}
             sharding.write_on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
-        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg))
+        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), cfg.diagnose)
         return self
 
     def write_folder(self, tokenizer, resuming):
@@ -118,6 +118,7 @@ class Run:
             "tokenizer_sha256": tokenizer.sha256,
             "lora": lora(cfg),
             "task": own_task(cfg),
+            "prompt": prompt_form(cfg),
             "launch": launch(),
         }
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
@@ -169,6 +170,8 @@ class Run:
     def start_step(self):
         """Remember the state to which a step that fails goes back."""
         self.before = self.plain_state()
+        logged = (self.step + 1) % self.cfg.log_interval == 0 or self.step + 1 in (1, self.num_steps)
+        self.fingerprint = vitals.fingerprint(self.model) if logged else None
         self.val_loss = None
         self.new_best = False
         self.clock = time.perf_counter()
@@ -231,6 +234,10 @@ class Run:
     def out_of_patience(self):
         patience = getattr(self.cfg, "patience", 0)
         return patience > 0 and self.state.stale >= patience
+
+    def moved(self):
+        """Return by which share of their size this step moved the weights, if it is one that is logged."""
+        return vitals.moved(self.fingerprint, vitals.fingerprint(self.model))
 
     def record_validation(self, loss):
         """Note a validation loss, and whether it is the best so far (`new_best`)."""
@@ -475,6 +482,21 @@ def own_task(cfg):
     except (OSError, ValueError):                             # loading the task will say so
         return None
     return {"file": ", ".join(files), "sha256": " ".join(digests)} if files else None
+
+
+def prompt_form(cfg):
+    """Return the form in which a run puts questions to the model, with {} for the question; None if it has
+    none, or several."""
+    try:
+        if hasattr(cfg, "task"):
+            return tasks.load(cfg.task).prompt
+        if cfg.dataset.startswith("task:"):
+            return tasks.load(cfg.dataset.removeprefix("task:")).prompt
+    except (LookupError, OSError, ValueError):                # which will be said by who needs it
+        return None
+    if Path(cfg.dataset).suffix != ".json":
+        return None
+    return cfg.prompt or examples.read_form(cfg.dataset)
 
 
 def claim(out_dir):

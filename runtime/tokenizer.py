@@ -37,6 +37,7 @@ class Tokenizer:
     bos       id that a prompt begins with, or None
     start     id that begins a message in chatml, else None
     template  {"name": "plain"} or {"name": "chatml", "system": the default message or None}
+    unread_template  whether there is a chat template that is none of chatml, and is left out
 
     Text never becomes one of these ids: they are put in as ids. Added tokens that are none of them and that
     the tokenizer.json does not call special (Qwen3's <think>, runs of blanks) are vocabulary like any other.
@@ -60,6 +61,7 @@ class Tokenizer:
         # the run folders of old lack these two
         self.bos = about.get("bos")
         self.template = about.get("template", PLAIN)
+        self.unread_template = about.get("unread_template", False)
         self.start = None
         self.end = self.eos
         if self.template["name"] == "chatml":
@@ -398,6 +400,7 @@ def settings(encoding):
         "pad": eos if pad is None else pad,
         "bos": bos,
         "template": template,
+        "unread_template": bool(jinja) and template == PLAIN,
     }
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, trained
 
-from runtime import config, plot
+from runtime import config, diagnose, plot
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRATCH = ("--n_layer=1 --n_embd=32 --n_head=2 --n_kv_head=1 --block_size=160 --batch_size=2 --max_steps=2 --warmup_steps=1 "
@@ -49,8 +49,12 @@ RUN = {
     "python eval.py out/book --dataset=other.txt": "--device=cpu",
     "torchrun --nproc_per_node=8 eval.py out/book --dataset=other.txt": "--device=cpu",
     "python hf.py out/book exported": "",
+    "python -m runtime.diagnose out/grpo": "",
+    "python -m runtime.diagnose out/base out/grpo --json": "",
     "python -m runtime.plot out/a out/b": "",
     "python -m runtime.plot out/a out/b --x=time": "",
+    "python -m runtime.expected out/quickstart/grpo": "",
+    "python -m runtime.plot out/quickstart/grpo --expected": "",
 }
 HUB = "it downloads a model or a dataset"
 LONG = "minutes; tests/test_bench.py runs all that bench.py has"
@@ -74,6 +78,9 @@ EXCUSED = {
     "bash runs/domains.sh": "half an hour; tests/test_domains_script.py looks at its parts",
     "bash runs/domains.sh --seeds=\"0 1 2\" --pcgrad --single": "the same",
     "torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py": "eight GPUs' work; tests/test_configs.py looks at the file",
+    "python -m measure.bands quickstart --seeds=\"0 1 2 3 4\"": "three quarters of an hour; tests/test_expected.py runs what it calls",
+    "python -m measure.bands cpu_small --dataset=input.txt": "the same, in minutes",
+    "python -m measure.bands quickstart out/seed0 out/seed1 out/seed2": "tests/test_expected.py does, with runs that it makes up",
     "bash runs/gpu.sh": "a GPU's work; tests/test_gpu_driver.py tries it on a CPU",
     "bash runs/gpu.sh 120 --only=correctness,engine": "the same",
     "python -m measure.gpu --table=bench_results/gpu.jsonl": "tests/test_gpu_driver.py does",
@@ -145,6 +152,11 @@ def test_a_newcomer_s_commands(folder, monkeypatch, capsys):
                 (folder / "out" / run).exists() or (folder / "out" / run).symlink_to(folder / "out/book")
             plot.main(argv)
             continue
+        if name == "runtime.diagnose":
+            assert diagnose.main(argv) in (0, 3)
+            continue
+        if name == "runtime.expected":
+            (folder / "out/quickstart").symlink_to(folder / "out")
         code = importlib.import_module(name.removesuffix(".py")).main(argv)
         empty = name == "datagen.py" and code == 1                         # so small a model solves nothing
         assert code in (0, None) or empty, (command, capsys.readouterr())

@@ -156,7 +156,7 @@ def watched(monkeypatch):
 
 # --- the objective ---
 
-LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
+LOSS_TYPES = ("dapo", "grpo", "dr_grpo", "cispo")
 OLD = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -1.0, -1.0]])
 RATIO = torch.tensor([[1.0, 1.5, 0.5], [0.7, 1.3, 9.0]])
 ADVANTAGE, MASK = torch.tensor([1.0, -2.0]), torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -186,6 +186,19 @@ def test_the_loss_is_what_one_computes_by_hand(loss_type, loss, divisors):
         "dapo": (-1 - 1.2 - 0.5 + 1.4 + 2.6) / 5, "grpo": (-2.7 / 3 + 4.0 / 2) / 2, "dr_grpo": 1.3 / 8}[loss_type], rel=1e-5)
 
 
+def test_cispo_keeps_the_gradient_of_a_clipped_token_and_is_dapo_where_nothing_has_moved():
+    _, slope, figures = by_hand("cispo", clip_high=0.28)
+    weights = torch.tensor([[1.0, 1.28, 0.5], [0.7, 1.28, 0]])                # of ratios 1, 1.5, 0.5, 0.7, 1.3
+    torch.testing.assert_close(slope, -weights * ADVANTAGE[:, None] * MASK / 5, rtol=1e-6, atol=1e-7)
+    assert figures["clipped"] == 2
+    slopes = []
+    for loss_type in ("dapo", "cispo"):
+        logp = OLD.clone().requires_grad_()
+        grpo.grpo_loss(logp, OLD, torch.zeros(2, 3), ADVANTAGE, MASK, 5, loss_type=loss_type)[0].backward()
+        slopes.append(logp.grad)
+    torch.testing.assert_close(*slopes, rtol=1e-6, atol=0)
+
+
 def test_the_divergence_and_importance_weights_are_what_one_computes_by_hand():
     """k3 of a ratio of 2 between reference and policy, at a token that has become 1.5 times as likely."""
     plain, toward = by_hand("dapo")[0], torch.zeros(2, 3)
@@ -210,6 +223,8 @@ def plainly(logp, old, ref, advantage, lengths, loss_type, low, high, beta, samp
             ratio, a = torch.exp(logp[b, t] - old[b, t]), advantage[b]
             capped = torch.clamp(ratio, max=1 + high) if a > 0 else torch.clamp(ratio, min=1 - low)
             token = -capped * a
+            if loss_type == "cispo":
+                token = -torch.clamp(ratio.detach(), max=1 + high) * a * logp[b, t]
             if cap:
                 token = token * min(cap, math.exp(old[b, t] - sampled[b, t]))
             if beta:
@@ -219,7 +234,7 @@ def plainly(logp, old, ref, advantage, lengths, loss_type, low, high, beta, samp
         rows.append(row)
     if loss_type == "grpo":
         return sum(sum(row) / len(row) for row in rows) / len(rows)
-    return sum(map(sum, rows)) / (sum(lengths) if loss_type == "dapo" else len(rows) * max_new_tokens)
+    return sum(map(sum, rows)) / (len(rows) * max_new_tokens if loss_type == "dr_grpo" else sum(lengths))
 
 
 @pytest.mark.parametrize("loss_type, beta, cap, seed", [(*kind, seed) for seed, kind in enumerate(itertools.product(LOSS_TYPES, (0.0, 0.3), (0.0, 1.1)))])
