@@ -3,6 +3,7 @@
     python docs/draw.py
 """
 import json
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -12,6 +13,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from runs.domains import draw_cosines, draw_transfer
+
 OURS = "#1b7837"
 OTHERS = "#888888"
 
@@ -76,7 +80,17 @@ def shakespeare():
     save(figure, "shakespeare")
 
 
+def domains():
+    """Draw the cosines of six domains' gradients, and what training on one of them does to the others."""
+    runs = recorded("domains")
+    conflicts = {int(step): share for step, share in runs["conflicts"].items()}
+    cosines = {pair: {int(step): cosine for step, cosine in steps.items()} for pair, steps in runs["cosines"].items()}
+    draw_cosines(cosines, conflicts, HERE / "pictures" / "domains_cosines.png")
+    draw_transfer(runs["sampled"]["transfer"], HERE / "pictures" / "domains_transfer.png")
+
+
 if __name__ == "__main__":
     quickstart()
     grpo()
     shakespeare()
+    domains()
