@@ -312,6 +312,18 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
     return pairs
 
 
+def check_domains(stream, asked, positions):
+    """BadInput for a task that is left without a question to train on. asked: the names of the tasks that had
+    some before those that are too long were left out."""
+    for domain, numbers in stream.numbers.items():
+        if not numbers and domain not in asked:
+            raise BadInput(f"There is no question of {domain} to train on: raise --num_questions, or give another "
+                           "--dataset= if there is one, or leave that task out.")
+        if not numbers:
+            raise BadInput(f"Every prompt of {domain} is longer than --max_prompt_tokens, or fills the {positions} "
+                           "positions of the model: lower --few_shot, or choose another task or model.")
+
+
 # --- a step ---
 
 def ask_questions(cfg, run, pipeline, stream, positions):
@@ -368,9 +380,9 @@ def sample_groups(cfg, run, pipeline, stream, reference):
     groups = []
     sampled = []
     bytes_read = 0
-    for _ in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
+    for i in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
         # Each rank takes a piece, so that mini-batches don't depend on how many there are.
-        mine = stream.next()[distributed.rank() * share:][:share]
+        mine = stream.next(again=i > 0)[distributed.rank() * share:][:share]
         completions = distributed.together(lambda: ask_questions(cfg, run, pipeline, stream, mine),
                                            FloatingPointError, BrokenReward)
         add_logprobs(cfg, run, completions, reference)
@@ -570,10 +582,7 @@ def main(argv):
         pairs = with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions)
         stream = QuestionStream(cfg, pairs, task)
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
-    for domain, numbers in stream.numbers.items():
-        if not numbers:
-            raise BadInput(f"Every prompt of {domain} is longer than --max_prompt_tokens, or fills the {positions} "
-                           "positions of the model: lower --few_shot, or choose another task or model.")
+    check_domains(stream, {task.of(question).name for question in questions}, positions)
     longest = max(len(request.ids) for _, request in stream.pairs + valid)
     context = context_of(longest, cfg.max_new_tokens, positions)
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"

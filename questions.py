@@ -107,6 +107,7 @@ class QuestionStream:
         self.state = StreamState()
         self.weights = {name: weight for name, weight in task.weights.items() if weight}
         self.domains = list(self.weights)
+        self.turn = None                     # the domain that was asked last
         self.numbers = {name: [] for name in self.domains}             # of pairs, each domain's
         for number, (question, _) in enumerate(pairs):
             own = task.of(question).name
@@ -129,9 +130,9 @@ class QuestionStream:
         numbers = self.numbers[self.domain(position)]
         return numbers[question_at(position // len(self.domains), len(numbers), self.cfg.seed)]
 
-    def next(self):
+    def next(self, again=False):
         """Return the positions of a step's questions, of all ranks together. Those that rest are passed
-        over."""
+        over. again: of more questions for the same step, which with --mixing=round_robin has one domain."""
         state = self.state
         if state.asked and not state.passed:                 # a run from before there were domains
             state.passed[self.domains[0]] = state.asked
@@ -140,9 +141,10 @@ class QuestionStream:
         positions = []
         resting = set()
         while len(positions) < n:
-            domain = tasks.due(self.weights, state.turns)
-            state.turns[domain] = state.turns.get(domain, 0) + at_once
-            positions += [self.next_of(domain, resting) for _ in range(at_once)]
+            if not again or at_once == 1:
+                self.turn = tasks.due(self.weights, state.turns)
+            state.turns[self.turn] = state.turns.get(self.turn, 0) + at_once
+            positions += [self.next_of(self.turn, resting) for _ in range(at_once)]
         if len(self.domains) > 1:            # or a mini-batch, which is every n-th, might miss some
             random.Random(f"{self.cfg.seed} {positions[0]}").shuffle(positions)
         return positions

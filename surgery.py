@@ -106,7 +106,8 @@ class Surgery:
             for j in range(i, K):
                 products = [torch.dot(a.flatten().float(), b.flatten().float())
                             for a, b in zip(kept[i], kept[j])]
-                gram[i, j] = gram[j, i] = torch.stack(products).double().sum()
+                # An Apple GPU has no float64.
+                gram[i, j] = gram[j, i] = torch.stack(products).cpu().double().sum()
         if sharding.is_sharded(self.parameters[0]):
             mesh = self.parameters[0].device_mesh
             gram = gram.to(self.run.hardware.device)         # where the ranks that share exchange
@@ -130,11 +131,12 @@ class Surgery:
         for i, first in enumerate(self.domains):
             for j in range(i):
                 both = (norms[i] * norms[j]).item()
-                if both:                     # or one of them had nothing to learn
+                # or one of them had nothing to learn, or is not finite
+                if 0 < both < math.inf:
                     cosine = gram[i, j].item() / both
                     figures[f"surgery/cosine/{self.domains[j]}/{first}"] = cosine
                     conflicts.append(cosine < 0)
         figures["surgery/conflicts"] = sum(conflicts) / max(1, len(conflicts))
         for name, weights in (("before", torch.ones_like(coefficients)), ("after", coefficients)):
-            figures[f"surgery/norm_{name}"] = math.sqrt(max(0.0, (weights @ gram @ weights).item())) / scale
+            figures[f"surgery/norm_{name}"] = math.sqrt(max((weights @ gram @ weights).item(), 0.0)) / scale
         return figures

@@ -8,7 +8,7 @@ runs/domains.sh does what comes before it, and the experiment of docs/domains.md
 init_from = "out/domains/rft"
 out_dir = "out/domains/mixed"
 task = "math:0+code:0+logic:0+simulation:0+table:0+science:0"
-num_questions = 7200                     # 1,200 of each domain, each asked once
+num_questions = 7200                     # 1,200 of each domain, of which 180 steps ask 1,080
 prompts_per_step = 36                    # six of each
 max_new_tokens = 144
 

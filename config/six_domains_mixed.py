@@ -5,7 +5,7 @@
 
 The batch of the eight-A100 guide that this project starts from: 128 questions of up to 256 tokens, 4 answers of up to 512 each, a
 checkpoint every 500 steps. The questions are generated, synthetic stand-ins for GURU's (docs/domains.md); who has its files names
-them: --task=guru:FOLDER. Needs `pip install reasoning-gym`. Not run on a GPU yet.
+one for each domain: --task=guru:FILE+guru:FILE. Needs `pip install reasoning-gym`. Not run on a GPU yet.
 """
 init_from = "Qwen/Qwen2.5-1.5B-Instruct"
 out_dir = "out/six_domains_mixed"

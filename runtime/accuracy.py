@@ -47,12 +47,16 @@ def by_domain(task, questions, grades):
 
 
 def macro(figures, name="accuracy"):
-    """Return the mean of several tasks' figures, {name, name_low, name_high}, each task counting alike: the
-    half widths of independent intervals add up as the sides of a triangle do."""
+    """Return the mean of several tasks' figures, {name, name_low, name_high}, each task counting alike.
+
+    The widths of independent intervals add up as the sides of a triangle do, those below the figures and those
+    above each by themselves (Zou and Donner 2008), so that the mean's stays within 0 and 1 if theirs do."""
     figures = list(figures)
-    half = math.hypot(*((f[f"{name}_high"] - f[f"{name}_low"]) / 2 for f in figures)) / len(figures)
     mean = fmean(f[name] for f in figures)
-    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+    # An end at the figure itself may be past it by its rounding.
+    below = math.hypot(*(max(0.0, f[name] - f[f"{name}_low"]) for f in figures)) / len(figures)
+    above = math.hypot(*(max(0.0, f[f"{name}_high"] - f[name]) for f in figures)) / len(figures)
+    return {name: mean, f"{name}_low": mean - below, f"{name}_high": mean + above}
 
 
 def n_right(grades):

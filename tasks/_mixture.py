@@ -29,11 +29,13 @@ def parse(spec):
 
 
 def due(weights, counts):
-    """Return which of {name: weight} has the next turn: the one that is furthest behind its share of the turns
-    so far, {name: number}; of several the first. After any number of turns none is more than one off."""
+    """Return which of {name: weight} has the next turn after those so far, {name: number}: of those that are
+    behind their share the one that would be a whole turn behind first (earliest deadline first); of several the
+    first. After any number of turns none is more than one off."""
     total = sum(counts.get(name, 0) for name in weights) + 1
     everything = sum(weights.values())
-    return max(weights, key=lambda name: weights[name] * total - counts.get(name, 0) * everything)
+    behind = [name for name in weights if weights[name] * total > counts.get(name, 0) * everything]
+    return min(behind, key=lambda name: (counts.get(name, 0) + 1) / weights[name])
 
 
 class Mixture:

@@ -83,7 +83,7 @@ def row(raw, path, i):
     return {"question": asked, "answer": right.strip(), "source": str(raw["data_source"])}
 
 
-@functools.lru_cache(1)
+@functools.cache
 def everything(path):
     """Return {split: questions} of a path; print what is left out."""
     found, left_out = {}, Counter()
@@ -102,7 +102,9 @@ def everything(path):
 
 
 def questions(split, seed=0, n=None, argument=None):
-    return _questions.some(everything(argument)[split], seed, n)
+    """Return n questions, or all, in an order of the seed's: in the files' the first are all of one source."""
+    found = everything(argument)[split]
+    return _questions.some(found, seed, len(found) if n is None else n)
 
 
 def solution(question):

@@ -138,9 +138,10 @@ def draw_knights(rng, level):
         if sum(case == says(case, said) for case in CASES) == 1:
             break
     a, b = people
-    wording = rng.choice(("{} and {} are knights or knaves. {} says: {}. {} says: {}. Who is a knight?",
-                          "{} and {} are knights or knaves. {}: {}. {}: {}. Is a knight one, both, neither?"))
-    return wording.format(a, b, a, said[0].format(b), b, said[1].format(a)), [people, said], [people, said]
+    wording = rng.choice(("{} says: {}. {} says: {}. Who is a knight (or both, neither)?",
+                          "{}: {}. {}: {}. Name the knight (or both, neither)."))
+    text = wording.format(a, said[0].format(b), b, said[1].format(a))
+    return f"{a} and {b} are knights or knaves. {text}", [people, said], [people, said]
 
 
 def says(case, said):

@@ -60,8 +60,10 @@ def worked(question, steps):
 
 def draw_unit(rng, level):
     names, words = rng.sample(list(QUANTITIES), level + 1), rng.choices(list(SIGNS), k=level)
-    if words == ["times"]:
-        names.sort()                                     # in the other order it would be the same question
+    # In another order it would be the same question; and `over` before `times` could be read in two ways.
+    words.sort(reverse=True)
+    multiplied = 1 + words.count("times")
+    names = sorted(names[:multiplied]) + sorted(names[multiplied:])
     text = names[0] + "".join(f" {word} {name}" for word, name in zip(words, names[1:]))
     return [names, words], (f"Which unit has {text}?", f"What is the unit of {text}?")
 

@@ -44,6 +44,23 @@ def test_splits_of_the_published_layout(folder, capsys):
     assert task.examples(2) and task.documents("valid")
 
 
+def test_the_first_questions_are_not_all_of_one_file(tmp_path):
+    """grpo.py validates on the first of them."""
+    for name in ("logic", "math"):
+        write(tmp_path / "train" / f"{name}.parquet", [raw(name, f"{name} {i}?", str(i)) for i in range(400)])
+    task = tasks.load(f"guru:{tmp_path}")
+    assert {q["source"] for q in task.questions("valid")[:15]} == {"logic", "math"}
+    assert task.questions("valid") == task.questions("valid") != task.questions("valid", seed=1)
+
+
+def test_several_folders_are_read_once_each(tmp_path, capsys):
+    for name in "ab":
+        write(tmp_path / name / "x.parquet", [raw("math", f"{name} {i}?", str(i)) for i in range(100)] + [raw("codegen", "?", "1")])
+    task = tasks.load(f"guru:{tmp_path / 'a'}+guru:{tmp_path / 'b'}")
+    assert all(task.questions(split) for split in tasks.SPLITS)
+    assert capsys.readouterr().err.count("are left out") == 2
+
+
 @pytest.mark.parametrize("right, paid, unpaid", [
     ("1,000", ["<answer>1000</answer>", "So \\boxed{1000}.", "<answer>\\boxed{1,000}</answer>", "<answer>$1000$</answer>"],
      ["1000", "<answer>1000 or 7</answer>", "<answer>1001</answer><answer>1000</answer>", "\\boxed{1000} or \\boxed{7}", "<answer></answer>",

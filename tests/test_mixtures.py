@@ -2,6 +2,7 @@
 import contextlib
 import io
 import json
+import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -36,6 +37,23 @@ def test_every_beginning_has_the_shares_of_the_whole(n):
         counts = domains_of(found[:end])
         assert all(abs(counts[name] - share * end) <= 1 for name, share in
                    (("arithmetic", 2 / 3), ("countdown:2", 1 / 6), ("unit_conversion", 1 / 6)))
+
+
+def test_no_task_is_more_than_a_turn_off():
+    rng = random.Random(0)
+    several = [dict(enumerate((2, 1, 30, 3, 1, 3, 30, 1)))]
+    several += [{i: rng.choice((1, 1, 2, 3, 30)) for i in range(rng.randint(2, 8))} for _ in range(40)]
+    for weights in several:
+        counts = dict.fromkeys(weights, 0)
+        for n in range(1, sum(weights.values()) + 1):
+            counts[tasks.due(weights, counts)] += 1
+            assert all(abs(counts[i] * sum(weights.values()) - w * n) <= sum(weights.values()) for i, w in weights.items())
+        assert counts == weights
+    counts = {}
+    for n in range(12):                                            # of equal weights each in its turn
+        name = tasks.due(dict.fromkeys("abc", 5), counts)
+        counts[name] = counts.get(name, 0) + 1
+        assert name == "abc"[n % 3]
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])
@@ -158,6 +176,17 @@ def test_one_task_a_step():
     assert Counter(steps[:4]) == {"a": 2, "b": 1, "c": 1}
 
 
+def test_one_task_a_step_however_many_rounds_it_takes():
+    """Dynamic sampling asks again for the same step; the others' turns are then made up for."""
+    stream = stream_of(dict(a=50, b=50, c=50), mixing="round_robin", dynamic_sampling=True)
+    for _ in range(9):
+        step = [position for i in range(3) for position in stream.next(again=i > 0)]
+        assert len({*map(stream.domain, step)}) == 1 and len({*step}) == 24
+    assert len({*stream.state.turns.values()}) == 1
+    mixed = stream_of(dict(a=50, b=50), dynamic_sampling=True)
+    assert [Counter(map(mixed.domain, mixed.next(again=i > 0))) for i in range(2)] == [{"a": 4, "b": 4}] * 2
+
+
 def test_shares_that_do_not_divide_a_step_are_kept_over_several():
     stream = stream_of(dict(a=99, b=99, c=99))
     counts = Counter()
@@ -203,6 +232,8 @@ def test_each_task_counts_alike_in_the_macro_average():
     alike = [accuracy(graded(*[1] * 50 + [0] * 50))] * 4
     one, four = alike[0], macro(alike)
     assert four["accuracy_high"] - four["accuracy"] == pytest.approx((one["accuracy_high"] - one["accuracy"]) / 2)
+    none = macro([accuracy(graded(*[0] * 50))] * 4)
+    assert none["accuracy_low"] == 0.0 < none["accuracy_high"]
     better = [difference(graded(*[0] * 10), graded(*[1] * 10)), difference(graded(*[1] * 10), graded(*[1] * 10))]
     assert macro(better, "difference")["difference"] == 0.5 and macro(better, "difference")["difference_low"] > 0
 
@@ -249,6 +280,14 @@ def test_a_task_without_room_is_named(learn, two, tmp_path):
     long = write(tmp_path, TASK.replace('f"{w} {i}"', 'f"{w} {i}" * 20'), "long.py")
     learn(task=f"{two[0]}+{long}", code=2)
     assert f"Every prompt of {long} is longer than" in learn.error and learn.error.count("\n") == 1
+
+
+def test_a_task_without_a_question_is_named(learn, two, tmp_path):
+    learn(task="+".join(two), num_questions=1, code=2)
+    assert f"There is no question of {two[1]} to train on: raise --num_questions" in learn.error
+    (tmp_path / "q.jsonl").write_text("\n".join(json.dumps({"prompt": f"the {i}", "answer": "t", "domain": two[0]}) for i in range(40)))
+    learn(task="+".join(two), dataset=tmp_path / "q.jsonl", code=2)
+    assert f"There is no question of {two[1]} to train on" in learn.error and learn.error.count("\n") == 1
 
 
 def test_rows_of_a_file_name_their_task(learn, two, tmp_path):

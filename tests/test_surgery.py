@@ -1,4 +1,5 @@
 """Gradient surgery against the algorithm as it is published, and in runs of grpo.py."""
+import math
 import shutil
 import sys
 from types import SimpleNamespace
@@ -150,6 +151,8 @@ def test_a_gradient_that_is_not_finite_makes_the_whole_so():
     """So that the step is skipped, as any other is."""
     surgery, model, _ = lent()
     assert not step_of(surgery, model, sign=float("nan")).isfinite().all()
+    assert math.isnan(surgery.figures["surgery/norm_before"])                # and not 0
+    assert [name for name in surgery.figures if "cosine" in name] == ["surgery/cosine/a/c"]
 
 
 @pytest.mark.parametrize("buffers, a_number", [("device", 4), ("bf16", 2)])

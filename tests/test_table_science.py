@@ -189,6 +189,17 @@ def test_science_answers_are_those_of_the_text(level):
             assert expected == q["answer"], (q, expected)
 
 
+def test_science_asks_for_a_unit_in_one_order_that_can_be_read_in_one_way():
+    rng = random.Random(0)
+    drawn = [science.draw_unit(rng, level)[0] for level in (1, 2) for _ in range(2000)]
+    spelled = {}
+    for (first, *others), words in drawn:
+        factors = [(first, "times"), *zip(others, words)]
+        spelled.setdefault(str(sorted(factors)), set()).add(str(factors))
+        assert words == sorted(words, reverse=True)                # a over b times c: is c below?
+    assert all(len(ways) == 1 for ways in spelled.values())
+
+
 def test_science_units_are_read_in_the_forms_people_write():
     q = {"kind": "unit", "given": [["energy", "time"], ["over"]], "question": "", "answer": "kg m^2 s^-3"}
     for text in ("kg m^2 s^-3", "kg*m^2/s^3", "kg·m²/s³", "kg m2 s-3", "m^2 kg / s^3", "kg m m/s/s/s"):
