@@ -89,7 +89,8 @@ class Config:
     advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in
                                              # the group, as in GRPO
     clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low,
-    clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2; cispo wants about 4)
+    clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2; cispo takes about
+                                             # 4)
     beta: float = 0.0                        # weight of the KL divergence from the model that training began
                                              # with, k3 (Schulman 2020) times the ratio, without which its
                                              # gradient is biased; 0: that model is not loaded
@@ -150,7 +151,7 @@ class Config:
                                              # stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
-    diagnose: bool = True                    # say what is wrong with the run, if something is (runtime/diagnose.py)
+    diagnose: bool = True                    # say what is wrong with the run (docs/diagnosis.md)
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # verifiers

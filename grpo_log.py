@@ -203,12 +203,14 @@ def ends_later(cfg, run, pipeline, completions):
     n = min(room, 256)                       # without a cache: seconds, for a large model
     if not cut_off or n < 1 or cfg.parallel != "ddp":
         return None
-    generator = torch.Generator(run.hardware.device).manual_seed(run.step)       # not the one that training draws from
+    # Not the generator that training draws from.
+    generator = torch.Generator(run.hardware.device).manual_seed(run.step)
     ended = 0
     for c in cut_off:
         ids = torch.tensor([c.prompt + c.ids], device=run.hardware.device)
         with run.hardware.autocast():
-            longer = run.model.generate(ids, n, cfg.temperature, generator=generator)[0, len(c.prompt):].tolist()
+            longer = run.model.generate(ids, n, cfg.temperature, generator=generator)
+        longer = longer[0, len(c.prompt):].tolist()
         stop = pipeline.task.stop
         ended += (any(token in pipeline.tokenizer.stop for token in longer[len(c.ids):])
                   or bool(stop) and stop in pipeline.tokenizer.decode(longer))

@@ -117,7 +117,7 @@ class Config:
                                              # examples, when asked to stop
     keep_last: int = 2                       # checkpoints, beside the best
     save_only_model: bool = False            # weights alone: a third of the size, no resume
-    diagnose: bool = True                    # say what is wrong with the run, if something is (runtime/diagnose.py)
+    diagnose: bool = True                    # say what is wrong with the run (docs/diagnosis.md)
     tensorboard: bool = False                # curves in out_dir/tensorboard too
     wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # data, in detail

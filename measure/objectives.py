@@ -1,13 +1,13 @@
-"""The objectives of grpo.py side by side, from one model, on the same questions: what each --loss_type comes to over
-several seeds.
+"""The objectives of grpo.py side by side, from one model, on the same questions: what each --loss_type comes to
+over several seeds.
 
     bash runs/quickstart.sh
     python -m measure.objectives out/quickstart/rft out/objectives
 
-With --mini_batches=4, for with one optimizer step a rollout no ratio moves and dapo and cispo are the same (a test
-pins that). What is done already is not done again. The table has the accuracy on test questions, sampled at T = 1, and
-the difference from dapo of the same seed, both as means over seeds with Student's 95% interval; a difference whose
-interval holds 0 is a tie.
+With --mini_batches=4, for with one optimizer step a rollout no ratio moves, and dapo and cispo are the same (a
+test pins that). What is done already is not done again. The table has the accuracy on test questions, sampled at
+T = 1, and the difference from dapo of the same seed, both as means over seeds with Student's 95% interval; a
+difference whose interval holds 0 is a tie.
 """
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from runs.domains import over_seeds
 from runtime import config, guard
 from runtime.config import BadInput
 
-# name: its knobs. GRPO as published divides by the group's standard deviation; cispo clips far out, as its authors do
+# name: its knobs. GRPO as published divides by the group's standard deviation; cispo clips far out
 OBJECTIVES = {
     "dapo": {"loss_type": "dapo"},
     "grpo": {"loss_type": "grpo", "advantage_scale": "group", "clip_high": 0.2},
@@ -43,8 +43,8 @@ class Config:
 
 def learn(cfg, model, out, name, seed):
     """Run grpo.py, or go on with a run that was stopped."""
-    knobs = as_flags(init_from=model, out_dir=out, seed=seed, resume="auto", mini_batches=cfg.mini_batches, device=cfg.device,
-                     **OBJECTIVES[name])
+    knobs = as_flags(init_from=model, out_dir=out, seed=seed, resume="auto", mini_batches=cfg.mini_batches,
+                     device=cfg.device, **OBJECTIVES[name])
     if cfg.max_steps:
         knobs += as_flags(max_steps=cfg.max_steps)
     process(["grpo.py"], [cfg.config, *knobs], cfg.ranks)
@@ -83,19 +83,21 @@ def table(cfg, folder, found):
         accuracies = [of_seed[name]["accuracy"] for of_seed in found]
         gains = [accuracy - of_seed["dapo"]["accuracy"] for accuracy, of_seed in zip(accuracies, found)]
         spent, clipped = map(fmean, zip(*(seconds(folder / f"{name}{seed}") for seed in range(cfg.seeds))))
-        rows[name] = {"accuracy": over_seeds(accuracies), "difference": over_seeds(gains), "of_each_seed": accuracies,
-                      "clip_fraction": clipped, "seconds": spent}
+        rows[name] = {"accuracy": over_seeds(accuracies), "difference": over_seeds(gains),
+                      "of_each_seed": accuracies, "clip_fraction": clipped, "seconds": spent}
         tie = rows[name]["difference"][1] <= 0 <= rows[name]["difference"][2]
         against = "" if name == "dapo" else cell(*rows[name]["difference"], "+") + (" tie" if tie else "")
         print(f"{name:10}{cell(*rows[name]['accuracy']):>22}{against:>24}{clipped:>10.2%}{spent:>10.0f}")
-    print(f"before    {100 * found[0]['before']['accuracy']:.1f}; {cfg.seeds} seeds, {cfg.mini_batches} mini-batches.")
+    before = found[0]["before"]["accuracy"]
+    print(f"before    {100 * before:.1f}; {cfg.seeds} seeds, {cfg.mini_batches} mini-batches.")
     return rows
 
 
 def main(argv):
     cfg = config.load(Config, argv, positional="folders")
     if len(cfg.folders) != 2:
-        raise BadInput("Which model, and where do the runs go? python -m measure.objectives out/quickstart/rft out/objectives")
+        raise BadInput("Which model, and where do the runs go? python -m measure.objectives out/quickstart/rft "
+                       "out/objectives")
     if cfg.seeds < 2:
         raise BadInput(f"--seeds={cfg.seeds} gives no interval: give at least 2.")
     model, folder = map(Path, cfg.folders)

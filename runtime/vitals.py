@@ -8,8 +8,8 @@ NUMBERS = 256                                # of each matrix
 
 @torch.no_grad()
 def fingerprint(model, dtype=torch.float32):
-    """Return some numbers of each matrix of the last block, adapters merged, as they are in dtype: a copy, fp32
-    [n], on the model's device. Of a sharded model every rank must call."""
+    """Return some numbers of each matrix of the last block, adapters merged, as they are in dtype: a copy,
+    fp32 [n], on the model's device. Of a sharded model every rank must call."""
     last = f"blocks.{model.config.n_layer - 1}."
     parts = []
     for _, weight in merged_weights(model, dtype, last):

@@ -13,7 +13,7 @@ import grpo
 import sampler
 import train
 from conftest import flags, trained
-from runtime import data, diagnose, guard, optim
+from runtime import ailments, data, diagnose, guard, optim
 from runtime.diagnose import Doctor
 
 # Sums that a model of thirty channels gets right about half of the time
@@ -297,8 +297,8 @@ def test_old_runs_and_figures_that_are_none_are_no_error(tmp_path):
 
 
 def test_a_long_history_stays_short():
-    doctor = Doctor([START, *lines(diagnose.MOST + 500)])
-    assert len(doctor.run.steps) <= diagnose.MOST and doctor.run.steps[0]["step"] == 1
+    doctor = Doctor([START, *lines(ailments.MOST + 500)])
+    assert len(doctor.run.steps) <= ailments.MOST and doctor.run.steps[0]["step"] == 1
 
 
 def test_no_run_is_a_sentence(tmp_path, capsys):
