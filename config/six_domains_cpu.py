@@ -1,4 +1,4 @@
-"""Reinforcement learning of a small model on six domains at once, on two cores: 180 steps of 288 answers.
+"""Reinforcement learning of a small model on six domains at once, on two cores: 180 steps of 288 answers, ten minutes.
 
     python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft
     python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad --out_dir=out/domains/pcgrad
