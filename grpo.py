@@ -189,7 +189,7 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 def check(cfg):
     if cfg.dataset and cfg.task is None:
         raise BadInput("--dataset needs the file that grades its answers: --task=my_reward.py.")
-    cfg.task = tasks.spec_of(cfg.task) or "unit_conversion"
+    cfg.task = "unit_conversion" if cfg.task is None else tasks.spec_of(cfg.task)
     config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots "
                             "inner_epochs mini_batches overlong_tokens max_steps tokens_per_micro_batch "
                             "eval_questions log_interval save_interval keep_last")

@@ -68,7 +68,11 @@ def spec_of(task):
     """Give the spec of a config file's task, which may be {spec: weight}."""
     if not isinstance(task, dict):
         return task
-    return "+".join(f"{name}@{weight}" for name, weight in task.items())
+    parts = []
+    for name, weight in task.items():
+        small = isinstance(weight, float) and "e" in str(weight)         # no exponent can stand in a spec
+        parts.append(f"{name}@{weight:.12f}" if small else f"{name}@{weight}")
+    return "+".join(parts)
 
 
 def load(spec):

@@ -108,6 +108,7 @@ def test_a_config_file_may_give_a_dictionary(tmp_path):
     file.write_text('task = {"arithmetic": 2, "countdown:4": 0.5}\n')
     for Config in (grpo.Config, datagen.Config, evaluation.Config):
         assert tasks.spec_of(config.load(Config, [str(file)]).task) == "arithmetic@2+countdown:4@0.5"
+    assert tasks.parts_of(tasks.spec_of({"arithmetic": 1e-5, "table": 1})) == {"arithmetic": 1, "table": 100_000}
 
 
 @pytest.mark.parametrize("spec, said", [
