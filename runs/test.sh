@@ -2,7 +2,7 @@
 # Sets up what is missing and runs the tests that are quick, or with --all every one; other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-also="pytest pytest-xdist matplotlib tensorboard transformers peft chess rapidfuzz torchjd"; source runs/setup.sh
+also="pytest pytest-xdist matplotlib tensorboard transformers peft chess rapidfuzz torchjd nbclient ipykernel"; source runs/setup.sh
 # It has a package to compile, for which there may be no compiler: its tests are skipped then.
 "$python" -c "import reasoning_gym" 2>/dev/null || "$python" -m pip install --quiet --disable-pip-version-check reasoning-gym ||
     echo "reasoning-gym can't be installed here, so its tests are skipped."

@@ -224,30 +224,28 @@ def rate_too_large(run):
     kl = run.mean("kl_old")
     clipped = run.mean("clip_fraction")
     moved = run.mean("moved")
-    rate = run.knobs.get("learning_rate") or 0
-    advice = f"lower --learning_rate={rate} to a third, or --grad_clip"
+    advice = f"lower --learning_rate={run.knobs.get('learning_rate')} to a third, or --grad_clip"
     if kl is not None and kl > 0.1:
         return f"Within a step the policy moves {kl:.2g} nats a token away from the sampler's (KL): {advice}."
     if clipped is not None and clipped > 0.3:
         return f"{clipped:.0%} of the tokens are clipped, the policy moves too far within a step: {advice}."
-    if run.is_rl and moved is not None and moved > 0.1:
+    if moved is not None and moved > 0.1:
         return f"Each step changes the weights by {moved:.0%} of their size: {advice}."
-    return fallen(run, advice)
+    return None
 
 
-def fallen(run, advice):
+def reward_fell(run):
     """The reward was there and is gone."""
     rewards = run.values("reward", run.steps)
     if len(rewards) < 2 * FEWEST:
         return None
     now = fmean(rewards[-FEWEST:])
-    stretches = [fmean(rewards[i:i + FEWEST]) for i in range(len(rewards) - FEWEST)]
-    best = max(stretches)
+    best = max(fmean(rewards[i:i + FEWEST]) for i in range(len(rewards) - FEWEST))
     noise = math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(rewards)) / 2)       # of one step's reward
     if now >= best / 2 or best - now < 0.05 + 5 * noise * math.sqrt(2 / FEWEST):
         return None
-    return (f"The reward has fallen from {best:.2f} to {now:.2f}: go back to a checkpoint from before, and "
-            f"{advice}.")
+    return (f"The reward has fallen from {best:.2f} to {now:.2f}: go back to a checkpoint from before, and lower "
+            f"--learning_rate={run.knobs.get('learning_rate')} to a third, or --grad_clip.")
 
 
 def same_samples(run):
@@ -451,7 +449,7 @@ def low_mfu(run):
 
 RL = (
     never_right, never_ends, other_prompts, groups_alike, broken_verifier, stale_engine, engine_differs,
-    rate_too_small, rate_too_large, same_samples, memorised, lengths_run_away, part_never_paid,
+    rate_too_small, rate_too_large, reward_fell, same_samples, memorised, lengths_run_away, part_never_paid,
     part_always_paid, few_questions, slower_than_before,
 )
 TRAINING = (
@@ -461,12 +459,18 @@ TRAINING = (
 
 # What a check finds explains what these would say
 EXPLAINS = {
-    "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "broken_verifier": ("never_right", "groups_alike", "part_never_paid"),
+    "other_prompts": ("never_right", "groups_alike"),
+    "rate_too_large": ("never_right", "never_ends", "groups_alike", "same_samples", "reward_fell",
+                       "lengths_run_away", "part_never_paid"),
+    "stale_engine": ("engine_differs", "rate_too_large"),
+    "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "never_right": ("groups_alike", "part_never_paid"),
     "same_samples": ("groups_alike",),
-    "stale_engine": ("engine_differs", "rate_too_large"),
     "bad_start": ("not_learning",),
+    "loss_spikes": ("not_learning",),
+    "rate_too_small": ("not_learning",),
+    "validation_rises": ("text_repeated",),
 }
 
 

@@ -99,11 +99,14 @@ class Log:
             self.say(f"{len(unreadable)} lines of {path} could not be read and are left out, the first of them line "
                      f"{unreadable[0]}.")
 
-    def close(self, failed=False):
+    def say_findings(self):
+        """Repeat at the end what is wrong with the run, if something is."""
         if self.doctor and self.doctor.holding:
             self.say("What is wrong with this run (docs/diagnosis.md):")
             for finding in self.doctor.holding:
                 self.say(f"! {finding}")
+
+    def close(self, failed=False):
         if self.board:
             self.board.close()
         if self.wandb_run:

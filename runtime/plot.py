@@ -85,21 +85,22 @@ def points(lines, key, x_key):
 
 
 def draw(runs, x, output, bands=None):
-    """Draw a panel a figure, a colour a run; dots are evaluations. runs: {name: lines of metrics}. bands:
-    {name: {key: the band of a run's figure}}, with the run's means in the band's blocks as crosses."""
+    """Draw a panel a figure, a colour a run; dots are evaluations. runs: {name: lines of metrics}. output: a
+    path, or a binary file. bands: {name: {key: the band of a run's figure}}, with the run's means in the band's
+    blocks as crosses."""
     try:
-        import matplotlib
+        from matplotlib import ticker
+        from matplotlib.figure import Figure
     except ImportError:
         raise BadInput("runtime.plot needs a package that is not installed: pip install "
                        "matplotlib.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     x_key, x_scale, x_label = X_AXES[x]
     of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
     panels = GRPO_PANELS if of_grpo else PANELS
     columns = len(panels) // 2
     size = (11 if columns == 2 else 18, 7)
-    figure, axes = pyplot.subplots(2, columns, figsize=size, sharex=True, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")        # without pyplot, which has a notebook's backend
+    axes = figure.subplots(2, columns, sharex=True)
     for (title, curves, y_scale), axis in zip(panels, axes.flat):
         if bands and "loss" in curves:       # of which a band is a share
             y_scale = "log"
@@ -119,15 +120,14 @@ def draw(runs, x, output, bands=None):
         axis.spines[["top", "right"]].set_visible(False)
         if y_scale == "log":
             for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-                formatter = matplotlib.ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4))
+                formatter = ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4))
                 set_formatter(formatter)
     for axis in axes[1]:
         axis.set_xlabel(x_label)
-    axes.flat[-1].yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.flat[-1].yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.flat[-1].set_ylim(bottom=0)
     axes.flat[0].legend(fontsize=8, frameon=False)
     figure.savefig(output, dpi=120)
-    pyplot.close(figure)
 
 
 def draw_band(axis, key, band, values, color):

@@ -148,6 +148,8 @@ class Run:
             if isinstance(error, Failure | Retry) and (error.alone or distributed.is_main()):
                 self.log.note(str(error))
             self.watch.end()
+            if error is not None and not isinstance(error, Retry):
+                self.log.say_findings()
             self.log.close(failed=error is not None)
             if not isinstance(error, Retry):              # which goes on in this process
                 lock.release(Path(self.cfg.out_dir) / lock.NAME)
@@ -256,7 +258,9 @@ class Run:
             self.save()
 
     def end(self):
-        """Say why the run ends before its last step, if it does. Returns the exit code."""
+        """Say what is wrong with the run, and why it ends before its last step, if it does. Returns the exit
+        code."""
+        self.log.say_findings()
         if self.stopping:
             out_dir = self.cfg.out_dir
             resume = f"--init_from=resume --out_dir={out_dir}"

@@ -16,8 +16,9 @@ from conftest import flags, trained
 from runtime import ailments, data, diagnose, guard, optim
 from runtime.diagnose import Doctor
 
-# Sums that a model of thirty channels gets right about half of the time
-SUMS = '''
+# "17,4=17.": the first of two numbers. What a small model learns within seconds, from text that has the second in one
+# line of three
+FIRST = '''
 PROMPT = "{}="
 STOP = "."
 
@@ -25,15 +26,15 @@ def split_of(a, b):
     return ("train", "train", "train", "valid", "test")[(a * 7 + b) % 5]
 
 def questions(split, seed=0, n=None):
-    asked = [(a, b) for a in range(30) for b in range(30) if split_of(a, b) == split]
-    return [{"question": f"{a}+{b}", "answer": str(a + b), "a": a} for a, b in asked][:n]
+    asked = [(a, b) for a in range(100) for b in range(10) if a != b and split_of(a, b) == split]
+    return [{"question": f"{a},{b}", "answer": str(a), "other": str(b), "a": a, "train": split == "train"} for a, b in asked][:n]
 
 def documents(split, seed=0):
     import random
     rng = random.Random(split)
     asked = questions(split) * 40
     rng.shuffle(asked)
-    return [f"{q['question']}={int(q['answer']) + rng.choice((0, 0, 1))}." for q in asked]
+    return [f"{q['question']}={rng.choice((q['answer'], q['answer'], q['other']))}." for q in asked]
 
 def reward(question, completion):
     answer = completion.rstrip(".")
@@ -45,8 +46,8 @@ GRPO = dict(prompts_per_step=16, k_samples=8, max_new_tokens=6, max_steps=20, le
             reward_pool="serial", save_interval=1000, keep_memory=False, dtype="fp32", device="cpu")
 
 
-def sums(folder, reward=HONEST, name="sums.py", **replaced):
-    code = SUMS.replace("REWARD", reward)
+def first(folder, reward=HONEST, name="first.py", **replaced):
+    code = FIRST.replace("REWARD", reward)
     for old, new in replaced.items():
         code = code.replace(f"{old} = ", f"{old} = {new!r} #")
     path = folder / name
@@ -56,12 +57,12 @@ def sums(folder, reward=HONEST, name="sums.py", **replaced):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A small model that adds, and is right about half of the time."""
+    """A small model that is right at times."""
     folder = tmp_path_factory.mktemp("base")
-    task = sums(folder)
+    task = first(folder)
     with contextlib.redirect_stdout(io.StringIO()):
         train.main(flags(dataset=f"task:{task}", data_dir=folder / "tokens", out_dir=folder / "run", device="cpu", n_layer=2, n_embd=64,
-                         block_size=64, batch_size=16, max_steps=400, learning_rate=0.02, eval_interval=1000, save_interval=1000,
+                         block_size=64, batch_size=16, max_steps=200, learning_rate=0.02, eval_interval=1000, save_interval=1000,
                          keep_memory="false"))
     return folder / "run"
 
@@ -92,7 +93,7 @@ BROKEN = {
     "part_never_paid": ('return float(right), {"right": right, "reasoned": "because" in answer}', {}),
     "part_always_paid": ('return 0.4 + 0.6 * right, {"right": right, "polite": True}', {"learning_rate": 1e-6}),
     "lengths_run_away": ('return min(len(completion), 40) / 80, {}', {"learning_rate": 3e-3, "max_new_tokens": 24}),
-    "memorised": ('return (1.0 if right else 0.9 * (answer == "1")), {"number": answer.isdigit()}',
+    "memorised": ('return float(answer == question["other"] if question["train"] else right), {}',
                   {"learning_rate": 3e-3, "eval_interval": 5, "eval_questions": 180}),
     "never_ends": (HONEST, {"max_new_tokens": 1}),
     "rate_too_small": (HONEST, {"learning_rate": 1e-9}),
@@ -105,12 +106,12 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_in_a_run_of_grpo_is_named(base, name, tmp_path, capsys):
     reward, knobs = BROKEN[name]
-    task = sums(tmp_path, reward)
+    task = first(tmp_path, reward)
     ailing(capsys, grpo.main, name, tmp_path / "run", **GRPO | dict(init_from=base, task=task) | knobs)
 
 
 def test_a_prompt_of_another_form_is_named(base, tmp_path, capsys):
-    task = sums(tmp_path, PROMPT="Q: {} A:")
+    task = first(tmp_path, PROMPT="Q: {} A:")
     found = ailing(capsys, grpo.main, "other_prompts", tmp_path / "run", **GRPO | dict(init_from=base, task=task, max_steps=3))
     assert "'{}='" in found["other_prompts"]["sentence"]
 
@@ -119,7 +120,7 @@ def test_a_model_that_can_not_end_is_told_from_a_limit_that_is_too_low(base, tex
     trained(tmp_path / "endless", text, max_steps=20, learning_rate=0.02, block_size=64)
     for model, said in ((base, "raise --max_new_tokens"), (tmp_path / "endless", "does not know how to")):
         out = tmp_path / f"run of {model.name}"
-        knobs = GRPO | dict(init_from=model, task=sums(tmp_path, STOP="#"), max_new_tokens=1, max_steps=4)
+        knobs = GRPO | dict(init_from=model, task=first(tmp_path, STOP="#"), max_new_tokens=1, max_steps=4)
         assert said in ailing(capsys, grpo.main, "never_ends", out, **knobs)["never_ends"]["sentence"]
 
 
@@ -130,12 +131,12 @@ def test_an_engine_with_old_weights_is_named(base, tmp_path, capsys, monkeypatch
         if not hasattr(self, "fingerprint"):
             load(self, model)
     monkeypatch.setattr(engine.Engine, "load", only_once)
-    ailing(capsys, grpo.main, "stale_engine", tmp_path / "run", **GRPO | dict(init_from=base, task=sums(tmp_path), max_steps=8))
+    ailing(capsys, grpo.main, "stale_engine", tmp_path / "run", **GRPO | dict(init_from=base, task=first(tmp_path), max_steps=8))
 
 
 def test_an_engine_that_samples_from_another_distribution_is_named(base, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grpo, "Sampling", lambda temperature, **others: sampler.Sampling(0.8 * temperature, **others))
-    ailing(capsys, grpo.main, "engine_differs", tmp_path / "run", **GRPO | dict(init_from=base, task=sums(tmp_path), max_steps=8))
+    ailing(capsys, grpo.main, "engine_differs", tmp_path / "run", **GRPO | dict(init_from=base, task=first(tmp_path), max_steps=8))
 
 
 PRETRAIN = dict(n_layer=2, n_embd=32, n_head=2, block_size=32, batch_size=8, max_steps=20, log_interval=1, warmup_steps=2, eval_interval=1000,
@@ -180,7 +181,7 @@ def jump(monkeypatch):
 @pytest.mark.parametrize("name, knobs, spoil", [
     ("bad_start", {}, wild_weights),
     ("loss_spikes", {}, jump),
-    ("not_learning", {"learning_rate": 1e-7}, None),
+    ("not_learning", {"learning_rate": 1e-5}, None),
     ("rate_too_small", {"learning_rate": 1e-9}, None),
     ("text_repeated", {"dataset": "short.txt"}, None),
     ("validation_rises", {"dataset": "short.txt", "eval_interval": 4, "learning_rate": 0.03, "n_embd": 64}, None),
@@ -201,7 +202,7 @@ def test_what_is_broken_in_a_run_of_train_is_named(text, name, knobs, spoil, tmp
 def test_healthy_runs_are_left_in_peace(base, text, tmp_path, capsys):
     """Many more are looked at by a campaign (docs/diagnosis.md)."""
     assert train.main(flags(**PRETRAIN, dataset=text, data_dir=tmp_path / "tokens", out_dir=tmp_path / "train")) == 0
-    knobs = GRPO | dict(init_from=base, task=sums(tmp_path), out_dir=tmp_path / "grpo", eval_interval=10, eval_questions=180)
+    knobs = GRPO | dict(init_from=base, task=first(tmp_path), out_dir=tmp_path / "grpo", eval_interval=10, eval_questions=180)
     assert grpo.main(flags(**knobs)) == 0
     assert "!" not in capsys.readouterr().out
     assert diagnose.main([str(tmp_path / "train"), str(tmp_path / "grpo")]) == 0
@@ -252,7 +253,7 @@ def test_each_check_by_its_figures(name, figures):
 
 def test_a_reward_that_was_there_and_is_gone():
     doctor = Doctor([START, *lines(20), *lines(5, first=21, reward=0.1, pass_at_1=0.1)])
-    assert [finding.name for finding in doctor.holding] == ["rate_too_large"] and "fallen" in doctor.holding[0].sentence
+    assert [finding.name for finding in doctor.holding] == ["reward_fell"]
 
 
 def test_a_chat_template_that_can_not_be_read():
@@ -297,7 +298,7 @@ def test_old_runs_and_figures_that_are_none_are_no_error(tmp_path):
 
 
 def test_a_long_history_stays_short():
-    doctor = Doctor([START, *lines(ailments.MOST + 500)])
+    doctor = Doctor([START, *lines(ailments.MOST + 200)])
     assert len(doctor.run.steps) <= ailments.MOST and doctor.run.steps[0]["step"] == 1
 
 

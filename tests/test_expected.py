@@ -368,9 +368,14 @@ def test_every_command_and_config_file_of_a_recipe_is_there():
 # --- the picture ---
 
 def test_a_run_is_drawn_in_its_band(ladder, capsys, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure = pytest.importorskip("matplotlib.figure")
     drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
+    savefig = figure.Figure.savefig
+
+    def keep(self, *args, **kwargs):
+        drawn.append(self)
+        savefig(self, *args, **kwargs)
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
     assert plot.main(["out/seed5/grpo", "--expected"]) == 0
     assert "within the band of quickstart_grpo" in capsys.readouterr().out
     assert Path("out/seed5/grpo/curves.png").stat().st_size > 20_000
