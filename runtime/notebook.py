@@ -93,7 +93,7 @@ def curves(out_dir):
     """Return the curves of a run as a picture; None while it has logged no step."""
     png = io.BytesIO()
     try:
-        plot.draw({str(out_dir): plot.read(out_dir)}, "steps", png)
+        plot.draw({str(out_dir): plot.read(out_dir)}, "steps", png, dpi=60)
     except BadInput:
         return None
-    return Image(png.getvalue(), width=1000)
+    return Image(png.getvalue())

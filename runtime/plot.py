@@ -84,7 +84,7 @@ def points(lines, key, x_key):
     return xs, ys
 
 
-def draw(runs, x, output, bands=None):
+def draw(runs, x, output, bands=None, dpi=120):
     """Draw a panel a figure, a colour a run; dots are evaluations. runs: {name: lines of metrics}. output: a
     path, or a binary file. bands: {name: {key: the band of a run's figure}}, with the run's means in the band's
     blocks as crosses."""
@@ -127,7 +127,7 @@ def draw(runs, x, output, bands=None):
     axes.flat[-1].yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.flat[-1].set_ylim(bottom=0)
     axes.flat[0].legend(fontsize=8, frameon=False)
-    figure.savefig(output, dpi=120)
+    figure.savefig(output, dpi=dpi)
 
 
 def draw_band(axis, key, band, values, color):
