@@ -33,7 +33,7 @@ def cells():
     return nbformat.read(NOTEBOOK, as_version=4).cells
 
 
-def test_the_whole_notebook_runs_and_again_goes_on(tmp_path, monkeypatch):
+def test_the_whole_notebook_runs(tmp_path, monkeypatch):
     (tmp_path / "easy.py").write_text(EASY)
     monkeypatch.setenv("NANORFT_FAST", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
