@@ -1,0 +1,108 @@
+"""measure/okadfa.py: what is run, what is counted and what the table says. No run of train.py is started."""
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+import train
+from measure import okadfa
+from runtime.config import BadInput, seal
+
+LOSS = {"softmax": 1.0, "feedback": 1.2, "last": 1.1, "twice": 0.97}
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """The flags of each run that is started. A run's loss is its row's and grows with the distance of its rate from 0.01."""
+    runs = []
+
+    def start(command, name, log, **env):
+        flags = dict(flag[2:].split("=", 1) for flag in command[2:])
+        runs.append(flags)
+        folder = okadfa.Path(flags["out_dir"])
+        row, seed = folder.parent.name, int(flags["seed"])
+        fields = {f.name: f.default for f in dataclasses.fields(train.Config)}
+        knobs = okadfa.config.load(train.Config, [f"--{key}={value}" for key, value in flags.items() if key in fields])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_bytes(seal(vars(knobs)))
+        loss = LOSS[row] + 0.01 * seed + abs(math.log(float(flags["learning_rate"]) / 0.01))
+        last = int(flags["max_steps"])
+        lines = [{"step": 1, "lr": 1, "seconds": 2.0}, {"step": last, "lr": 1, "seconds": 2.0 + 0.5 * (last - 1)},
+                 {"step": last, "val_loss": loss, "val_ppl_token": math.exp(loss), "val_ppl_word": math.exp(5 * loss)}]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(okadfa, "logged_process", start)
+    monkeypatch.setattr(okadfa, "machine", lambda: "two cores")
+    monkeypatch.setattr(okadfa, "git_commit", lambda: "abc")
+    return runs
+
+
+def measure(tmp_path, *flags):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 50)
+    return okadfa.main([str(text), str(tmp_path / "out"), f"--data_dir={tmp_path / 'data'}", "--max_steps=30", *flags])
+
+
+def test_rates_are_tried_and_the_best_trains_for_all_steps_with_each_seed(started, tmp_path, capsys):
+    asked = ["--rows=last,softmax,twice,feedback", "--rates=0.003 0.01 0.03"]
+    assert measure(tmp_path, *asked) == 0
+    tried = [run for run in started if run["max_steps"] == "10"]
+    assert len(tried) == 9 and {run["seed"] for run in tried} == {"0"} and {run["warmup_steps"] for run in started} == {"1", "2", "3"}
+    final = [run for run in started if run["max_steps"] != "10"]
+    assert {run["learning_rate"] for run in final} == {"0.01"}
+    seeds = {row: sorted(run["seed"] for run in final if f"/{row}/" in run["out_dir"]) for row in LOSS}
+    assert seeds == {"softmax": ["0", "1", "2"], "feedback": ["0", "1", "2"], "last": ["0"], "twice": ["0"]}
+    assert [run["max_steps"] for run in final if "/twice/" in run["out_dir"]] == ["60"]
+    assert all(run["backward"] == "feedback" for run in started if "/feedback/" in run["out_dir"])
+    said = capsys.readouterr().out
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line.startswith("|")]
+    rows = {cells[0]: cells[1:] for cells in table[2:]}
+    means = [sum(math.exp(LOSS[row] + 0.01 * seed) for seed in range(3)) / 3 for row in ("feedback", "softmax")]
+    assert rows["softmax, feedback"][1] == f"{means[0]:.3f} ({math.exp(1.2):.3f}-{math.exp(1.22):.3f})"
+    assert rows["softmax, feedback"][3] == f"{means[0] / means[1]:.3f}" and rows["softmax, feedback"][5:] == ["1.74", "0.500"]
+    assert rows["softmax, backpropagation"][3:6] == ["1.000", "1.000", "1.00"]
+    assert rows["only the last block trained"][:2] == ["0.01", f"{math.exp(1.1):.3f}"]
+    assert "by 3.9% a token, 18.2% a word: by the first figure the baseline is past its knee" in said
+    assert (tmp_path / "out/table.md").read_text() in said
+    saved = json.loads((tmp_path / "out/table.json").read_text())
+    assert saved["rows"]["feedback"]["source"].startswith("Launay") and saved["tuning"]["last"]["0.03"] > saved["tuning"]["last"]["0.01"]
+    before = len(started)
+    assert measure(tmp_path, *asked) == 0 and len(started) == before           # what is done is not done again
+    again = tmp_path / "out/last/rate0.01_steps30_seed0"
+    (again / "metrics.jsonl").unlink()                                         # as if stopped before its first step
+    assert measure(tmp_path, *asked) == 0 and [run["out_dir"] for run in started[before:]] == [str(again)]
+    with pytest.raises(BadInput, match="has n_embd=64 and not 32: choose another output folder"):
+        measure(tmp_path, *asked, "--n_embd=32")
+
+
+def test_a_rate_at_the_edge_is_said_and_a_needed_row_is_run(started, tmp_path, capsys):
+    measure(tmp_path, "--rows=twice", "--rates=0.001 0.003", "--seeds=1")
+    said = capsys.readouterr().out
+    assert said.count("| 0.003 (edge) |") == 2 and {run["seed"] for run in started} == {"1"}
+
+
+def test_counts_against_a_sum_by_hand():
+    """Ids of training 0 0 1: with one added 3, 2 and 1 of 6; pairs 00 and 01, of which rows are 2 2 1, 1 1 1 and 1 1 1."""
+    unigram, bigram = okadfa.nll_of_counts(np.array([0, 0, 1]), np.array([0, 1, 2, 2]), 3)
+    assert unigram == pytest.approx(-math.log(2 / 6) - 2 * math.log(1 / 6))
+    assert bigram == pytest.approx(-math.log(2 / 5) - 2 * math.log(1 / 3))
+
+
+def test_rows_ask_train_for_what_it_has():
+    for name, row in okadfa.ROWS.items():
+        knobs = okadfa.knobs_of(okadfa.Config(), row, 0.01, 0, 100)
+        train.check(train.Config(**knobs))
+        assert (row.published is None) == (row.source == "" and name != "softmax")
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--rows=softmax,dfa"], "--rows=dfa is not a row: choose from"),
+    (["--rates=fast"], "--rates=fast should be different numbers"),
+    (["--seeds=1 1"], "--seeds=1 1 should be different numbers"),
+    (["--optimizer=sgd"], "--optimizer=sgd should be muon or adamw"),
+    (["third"], "Give a text and an output folder"),
+])
+def test_bad_input_is_one_sentence(started, tmp_path, flags, said):
+    with pytest.raises(BadInput, match=said):
+        measure(tmp_path, *flags)
