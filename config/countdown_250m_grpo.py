@@ -1,0 +1,23 @@
+"""Reinforcement learning of the 250M model on Countdown with one GPU, after config/countdown_250m.py.
+
+    python grpo.py config/countdown_250m_grpo.py --init_from=out/countdown_250m_rft
+
+The paper improves its model by STaR, three rounds of what datagen.py and train.py do, and by APA, a policy
+gradient with a critic; this is GRPO in their place, so its figures (36% of what the model could not solve
+before) are what to expect at most as an order. Not run.
+"""
+init_from = "out/countdown_250m_rft"
+out_dir = "out/countdown_250m_grpo"
+task = "countdown_search:4,100,1024"
+num_questions = 40000
+
+prompts_per_step = 64
+k_samples = 8
+max_new_tokens = 1000
+tokens_per_micro_batch = 16384
+max_steps = 500
+
+learning_rate = 1e-5
+warmup_steps = 20
+eval_interval = 50
+save_interval = 100

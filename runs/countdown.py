@@ -1,0 +1,248 @@
+"""What the ladder of runs/countdown.sh bought, and which problems are beyond the teachers.
+
+    python -m runs.countdown --teachers=out/teachers.json        what each teacher solves, and what none does
+    python -m runs.countdown out/countdown                       a table, summary.json, traces.txt, summary.png,
+                                                                 from what the stages left there
+Knobs, as --key=value:
+"""
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from questions import task_errors
+from runs import summary as ladder
+from runs.summary import FIGURES
+from runtime import config, guard, plot
+from runtime.accuracy import interval
+from runtime.config import BadInput
+from tasks import countdown_search
+
+MODELS = ("base", "rft", "grpo")
+NEEDED = "seconds greedy.txt sampled.txt greedy.jsonl sampled.jsonl again.jsonl teachers.json".split()
+
+
+@dataclass
+class Config:
+    folder: str = ""                         # that runs/countdown.sh filled, first on the command line
+    teachers: str = ""                       # a .json file to write about the teachers instead
+    task: str = "countdown_search"           # whose teachers
+    num_questions: int = 500                 # of the test, as many as eval.py asks
+
+
+# --- the teachers ---
+
+def teachers(n, argument=None):
+    """Return what the teachers make of the test's first n questions, each within the room of a document, and
+    the questions that none of them solves, each with a solution for who wants to check that there is one."""
+    longest = countdown_search.sizes(argument)[2]
+    asked = countdown_search.questions("test", n=n, argument=argument)
+    solved = {}                              # {teacher: [whether it solves a question]}
+    lengths = []
+    for teacher in countdown_search.TEACHERS:
+        found = [countdown_search.completion(teacher, question, longest) for question in asked]
+        solved[teacher] = [right for _, right in found]
+        lengths += [len(question["question"]) + len(text) + 2 for question, (text, _) in zip(asked, found)]
+    by_any = [any(row) for row in zip(*solved.values())]
+    unsolved = []
+    for question, right in zip(asked, by_any):
+        if not right:
+            _, _, steps = countdown_search.solution(question).rpartition("answer: ")
+            unsolved.append(question | {"a_solution": steps.removesuffix(countdown_search.STOP).split()})
+    return {
+        "questions": len(asked),
+        "solve": {countdown_search.name_of(teacher): fmean(row) for teacher, row in solved.items()},
+        "together": fmean(by_any),
+        "bytes_of_a_document": {"mean": fmean(lengths), "most": max(lengths)},
+        "longer_than_the_limit": sum(length + 1 > longest for length in lengths),
+        "unsolved": unsolved,
+    }
+
+
+def write_teachers(cfg):
+    """Write what teachers() finds, and print it."""
+    name, _, argument = cfg.task.partition(":")
+    path = Path(cfg.teachers)
+    if name != "countdown_search":
+        raise BadInput(f"--task={cfg.task} has no teachers: give countdown_search, with or without an argument.")
+    with task_errors():
+        countdown_search.check(argument or None)
+    if path.exists() and b'"together"' not in path.read_bytes():
+        raise config.in_the_way(path, "a list of ours", "--teachers=")
+    found = teachers(cfg.num_questions, argument or None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+    for name, share in found["solve"].items():
+        print(f"{name:34}{100 * share:6.1f}%")
+    print(f"{'together':34}{100 * found['together']:6.1f}% of {found['questions']} test problems; "
+          f"{len(found['unsolved'])} are solved by none: {path}")
+
+
+# --- the ladder ---
+
+def answers(path):
+    """Return {model: {question: its samples}} of a file that eval.py --output= wrote."""
+    found = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        found.setdefault(Path(line["model"]).name, {})[line["question"]] = line["samples"]
+    return found
+
+
+def solved(samples):
+    """Whether one of the samples of a question is right."""
+    return any(sample["score"] == 1 for sample in samples)
+
+
+def share_of(flags):
+    """Return {"n", "of", "share", "low", "high"} of a list of bools, Wilson's interval at 95%; of none, no
+    share."""
+    found = {"n": sum(flags), "of": len(flags)}
+    if flags:
+        low, high = interval([float(flag) for flag in flags], 1)
+        found |= {"share": fmean(flags), "low": low, "high": high}
+    return found
+
+
+def beyond(sampled, again, unsolved):
+    """Return which problems the models solve in 8 tries that no teacher solves, and of those the base doesn't
+    solve in 8.
+
+    sampled: as answers() has them. again: those of the base with another seed: it was picked for failing
+    once, and would solve some of these problems in 8 new tries, by chance alone; what a model has learnt is
+    what it solves above that. unsolved: questions."""
+    hard = [question for question in unsolved if question in sampled["base"]]
+    hardest = [question for question in hard if not solved(sampled["base"][question])]
+    models = sampled | {"base, 8 new tries": again["base"]}
+    result = {"no_teacher": {}, "no_teacher_and_not_the_base": {}}
+    for name, by_question in models.items():
+        result["no_teacher"][name] = share_of([solved(by_question[question]) for question in hard])
+        if name != "base":
+            found = share_of([solved(by_question[question]) for question in hardest])
+            result["no_teacher_and_not_the_base"][name] = found
+    result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]
+    return result
+
+
+def side_by_side(greedy, unsolved, n=12):
+    """Return the three models' greedy answers to some questions, in columns: first those that only the last
+    one solves, of these first what no teacher solves, then others in the test's order."""
+    def rank(question):
+        rights = [solved(greedy[name][question]) for name in MODELS]
+        return rights != [False, False, True], question not in unsolved
+    parts = []
+    for question in sorted(greedy["base"], key=rank)[:n]:
+        columns = []
+        for name in MODELS:
+            (sample,) = greedy[name][question]
+            mark = "right" if sample["score"] == 1 else "wrong"
+            columns.append([f"{name} ({mark})", *sample["completion"].splitlines()])
+        widths = [max(map(len, column)) for column in columns]
+        height = max(map(len, columns))
+        rows = zip(*(column + [""] * (height - len(column)) for column in columns))
+        heading = question + (" (no teacher solves it)" if question in unsolved else "")
+        lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        parts.append("\n".join([heading, *lines]))
+    return "\n\n\n".join(parts) + "\n"
+
+
+def summarise(folder):
+    """Return (summary, the intervals of greedy and sampled accuracy of each stage)."""
+    summary, intervals = ladder.summarise(folder)
+    known = json.loads((folder / "teachers.json").read_text())
+    unsolved = [question["question"] for question in known["unsolved"]]
+    return summary | {
+        "teachers": known["solve"] | {"together": known["together"]},
+        "beyond": beyond(answers(folder / "sampled.jsonl"), answers(folder / "again.jsonl"), unsolved),
+    }, intervals
+
+
+def draw(summary, intervals, curve, path):
+    """Draw accuracy over wall time: each stage where it ends, and the share of right samples as reinforcement
+    learning goes on. curve: [(seconds since its start, that share)]."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axis = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
+    ends = []
+    for stage in summary["stages"]:
+        ends.append((ends[-1] if ends else 0.0) + stage["seconds"] / 60)
+    for k, (key, color) in enumerate(zip(FIGURES, ("#1f5a99", "#7fa8d1", "#b0b0b0"))):
+        heights = [100 * stage[key] for stage in summary["stages"]]
+        axis.plot(ends, heights, "o-", color=color, label=FIGURES[key])
+        if k < 2:                                        # of pass@8 there is no interval
+            low = [height - 100 * bounds[k][0] for height, bounds in zip(heights, intervals)]
+            high = [100 * bounds[k][1] - height for height, bounds in zip(heights, intervals)]
+            axis.errorbar(ends, heights, [low, high], fmt="none", ecolor=color, capsize=3)
+    if curve:
+        minutes = [ends[1] + seconds / 60 for seconds, _ in curve]
+        axis.plot(minutes, [100 * share for _, share in curve], color="#7fa8d1", linewidth=0.8,
+                  label="samples to train on")
+    axis.axhline(100 * summary["teachers"]["together"], color="black", linestyle=":", linewidth=1,
+                 label="all teachers together")
+    for end, stage in zip(ends, summary["stages"]):
+        axis.annotate(stage["name"], (end, 2), ha="right", fontsize=9)
+        axis.axvline(end, color="#e0e0e0", linewidth=1, zorder=0)
+    axis.set_ylim(0, 100)
+    axis.set_xlim(0, None)
+    axis.set_xlabel("minutes of training and sampling")
+    axis.set_title("Right answers of 500 unseen problems, %, with 95% intervals", loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    figure.savefig(path, dpi=140)
+
+
+def learning_curve(path):
+    """Return [(seconds, share of right samples)] of a run of grpo.py."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(line["seconds"], line["reward"]) for line in lines if "reward" in line and "seconds" in line]
+
+
+def report(summary):
+    ladder.print_stages(summary)
+    print(f"All teachers together solve {100 * summary['teachers']['together']:.1f}%. Of the problems that")
+    whose = {"no_teacher": "no teacher solves", "no_teacher_and_not_the_base": "nor the base in 8 tries"}
+    for key, what in whose.items():
+        for name, found in summary["beyond"][key].items():
+            share = "none there"
+            if found["of"]:
+                figures = [100 * found[end] for end in ("share", "low", "high")]
+                share = "{:.1f}% [{:.1f}, {:.1f}]".format(*figures)
+            print(f"  {what}, in 8 tries {name} solves {found['n']} of {found['of']}: {share}")
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="folder")
+    if bool(cfg.folder) == bool(cfg.teachers):
+        raise BadInput("Name a folder of runs/countdown.sh, or give --teachers=FILE.json: "
+                       "python -m runs.countdown out/countdown")
+    config.at_least(cfg, 1, "num_questions")
+    if cfg.teachers:
+        write_teachers(cfg)
+        return 0
+    folder = Path(cfg.folder)
+    missing = [name for name in NEEDED if not (folder / name).exists()]
+    if missing:
+        raise BadInput(f"{folder} has no {missing[0]}: run runs/countdown.sh first, or name its --out_dir=.")
+    summary, intervals = summarise(folder)
+    path = folder / "summary.json"
+    if path.exists() and b"total_seconds" not in path.read_bytes():
+        raise config.in_the_way(path, "the ladder's", "folder")
+    plot.check_output(folder / "summary.png")
+    path.write_text(json.dumps(summary, indent=1))
+    unsolved = json.loads((folder / "teachers.json").read_text())["unsolved"]
+    greedy = answers(folder / "greedy.jsonl")
+    (folder / "traces.txt").write_text(side_by_side(greedy, {question["question"] for question in unsolved}))
+    report(summary)
+    print(f"{summary['total_seconds']:.0f} s in all. {path}, {folder / 'traces.txt'}", end="")
+    try:
+        draw(summary, intervals, learning_curve(folder / "grpo/metrics.jsonl"), folder / "summary.png")
+        print(f", {folder / 'summary.png'}")
+    except ImportError:
+        print()
+        print("No picture without matplotlib: pip install matplotlib.", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)

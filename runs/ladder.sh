@@ -1,0 +1,33 @@
+# What the ladders of this folder share; they source it. `out` is their folder, and `python` is known after setup.sh.
+
+refuse() { echo "error: $1" >&2; exit 2; }
+
+ours_or_none() {                         # ours_or_none WHOSE NAME...: an earlier ladder is known by its file of seconds; without it, nothing is replaced
+    local whose=$1 name; shift
+    for name in seconds "$@"; do
+        [ ! -e "$out/$name" ] ||
+            { [ -f "$out/seconds" ] && ! grep -qvE '^[a-z]+ [0-9.]+ [0-9.]+$' "$out/seconds"; } ||
+            refuse "$out/$name is there and not $whose: move it elsewhere, or give another --out_dir=."
+    done
+}
+
+# So small a model is sampled fastest by a process for each core; a GPU takes one.
+spread() {                               # spread NUMBERS: sets each_core, so many processes of them as there are cores, and adds to ask
+    each_core="$python"
+    if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+        local cores
+        cores=$("$python" -c "import os
+cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+print(max(n for n in ($1) if n <= cores))")                        # they share the prompts of a step evenly
+        ask="$ask --device=cpu"
+        each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
+    fi
+}
+
+now() { "$python" -c "import time; print(time.time())"; }
+
+timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes
+    echo; echo "== $1"; local name=$1 began; shift; began=$(now)
+    "$@"
+    echo "$name $(now) $began" >> "$out/seconds"
+}

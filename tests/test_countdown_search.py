@@ -1,0 +1,383 @@
+"""Countdown with the search written out: what teachers write is true and fits, splits share nothing, the verifier pays for the target
+alone; the list of what no teacher solves; the figures and the commands of runs/countdown.sh; the form of TinyZero."""
+import itertools
+import json
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+import datagen
+import eval as evaluation
+import grpo
+import tasks
+import train
+from conftest import ROOT, environment
+from runs import countdown as runs_countdown
+from runtime import config
+from runtime.config import BadInput
+from runtime.tokenizer import Tokenizer
+from tasks import countdown_search, countdown_think
+
+SPECS = ["countdown_search", "countdown_search:4,50,400"]
+SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}
+QUESTION = {"question": "41 from 3 5 7 12", "answer": "41", "numbers": [3, 5, 7, 12]}
+
+
+def read(step):
+    a, sign, b, c = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step).groups()
+    return int(a), sign, int(b), int(c)
+
+
+def can_make(numbers, target):
+    """Whether any order of + - * / on the numbers makes the target, fractions and negative numbers included: by brute force."""
+    if len(numbers) == 1:
+        return abs(numbers[0] - target) < 1e-9
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        for sign, make in SIGNS.items():
+            if not (sign == "/" and numbers[j] == 0) and can_make([*rest, make(numbers[i], numbers[j])], target):
+                return True
+    return False
+
+
+def all_made(numbers):
+    """All that whole positive numbers up to the ceiling make, by trying every order."""
+    if len(numbers) == 1:
+        return {*numbers}
+    found = set()
+    for i, j in itertools.permutations(range(len(numbers)), 2):
+        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
+        for make in SIGNS.values():
+            c = make(numbers[i], numbers[j])
+            if c == int(c) and 0 < c <= countdown_search.CEILING:
+                found |= all_made([*rest, int(c)])
+    return found
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def written(request):
+    """(the longest that a document may be, some of its documents as countdown_search.written gives them)."""
+    argument = request.param.partition(":")[2] or None
+    documents = itertools.islice(countdown_search.written("train", 3, argument), 600)
+    return countdown_search.sizes(argument)[2], list(documents)
+
+
+def test_every_step_is_true_and_every_line_follows_from_an_earlier_one(written):
+    for question, _, text, found in written[1]:
+        prompt, *lines, last = text.removesuffix("\n").split("\n")
+        target = int(question["answer"])
+        assert prompt == f"{target} from {' '.join(map(str, question['numbers']))}"
+        known = {tuple(question["numbers"]): []}             # states that were reached: the steps that lead there
+        made_target = False
+        for line in lines:
+            state, steps = line.split(":")
+            state = tuple(map(int, state.split()))
+            assert state in known and steps
+            for step in steps.split():
+                a, sign, b, c = read(step)
+                left = list(state)
+                left.remove(a)
+                left.remove(b)
+                assert SIGNS[sign](a, b) == c <= countdown_search.CEILING and c > 0
+                known.setdefault((*left, c), [*known[state], step])
+                made_target = made_target or not left and c == target
+        assert made_target == found
+        if found:
+            assert last == f"answer: {' '.join(known[(target,)])}."
+        else:
+            assert last == "no solution."
+
+
+def test_they_end_in_a_verified_solution_exactly_when_the_teacher_found_one(written):
+    rewards = []
+    for question, _, text, found in written[1]:
+        score, parts = countdown_search.reward(question, text.partition("\n")[2])
+        assert score == found and parts["answered"] == found
+        rewards.append(score)
+    assert 0.3 < sum(rewards) / len(rewards) < 0.75
+    assert len({teacher for _, teacher, _, _ in written[1]}) == len(countdown_search.TEACHERS)
+
+
+def test_all_fit_and_none_is_clipped(written):
+    longest, documents = written
+    lengths = [len(Tokenizer("bytes").encode(text.removesuffix("\n"))) + 1 for _, _, text, _ in documents]     # with the token that ends it
+    assert longest - 30 < max(lengths) <= longest
+
+
+def test_a_teacher_goes_on_for_as_long_as_it_has_room():
+    short = countdown_search.search(("depth", "sum", None), [3, 5, 7, 12], 1000, room=200)
+    long = countdown_search.search(("depth", "sum", None), [3, 5, 7, 12], 1000, room=400)
+    assert short[0] is long[0] is None and long[1].startswith(short[1]) and 150 < len(short[1]) <= 200 < len(long[1]) <= 400
+    breadth = countdown_search.search(("breadth", "sum", 2), [3, 5, 7, 12], 1000)[1].splitlines()
+    assert [len(line.split(":")[0].split()) for line in breadth] == [4] + 2 * [3] + 4 * [2]
+    depth = countdown_search.search(("depth", "sum", 2), [3, 5, 7, 12], 1000)[1].splitlines()
+    assert [len(line.split(":")[0].split()) for line in depth] == 2 * [4, 3, 2, 3, 2] and depth[1].split(":")[0] == depth[3].split(":")[0]
+
+
+def test_splits_share_no_numbers_and_no_target():
+    sets, targets = {}, {}
+    for split in tasks.SPLITS:
+        asked = [q for seed in range(2) for q in countdown_search.questions(split, seed, 300)]
+        sets[split] = {tuple(sorted(q["numbers"])) for q in asked}
+        targets[split] = {q["answer"] for q in asked}
+        counts = Counter(len(q["numbers"]) for q in asked)
+        assert 0.2 < counts[3] / counts.total() < 0.42 and counts[3] + counts[4] == counts.total()
+        assert all(1 <= n <= 20 for q in asked for n in q["numbers"]) and all(10 <= int(q["answer"]) <= 100 for q in asked)
+    for a, b in itertools.combinations(tasks.SPLITS, 2):
+        assert not sets[a] & sets[b] and not targets[a] & targets[b]
+    assert [len(countdown_search.targets_of(split)) for split in tasks.SPLITS] == [72, 9, 10]
+    heard = [re.match(r"(\d+) from ([\d ]+)\n", text).groups() for text in tasks.load("countdown_search:3,20,256,300").documents("train")]
+    assert len(heard) == 300 and not {target for target, _ in heard} & (targets["valid"] | targets["test"])
+    assert not {tuple(sorted(map(int, numbers.split()))) for _, numbers in heard} & (sets["valid"] | sets["test"])
+
+
+def test_questions_differ_can_be_solved_and_are_a_function_of_the_seed():
+    task = tasks.load("countdown_search")
+    asked = task.questions("test", n=200)
+    assert len({(q["answer"], *sorted(q["numbers"])) for q in asked}) == 200
+    assert all(can_make(q["numbers"], int(q["answer"])) for q in asked[:40])
+    assert all(task.verified(*task.reward(q, task.solution(q))) for q in asked)
+    assert task.questions("test", n=50) == asked[:50] and task.questions("test", seed=1, n=50) != asked[:50]
+    small = tasks.load("countdown_search:3,20,256,40")
+    assert small.documents("train", 5) == small.documents("train", 5) != small.documents("train", 6)
+    assert small.examples(2) == small.examples(2) and len(small.examples(2)) == 2
+    with pytest.raises(ValueError, match="41 from 3 5 7 12 can't be done"):
+        task.solution(QUESTION)
+    assert len(tasks.load("countdown_search:2").questions("test", n=10_000, fewer=True)) == 8             # there are no more, and it ends
+
+
+def test_makeable_is_what_every_order_makes():
+    for numbers in ([3, 5, 7], [2, 2, 8, 20], [1, 1, 13], [6, 6], [12, 18, 6, 1]):
+        assert countdown_search.makeable(numbers) == all_made(numbers)
+
+
+@pytest.mark.parametrize("completion, parts", [
+    ("answer: 12-3=9 7*5=35 35+9=44.", "answered true numbers"),
+    ("answer: 12*3=36 36+5=41.", "answered true"),                             # 7 is left
+    ("answer: 12*3=36 36+5=41 41*1=41.", "answered true"),                     # 1 is not there
+    ("answer: 5*7=35 12/3=4 35+4=41.", "answered numbers"),                    # 39
+    ("answer: 3*12=41 5*7=35 41+35=41.", "answered numbers"),
+    ("answer: 7-5=2 12*3=36 36+5=41.", "answered true"),                       # 5 twice
+    ("answer: 41.", ""),
+    ("answer: .", ""),
+    ("answer:", ""),
+    ("no solution.", ""),
+    ("answer: 12*3=36 7-5=2 36+2=38", ""),                                     # not ended
+    ("answer: 40+1=41. answer: 3+5=8.", "answered true"),
+    ("answer: 1+1=2 answer: 40+1=41.", ""),
+    ("answer: (12*3)+5=41.", ""),
+    ("answer: 12*3=36 oh 36+5=41.", ""),
+    ("answer: 12**3=36.", ""),
+    ("answer: 3-12=-9 5*7=35 35--9=44.", ""),
+    ("answer: 12/0=41.", "answered"),
+    ("answer: 9999999*9999999=41.", ""),
+    ("answer: ١٢*3=36.", ""),
+    ("", ""), (".", ""), ("\0" * 100_000, ""), ("answer: " * 50_000, ""), ("answer: " + "1+1=2 " * 50_000 + ".", "")])
+def test_what_is_not_the_target_earns_nothing(completion, parts):
+    score, found = countdown_search.reward(QUESTION, completion)
+    assert score == 0 and {name for name, value in found.items() if value} == {*parts.split()} and not found["correct"]
+
+
+def test_the_answer_alone_is_graded():
+    right = [q for q in countdown_search.questions("test", n=100) if len(q["numbers"]) == 3][0]
+    steps = countdown_search.solution(right).partition("answer:")[2]
+    for before in ("", "1+1=3 2+2=5\n", "anything: at all\n", "no solution, no solution\n"):
+        assert countdown_search.reward(right, f"{before}answer:{steps}") == (1.0, dict.fromkeys(("answered", "true", "numbers", "correct"), True))
+    assert countdown_search.reward(right, f"1.5 {steps}")[0] == 0                # what comes after the first full stop is not read
+    assert countdown_search.reward({"answer": "4", "numbers": [3, 5, 2]}, "answer: 3-3=0 5+0=5 5-2=3.")[0] == 0
+    assert countdown_search.reward({"answer": "5", "numbers": [3, 3, 5]}, "answer: 3-3=0 5+0=5.")[0] == 1      # nought may stand on the way
+    assert countdown_search.signature("answer: 1+2=3 5*4=20.") == countdown_search.signature("x\nanswer:  5*4=20 1+2=3.") != ""
+    assert countdown_search.signature("no solution.") == ""
+
+
+@pytest.mark.parametrize("argument, words", [
+    ("", "is COUNTS,LARGEST"), ("1", "2 to 6 numbers"), ("7", "2 to 6 numbers"), ("4-3", "the fewer first"), ("3,151", "10 to 150"), ("3,9", "10 to 150"),
+    ("3,20,127", "room for 128"), ("3;4", "is COUNTS,LARGEST"), ("three", "is COUNTS,LARGEST"), ("3,20,256,5,5", "is COUNTS,LARGEST")])
+def test_an_argument_that_is_none_is_a_sentence(argument, words):
+    with pytest.raises(ValueError, match=words):
+        tasks.load(f"countdown_search:{argument}")
+
+
+# --- what no teacher solves ---
+
+def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
+    path = tmp_path / "new/teachers.json"
+    assert runs_countdown.main([f"--teachers={path}", "--num_questions=120"]) == 0
+    found = json.loads(path.read_text())
+    asked = countdown_search.questions("test", n=120)
+    unsolved = {q["question"] for q in found["unsolved"]}
+    for question in asked:
+        by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, 256)[0])[0]
+                     for teacher in countdown_search.TEACHERS)
+        assert by_any == (question["question"] not in unsolved)
+    for question in found["unsolved"]:
+        assert countdown_search.reward(question, countdown_search.answer(question["a_solution"]))[0] == 1
+        assert can_make(question["numbers"], int(question["answer"]))
+    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.6 < found["together"] < 0.8
+    assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
+    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 256
+    assert "are solved by none" in capsys.readouterr().out
+    path.write_text("precious")
+    with pytest.raises(BadInput, match="is there and not a list of ours"):
+        runs_countdown.main([f"--teachers={path}"])
+
+
+@pytest.mark.parametrize("argv, words", [([], "Name a folder"), (["out/a", "--teachers=b.json"], "Name a folder"), (["nowhere"], "has no seconds"),
+                                         (["--teachers=a.json", "--task=countdown"], "has no teachers"), (["--teachers=a.json", "--task=countdown_search:9"], "2 to 6"),
+                                         (["--teachers=a.json", "--num_questions=0"], "num_questions")])
+def test_what_it_can_not_do_is_a_sentence(argv, words):
+    with pytest.raises(BadInput, match=words):
+        runs_countdown.main(argv)
+
+
+# --- the ladder's figures ---
+
+@pytest.fixture
+def ladder(tmp_path):
+    """A folder as the stages of runs/countdown.sh leave it: four problems, of which no teacher solves the last three."""
+    rights = {"base": "1000", "rft": "1100", "grpo": "1110", "again": "1001"}
+    for name in ("greedy", "sampled", "again"):
+        rows, lines = [], []
+        for model in ("base", "rft", "grpo") if name != "again" else ("base",):
+            flags = [int(flag) for flag in rights["again" if name == "again" else model]]
+            rows.append({"model": f"out/{model}", "accuracy": sum(flags) / 4, "accuracy_low": 0.0, "accuracy_high": 1.0, "pass_at_k": {"8": sum(flags) / 4}})
+            for i, flag in enumerate(flags):
+                samples = [{"completion": f"{model} writes\nanswer: {i}.", "score": float(flag and k == 0), "parts": {}, "error": None}
+                           for k in range(1 if name == "greedy" else 8)]
+                lines.append({"model": f"out/{model}", "question": f"problem {i}", "answer": str(i), "samples": samples})
+        (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "teachers.json").write_text(json.dumps({"solve": {"one": 0.25}, "together": 0.25,
+                                                        "unsolved": [{"question": f"problem {i}"} for i in (1, 2, 3)]}))
+    (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 200 190\n")
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo/metrics.jsonl").write_text('{"step": 1, "seconds": 5.0, "reward": 0.5}\n{"step": 2, "val_reward": 0.5}\n')
+    return tmp_path
+
+
+def test_the_summary(ladder, capsys):
+    assert runs_countdown.main([str(ladder)]) == 0
+    summary = json.loads((ladder / "summary.json").read_text())
+    assert [stage["name"] for stage in summary["stages"]] == ["base", "rft", "grpo"] and summary["total_seconds"] == 180.0
+    assert [(stage["greedy"], stage["seconds"]) for stage in summary["stages"]] == [(0.25, 60.0), (0.5, 70.0), (0.75, 40.0)]
+    by_none = summary["beyond"]["no_teacher"]
+    assert {name: (found["n"], found["of"]) for name, found in by_none.items()} == {"base": (0, 3), "rft": (1, 3), "grpo": (2, 3),
+                                                                                    "base, 8 new tries": (1, 3)}
+    hardest = summary["beyond"]["no_teacher_and_not_the_base"]
+    assert list(hardest) == ["rft", "grpo", "base, 8 new tries"] and (hardest["grpo"]["n"], hardest["grpo"]["of"]) == (2, 3)
+    assert (hardest["grpo"]["low"], hardest["grpo"]["high"]) == pytest.approx((0.2077, 0.9385), abs=1e-4)         # Wilson's, by hand
+    assert summary["beyond"]["solved_by_the_last"] == ["problem 1", "problem 2"]
+    assert (ladder / "summary.png").stat().st_size > 5000 and "in 8 tries grpo solves 2 of 3: 66.7% [20.8, 93.9]" in capsys.readouterr().out
+    first, *others = (ladder / "traces.txt").read_text().split("\n\n\n")
+    assert first.splitlines() == ["problem 2 (no teacher solves it)", "base (wrong)   rft (wrong)   grpo (right)", "base writes    rft writes    grpo writes",
+                                  "answer: 2.     answer: 2.    answer: 2."] and len(others) == 3
+    (ladder / "summary.json").write_text("precious")
+    with pytest.raises(BadInput, match="summary.json is there"):
+        runs_countdown.main([str(ladder)])
+
+
+def test_where_nothing_is_left_to_solve(ladder):
+    known = json.loads((ladder / "teachers.json").read_text()) | {"unsolved": []}
+    (ladder / "teachers.json").write_text(json.dumps(known))
+    assert runs_countdown.main([str(ladder)]) == 0
+    assert json.loads((ladder / "summary.json").read_text())["beyond"]["no_teacher"]["grpo"] == {"n": 0, "of": 0}
+
+
+# --- the script ---
+
+def script(*flags, **env):
+    return subprocess.run(["bash", ROOT / "runs/countdown.sh", *flags], env=environment(**env), capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("knob, words", [("--steps=3", "countdown.sh takes"), ("--out_dir=", "is empty"), ("--data_dir=", "is empty"), ("--out_dir={}", "summary.json is there"),
+                                         ("--out_dir={}/other", "seconds is there")])
+def test_the_script_refuses_in_a_sentence_and_replaces_nothing_of_others(tmp_path, knob, words):
+    (tmp_path / "other").mkdir()
+    for path in (tmp_path / "summary.json", tmp_path / "other/seconds"):
+        path.write_text("precious")
+    done = script(knob.format(tmp_path), PYTHON="false")
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}
+
+
+def test_each_stage_is_given_knobs_that_it_has(tmp_path):
+    python = tmp_path / "python"             # notes what it is asked for, and says of eval.py what the script looks for
+    python.write_text(f'''#!/bin/sh
+case "$1 $2" in
+    -c*) exec {sys.executable} "$@" ;;
+    *) for word in "$@"; do printf "%s\\t" "$word"; done >> {tmp_path}/asked; echo >> {tmp_path}/asked; echo a table; echo a trace > {tmp_path}/out/traces.txt ;;
+esac
+''')
+    python.chmod(python.stat().st_mode | stat.S_IEXEC)
+    done = script(f"--out_dir={tmp_path}/out", "--seed=7", "--base_steps=5", "--grpo_steps=3", "--asked=9", "--num_questions=11", "--task=countdown_search:3",
+                  PYTHON=str(python), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    Configs = {"train.py": train.Config, "datagen.py": datagen.Config, "grpo.py": grpo.Config, "eval.py": evaluation.Config}
+    stages = []
+    for line in (tmp_path / "asked").read_text().splitlines():
+        words = line.strip().split("\t")
+        name = next((word for word in words if word in Configs), None)
+        if name is None:
+            stages.append((words[1], words))
+            continue
+        argv = [str(ROOT / word) if word.startswith("config/") else word for word in words[words.index(name) + 1:]]
+        argv = [word for word in argv if not word.startswith("--init_from=")]            # the models are not there
+        cfg = config.load(Configs[name], argv, positional="models" if name == "eval.py" else None)
+        stages.append((name, cfg))
+    assert [name for name, _ in stages] == ["runs.countdown", "train.py", "datagen.py", "train.py", "grpo.py", *3 * ["eval.py"], "runs.countdown"]
+    _, base, drawn, tuned, learnt, greedy, sampled, again, _ = (cfg for _, cfg in stages)
+    assert (base.dataset, base.max_steps, base.block_size, base.seed) == ("task:countdown_search:3", 5, 512, 7)
+    assert (drawn.num_questions, drawn.temperature, drawn.max_new_tokens, drawn.seed) == (9, 1.0, 240, 7)
+    assert tuned.dataset == drawn.output == f"{tmp_path}/out/rft.json"
+    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 240)
+    assert [(cfg.num_samples, cfg.temperature, cfg.seed, len(cfg.models)) for cfg in (greedy, sampled, again)] == [(1, 0.0, 0, 3), (8, 1.0, 0, 3), (8, 1.0, 1, 1)]
+    assert {cfg.num_questions for cfg in (greedy, sampled, again)} == {11}
+    assert "== grpo" in done.stdout and (tmp_path / "out/seconds").read_text().split()[::3] == ["base", "datagen", "rft", "grpo", *3 * ["evaluation"]]
+    assert shlex.split(done.stdout)[-2:] == ["a", "trace"]
+
+
+# --- TinyZero's form ---
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    asked = [{"target": 98, "nums": [44, 19, 35]}, {"target": 98, "nums": [19, 44, 35]}] + [{"target": 10 + i, "nums": [10, i, 7, 7]} for i in range(200)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    return path
+
+
+def test_the_data_set_s_rows_are_questions(rows, tmp_path):
+    task = tasks.load(f"countdown_think:{rows}")
+    asked = {split: task.questions(split) for split in tasks.SPLITS}
+    keys = [(*sorted(q["numbers"]), q["answer"]) for questions in asked.values() for q in questions]
+    assert len(keys) == len({*keys}) == 201 and 8 < len(asked["test"]) < 35 and 8 < len(asked["valid"]) < 35
+    question = {"answer": "98", "numbers": [44, 19, 35]}
+    assert "<think>" in asked["train"][0]["question"] and str(asked["train"][0]["numbers"]) in asked["train"][0]["question"]
+    for completion, score in (("<think> 44 + 35 = 79, 79 + 19 = 98 </think>\n<answer> 44 + (35 + 19) </answer>", 1), ("<answer>19 + 35 + 44 = 98</answer>", 1),
+                              ("<think>1</think><answer>98</answer>", 0), ("<answer>44 + 35 + 19 + 0</answer>", 0), ("44 + 35 + 19", 0),
+                              ("<answer>44 + 35</answer><answer>44 + 35 + 19</answer>", 0), ("", 0), ("<answer>" * 10_000, 0)):
+        assert task.reward(question, completion)[0] == score, completion
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([json.loads(line) for line in rows.read_text().splitlines()]), file)
+    assert tasks.load(f"countdown_think:{file}").questions("test") == asked["test"]
+
+
+@pytest.mark.parametrize("text, words", [('{"target": 5}\n', "Row 1"), ("[1, 2]\n", "Row 1"), ('{"target": 5, "nums": ["1", 2]}\n', "Row 1"), ("{", "can't be read"),
+                                         ('{"target": 5, "nums": [5]}\n', "Row 1"), ('{"target": true, "nums": [1, 2]}\n', "Row 1")])
+def test_rows_that_are_none_are_named(tmp_path, text, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        tasks.load(f"countdown_think:{path}").questions("train")
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(ValueError, match="There is no file nowhere.jsonl"):
+        tasks.load("countdown_think:nowhere.jsonl")
