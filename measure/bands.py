@@ -5,9 +5,12 @@ lie (runtime/expected.py says what is in such a file, runtime/band.py how it is 
     python -m measure.bands cpu_small --dataset=input.txt    seeds 0, 1 and 2
     python -m measure.bands quickstart out/seed0 out/seed1 out/seed2           finished runs: none is started
     python -m measure.bands quickstart_grpo out/a/grpo out/b/grpo out/c/grpo   the same, of one rung alone
+    python -m measure.bands quickstart --seeds="5 6" --add=true                more seeds for bands that there are
+    python -m measure.bands quickstart --seeds="7 8" --fresh=true              seeds to hold against them
 
 A seed's folder is OUT_DIR/RECIPE/seedN. Seeds that are done are not run again: call it again to go on after a
-stop. A folder that is given holds what the recipe's commands leave in theirs.
+stop. A folder that is given holds what the recipe's commands leave in theirs. Fresh seeds are no part of a band:
+their figures stand beside it, and show how many healthy runs it holds.
 
 Knobs, as --key=value:
 """
@@ -17,7 +20,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -25,11 +27,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from measure.ceilings import cpu_name, git_commit
-from measure.runs import ROOT
+from measure.runs import ROOT, logged_process
 from runtime import band, config, expected, guard
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, read_json
-from runtime.guard import Failure
 from runtime.log import duration
 
 # beside a seed's folder: once it is done, commit, machine and date; what its commands printed
@@ -42,6 +43,8 @@ class Config:
     words: tuple = ()                        # a recipe's name, then run folders; usually without --words=
     seeds: str = "0 1 2"                     # to run
     out_dir: str = "out/bands"               # of the runs
+    add: bool = False                        # the files keep the seeds that they have, and get these as well
+    fresh: bool = False                      # the files get these beside their band, to be judged by it
     data_dir: str = "data"                   # where tokenised texts are kept
     dataset: str | None = None               # the text, of recipes that are about one
     commit: str | None = None                # of the folders that are given, where they do not say it
@@ -121,12 +124,7 @@ def commands_of(recipe, out, data, seed, dataset):
 def run(command, log):
     """Run a command in the repository with this Python; Failure with its last line if it fails."""
     words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    with open(log, "a") as output:
-        code = subprocess.run(words, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-                              env=os.environ | {"PYTHON": sys.executable}).returncode
-    if code:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
-        raise Failure(f"{command} ended with {code}, after: {last}")
+    logged_process(words, command, log, cwd=ROOT, PYTHON=sys.executable)
 
 
 def machine():
@@ -145,10 +143,35 @@ def about_folder(folder, cfg):
 
 # --- the file ---
 
-def collect(name, recipe, parent, runs, abouts):
+def collect(name, recipe, parent, runs, abouts, earlier=None, fresh=False):
     """Return the content of expected/bands/NAME.json, of Logged runs of different seeds that came to their
-    end, and what is known of their folders. BadInput if they are not."""
-    check(name, runs)
+    end, and what is known of their folders. earlier: the content that they are added to; fresh: beside its
+    band. BadInput if they are not of one recipe."""
+    check(name, runs, earlier)
+    if fresh:
+        new = {str(run.saved["seed"]): figures_of([run]) for run in runs}
+        return earlier | {"fresh": earlier.get("fresh", {}) | new}
+    new = {"seeds": [run.saved["seed"] for run in runs], "figures": figures_of(runs)}
+    seeds_and_figures = join(earlier, new)
+    others = [earlier] if earlier else []
+    return {
+        "what": f"{recipe.what}; {name} with {len(seeds_and_figures['seeds'])} seeds",
+        "commands": commands_of(recipe, "out", "data", "SEED", "TEXT"),
+        "machine": together(about["machine"] for about in others + abouts),
+        "date": together(about["date"] for about in others + abouts),
+        "commit": together(about["commit"] for about in others + abouts),
+        "stage": runs[0].stage,
+        "starts_from": parent,
+        "knobs": knobs_without_folders(runs[0]),
+        "val_tokens": expected.val_tokens(runs[0]),
+        **seeds_and_figures,
+        "band": band.bands(seeds_and_figures["figures"]),
+        **({"fresh": earlier["fresh"]} if earlier and "fresh" in earlier else {}),
+    }
+
+
+def figures_of(runs):
+    """Return {figure: {steps, runs: a row a run}} at the steps that all runs have logged."""
     figures = {}
     for key in expected.FIGURES[runs[0].stage]:
         series = [expected.series(run, key) for run in runs]
@@ -156,20 +179,24 @@ def collect(name, recipe, parent, runs, abouts):
         if steps:
             rows = [band.rounded([values[step] for step in steps]) for values in series]
             figures[key] = {"steps": steps, "runs": rows}
-    return {
-        "what": f"{recipe.what}; {name} with {len(runs)} seeds",
-        "commands": commands_of(recipe, "out", "data", "SEED", "TEXT"),
-        "machine": together(about["machine"] for about in abouts),
-        "date": together(about["date"] for about in abouts),
-        "commit": together(about["commit"] for about in abouts),
-        "stage": runs[0].stage,
-        "starts_from": parent,
-        "knobs": knobs_without_folders(runs[0]),
-        "val_tokens": expected.val_tokens(runs[0]),
-        "seeds": [run.saved["seed"] for run in runs],
-        "figures": figures,
-        "band": band.bands(figures),
-    }
+    return figures
+
+
+def join(earlier, new):
+    """Return {seeds, figures} of both, at the steps that both have; earlier may be None."""
+    if earlier is None:
+        return new
+    figures = {}
+    for key in earlier["figures"].keys() & new["figures"].keys():
+        parts = earlier["figures"][key], new["figures"][key]
+        steps = sorted(set(parts[0]["steps"]) & set(parts[1]["steps"]))
+        rows = []
+        for part in parts:
+            at = {step: i for i, step in enumerate(part["steps"])}
+            rows += [[row[at[step]] for step in steps] for row in part["runs"]]
+        figures[key] = {"steps": steps, "runs": rows}
+    in_order = {key: figures[key] for key in earlier["figures"] if key in figures}
+    return {"seeds": earlier["seeds"] + new["seeds"], "figures": in_order}
 
 
 def knobs_without_folders(run):
@@ -179,35 +206,44 @@ def knobs_without_folders(run):
     return knobs | {"dataset": Path(dataset).name if dataset and "task:" not in dataset else dataset}
 
 
-def check(name, runs):
-    """BadInput unless these are finished runs of one recipe with at least three seeds."""
-    seeds = {run.saved["seed"] for run in runs}
-    if len(seeds) < max(3, len(runs)):
+def check(name, runs, earlier=None):
+    """BadInput unless these are finished runs of one recipe, with at least three seeds with those that the
+    earlier content has."""
+    seeds = seeds_in(earlier) + [run.saved["seed"] for run in runs]
+    if len(set(seeds)) < max(3, len(seeds)):
         raise BadInput(f"{name} needs runs of at least three seeds, and no seed twice: these are of "
-                       f"{', '.join(str(run.saved['seed']) for run in runs)}.")
-    for other in runs[1:]:
-        if other.stage != runs[0].stage:
-            raise BadInput(f"{other.folder} is a run of {other.stage}, {runs[0].folder} of {runs[0].stage}: "
+                       f"{', '.join(map(str, seeds))}.")
+    there = earlier["knobs"] if earlier else knobs_without_folders(runs[0])
+    whose = f"the file of {name}" if earlier else str(runs[0].folder)
+    for run in runs:
+        if run.stage != runs[0].stage:
+            raise BadInput(f"{run.folder} is a run of {run.stage}, {runs[0].folder} of {runs[0].stage}: "
                            "give runs of one recipe.")
-        here = knobs_without_folders(other)
-        for knob, value in knobs_without_folders(runs[0]).items():
+        here = knobs_without_folders(run)
+        for knob, value in there.items():
             if here.get(knob, value) != value:
-                raise BadInput(f"{other.folder} has {knob}={here[knob]}, {runs[0].folder} {knob}={value}: "
+                raise BadInput(f"{run.folder} has {knob}={here[knob]}, {whose} {knob}={value}: "
                                "give runs of one recipe.")
     longest = max(run.last_step for run in runs)
     for run in runs:
         # Of a number of epochs the steps are not known, and examples that were chosen differ in number.
-        if run.last_step < (run.saved["max_steps"] or 0.8 * longest):
+        if run.last_step < (run.saved["max_steps"] or 0.5 * longest):
             raise BadInput(f"{run.folder} has stopped at step {run.last_step}: let it go on to its end, or "
                            "leave it out.")
+
+
+def seeds_in(content):
+    """Return the seeds that a file has, of its band and fresh ones; [] without a file."""
+    return content["seeds"] + [int(seed) for seed in content.get("fresh", {})] if content else []
 
 
 def together(values):
     """Return what all seeds have, or the list of what they have, or None if nobody knows."""
     different = []
     for value in values:
-        if value not in different:
-            different.append(value)
+        for one in value if isinstance(value, list) else [value]:
+            if one not in different:
+                different.append(one)
     return different[0] if len(different) == 1 else different
 
 
@@ -241,9 +277,10 @@ def run_seeds(name, recipe, cfg):
     if cfg.dataset is None and any("{dataset}" in command for command in recipe.commands):
         raise BadInput(f"{name} is about a text: name it with --dataset=.")
     seeds = cfg.seeds.replace(",", " ").split()
-    if len(set(seeds)) < max(3, len(seeds)) or not all(map(str.isdecimal, seeds)):
-        raise BadInput(f"--seeds={cfg.seeds} should be at least three different whole numbers: "
-                       '--seeds="0 1 2".')
+    least = 1 if cfg.add or cfg.fresh else 3
+    if len(set(seeds)) < max(least, len(seeds)) or not all(map(str.isdecimal, seeds)):
+        raise BadInput(f"--seeds={cfg.seeds} should be at least {least} different whole "
+                       f"number{'s' if least > 1 else ''}: --seeds=\"{' '.join('012'[:least])}\".")
     # as seen from the repository, where the commands run
     folder = Path(cfg.out_dir).resolve() / name
     cfg.data_dir = Path(cfg.data_dir).resolve()
@@ -253,18 +290,51 @@ def run_seeds(name, recipe, cfg):
     return [folder / f"seed{seed}" for seed in seeds]
 
 
+def earlier_of(names, cfg):
+    """Return {band: the content of its file} to add to, or {band: None} if they are written anew."""
+    if cfg.add and cfg.fresh:
+        raise BadInput("Seeds can't be a part of a band and be judged by it: give --add or --fresh.")
+    if not (cfg.add or cfg.fresh):
+        return dict.fromkeys(names)
+    known = expected.recipes()
+    for name in names:
+        if name not in known:
+            raise BadInput(f"There is no band {name} yet, to which runs could be added: record it first, "
+                           "without --add and --fresh.")
+    return {name: known[name] for name in names}
+
+
+def judged(contents):
+    """Return {fresh seed: where it left the bands of its runs, in words}. contents: {band: its file's}."""
+    found = {}
+    for name, content in contents.items():
+        for seed, figures in content.get("fresh", {}).items():
+            found.setdefault(int(seed), [])
+            for key, of_figure in content["band"].items():
+                values = dict(zip(figures[key]["steps"], figures[key]["runs"][0]))
+                left = band.departures(key, of_figure, values)[:1]
+                found[int(seed)] += [f"left {name}: {expected.describe(departure)}" for departure in left]
+    return found
+
+
 def main(argv):
     cfg = config.load(Config, argv, positional="words")
     name, *folders = cfg.words or ("",)
     recipe, places = find(name)
+    earlier = earlier_of(places, cfg)
     folders = [Path(folder) for folder in folders] or run_seeds(name, recipe, cfg)
     abouts = [about_folder(folder, cfg) for folder in folders]
     expected.FOLDER.mkdir(parents=True, exist_ok=True)
+    contents = {}
     for band_name, (place, parent) in places.items():
         runs = [run_in(folder, place) for folder in folders]
+        contents[band_name] = collect(band_name, recipe, parent, runs, abouts, earlier[band_name], cfg.fresh)
+    for band_name, content in contents.items():
         path = expected.FOLDER / f"{band_name}.json"
-        write_atomically(path, written(collect(band_name, recipe, parent, runs, abouts)).encode())
+        write_atomically(path, written(content).encode())
         print(path)
+    for seed, left in judged(contents).items():
+        print(f"seed {seed}: {'; '.join(left) or 'within'}")
     return 0
 
 

@@ -1,8 +1,9 @@
 """The band in which a fresh run of a recipe should lie, from the curves of three to ten seeds.
 
-A healthy run must lie within it as a whole in at least nine of ten cases, all figures and all steps together.
-The range from the lowest to the highest seed does not do that: a fourth run is outside that of three at every
-second step. Nor does a 95% interval at each step: of many steps some are always outside. So:
+A healthy run must lie within it as a whole, all figures and all steps together, in so many cases that a ladder
+of three runs lies within its bands in nine of ten. The range from the lowest to the highest seed does not do
+that: a fourth run is outside that of three at every second step. Nor does a 95% interval at each step: of many
+steps some are always outside. So:
 
 1. A curve is cut into at most BLOCKS blocks of neighbouring steps, of which the means are compared. That
    takes out the noise of single steps, of which a GRPO reward is mostly made, and leaves few comparisons.
@@ -17,7 +18,7 @@ second step. Nor does a 95% interval at each step: of many steps some are always
 4. The figures of a run share RISK evenly (Bonferroni).
 
 tests/test_expected.py simulates it, with offsets of a seed's own, noise that lasts and noise of single steps:
-of fresh runs 90 to 99% lie within, whatever the mixture, with three seeds and with five.
+of fresh runs 96 to 99.8% lie within, whatever the mixture, with three seeds and with five.
 """
 import functools
 import math
@@ -25,7 +26,7 @@ import math
 import numpy as np
 
 BLOCKS = 8                                   # of a curve, at most
-RISK = 0.07                                  # that a healthy run leaves the band anywhere
+RISK = 0.03                                  # that a healthy run leaves the band anywhere
 CORRELATION = 0.75                           # of neighbouring blocks, in the simulation
 POOLING = (1, 2, 3, 2, 1)                    # weights of a block's variance and its neighbours'
 DRAWS = 40_000                               # simulated sets of seeds with a fresh run each

@@ -18,6 +18,7 @@ A band is a file expected/bands/NAME.json, which measure/bands.py writes from re
     figures         {figure of metrics.jsonl: {steps: [T], runs: [n][T], a row a seed}}
     band            {figure: {steps: [m][of a block], mean, low, high: [m]}}, as runtime/band.py computes it
                     from the figures; it is recomputed for a run that logs at other steps
+    fresh           {seed: figures, as above}: of runs that are no part of the band and were held against it
 
 Knobs, as --key=value:
 """
@@ -25,8 +26,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime import band, config, guard, plot
+from runtime import band, config, guard
 from runtime.config import BadInput, read_json
+from runtime.metrics import read_run
 
 FOLDER = Path(__file__).parent.parent / "expected" / "bands"
 LEFT = 3                                     # the exit code
@@ -73,7 +75,7 @@ class Logged:
 def open_run(folder):
     """Return what a run has logged so far; BadInput if the folder is not a run's."""
     saved = config.read_saved(folder)
-    lines = plot.read(folder)
+    lines = read_run(folder)
     if saved.get("init_from") == "resume":   # what it began with stands where its log begins
         first = next((line["config"] for line in lines if "config" in line), {})
         saved = saved | {"init_from": first.get("init_from", "resume")}
