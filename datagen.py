@@ -251,12 +251,15 @@ def closes_at(records, keep):
     return None, list(found.values())
 
 
-def verdict(grade):
+def verdict(completion):
     """Return verified, or the first thing that is wrong."""
+    grade = completion.grade
+    if not completion.finished:
+        return "unfinished"
     if grade.error:
         return "error"
-    if grade.verified:
-        return "verified"
+    if grade.verified:                       # a blank one, whatever a verifier pays for it, teaches nothing
+        return "verified" if completion.text.strip() else "blank"
     for part, holds in grade.parts.items():
         if not holds:
             return f"not {part}"
@@ -329,7 +332,7 @@ class Share:
             "ids": ids[:-1] if ids[-1] in self.tokenizer.stop else ids,
             "seed": self.cfg.seed,
             "logprob": sum(completion.logprobs),
-            "verdict": verdict(grade) if completion.finished else "unfinished",
+            "verdict": verdict(completion),
             "score": grade.score,
             "parts": grade.parts,
             "signature": grade.signature,

@@ -34,6 +34,7 @@ from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fi
 from model import merged_weights, on_meta
 from runtime import kernels, memory, vitals
 from sampler import Sampling, StopStrings, draw, stream, uniform
+from state_cache import StateCache, state_bytes
 
 GROUP = 128                                  # on a CPU: rows whose attention is computed together
 SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
@@ -144,6 +145,7 @@ class Engine:
     def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None,
                  deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None, decoding=""):
         self.config = model.config
+        self.has_state = model.config.mixer != "softmax"     # and no keys and values: see state_cache.py
         self.device = device or model.head_weight.device
         self.kind = ACT_AS or self.device.type
         self.dtype = dtype or model.head_weight.dtype
@@ -167,7 +169,7 @@ class Engine:
         if slots is None:
             slots = slots_that_fit(self.config, self.context, self.dtype, self.device)
         self.allocate(slots)
-        self.decoding = choose_decoding(self, decoding)
+        self.decoding = "state" if self.has_state else choose_decoding(self, decoding)
 
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
@@ -222,7 +224,10 @@ class Engine:
             torch.cuda.empty_cache()
         grows = self.kind == "cpu" and not self.deterministic
         try:
-            self.cache = KVCache(self.config, slots, self.context, self.dtype, device, grows)
+            if self.has_state:
+                self.cache = StateCache(self.config, slots, device)
+            else:
+                self.cache = KVCache(self.config, slots, self.context, self.dtype, device, grows)
         except Exception as e:
             if slots == 1 or not memory.is_out_of_memory(e):
                 raise
@@ -256,8 +261,12 @@ class Engine:
     def bytes_read(self, lengths):
         """Return what the last generate() had to read at least, for samples of lengths (prompt, new tokens).
 
-        That is the weights in each step, and for each token the keys and values of those before it.
+        That is the weights in each step, and for each token the keys and values of those before it (or the
+        states).
         """
+        if self.has_state:
+            states = sum(new for _, new in lengths) * state_bytes(self.config)
+            return self.progress.steps * self.weight_bytes + states
         positions = sum(new * prompt + new * (new + 1) / 2 for prompt, new in lengths)
         per_position = cache_bytes(self.config, 0, 64, self.dtype) / 64
         return self.progress.steps * self.weight_bytes + per_position * positions
@@ -266,6 +275,8 @@ class Engine:
 
     def prefill(self, prompts):
         """Compute keys and values of prompts (slot, ids), some of about the same length at a time."""
+        if self.has_state:
+            self.cache.clear([slot for slot, _ in prompts])
         prompts = [prompt for prompt in prompts if prompt[1]]
         prompts.sort(key=lambda prompt: len(prompt[1]))
         while prompts:
@@ -276,8 +287,12 @@ class Engine:
             padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal rows never see padding
             x = torch.tensor(padded, device=self.device)
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
-            layers = zip(self.cache.k, self.cache.v)
-            attentions = [partial(self.prefill_attention, layer, slots) for layer in layers]
+            if self.has_state:
+                lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
+                attentions = self.cache.prefill(slots, lengths)
+            else:
+                layers = zip(self.cache.k, self.cache.v)
+                attentions = [partial(self.prefill_attention, layer, slots) for layer in layers]
             # Whatever kernel training was given, in another dtype perhaps.
             with kernels.varied() if self.kind == "cuda" else nullcontext():
                 self.model.hidden(x, None, attentions)
@@ -291,13 +306,10 @@ class Engine:
     def decode_step(self, B, groups, sampling):
         """Draw one more token of rows 0 ... B-1, in RowGroups. Nothing here waits for the device."""
         tokens, positions = self.state[:, :B]
-        readings = [self.reading(positions[group.first:group.last], group.length) for group in groups]
-        write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
-        layers = zip(self.cache.k, self.cache.v)
-        attention = [partial(self.decode_attention, layer, write_at, groups, readings) for layer in layers]
+        attentions = self.cache.decode(B) if self.has_state else self.decode_attentions(B, groups)
         # On a GPU, of the fused kernels the one that takes a mask.
         with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
-            h = self.model.hidden(tokens[:, None], positions[:, None], attention)[:, 0]
+            h = self.model.hidden(tokens[:, None], positions[:, None], attentions)[:, 0]
         logits = self.model.logits(h, self.head)
         if self.device.type == "mps":                        # which has no float64
             logits = logits.cpu()
@@ -312,6 +324,14 @@ class Engine:
         tokens.copy_(ids)
         positions.add_(1).clamp_(max=self.context - 1)       # a row that is over runs on until the next poll
         self.step_index += 1
+
+    def decode_attentions(self, B, groups):
+        """Return for each layer what rows 0 ... B-1 attend by."""
+        positions = self.state[1, :B]
+        readings = [self.reading(positions[group.first:group.last], group.length) for group in groups]
+        write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
+        layers = zip(self.cache.k, self.cache.v)
+        return [partial(self.decode_attention, layer, write_at, groups, readings) for layer in layers]
 
     def reading(self, positions, length, decoding=""):
         """Return what rows at positions [B] read of the cache's first `length`: a mask, or a ByLength."""
@@ -371,12 +391,14 @@ class Engine:
             return self.decode_step(B, groups, sampling)
         key = (B, groups, sampling)
         if key not in self.graphs:
-            state = self.state.clone()
-            step_index = self.step_index.clone()
+            changed = [self.state, self.step_index]
+            if self.has_state:               # keys and values would be written in the same places again
+                changed.append(self.cache.storage[:, :B])
+            before = [tensor.clone() for tensor in changed]
             step = partial(self.decode_step, B, groups, sampling)
             self.graphs[key] = CUDAGraph(step, self.device, list(self.graphs.values()))
-            self.state.copy_(state)
-            self.step_index.copy_(step_index)
+            for tensor, values in zip(changed, before):
+                tensor.copy_(values)
         self.graphs[key].replay()
 
     # --- on the host ---
@@ -563,7 +585,7 @@ class Engine:
         B = len(rows)
         steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
         self.polls += 1
-        in_groups = self.kind == "cpu" and B > GROUP and not self.deterministic
+        in_groups = self.kind == "cpu" and B > GROUP and not (self.deterministic or self.has_state)
         if in_groups and self.polls % SORT_EVERY == 0:
             self.sort(rows)
         shape = self.step_shape((self.prompt_tokens + self.new_tokens)[:B] - 1 + steps)
@@ -595,11 +617,14 @@ class Engine:
         longest = int(lengths.max())
         self.cache.fit(longest)
         B = len(lengths)
+        if self.cuda_graphs:
+            B = min(self.slots, 1 << (B - 1).bit_length())
+        if self.has_state:
+            return self.slots if self.deterministic else B, ()
         T = self.cache.length
         if self.deterministic:
             return self.slots, (RowGroup(0, self.slots, T),)
         if self.cuda_graphs:
-            B = min(self.slots, 1 << (B - 1).bit_length())
             return B, (RowGroup(0, B, min(T, bucket(longest, 64))),)
         group_size = GROUP if self.kind == "cpu" else B
         groups = []

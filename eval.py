@@ -9,10 +9,12 @@
 Of a text every token but the first is predicted once, after at least block_size - stride others (at the
 start, after those there are); nothing is put before the text. Knobs, as --key=value:
 """
+import contextlib
 import gc
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from runtime.usage import first_line
@@ -26,6 +28,7 @@ from questions import questions_of, task_errors
 from rollout import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
 from runtime import config, data, distributed, guard, hardware
 from runtime.accuracy import accuracy, by_domain, difference, macro
+from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 from runtime.perplexity import evaluation_line, text_loss
 from runtime.rewards import Pool, check_graded, load
@@ -61,6 +64,7 @@ class Config:
     deterministic: bool = False              # a sample is the same bit for bit whoever shares its batch (see
                                              # engine.py)
     reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
+    output: str | None = None                # a .jsonl for all answers with their grades, a question a line
     # a text
     dataset: str = ""                        # as train.py's; of a single file all of it counts, else the
                                              # split
@@ -154,11 +158,13 @@ def evaluate_task(cfg):
         f"{cfg.temperature:g}; % [95% interval]")
 
     rows = []
+    answers = []                             # lines of cfg.output
     first_grades = None
     with task_errors(), Pool(cfg.task, cfg.reward_workers) as pool:
         for candidate in candidates:
-            row, grades = evaluate_model(cfg, hw, task, questions, pool, candidate)
+            row, grades, texts = evaluate_model(cfg, hw, task, questions, pool, candidate)
             row["split"] = split
+            answers += answers_of(candidate.name, questions, texts, grades)
             first_grades = first_grades or grades
             if rows:
                 row |= difference(first_grades, grades)
@@ -168,11 +174,14 @@ def evaluate_task(cfg):
             report(row, grades, max(map(len, cfg.models)), many, heading=not rows)
             rows.append(row)
             gc.collect()                     # one model's memory is the next one's
+    if cfg.output and distributed.is_main():
+        write_atomically(cfg.output, "".join(json.dumps(line) + "\n" for line in answers).encode())
     return {"models": rows} if many else rows[0]
 
 
 def evaluate_model(cfg, hw, task, questions, pool, candidate):
-    """Ask one model. Returns (its figures, its Grades [n_questions][num_samples])."""
+    """Ask one model. Returns (its figures, its Grades [n_questions][num_samples], with cfg.output its answers,
+    texts of the same shape, else [])."""
     tokenizer = candidate.tokenizer
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                         stop_strings_of(task))
@@ -181,7 +190,8 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
                     hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
     began = time.perf_counter()
     pipeline = Pipeline(engine, pool, tokenizer, task)
-    grades, _ = ask(pipeline, questions, candidate.requests, what=f"asking {candidate.name}")
+    grades, texts = ask(pipeline, questions, candidate.requests, shown=len(questions) if cfg.output else 0,
+                        what=f"asking {candidate.name}")
     seconds = time.perf_counter() - began
     (tokens,) = distributed.sum([engine.progress.tokens])
     figures = accuracy(grades) | {
@@ -195,7 +205,34 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
         "tokens": int(tokens),
         "tokens_per_s": tokens / seconds,
     }
-    return figures, grades
+    return figures, grades, texts
+
+
+# --- the answers, in a file ---
+
+def answers_of(name, questions, texts, grades):
+    """Return the lines of cfg.output about a model, a question each; none if there are no texts."""
+    found = []
+    for question, of_question, graded in zip(questions, texts, grades):
+        samples = [{"completion": text, "score": grade.score, "parts": grade.parts, "error": grade.error}
+                   for text, grade in zip(of_question, graded, strict=True)]
+        found.append({"model": name, "question": question["question"], "answer": question["answer"],
+                      "samples": samples})
+    return found
+
+
+def check_output(path):
+    """Raise BadInput if a file is there that holds no answers, or none can be written there."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise BadInput(f"There is no folder {path.parent} for --output={path}: make it, or choose another.")
+    if path.is_dir():
+        raise config.in_the_way(path, "a file of answers")
+    if path.exists():
+        with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+            if {"model", "question", "samples"} <= config.parse_json(file.readline(), dict).keys():
+                return
+        raise config.in_the_way(path, "eval.py's answers")
 
 
 def of_domains(task, questions, grades, first_grades):
@@ -253,6 +290,11 @@ def main(argv):
     if cfg.num_samples > 1 and not cfg.temperature:
         raise BadInput(f"At temperature 0 all {cfg.num_samples} samples are the same: give --temperature=1, "
                        "or leave --num_samples out.")
+    if cfg.output is not None:
+        if cfg.dataset:
+            raise BadInput("--output= is for answers to a task: leave it out, or give --task= instead of "
+                           "--dataset=.")
+        check_output(cfg.output)
     distributed.init()
     figures = evaluate_task(cfg) if cfg.task else evaluate_text(cfg)
     if cfg.json:

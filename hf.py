@@ -109,6 +109,9 @@ def translate(hf_config, key, known):
 def write_config(config):
     """Return the config.json, as a dictionary, of an architecture of transformers that computes what this
     GPTConfig does."""
+    if config.mixer != "softmax":
+        raise BadInput(f"transformers has no architecture with mixer={config.mixer}: only models with softmax "
+                       "attention can be exported.")
     plain_heads = (config.n_kv_head, config.head_dim) == (config.n_head, config.n_embd // config.n_head)
     all_biases = config.qkv_bias and config.o_bias and config.mlp_bias
     like_gpt2 = (config.norm, config.position, config.qk_norm) == ("layernorm", "learned", False)

@@ -6,7 +6,9 @@ import math
 
 import torch
 
+from mixer import n_features
 from runtime import memory
+from state_cache import state_bytes
 
 MOST_SLOTS = {"cpu": 512, "cuda": 512}       # where memory would allow for more
 
@@ -23,7 +25,12 @@ def prefill_tokens(device_type):
 
 
 def cache_bytes(config, slots, context, dtype):
-    """Return the bytes of keys and values: of the slots, and of one more, where a prompt waits."""
+    """Return the bytes of keys and values: of the slots, and of one more, where a prompt waits.
+
+    Of a mixer other than softmax (mixer.py) those of its states, whatever the context.
+    """
+    if config.mixer != "softmax":
+        return (slots + 1) * state_bytes(config)
     per_position = 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
     return (slots + 1) * bucket(context, 64) * per_position
 
@@ -36,6 +43,8 @@ def slots_that_fit(config, context, dtype, device, reserved=0):
     if device.type == "cuda":
         torch.cuda.empty_cache()             # what PyTorch holds back counts as free
     channels = config.n_head * config.head_dim + 2 * config.mlp_hidden + 4 * config.n_embd
+    if config.mixer != "softmax":
+        channels += 2 * n_features(config) * (config.n_head + config.n_kv_head)
     activations = 4 * channels * prefill_tokens(device.type)
     per_slot = cache_bytes(config, 0, context, dtype) + 16 * config.padded_vocab_size
     free = 0.9 * (memory.available(device) - reserved) - activations

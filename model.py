@@ -1,4 +1,4 @@
-"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch and ops.py alone.
+"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch, ops.py and mixer.py alone.
 
 Shapes: B sequences of T positions, C = n_embd channels, V = vocab_size ids; in attention H query heads and K
 key/value heads of D channels.
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from mixer import Mixer, PromptMixing, mix
+from mixer import flops_per_token as mixer_flops
 from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, chunk_loss, rms_norm
 
 LINEARS = ("qkv", "out", "up", "gate", "down")         # of a block; what LoRA adapts
@@ -51,6 +53,9 @@ class GPTConfig:
     tied_head: bool = False                  # the head shares the token embedding's weights
     logit_softcap: float = 0.0               # logits = cap * tanh(logits / cap); 0: off
     dropout: float = 0.0
+    mixer: str = "softmax"                   # softmax | favor | linear: how attention weighs; see mixer.py
+    mixer_rule: str = "sum"                  # sum | delta: how a state of favor and linear changes
+    mixer_features: int = 256                # of favor: random features a head
 
     def __post_init__(self):
         """Fill in what is None. ValueError for what can't be computed, whatever file it was read from."""
@@ -121,6 +126,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = nn.Parameter(torch.ones(D))
             self.k_norm = nn.Parameter(torch.ones(D))
+        self.mixer = None if config.mixer == "softmax" else Mixer(config)
 
     def project_qkv(self, x, cos, sin):
         """Return queries [B, T, H, D] and keys and values [B, T, K, D] of x [B, T, C], normed and rotated."""
@@ -140,8 +146,10 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         """Return [B, T, C] for x [B, T, C]. attend: see GPT.hidden."""
-        q, k, v = self.project_qkv(x, cos, sin)
-        return self.out(attend(q, k, v).flatten(2))
+        inputs = self.project_qkv(x, cos, sin)
+        if self.mixer is not None:
+            inputs = self.mixer(x, *inputs)
+        return self.out(attend(*inputs).flatten(2))
 
 
 # --- the block ---
@@ -156,14 +164,18 @@ class MLP(nn.Module):
             self.gate = nn.Linear(config.n_embd, config.mlp_hidden, bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_hidden, config.n_embd, bias=config.mlp_bias)
 
-    def forward(self, x):
+    def activation(self, x):
+        """Return [..., mlp_hidden] of x [..., C]."""
         if self.kind == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+            return F.silu(self.gate(x)) * self.up(x)
         if self.kind == "gelu":
-            return self.down(F.gelu(self.up(x)))
+            return F.gelu(self.up(x))
         if self.kind == "gelu_tanh":
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
-        return self.down(SquaredReLU.apply(self.up(x)))
+            return F.gelu(self.up(x), approximate="tanh")
+        return SquaredReLU.apply(self.up(x))
+
+    def forward(self, x):
+        return self.down(self.activation(x))
 
 
 def make_norm(config):
@@ -256,6 +268,7 @@ class GPT(nn.Module):
         self.backend = attention
         self.gradient_checkpointing = gradient_checkpointing
         self.loss_chunks = loss_chunks
+        self.feedback = None                 # what drives the blocks in place of backpropagation: feedback.py
         V = config.padded_vocab_size
         C = config.n_embd
         self.token_embedding = nn.Embedding(V, C)
@@ -299,6 +312,9 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=std)
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
+        for module in self.modules():
+            if isinstance(module, Mixer):
+                module.draw_vectors()
 
     def hidden(self, x, positions=None, attentions=None):
         """Return what the head reads [B, T, C] of token ids x [B, T]: in autocast's bf16 or in fp32.
@@ -306,6 +322,7 @@ class GPT(nn.Module):
         positions: [T] or [B, T] of the tokens; None: 0 ... T-1.
         attentions: for each block a function of its queries [B, T, H, D], keys and values [B, T, K, D] that
         returns [B, T, H, D], with a cache (engine.py) or prompts (PromptAttention); None: causal_attention.
+        With another mixer than softmax, functions of what Mixer returns.
         """
         if positions is None:
             positions = slice(x.shape[1])
@@ -320,15 +337,21 @@ class GPT(nn.Module):
             h = h.bfloat16()
         h = F.dropout(h, self.config.dropout, self.training)
         cos, sin = self.rotary_embedding(positions, h)
+        drive = self.feedback.start(self) if self.feedback else None
         for block, attend in zip(self.blocks, attentions):
             if self.gradient_checkpointing and self.training:
                 h = checkpoint(self.parts.block, block, h, cos, sin, attend, use_reentrant=False)
             else:
                 h = self.parts.block(block, h, cos, sin, attend)
+            if drive:
+                h = drive(h)
         return self.final_norm(h)
 
-    def causal_attention(self, q, k, v):
-        """Return attention within the sequences by the chosen kernel, with dropout in training."""
+    def causal_attention(self, q, k, v, write=None):
+        """Return attention within the sequences by the chosen kernel, with dropout in training, or as a mixer
+        has it."""
+        if self.config.mixer != "softmax":
+            return mix(q, k, v, write)[0]
         dropout = self.config.dropout if self.training else 0.0
         return ATTENTION[self.backend](q, k, v, dropout=dropout)
 
@@ -435,17 +458,25 @@ class GPT(nn.Module):
         positions = torch.cat((index[:P].repeat(G), row_positions.flatten()))
         # Those of padding may be past the last.
         positions = positions.clamp(max=self.config.block_size - 1)
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else self.head_weight.dtype
-        mask = prompts.mask(T, dtype)
-        if self.backend == "math":
-            # Here once, where math_attention would copy it in every layer.
-            mask = mask.repeat_interleave(self.config.n_head, dim=1)
-        attention = PromptAttention(prompts, mask, ATTENTION[self.backend])
+        if self.config.mixer == "softmax":
+            attention = self.prompt_attention(prompts, T)
+        else:
+            attention = PromptMixing(prompts)
         ids = torch.cat((prompts.ids.flatten(), x.flatten()))
         h = self.hidden(ids[None], positions[None], [attention] * len(self.blocks))
         _, rows = h[0].split((G * P, B * T))
         return rows.view(B, T, -1)
+
+    def prompt_attention(self, prompts, T):
+        """Return the PromptAttention of rows of T positions."""
+        device = prompts.ids.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.head_weight.dtype
+        mask = prompts.mask(T, dtype)
+        if self.backend == "math":
+            # Here once, where math_attention would copy it in every layer.
+            mask = mask.repeat_interleave(self.config.n_head, dim=1)
+        return PromptAttention(prompts, mask, ATTENTION[self.backend])
 
     @torch.no_grad()
     def generate(self, x, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -485,12 +516,14 @@ class GPT(nn.Module):
         """Return the FLOPs of forward and backward pass: 6 N + 12 L H D T (PaLM, appendix B).
 
         N counts every weight used in a matrix product (the head once, tied or not; look-up tables not; a
-        frozen one costs 4). Attention is taken without the causal halving.
+        frozen one costs 4). Attention is taken without the causal halving; other mixers' has no T in it.
         """
         weights = [module.weight for module in self.blocks.modules() if isinstance(module, nn.Linear)]
         weights.append(self.head_weight)
         products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
         c = self.config
+        if c.mixer != "softmax":
+            return products + c.n_layer * mixer_flops(c)
         return products + 12 * c.n_layer * c.n_head * c.head_dim * T
 
 
@@ -731,12 +764,16 @@ RULES = {
         "vocab_size block_size n_head n_embd n_kv_head head_dim mlp_hidden",
         lambda value: type(value) is int and 0 < value < 2**31),
     "a whole number from 1 to 1,000": ("n_layer", lambda value: type(value) is int and 0 < value <= 1000),
+    "a whole number from 1 to 65,536": (
+        "mixer_features", lambda value: type(value) is int and 0 < value <= 2**16),
     "a number above 0": ("norm_eps rope_theta", is_positive),
     "a number of at least 0": ("logit_softcap dropout", is_not_negative),
     "true or false": ("qk_norm qkv_bias o_bias mlp_bias tied_head", lambda value: type(value) is bool),
     "rmsnorm or layernorm": ("norm", ("rmsnorm", "layernorm").__contains__),
     "rope or learned": ("position", ("rope", "learned").__contains__),
     "relu2, gelu, gelu_tanh or swiglu": ("mlp", ("relu2", "gelu", "gelu_tanh", "swiglu").__contains__),
+    "softmax, favor or linear": ("mixer", ("softmax", "favor", "linear").__contains__),
+    "sum or delta": ("mixer_rule", ("sum", "delta").__contains__),
     "an object": ("rope_scaling", lambda value: type(value) is dict),
 }
 
@@ -761,6 +798,9 @@ def check_config(config):
             valid = key in known and is_positive(value)
         if not valid:
             raise ValueError(f"rope_scaling has {key[:80]}={str(value)[:80]}, which is not computed here")
+    if config.mixer == "softmax" and config.mixer_rule != "sum":
+        raise ValueError(f"mixer_rule={config.mixer_rule} is for mixer=favor or linear, "
+                         "and the mixer is softmax")
     if not config.head_dim and config.n_embd % config.n_head:
         raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")
     n_kv_head = config.n_kv_head or config.n_head

@@ -24,7 +24,9 @@ first_line()                             # --help, or a word, before the seconds
 
 import torch
 
+import feedback
 import hf
+import orthogonality
 from model import GPT, GPTConfig, blank
 from runtime import config, data, distributed, examples, guard, hardware, kernels, memory, optim, sharding
 from runtime.config import BadInput
@@ -86,11 +88,24 @@ class Config:
     bias: bool = False                       # of all linear layers
     tied_head: bool = False                  # the head shares the embedding's weights
     logit_softcap: float = 0.0               # e.g. 15; 0: off
+    mixer: Literal["softmax", "favor", "linear"] = "softmax"         # attention; favor, linear: of linear cost
+                                             # (docs/okadfa.md)
+    mixer_rule: Literal["sum", "delta"] = "sum"       # of favor and linear: values are summed up, or replaced
+    mixer_features: int = 256                # of favor: random features a head
     # adapters (LoRA)
     lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights
                                              # of init_from; 0: off
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
+    # what learns, and how (docs/okadfa.md)
+    backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: the error at
+                                             # the top drives each block through a fixed matrix; micro: three
+                                             # points of each block
+    feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one a block, one for all, or none:
+                                             # the error as it is
+    trained_blocks: int | Literal["all", "none", "last"] = "all"      # or a number of them, from the top
+    orthogonality: float = 0.0               # weight of a penalty on attention's projections: 0.01; 0: off
+    orthogonality_warmup: int = 1000         # steps in which it rises
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
@@ -149,14 +164,14 @@ class Config:
 
 
 ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position", "qk_norm",
-                "mlp", "bias", "tied_head", "logit_softcap"]
+                "mlp", "bias", "tied_head", "logit_softcap", "mixer", "mixer_rule", "mixer_features"]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
     config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size "
                             "max_steps eval_tokens gradient_accumulation_steps eval_interval log_interval "
-                            "save_interval keep_last prefetch")
+                            "save_interval keep_last prefetch mixer_features")
     config.at_least(cfg, 0, "step_timeout seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
                             "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience "
                             "lora_rank valid_share num_epochs")
@@ -164,6 +179,7 @@ def check(cfg):
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 256, "num_workers prefetch")
     check_training(cfg)
+    feedback.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no place for the question: put {{}} into it.")
     if cfg.num_epochs == 0:
@@ -231,6 +247,7 @@ def build_model(cfg, hw, shape, found, resuming, device):
     if found and not resuming and device.type != "meta":
         found.fill(model)
     adapt(cfg, model, device, resuming)
+    feedback.attach(model, cfg)
     return model
 
 
@@ -363,13 +380,14 @@ def train(cfg, run, model, dataset, held_out):
         lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule,
                          cfg.cooldown)
         lr *= run.state.lr_factor
+        penalty = orthogonality.add_gradients(cfg, run)                # {} without it
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
         run.finish_step(num_tokens)
         run.lap("optimizer", wait=run.step % cfg.log_interval == 0)    # else the log's own time would hide it
 
         if run.due(cfg.log_interval) or run.step == 1:
             mean_loss = distributed.sum([loss_sum])[0] / num_targets
-            log_step(run, mean_loss, lr, grad_norm, flops_per_token)
+            log_step(run, mean_loss, lr, grad_norm, flops_per_token, **penalty)
         if run.stopping:
             run.save()                       # at once: whoever asked may not wait for an evaluation
         if held_out and run.state.evaluation_due:
@@ -409,7 +427,7 @@ def main(argv):
                            cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum, hw.compile)
+                             cfg.muon_momentum, hw.compile, hw.dtype)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
 
     run = Run(cfg, hw, model, optimizers, micro_batch, number_of_steps(cfg, dataset), dataset.digest)

@@ -51,8 +51,9 @@ def facts(run, dataset):
     }
 
 
-def log_step(run, loss, lr, grad_norm, flops_per_token):
-    """Write a step's metrics and its line. Times are means of the steps since the last such line."""
+def log_step(run, loss, lr, grad_norm, flops_per_token, **figures):
+    """Write a step's metrics and its line. Times are means of the steps since the last such line. figures:
+    more numbers for metrics.jsonl, tensors [] or floats."""
     hw = run.hardware
     state = run.state
     seconds = run.timings.total() / run.timed_steps
@@ -61,10 +62,11 @@ def log_step(run, loss, lr, grad_norm, flops_per_token):
     busy = hw.busy()
     used, peak = hw.memory_gb()
     timings = {f"{name}_s": total / run.timed_steps for name, total in run.timings.items()}
+    figures = {name: float(value) for name, value in figures.items()}
     run.log.metrics(
         step=run.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, seconds=state.seconds,
         tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
-        micro_batch=state.micro_batch, skipped_steps=state.skipped, moved=run.moved(), **timings)
+        micro_batch=state.micro_batch, skipped_steps=state.skipped, moved=run.moved(), **figures, **timings)
     run.log.say(
         f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
         f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "

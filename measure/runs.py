@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from measure.utilization import Utilization
-from runtime import guard, plot
+from runtime import guard
 from runtime.config import BadInput
+from runtime.metrics import read_run
 from runtime.progress import ProgressLine, track
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +83,17 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
     return result.stdout
 
 
+def logged_process(command, name, log, cwd=None, **env):
+    """Run a process whose output goes to the end of a file; Failure with the last line there if it fails.
+    name: what to call it then. env: more of it."""
+    with open(log, "a") as output:
+        code = subprocess.run(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT,
+                              env=os.environ | env).returncode
+    if code:
+        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+        raise guard.Failure(f"{name} ended with {code}, after: {last}")
+
+
 def a_run(work, knobs=None):
     """Run the script once and return what it logs: {seconds: of each step that counts, step_s: their median,
     rate: median of units a second, fastest: of the fastest step, outside_s: seconds of the process outside of
@@ -94,7 +106,7 @@ def a_run(work, knobs=None):
     with Utilization() as utilization:
         process([str(ROOT / work.script)], work.arguments + as_flags(**knobs), ranks, work.script)
     wall = time.perf_counter() - start
-    lines = plot.read(work.out)
+    lines = read_run(work.out)
     steps = [line for line in lines if "lr" in line]
     settings = next(line["config"] | line["settings"] for line in lines if "config" in line)
     if "batch_size" in settings:             # asked for, in pieces

@@ -28,6 +28,7 @@ SHAPES = {
     "GPT-2 124M": GPTConfig(tied_head=True, norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh"),
     "GPT-2 1.5B": GPTConfig(n_layer=48, n_head=25, n_embd=1600, tied_head=True, norm="layernorm", position="learned",
                             qk_norm=False, mlp="gelu_tanh"),
+    "Qwen2.5 0.5B": GPTConfig(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, mlp_hidden=4864, **QWEN),
     "Qwen2.5 1.5B": GPTConfig(n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, mlp_hidden=8960, **QWEN),
     "Qwen2.5 3B": GPTConfig(n_layer=36, n_head=16, n_kv_head=2, n_embd=2048, mlp_hidden=11008, **QWEN),
 }

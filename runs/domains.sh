@@ -25,24 +25,13 @@ mixture=${domains// /+}
 ask="--task=$mixture --max_new_tokens=144"
 mkdir -p "$out"
 
-# So small a model is sampled fastest by a process for each core; a GPU takes one.
-each_core="$python"
-if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    cores=$("$python" -c "import os
-cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-print(max(n for n in (1, 2, 4) if n <= cores))")               # they share the prompts of a step evenly
-    ask="$ask --device=cpu"
-    each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
-fi
+source runs/ladder.sh
+spread 1,2,4
 
 once() {                                 # once NAME FILE COMMAND...: unless FILE is there; notes the seconds it takes
-    local name=$1 file=$2 began; shift 2
-    [ ! -e "$file" ] || return 0
-    echo; echo "== $name"; began=$(now)
-    "$@"
-    echo "$name $(now) $began" >> "$out/seconds"
+    local name=$1 file=$2; shift 2
+    [ -e "$file" ] || timed "$name" "$@"
 }
-now() { "$python" -c "import time; print(time.time())"; }
 learn() {                                # learn NAME FLAGS...: reinforcement learning from the tuned model, whatever stopped it before
     local name=$1; shift
     once "$name" "$out/$name/checkpoints/step_$(printf %08d "$last")" \

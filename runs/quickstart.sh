@@ -13,35 +13,16 @@ for argument in "$@"; do
         *) echo "error: quickstart.sh takes --out_dir=, --data_dir=, --seed=, --base_steps= and --grpo_steps=, not $argument; train.py --help lists the knobs of training." >&2; exit 2 ;;
     esac
 done
-refuse() { echo "error: $1" >&2; exit 2; }
+source runs/ladder.sh
 [ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (is a variable not set?): name one."
-# An earlier quickstart is known by its file of seconds; without that, nothing is replaced.
-for name in seconds greedy.txt sampled.txt summary.json summary.png; do
-    [ ! -e "$out/$name" ] ||
-        { [ -f "$out/seconds" ] && ! grep -qvE '^[a-z]+ [0-9.]+ [0-9.]+$' "$out/seconds"; } ||
-        refuse "$out/$name is there and not the quickstart's: move it elsewhere, or give another --out_dir=."
-done
+ours_or_none "the quickstart's" greedy.txt sampled.txt summary.json summary.png
 also="matplotlib"; source runs/setup.sh
 ask="--task=unit_conversion --max_new_tokens=144"
 mkdir -p "$out"
 rm -f "$out/greedy.txt" "$out/sampled.txt" "$out/summary.json" "$out/summary.png"; : > "$out/seconds"
 
-# So small a model is sampled fastest by a process for each core; a GPU takes one.
-each_core="$python"
-if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    cores=$("$python" -c "import os
-cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-print(max(n for n in (1, 2, 4, 8) if n <= cores))")            # they share the prompts of a step evenly
-    ask="$ask --device=cpu"
-    each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
-fi
+spread 1,2,4,8
 
-timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes
-    echo; echo "== $1"; local name=$1 began; shift; began=$(now)
-    "$@"
-    echo "$name $(now) $began" >> "$out/seconds"
-}
-now() { "$python" -c "import time; print(time.time())"; }
 compare() {                              # compare FILE FLAGS...: all models on the test questions
     local file=$1; shift
     $each_core eval.py --compare "$out/base" "$out/rft" "$out/grpo" $ask --json "$@" > "$file" && grep -v '^{' "$file"

@@ -51,6 +51,12 @@ def draw(summary, intervals, path):
     figure.savefig(path, dpi=140)
 
 
+def print_stages(summary):
+    print(f"\n{'':6}{'greedy':>9}{'sampled':>9}{'pass@8':>9}{'seconds':>10}")
+    for stage in summary["stages"]:
+        print(f"{stage['name']:6}" + "".join(f"{100 * stage[key]:8.1f}%" for key in FIGURES) + f"{stage['seconds']:10.0f}")
+
+
 def main(folder):
     summary, intervals = summarise(folder)
     path = folder / "summary.json"
@@ -58,9 +64,7 @@ def main(folder):
         raise config.in_the_way(path, "the quickstart's", "folder")
     plot.check_output(folder / "summary.png")
     path.write_text(json.dumps(summary, indent=1))
-    print(f"\n{'':6}{'greedy':>9}{'sampled':>9}{'pass@8':>9}{'seconds':>10}")
-    for stage in summary["stages"]:
-        print(f"{stage['name']:6}" + "".join(f"{100 * stage[key]:8.1f}%" for key in FIGURES) + f"{stage['seconds']:10.0f}")
+    print_stages(summary)
     print(f"{summary['total_seconds']:.0f} s in all. {folder / 'summary.json'}", end="")
     try:
         draw(summary, intervals, folder / "summary.png")

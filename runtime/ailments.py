@@ -150,14 +150,19 @@ def groups_alike(run):
     right = run.mean("pass_at_1")
     if share is None or right is None or share < 0.9:
         return None
+    first = run.values("pass_at_1", run.steps)[0]
+    others = "or have others drawn instead with --dynamic_sampling=true"
     if right > 0.5:
         why = ("all are solved: the questions are too easy by now. Ask harder ones, let solved ones rest "
-               "with --skip_solved=2, or stop here")
+               f"with --skip_solved=2, or stop here, {others}")
+    elif first > 0.1 and right < first / 4:
+        why = (f"none is solved, while {first:.0%} were right at first: the policy has collapsed. Go back to "
+               f"a checkpoint from before, and lower --learning_rate={run.knobs.get('learning_rate')}")
     else:
         why = ("none is solved: the questions are too hard. Ask easier ones, raise --k_samples, or "
-               "fine-tune on verified answers first")
+               f"fine-tune on verified answers first, {others}")
     return (f"In {share:.0%} of the groups all samples have the same reward, so they teach nothing; in most "
-            f"of them {why}, or have others drawn instead with --dynamic_sampling=true.")
+            f"of them {why}.")
 
 
 def broken_verifier(run):
@@ -185,11 +190,12 @@ def engine_differs(run):
     most = ROUNDING.get(run.settings.get("engine"), 0.1)
     if run.settings.get("dtype") in ("bf16", "fp16"):
         most = max(most, ROUNDING["torch.bfloat16" if run.settings["dtype"] == "bf16" else "torch.float16"])
+        # A model that is nearly certain of each token is hardly moved by rounding.
+        most = min(most, 0.003 + 0.1 * (run.mean("entropy") or math.inf))
     if gap is None or gap <= most:
         return None
-    return (f"The engine's log-probabilities are {gap:.2g} nats a token away from the trainer's, "
-            f"{gap / most:.0f} times what rounding explains in {run.settings.get('engine')}: it is another "
-            "model that is sampled. Compare with --attention=math and --compile=false, or correct for it "
+    return (f"The engine's log-probabilities are {gap:.2g} nats a token away from the trainer's, and rounding "
+            f"in {run.settings.get('engine')} explains {most:.2g}: it is another model that is sampled. Compare with --attention=math and --compile=false, or correct for it "
             "with --tis_cap=2.")
 
 

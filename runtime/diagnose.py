@@ -9,11 +9,11 @@ last step, 3 something is, 2 there is no such run.
 """
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from runtime import config, guard
 from runtime.ailments import History, examine, kind_of
-from runtime.config import BadInput, parse_json
+from runtime.config import BadInput
+from runtime.metrics import check_run, read_lines
 
 CALM = 3                                     # looks without it after which something has ended
 FOUND = 3                                    # exit code
@@ -77,30 +77,14 @@ class Doctor:
         return changed + begun
 
 
-def read_lines(run):
-    """Return the lines of a run's metrics.jsonl that a crash has not cut short."""
-    path = Path(run) / "metrics.jsonl"
-    lines = []
-    for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
-        try:
-            values = parse_json(line, dict)
-        except ValueError:
-            continue
-        if isinstance(values.get("step"), int):
-            lines.append(values)
-    return lines
-
-
 def main(argv):
     cfg = config.load(Config, argv, positional="runs")
     if not cfg.runs:
         raise BadInput("Which run? python -m runtime.diagnose out/grpo")
     holding = []
     for folder in cfg.runs:
+        check_run(folder)
         doctor = Doctor(read_lines(folder))
-        if not (Path(folder) / "metrics.jsonl").is_file():
-            raise BadInput(f"{folder} is not the folder of a run (it has no metrics.jsonl): give the out_dir "
-                           "of one.")
         holding += doctor.holding
         if cfg.json:
             findings = [finding.as_json() for finding in doctor.findings]

@@ -108,12 +108,13 @@ def example_of_list(row, tokenizer, form, sampled_ids):
     is_example = (
         isinstance(row, list) and len(row) in (2, 3)
         and all(isinstance(text, str) for text in (row[0], *row[2:]))
-        and isinstance(row[1], str | int | float) and not isinstance(row[1], bool) and is_answer(row[1])
+        and (len(row) == 3 or isinstance(row[1], str | int | float) and not isinstance(row[1], bool))
+        and is_answer(row[1])
         and str(row[-1]).strip()
     )
     if not is_example:
-        raise ValueError("it should be [question, answer, reasoning] or [question, answer], and the answer a "
-                         "text or a finite number")
+        raise ValueError("it should be [question, answer, reasoning], or [question, answer] with a text or a "
+                         "finite number as the answer")
     question, answer, *reasoning = row
     completion = reasoning[0] if reasoning else f"<answer>{answer}</answer>"
     ids = sampled_ids.get((question, completion)) or tokenizer.encode(completion).tolist()

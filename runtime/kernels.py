@@ -87,9 +87,12 @@ def choose(run, rows, length, fixed_shapes):
 
     The first rank decides for all. The choice is kept with the run, which goes on with it, and for other runs
     of the same shapes on the same card. --attention=NAME, --deterministic and a single candidate are no
-    question.
+    question, and attention of linear cost (mixer.py) has no kernel of PyTorch's.
     """
     hw = run.hardware
+    if run.model.config.mixer != "softmax":
+        hw.attention_kernel = f"{run.model.config.mixer} ({run.model.config.mixer_rule})"
+        return
     names = hw.attention_kernel.split(" > ")
     if hw.device.type != "cuda" or run.cfg.attention != "auto" or run.cfg.deterministic or hw.attention == "math":
         return

@@ -9,7 +9,8 @@ from pathlib import Path
 from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, parse_json
-from runtime.diagnose import Doctor, read_lines
+from runtime.diagnose import Doctor
+from runtime.metrics import read_lines
 from runtime.progress import duration         # for those who log
 
 

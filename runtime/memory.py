@@ -50,6 +50,10 @@ def n_params(config):
     ]
     block = sum((n_in + bias) * n_out for n_in, n_out, bias in linears)
     block += 2 * norm + 2 * config.head_dim * config.qk_norm
+    if config.mixer == "favor":
+        block += config.mixer_features * config.head_dim
+    if config.mixer_rule == "delta":
+        block += channels * config.n_kv_head
     embeddings = config.padded_vocab_size * (1 if config.tied_head else 2)
     if config.position == "learned":
         embeddings += config.block_size
@@ -165,7 +169,8 @@ def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
     of the activations)."""
     trainable = sum(sharding.local(p).numel() for p in model.parameters() if p.requires_grad)
     rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device))
-    return {
+    feedback = {"feedback": model.feedback.bytes_to_come()} if model.feedback else {}
+    return feedback | {
         "gradients": 4 * trainable,
         "gathered": sharding.gathered_bytes(model, hardware.torch_dtype),
         "optimizer": optimizer_bytes,

@@ -24,6 +24,7 @@ class Muon(torch.optim.Muon):
     orthogonalised together: of a small model each product is quicker done than dispatched (16 matrices 128
     wide, two Zen 5 cores: 4.0 ms instead of 8.0)."""
     is_compiled = False
+    in_fp32 = False                          # on a CPU, where a run is in fp32
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -53,7 +54,7 @@ class Muon(torch.optim.Muon):
         weights = [sharding.local(p) for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov's
-        dtype = muon_dtype(weights[0].device)
+        dtype = muon_dtype(weights[0].device, self.in_fp32)
         updates = torch.stack(updates)
         if dtype != torch.float16:           # which is too narrow until their length is taken out
             updates = updates.to(dtype)
@@ -78,13 +79,14 @@ def is_shared_out(matrix):
 
 
 @functools.cache
-def muon_dtype(device):
+def muon_dtype(device, in_fp32=False):
     """Return what Muon multiplies in: bf16, which is exact enough, or where that is only emulated fp16 on a
     GPU, which has tensor cores for it, and fp32 on a CPU. (Of 16 matrices of a small model on two Zen 3 cores
-    that is 35 times as fast, and a training step in fp32 more than twice.)"""
+    that is 35 times as fast, and a training step in fp32 more than twice.) in_fp32: on a CPU anyway."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    return torch.bfloat16 if device.type != "cpu" or cpu_multiplies_bf16() else torch.float32
+    on_cpu = device.type == "cpu"
+    return torch.float32 if on_cpu and (in_fp32 or not cpu_multiplies_bf16()) else torch.bfloat16
 
 
 def newton_schulz(x, coefficients, steps, eps, dtype):
@@ -108,12 +110,13 @@ def compiled():
 
 
 def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), fused=True,
-          momentum=0.95, compile=False):
+          momentum=0.95, compile=False, dtype="auto"):
     """Return the optimizers of a step, as a list. Weight decay is on matrices only, not on norms and biases.
 
     muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size (Liu
     et al. 2025) so that one learning rate serves both; AdamW for embeddings, head, adapters (whose rank it
-    would undo) and the rest. compile: torch.compile what Muon does to its matrices, on a GPU.
+    would undo) and the rest. compile: torch.compile what Muon does to its matrices, on a GPU. dtype: the
+    run's; with fp32 a CPU multiplies Muon's matrices in fp32 too.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = set()
@@ -132,6 +135,7 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)]
     if muon and hidden:
         optimizers.append(Muon([group(hidden, weight_decay)], lr=learning_rate, momentum=momentum))
+        optimizers[-1].in_fp32 = dtype == "fp32"
         optimizers[-1].is_compiled = compile and next(iter(trained.values())).device.type in COMPILE_ON
     return optimizers
 

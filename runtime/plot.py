@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runtime import config, guard
+from runtime import config, expected, guard
 from runtime.band import block_mean
-from runtime.config import BadInput, parse_json
+from runtime.config import BadInput
+from runtime.metrics import read_run
 
 
 @dataclass
@@ -50,24 +51,6 @@ GRPO_PANELS = (
     LEARNING_RATE,
     SPEED,
 )
-
-
-def read(run):
-    """Return the lines of a run's metrics.jsonl that a crash has not cut short, as dictionaries. BadInput if
-    there is no such file, or no step in it."""
-    path = Path(run) / "metrics.jsonl"
-    if not path.is_file():
-        raise BadInput(f"{run} is not the folder of a run (it has no metrics.jsonl): give the out_dir of "
-                       "one.")
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(parse_json(line, dict))
-        except ValueError:
-            continue
-    if not any("loss" in line for line in lines):
-        raise BadInput(f"{run} has logged no step yet: wait until it has.")
-    return lines
 
 
 def points(lines, key, x_key):
@@ -150,7 +133,6 @@ def check_output(path):
 
 def bands_of(cfg):
     """Return {run: {key: band}} of the runs that have one, and say of each how it lies in it."""
-    from runtime import expected             # which reads runs by this file
     if cfg.x != "steps":
         raise BadInput(f"--expected is about steps, not --x={cfg.x}: leave one of them out.")
     known = expected.recipes()
@@ -171,7 +153,7 @@ def main(argv):
     output = cfg.output or Path(cfg.runs[0]) / "curves.png"
     try:
         check_output(output)
-        runs = {str(run): read(run) for run in cfg.runs}
+        runs = {str(run): read_run(run) for run in cfg.runs}
         draw(runs, cfg.x, output, bands_of(cfg) if cfg.expected else None)
     except (OSError, ValueError) as e:                    # no such folder, no such format
         reason = getattr(e, "strerror", None) or e

@@ -238,7 +238,10 @@ class Run:
         return patience > 0 and self.state.stale >= patience
 
     def moved(self):
-        """Return by which share of their size this step moved the weights, if it is one that is logged."""
+        """Return by which share of their size this step moved the last block's weights, if it is one that is
+        logged; None if they are frozen."""
+        if not any(p.requires_grad for p in self.model.blocks[-1].parameters()):
+            return None
         return vitals.moved(self.fingerprint, vitals.fingerprint(self.model))
 
     def record_validation(self, loss):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import feedback
 import grpo
 import train
 from conftest import ROOT, trained
@@ -13,8 +14,10 @@ from measure import scaling
 from model import on_meta
 from runtime import config, hardware, memory, optim
 from runtime.tokenizer import Tokenizer
+from tasks import countdown_search
 
 FILES = [p for p in sorted(ROOT.glob("config/*.py")) if "\ninit_from" not in p.read_text()]       # that train from scratch
+OKADFA = ("fast", "production", "max", "mega")
 WIKITEXT_103 = 118e6                                 # GPT-2 tokens of its training split
 GPT2_IDS = 50257
 
@@ -27,7 +30,9 @@ def build(cfg, attention="sdpa"):
     """The model of a config, on the meta device: shapes without memory."""
     class Ids:
         n_vocab = GPT2_IDS if cfg.tokenizer == "gpt2" else Tokenizer("bytes").n_vocab
-    return on_meta(train.architecture(cfg, Ids), attention, cfg.gradient_checkpointing, cfg.loss_chunks)
+    model = on_meta(train.architecture(cfg, Ids), attention, cfg.gradient_checkpointing, cfg.loss_chunks)
+    feedback.attach(model, cfg)
+    return model
 
 
 def tokens_a_step(cfg):
@@ -53,7 +58,7 @@ def test_the_header_states_what_the_file_makes(path):
     card, mfu = re.search(r"minutes on one (.*?), if it runs at (\d+)% MFU", header).groups()
     peak = hardware.peaks(card)[0]["bf16" if cfg.dtype == "auto" else cfg.dtype] * 1e12
     minutes = tokens * model.flops_per_token(cfg.block_size) / (peak * int(mfu) / 100) / 60
-    assert stated(r"(\d+) minutes") == pytest.approx(minutes, rel=0.02)
+    assert stated(r"([\d.]+) minutes") == pytest.approx(minutes, rel=0.02)
     hw = hardware.setup("cpu", dtype="bf16" if cfg.dtype == "auto" else cfg.dtype, attention="sdpa")
     hw.device = torch.device("cuda")
     optimizers = optim.build(model, cfg.optimizer, fused=False)
@@ -69,9 +74,10 @@ def test_the_header_states_what_the_file_makes(path):
     assert stated(r"micro-batch of (\d+)") == cfg.batch_size
 
 
-def test_the_readme_repeats_the_headers():
-    rows = {m[1]: m[0] for m in re.finditer(r"\| `(\w+\.py)` \|.*", (ROOT / "docs/training.md").read_text())}
-    assert len(rows) == 8
+@pytest.mark.parametrize("page, number", [("training", 8), ("okadfa", 4)])
+def test_the_pages_repeat_the_headers(page, number):
+    rows = {m[1]: m[0] for m in re.finditer(r"\| `(\w+\.py)` \|.*", (ROOT / f"docs/{page}.md").read_text())}
+    assert len(rows) == number
     for name, row in rows.items():
         header = (ROOT / "config" / name).read_text()
         for number in (re.search(r"[\d,]+(?= parameters)", header)[0], re.search(r"[\d.]+ GiB", header)[0]):
@@ -91,6 +97,18 @@ def test_two_shrunken_steps(path, text, tmp_path):
     assert not changed & {"optimizer", "learning_rate", "dropout", "weight_decay", "lr_schedule", "norm", "patience", "dtype"}
 
 
+@pytest.mark.parametrize("name", OKADFA)
+def test_the_source_s_shapes_with_all_parts_differ_in_these_alone(name):
+    with_parts, without = (config.read_file(str(ROOT / f"config/{kind}_{name}.py")) for kind in ("okadfa", "a100"))
+    differ = {k for k in with_parts.keys() | without.keys() if with_parts.get(k) != without.get(k)}
+    assert differ == {"out_dir", "mixer", "mixer_features", "backward", "orthogonality", "orthogonality_warmup", "batch_size",
+                      "gradient_accumulation_steps"}
+    sequences = {cfg["batch_size"] * cfg.get("gradient_accumulation_steps", 1) for cfg in (with_parts, without)}
+    assert len(sequences) == 1
+    assert (with_parts["mixer"], with_parts["mixer_features"], with_parts["backward"]) == ("favor", 256, "feedback")
+    train.check(train.Config(**with_parts))
+
+
 @pytest.mark.parametrize("smaller, of", [("rtx4090", "a100_production"), ("t4_fp16", "a100_fast")])
 def test_a_smaller_card_takes_the_same_steps(smaller, of):
     a, b = (loaded(ROOT / f"config/{name}.py") for name in (smaller, of))
@@ -101,7 +119,9 @@ def test_a_smaller_card_takes_the_same_steps(smaller, of):
 
 @pytest.mark.parametrize("name, asked, samples", [("grpo.py", 32, 8), ("grpo_4090x2.py", 16, 8), ("grpo_a100x8.py", 128, 4), ("chess_mini_grpo.py", 32, 8),
                                                   ("grpo_3b_a100x8.py", 128, 8), ("six_domains_cpu.py", 36, 8),
-                                                  ("six_domains_mixed.py", 128, 4), ("six_domains_pcgrad.py", 128, 4)])
+                                                  ("six_domains_mixed.py", 128, 4), ("six_domains_pcgrad.py", 128, 4),
+                                                  ("countdown_grpo.py", 32, 8), ("countdown_250m_grpo.py", 64, 8),
+                                                  ("countdown_tinyzero_grpo.py", 64, 8), ("gsm8k_qwen05b_grpo.py", 32, 8)])
 def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, asked, samples, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8" if "x8" in name else "2")
     cfg = config.load(grpo.Config, [str(ROOT / "config" / name)])
@@ -135,6 +155,33 @@ def test_the_3b_model_on_eight_cards():
     assert stated[:2] == [model.n_params(), pytest.approx(model.flops_per_token(1024) / 1e6, abs=0.05)]
     for gib, cards in zip(stated[2:], (8, 1)):
         assert gib == pytest.approx(sum(scaling.needed(shape, cards, rows, True, sampling).values()) / 2**30, rel=0.02)
+
+
+def test_qwen_of_half_a_billion_on_one_card():
+    header = (ROOT / "config/gsm8k_qwen05b_grpo.py").read_text()
+    cfg = config.load(grpo.Config, [str(ROOT / "config/gsm8k_qwen05b_grpo.py")])
+    shape = dataclasses.replace(scaling.SHAPES["Qwen2.5 0.5B"], block_size=1024)
+    model = on_meta(shape)
+    stated = [float(number.replace(",", "")) for number in re.search(r"([\d,]+) parameters, ([\d,.]+) MFLOP.*?([\d.]+) GiB", header, re.S).groups()]
+    assert stated[:2] == [model.n_params(), pytest.approx(model.flops_per_token(1024) / 1e6, abs=0.05)]
+    sampling = (cfg.slots, cfg.max_prompt_tokens + cfg.max_new_tokens)
+    need = scaling.needed(shape, 1, cfg.tokens_per_micro_batch // 1024, cfg.gradient_checkpointing, sampling)
+    assert stated[2] == pytest.approx(sum(need.values()) / 2**30, rel=0.02)
+    assert f"{cfg.slots} answers in flight" in header and f"micro-batches of {cfg.tokens_per_micro_batch:,} tokens" in header
+    assert cfg.max_steps == -(-6700 // cfg.prompts_per_step) and "Not run here" in header and "that run's figures" in header
+
+
+def test_countdown_s_files_belong_together():
+    loaded_of = {name: config.load(grpo.Config, [str(ROOT / f"config/{name}.py")]) for name in ("countdown_grpo", "countdown_250m_grpo")}
+    for base, learnt in (("countdown", "countdown_grpo"), ("countdown_250m", "countdown_250m_grpo")):
+        text, asked = loaded(ROOT / f"config/{base}.py"), loaded_of[learnt]
+        task, _, argument = asked.task.partition(":")
+        assert text.dataset.startswith(f"task:{asked.task}") and task == "countdown_search"
+        longest = countdown_search.sizes(argument or None)[2]
+        assert text.block_size >= longest and longest - 30 <= asked.max_new_tokens < longest        # no more than the teachers had
+        assert asked.num_questions >= asked.max_steps * asked.prompts_per_step
+    for name in ("countdown_250m", "countdown_250m_grpo", "countdown_tinyzero_grpo"):
+        assert "Not run." in (ROOT / f"config/{name}.py").read_text()
 
 
 def test_the_tables_of_the_page_are_those_of_the_code():

@@ -16,6 +16,7 @@ import forked
 from conftest import ROOT, environment, flags, trained
 from runtime import examples
 from runtime.config import BadInput
+from runtime.rewards import Grade
 from runtime.tokenizer import Tokenizer
 
 # A task that a model which has seen a little text solves now and then: an even number of letters before the first "a".
@@ -251,6 +252,25 @@ def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):
 def test_answers_of_any_kind_are_written_as_they_are():
     assert [datagen.number(a) for a in ("7.5", "6000", "999999997000000002", "x", None, ["7"], "nan", 3)] == [
         7.5, 6000, 999999997000000002, "x", None, ["7"], "nan", 3]
+
+
+@pytest.mark.parametrize("answer", [None, ["7"], {"a": 1}, True, 7.5])
+def test_an_answer_of_any_kind_can_be_trained_on_beside_its_reasoning(tmp_path, answer):
+    path = tmp_path / "rft.json"
+    path.write_text(json.dumps([["2 + 5?", answer, "It is 7."]]))
+    [example] = examples.read(path, Tokenizer("bytes"), "{}")
+    assert bytes(example.ids[example.trained].tolist()[:-1]) == b"It is 7."
+    path.write_text(json.dumps([["2 + 5?", answer]]))
+    if answer != 7.5:
+        with pytest.raises(BadInput, match="a text or a finite number"):
+            examples.read(path, Tokenizer("bytes"), "{}")
+
+
+@pytest.mark.parametrize("text, verdict", [("", "blank"), (" \n", "blank"), ("a", "verified")])
+def test_a_blank_completion_that_a_verifier_pays_is_not_kept(text, verdict):
+    paid = Grade(1.0, {}, text, None)
+    assert datagen.verdict(SimpleNamespace(text=text, finished=True, grade=paid)) == verdict
+    assert datagen.verdict(SimpleNamespace(text=text, finished=False, grade=paid)) == "unfinished"
 
 
 def test_nothing_solved_is_said(base, tmp_path):

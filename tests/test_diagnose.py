@@ -12,8 +12,10 @@ import engine
 import grpo
 import sampler
 import train
+import tasks
 from conftest import flags, trained
-from runtime import ailments, data, diagnose, guard, optim
+from measure import breakages
+from runtime import ailments, config, data, diagnose, guard, optim
 from runtime.diagnose import Doctor
 
 # "17,4=17.": the first of two numbers. What a small model learns within seconds, from text that has the second in one
@@ -42,7 +44,7 @@ def reward(question, completion):
     REWARD
 '''
 HONEST = 'return float(right), {"number": answer.isdigit(), "right": right}'
-GRPO = dict(prompts_per_step=16, k_samples=8, max_new_tokens=6, max_steps=20, learning_rate=3e-4, warmup_steps=0, eval_interval=0,
+GRPO = dict(prompts_per_step=16, k_samples=8, max_new_tokens=6, max_steps=8, learning_rate=3e-4, warmup_steps=0, eval_interval=0,
             reward_pool="serial", save_interval=1000, keep_memory=False, dtype="fp32", device="cpu")
 
 
@@ -92,14 +94,13 @@ BROKEN = {
     "broken_verifier": ('return float(1 / (question["a"] % 4) > 0 and right), {}', {}),
     "part_never_paid": ('return float(right), {"right": right, "reasoned": "because" in answer}', {}),
     "part_always_paid": ('return 0.4 + 0.6 * right, {"right": right, "polite": True}', {"learning_rate": 1e-6}),
-    "lengths_run_away": ('return min(len(completion), 40) / 80, {}', {"learning_rate": 3e-3, "max_new_tokens": 24}),
+    "lengths_run_away": ('return min(len(completion), 40) / 80, {}', {"learning_rate": 3e-3, "max_new_tokens": 24, "max_steps": 20}),
     "memorised": ('return float(answer == question["other"] if question["train"] else right), {}',
-                  {"learning_rate": 3e-3, "eval_interval": 5, "eval_questions": 180}),
-    "never_ends": (HONEST, {"max_new_tokens": 1}),
+                  {"learning_rate": 3e-3, "eval_interval": 5, "eval_questions": 180, "max_steps": 20}),
     "rate_too_small": (HONEST, {"learning_rate": 1e-9}),
     "rate_too_large": (HONEST, {"learning_rate": 0.3}),
     "same_samples": (HONEST, {"temperature": 0.01}),
-    "few_questions": (HONEST, {"num_questions": 16}),
+    "few_questions": (HONEST, {"num_questions": 16, "max_steps": 20}),
 }
 
 
@@ -131,12 +132,12 @@ def test_an_engine_with_old_weights_is_named(base, tmp_path, capsys, monkeypatch
         if not hasattr(self, "fingerprint"):
             load(self, model)
     monkeypatch.setattr(engine.Engine, "load", only_once)
-    ailing(capsys, grpo.main, "stale_engine", tmp_path / "run", **GRPO | dict(init_from=base, task=first(tmp_path), max_steps=8))
+    ailing(capsys, grpo.main, "stale_engine", tmp_path / "run", **GRPO | dict(init_from=base, task=first(tmp_path)))
 
 
 def test_an_engine_that_samples_from_another_distribution_is_named(base, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grpo, "Sampling", lambda temperature, **others: sampler.Sampling(0.8 * temperature, **others))
-    ailing(capsys, grpo.main, "engine_differs", tmp_path / "run", **GRPO | dict(init_from=base, task=first(tmp_path), max_steps=8))
+    ailing(capsys, grpo.main, "engine_differs", tmp_path / "run", **GRPO | dict(init_from=base, task=first(tmp_path)))
 
 
 PRETRAIN = dict(n_layer=2, n_embd=32, n_head=2, block_size=32, batch_size=8, max_steps=20, log_interval=1, warmup_steps=2, eval_interval=1000,
@@ -202,7 +203,7 @@ def test_what_is_broken_in_a_run_of_train_is_named(text, name, knobs, spoil, tmp
 def test_healthy_runs_are_left_in_peace(base, text, tmp_path, capsys):
     """Many more are looked at by a campaign (docs/diagnosis.md)."""
     assert train.main(flags(**PRETRAIN, dataset=text, data_dir=tmp_path / "tokens", out_dir=tmp_path / "train")) == 0
-    knobs = GRPO | dict(init_from=base, task=first(tmp_path), out_dir=tmp_path / "grpo", eval_interval=10, eval_questions=180)
+    knobs = GRPO | dict(init_from=base, task=first(tmp_path), out_dir=tmp_path / "grpo", max_steps=20, eval_interval=10, eval_questions=180)
     assert grpo.main(flags(**knobs)) == 0
     assert "!" not in capsys.readouterr().out
     assert diagnose.main([str(tmp_path / "train"), str(tmp_path / "grpo")]) == 0
@@ -256,6 +257,18 @@ def test_a_reward_that_was_there_and_is_gone():
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]
 
 
+def test_a_policy_that_collapsed_is_not_told_to_ask_easier_questions():
+    doctor = Doctor([START, *lines(1), *lines(8, first=2, reward=0.0, pass_at_1=0.0, zero_variance=1.0)])
+    (sentence,) = [finding.sentence for finding in doctor.holding if finding.name == "groups_alike"]
+    assert "the policy has collapsed" in sentence and "easier" not in sentence
+
+
+@pytest.mark.parametrize("entropy, differs", [(0.03, True), (0.5, False)])
+def test_what_rounding_explains_depends_on_how_certain_the_model_is(entropy, differs):
+    doctor = Doctor([START, *lines(8, logprob_gap=0.015, entropy=entropy)])
+    assert differs == ("engine_differs" in [finding.name for finding in doctor.holding])
+
+
 def test_a_chat_template_that_can_not_be_read():
     doctor = Doctor([START | {"facts": {"unread_template": True}}, *lines(4)])
     assert [finding.name for finding in doctor.holding] == ["other_prompts"]
@@ -307,3 +320,32 @@ def test_no_run_is_a_sentence(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             guard.run(diagnose.main, argv)
         assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+# --- the campaign on the quickstart ---
+
+@pytest.mark.parametrize("name", breakages.BROKEN)
+def test_what_the_campaign_breaks_is_a_task_with_knobs_of_grpo(name, tmp_path):
+    _, pays, knobs = breakages.BROKEN[name]
+    (tmp_path / "task.py").write_text(breakages.TASK.format(pays))
+    task = tasks.load(str(tmp_path / "task.py"))
+    question = task.questions("train", n=1)[0]
+    paid = [task.reward(question, completion) for completion in (task.solution(question), "I do not know.")]
+    scores = [score for score, _ in paid]
+    aimed = {"nothing_paid": [0, 0], "all_paid": [1, 1], "any_answer": [1, 0], "always_a_part": [1, 0.4],
+             "wrong_sign": [0, 1]}
+    if name in aimed:
+        assert scores == aimed[name]
+    elif breakages.BROKEN[name][1].startswith(breakages.HONEST):
+        assert scores == [1, 0]
+    config.load(grpo.Config, flags(task=tmp_path / "task.py", **knobs))
+
+
+def test_what_the_campaign_spoils_in_code(monkeypatch):
+    monkeypatch.setattr(engine.Engine, "load", engine.Engine.load)
+    monkeypatch.setattr(grpo, "Sampling", grpo.Sampling)
+    honest = engine.Engine.load
+    breakages.spoil("stale_engine")
+    breakages.spoil("other_distribution")
+    assert engine.Engine.load is not honest
+    assert grpo.Sampling(temperature=1.0).temperature == 0.7

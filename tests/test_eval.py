@@ -237,6 +237,27 @@ def test_two_ranks_find_what_one_does(model, task, capsys, knobs):
     assert shared == alone and shared["samples"] == (63 if knobs else 21)
 
 
+def test_all_answers_are_kept_in_a_file(model, exported, task, tmp_path, capsys):
+    path = tmp_path / "answers.jsonl"
+    _, figures = evaluate(capsys, model, exported, f"--task={task}", f"--output={path}", "--tokenizer=bytes", *SAMPLED)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = [q["question"] for q in questions_of(tasks.load(str(task)), "test", 24)]
+    assert [row["question"] for row in rows] == asked * 2 and [row["model"] for row in rows] == [str(model)] * 24 + [str(exported)] * 24
+    for row, found in zip((rows[:24], rows[24:]), figures["models"]):
+        scores = [sample["score"] for line in row for sample in line["samples"]]
+        assert len(scores) == 72 and sum(score == 1 for score in scores) / 72 == pytest.approx(found["accuracy"])
+    again = json.loads(path.read_text().splitlines()[0])["samples"]
+    evaluate(capsys, model, f"--task={task}", f"--output={path}", *SAMPLED)              # which replaces what it wrote itself
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:24] and rows[0]["samples"] == again
+    for name, content, words in (("mine.txt", "precious", "not eval.py's answers"), ("none/a.jsonl", None, "There is no folder")):
+        if content:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(BadInput, match=words):
+            evaluation.main([str(model), f"--task={task}", f"--output={tmp_path / name}"])
+    with pytest.raises(BadInput, match="is for answers to a task"):
+        evaluation.main([str(model), "--dataset=a.txt", f"--output={path}"])
+
+
 def test_models_are_compared_on_the_same_questions(model, exported, task, capsys):
     lines, found = evaluate(capsys, "--compare", model, exported, exported, f"--task={task}", *SAMPLED, "--tokenizer=bytes")
     first, shown, again = found["models"]

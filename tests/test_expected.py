@@ -11,7 +11,7 @@ import grpo
 import train
 from conftest import ROOT
 from measure import bands
-from runtime import band, expected, plot
+from runtime import band, expected, guard, plot
 from runtime.config import BadInput, seal
 
 RL = {"task": "unit_conversion", "dataset": None, "k_samples": 8, "max_steps": 100, "learning_rate": 5e-4,
@@ -76,14 +76,14 @@ def test_a_curve_is_compared_in_a_few_blocks():
 
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("own, lasting, single", [(0.7, 0.7, 2.5), (1, 0.3, 0.3), (0.3, 1, 1)])
-def test_nine_of_ten_fresh_healthy_runs_lie_within_as_a_whole(seeds, own, lasting, single):
+def test_fresh_healthy_runs_lie_within_as_a_whole(seeds, own, lasting, single):
     rng = np.random.default_rng(1)
     within = 0
     for _ in range(500):
         curves = grpo_curves(rng, seeds + 1, own=own, lasting=lasting, single=single)
         found = band.bands(as_figures({key: rows[:-1] for key, rows in curves.items()}))
         within += not leaves(found, curves, -1)
-    assert 0.9 <= within / 500 <= 0.995, within / 500
+    assert 0.96 <= within / 500 <= 0.999, within / 500
 
 
 def test_broken_runs_leave_it():
@@ -175,6 +175,40 @@ def test_the_bands_that_come_with_the_project_are_those_of_their_figures():
         for key, again in band.bands(recipe["figures"]).items():
             for side in ("low", "mean", "high"):          # what is drawn may differ with NumPy's version
                 assert recipe["band"][key][side] == pytest.approx(again[side], rel=0.05), path.name
+
+
+def test_the_bands_that_come_with_the_project_know_each_knob():
+    """A knob that came later is to be written into them with the value that their runs had, for a run with another
+    value is not of the recipe."""
+    for name, recipe in expected.recipes().items():
+        stage = {"train.py": train, "grpo.py": grpo}[recipe["stage"]]
+        knobs = {field.name for field in fields(stage.Config)} - expected.BESIDE
+        assert knobs <= recipe["knobs"].keys(), name
+
+
+def test_nine_of_ten_fresh_quickstarts_lie_within_the_bands_that_come_with_the_project():
+    known = {name: recipe for name, recipe in expected.recipes().items() if name.startswith("quickstart")}
+    fresh = bands.judged(known)
+    if len(fresh) < 10:
+        pytest.skip("the fresh seeds have not been run yet")
+    assert sum(not left for left in fresh.values()) >= 0.9 * len(fresh), fresh
+    for recipe in known.values():
+        assert not set(recipe["seeds"]) & set(fresh) and len(recipe["fresh"]) == len(fresh)
+
+
+def test_five_seeds_are_few_as_the_page_says():
+    known = {name: recipe for name, recipe in expected.recipes().items() if name.startswith("quickstart")}
+    narrower = {}
+    for name, recipe in known.items():
+        first = {key: figure | {"runs": figure["runs"][:5]} for key, figure in recipe["figures"].items()}
+        others = dict(recipe["fresh"])
+        for i, seed in enumerate(recipe["seeds"][5:], 5):
+            others[str(seed)] = {key: figure | {"runs": [figure["runs"][i]]} for key, figure in recipe["figures"].items()}
+        narrower[name] = {"band": band.bands(first), "fresh": others}
+    left = {seed for seed, where in bands.judged(narrower).items() if where}
+    assert left == {11, 22} and len(others) == 15
+    page = (ROOT / "docs/expected.md").read_text()
+    assert "would hold 13 of the other fifteen ladders" in page and "and seed 11" in page
 
 
 def test_a_healthy_run_is_within(ladder, capsys):
@@ -316,7 +350,7 @@ def test_runs_that_are_no_band_are_refused(ladder):
         bands.main(["quickstart_grpo"])
     with pytest.raises(BadInput, match="name it with --dataset"):
         bands.main(["cpu_small"])
-    with pytest.raises(BadInput, match="three different whole numbers"):
+    with pytest.raises(BadInput, match="3 different whole numbers"):
         bands.main(["quickstart", "--seeds=0 1 1"])
     write_run(folder / one[1], RL | {"seed": 1}, curves, 1, until=50)
     with pytest.raises(BadInput, match="stopped at step 50"):
@@ -324,6 +358,38 @@ def test_runs_that_are_no_band_are_refused(ladder):
     write_run(folder / one[1], RL | {"seed": 1, "learning_rate": 1.0}, curves, 1)
     with pytest.raises(BadInput, match="learning_rate=1.0"):
         bands.main(["quickstart_grpo", *one])
+
+
+def test_seeds_are_added_to_a_band_or_held_against_it(ladder, capsys):
+    folder, curves = ladder
+    before = expected.recipes()["quickstart_grpo"]
+    off = curves | {"reward": curves["reward"] - 0.3}
+    write_run(folder / "out/seed6/grpo", RL | {"seed": 6}, off, 0)
+    capsys.readouterr()
+    assert bands.main(["quickstart_grpo", "out/seed5/grpo", "out/seed6/grpo", "--fresh=true"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "seed 5: within" and said[2].startswith("seed 6: left quickstart_grpo: reward is ")
+    with_fresh = expected.recipes()["quickstart_grpo"]
+    assert with_fresh | {"fresh": None} == before | {"fresh": None}
+    assert list(with_fresh["fresh"]) == ["5", "6"]
+    assert with_fresh["fresh"]["5"]["reward"]["runs"][0] == pytest.approx(curves["reward"][5], abs=1e-4)
+    with pytest.raises(BadInput, match="no seed twice"):
+        bands.main(["quickstart_grpo", "out/seed5/grpo", "--add=true"])
+    write_run(folder / "out/seed7/grpo", RL | {"seed": 7}, curves, 5)
+    assert bands.main(["quickstart_grpo", "out/seed7/grpo", "--add=true", "--commit=def"]) == 0
+    wider = expected.recipes()["quickstart_grpo"]
+    assert wider["seeds"] == [0, 1, 2, 3, 4, 7] and wider["fresh"] == with_fresh["fresh"]
+    assert wider["figures"]["reward"]["runs"][:5] == before["figures"]["reward"]["runs"]
+    assert wider["figures"]["reward"]["runs"][5] == with_fresh["fresh"]["5"]["reward"]["runs"][0]
+    assert wider["band"] == band.bands(wider["figures"]) != before["band"]
+    assert wider["commit"] == ["abc", "def"]
+    write_run(folder / "out/seed8/grpo", RL | {"seed": 8, "learning_rate": 1.0}, curves, 5)
+    with pytest.raises(BadInput, match="learning_rate=1.0, the file of quickstart_grpo"):
+        bands.main(["quickstart_grpo", "out/seed8/grpo", "--fresh=true"])
+    with pytest.raises(BadInput, match="no band cpu_small yet"):
+        bands.main(["cpu_small", "--add=true"])
+    with pytest.raises(BadInput, match="--add or --fresh"):
+        bands.main(["quickstart_grpo", "--add=true", "--fresh=true"])
 
 
 def test_seeds_are_run_once_and_a_failure_is_told(ladder, monkeypatch, capsys):
@@ -334,13 +400,13 @@ def test_seeds_are_run_once_and_a_failure_is_told(ladder, monkeypatch, capsys):
         ran.append(command)
         seed = int(command.split("--seed=")[1].split()[0])
         if seed == 2 and len(ran) < 4:
-            raise bands.Failure(f"{command} ended with 1")
+            raise guard.Failure(f"{command} ended with 1")
         out = command.split("--out_dir=")[1].split()[0]
         losses = 3 + 0.01 * np.random.default_rng(seed).random((1, 13))
         write_run(Path(out), BASE | {"seed": seed, "dataset": "input.txt"}, {"loss": losses})
     monkeypatch.setattr(bands, "run", pretend)
     argv = ["cpu_small", "--dataset=input.txt", "--seeds=0 1 2"]
-    with pytest.raises(bands.Failure):
+    with pytest.raises(guard.Failure):
         bands.main(argv)
     assert bands.main(argv) == 0
     assert [command.split("--seed=")[1].split()[0] for command in ran] == ["0", "1", "2", "2"]
@@ -353,7 +419,7 @@ def test_seeds_are_run_once_and_a_failure_is_told(ladder, monkeypatch, capsys):
 
 
 def test_a_command_that_fails_says_its_last_line(tmp_path):
-    with pytest.raises(bands.Failure, match="ended with 3, after: no luck"):
+    with pytest.raises(guard.Failure, match="ended with 3, after: no luck"):
         bands.run("python -c \"import sys; print('no luck'); sys.exit(3)\"", tmp_path / "log")
 
 

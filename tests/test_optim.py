@@ -46,7 +46,7 @@ def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_the_rest():
 @pytest.mark.parametrize("at_a_time", [2**25, 32 * 96])
 def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
     monkeypatch.setattr(optim, "AT_A_TIME", at_a_time)
-    monkeypatch.setattr(optim, "muon_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(optim, "muon_dtype", lambda *given: torch.bfloat16)
     shapes = [(32, 96), (96, 32), (32, 96), (32, 32), (32, 96)]
     mine, theirs = ([torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)]
                     for _ in range(2))
@@ -91,6 +91,7 @@ def test_muon_s_update_is_the_same_in_fp32_but_for_rounding():
     rounded = optim.newton_schulz(x.bfloat16(), **knobs, dtype=torch.bfloat16).float()
     assert 0 < (exact - rounded).norm() < 0.02 * exact.norm()
     assert optim.muon_dtype(torch.device("cpu")) == (torch.bfloat16 if hardware.cpu_multiplies_bf16() else torch.float32)
+    assert optim.muon_dtype(torch.device("cpu"), in_fp32=True) == torch.float32
 
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e6])            # of fp16 the first is 0 and the last infinite
@@ -101,7 +102,7 @@ def test_muon_in_fp16_takes_gradients_of_any_size(monkeypatch, size):
     gradient = size * torch.randn(2, 32, 96, generator=torch.Generator().manual_seed(0))
     moved = {}
     for dtype in (torch.float32, torch.float16):
-        monkeypatch.setattr(optim, "muon_dtype", lambda device: dtype)
+        monkeypatch.setattr(optim, "muon_dtype", lambda *given: dtype)
         matrices = [torch.nn.Parameter(torch.zeros(32, 96)) for _ in gradient]
         for p, g in zip(matrices, gradient):
             p.grad = g.clone()
