@@ -5,8 +5,9 @@
 
 494,032,768 parameters, 3,228.0 MFLOP a token at 1,024 positions.
 Memory, computed: 16.3 GiB with micro-batches of 16,384 tokens and 256 answers in flight.
-What to expect: a public run of GRPO with this model and these questions went from 43.6 to 50.2% in 71 minutes
-on one GPU (that run's figures, with its prompts, its grading and its card). Not run here.
+What to expect: a run of slime with this model and these questions, 100 rollouts of 20 prompts x 8 samples, went
+from 43.59 to 50.19% of the test questions, greedily, in 71 minutes on one DGX Spark (GB10;
+github.com/THUDM/slime/pull/1835, 2026-04-16: that run's figures, prompts and grading). Not run here.
 """
 init_from = "Qwen/Qwen2.5-0.5B-Instruct"
 out_dir = "out/gsm8k_qwen05b"

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import datagen
+import eval as evaluation
 import grpo
 import hf
 import mixer
@@ -472,6 +474,22 @@ def test_reinforcement_learning(favor, tmp_path, deterministic):
     before, after = weights(favor, 10), weights(tmp_path / "grpo", 2)
     assert largest_difference(before, after) > 0
     assert torch.equal(before["blocks.0.attention.mixer.vectors"], after["blocks.0.attention.mixer.vectors"])
+
+
+def test_answers_are_verified_and_kept_and_counted(favor, tmp_path):
+    """datagen.py's samples and eval.py's, which stop early, are refilled and are the same when asked for again."""
+    verified = REWARD.replace('completion.count("t") / max(1, len(completion))', 'float("t" in completion)')
+    (tmp_path / "letter.py").write_text(verified + 'STOP = " "')
+    shared = dict(task=tmp_path / "letter.py", max_new_tokens=16, device="cpu")
+    kept = []
+    for name in "ab":
+        run(datagen.main, flags(init_from=favor, output=tmp_path / f"{name}.json", num_questions=12, oversample=4, keep_per_question=2,
+                                temperature=1.0, **shared))
+        kept.append(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert kept[0] == kept[1] and len(kept[0]) > 3
+    said = run(evaluation.main, [str(favor), "--json", *flags(num_samples=4, temperature=1.0, **shared)])
+    found = json.loads(said.splitlines()[-1])
+    assert 0 < found["accuracy"] < 1
 
 
 def test_two_ranks_that_share_the_weights(text, tmp_path):
