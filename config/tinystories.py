@@ -5,7 +5,7 @@
 
 14,409,088 parameters; 1048.6M tokens, about half of the text.
 Memory, computed: 7.9 GiB at a micro-batch of 128, before compiling, which keeps less.
-Time, computed: 20 minutes on one A100, if it runs at 30% MFU.
+Time, computed: 19.5 minutes on one A100, if it runs at 30% MFU.
 Not run on a GPU yet. docs/benchmarks.md has others' figures: 0.71 bits a byte with 55M parameters, 1.07 with 1.1M.
 """
 out_dir = "out/tinystories"
