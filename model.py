@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mixer import Mixer, PromptMixing, mix
 from mixer import flops_per_token as mixer_flops
-from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, chunk_loss, rms_norm
+from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, chunk_loss, drop_out, rms_norm
 
 LINEARS = ("qkv", "out", "up", "gate", "down")         # of a block; what LoRA adapts
 LOGITS_AT_A_TIME = 2**25                               # on a CPU: 128 MiB in fp32
@@ -194,9 +194,9 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, attend):
         y = self.attention(self.attention_norm(x), cos, sin, attend)
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + drop_out(y, self.dropout, self.training)
         y = self.mlp(self.mlp_norm(x))
-        return x + F.dropout(y, self.dropout, self.training)
+        return x + drop_out(y, self.dropout, self.training)
 
 
 # --- the parts of a step, each of which can be compiled ---
@@ -335,7 +335,7 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             # The residual stream too, which halves the memory traffic. fp16's range would be too narrow.
             h = h.bfloat16()
-        h = F.dropout(h, self.config.dropout, self.training)
+        h = drop_out(h, self.config.dropout, self.training)
         cos, sin = self.rotary_embedding(positions, h)
         drive = self.feedback.start(self) if self.feedback else None
         for block, attend in zip(self.blocks, attentions):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import HeadAndLoss, SquaredReLU, chunk_loss, fused_loss, math_attention, rms_norm, sdpa_attention
+from ops import HeadAndLoss, SquaredReLU, chunk_loss, drop_out, fused_loss, math_attention, rms_norm, sdpa_attention
 from model import GPT, IGNORE, GPTConfig, on_meta, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
@@ -147,6 +147,33 @@ def test_checkpointing_gives_the_same_gradients_bit_for_bit():
         model.loss(ids(), ids(seed=2)).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("p", [0.004, 0.1, 0.25, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_on_a_cpu_drops_the_share_everywhere_and_keeps_the_mean(p, dtype):
+    torch.manual_seed(0)
+    x = torch.ones(40_003, 16, dtype=dtype).t().requires_grad_()      # not contiguous, and no multiple of eight numbers
+    y = drop_out(x, p)
+    zeros = (y == 0).float()
+    exact = round(256 * p) / 256
+    spread = 5 * math.sqrt(exact * (1 - exact))
+    assert abs(zeros.mean() - exact) < spread / math.sqrt(x.numel())
+    assert (zeros.flatten()[:640_000].view(-1, 8).mean(0) - exact).abs().max() < spread / math.sqrt(80_000)    # by each byte of a word
+    a, b = zeros.flatten()[:-1] - exact, zeros.flatten()[1:] - exact
+    assert abs((a * b).mean()) < spread**2 / 5 / math.sqrt(x.numel())                                            # neighbours by themselves
+    assert y.max().item() == pytest.approx(1 / (1 - exact), rel=4e-3) and torch.equal(y[y > 0].unique(), y.max()[None])
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_dropout_is_off_in_evaluation_and_that_of_the_generator_s_state():
+    x = torch.randn(5, 7)
+    assert drop_out(x, 0.5, False) is x and drop_out(x, 0.0) is x
+    torch.manual_seed(3)
+    first, second = drop_out(x, 0.5), drop_out(x, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(drop_out(x, 0.5), first) and not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
