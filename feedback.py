@@ -17,9 +17,9 @@ its output (feedback_micro: by its attention).
 e is taken before the vocabulary head, so that a matrix is C x C, and not V x C.
 """
 import torch
-import torch.nn.functional as F
 
 from model import Block
+from ops import drop_out
 from runtime import config, distributed
 from runtime.config import BadInput
 
@@ -73,11 +73,11 @@ class BlockInParts(Block):
         """Return what is driven, [B, T, C], [B, T, mlp_hidden] and [B, T, C]; the last is what a Block
         returns."""
         y = self.attention(self.attention_norm(x), cos, sin, attend)
-        attended = x + F.dropout(y, self.dropout, self.training)
+        attended = x + drop_out(y, self.dropout, self.training)
         x = attended.detach()
         activated = self.mlp.activation(self.mlp_norm(x))
         y = self.mlp.down(activated.detach())
-        return attended, activated, x + F.dropout(y, self.dropout, self.training)
+        return attended, activated, x + drop_out(y, self.dropout, self.training)
 
 
 class Feedback:
