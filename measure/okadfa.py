@@ -94,11 +94,12 @@ ROWS = {
 
 # --- runs ---
 
-def knobs_of(cfg, row, rate, seed, steps):
+def knobs_of(cfg, text, row, rate, seed, steps):
     """Return the knobs of train.py for a run of a row."""
     shared = {name: getattr(cfg, name) for name in SHARED}
     features = {"mixer_features": cfg.mixer_features} if row.knobs.get("mixer") == "favor" else {}
     return shared | features | row.knobs | {
+        "dataset": str(text),
         "learning_rate": rate,
         "seed": seed,
         "max_steps": steps,
@@ -138,13 +139,13 @@ def result(folder, knobs):
     }
 
 
-def run(text, folder, knobs, data_dir):
+def run(folder, knobs, data_dir):
     """Return the result of a run, which is started or goes on unless it is done."""
     found = result(folder, knobs)
     if found:
         return found
     folder.parent.mkdir(parents=True, exist_ok=True)
-    flags = as_flags(dataset=text, data_dir=data_dir, out_dir=folder, resume="auto", **knobs)
+    flags = as_flags(data_dir=data_dir, out_dir=folder, resume="auto", **knobs)
     print(f"{folder} ...", flush=True)
     logged_process([sys.executable, ROOT / "train.py", *flags], f"train.py in {folder}",
                    folder.parent / f"{folder.name}.log", OMP_NUM_THREADS="1")
@@ -156,8 +157,8 @@ def run_all(cfg, text, out, wanted):
     side."""
     jobs = []
     for name, rate, seed, steps in wanted:
-        knobs = knobs_of(cfg, ROWS[name], rate, seed, steps)
-        jobs.append((text, folder_of(out, name, knobs), knobs, cfg.data_dir))
+        knobs = knobs_of(cfg, text, ROWS[name], rate, seed, steps)
+        jobs.append((folder_of(out, name, knobs), knobs, cfg.data_dir))
     with ThreadPoolExecutor(cfg.jobs) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
         try:

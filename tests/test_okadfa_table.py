@@ -74,6 +74,9 @@ def test_rates_are_tried_and_the_best_trains_for_all_steps_with_each_seed(starte
     assert measure(tmp_path, *asked) == 0 and [run["out_dir"] for run in started[before:]] == [str(again)]
     with pytest.raises(BadInput, match="has n_embd=64 and not 32: choose another output folder"):
         measure(tmp_path, *asked, "--n_embd=32")
+    (tmp_path / "other.txt").write_text("a dog sat. " * 50)
+    with pytest.raises(BadInput, match="has dataset=.*text.txt and not .*other.txt"):
+        okadfa.main([str(tmp_path / "other.txt"), str(tmp_path / "out"), f"--data_dir={tmp_path / 'data'}", "--max_steps=30", *asked])
 
 
 def test_a_rate_at_the_edge_is_said_and_a_needed_row_is_run(started, tmp_path, capsys):
@@ -91,7 +94,7 @@ def test_counts_against_a_sum_by_hand():
 
 def test_rows_ask_train_for_what_it_has():
     for name, row in okadfa.ROWS.items():
-        knobs = okadfa.knobs_of(okadfa.Config(), row, 0.01, 0, 100)
+        knobs = okadfa.knobs_of(okadfa.Config(), "x.txt", row, 0.01, 0, 100)
         train.check(train.Config(**knobs))
         assert (row.published is None) == (row.source == "" and name != "softmax")
 
