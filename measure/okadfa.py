@@ -152,7 +152,16 @@ def run(folder, knobs, data_dir):
     return result(folder, knobs)
 
 
-def run_all(cfg, text, out, wanted):
+def try_rate(*job):
+    """Return the result of a run; of one that failed, as it does when its loss diverges, a loss of infinity."""
+    try:
+        return run(*job)
+    except guard.Failure as e:
+        print(f"A rate is out, since its run failed: {e}", flush=True)
+        return {"loss": math.inf}
+
+
+def run_all(cfg, text, out, wanted, run=run):
     """Return the results of runs [(row's name, rate, seed, steps)], in their order, --jobs of them side by
     side."""
     jobs = []
@@ -174,7 +183,7 @@ def tune(cfg, text, out, names, rates, seed):
     own = [name for name in names if ROWS[name].rate_of is None]
     wanted = [(name, rate, seed, steps) for name in own for rate in rates]
     losses = {name: {} for name in own}
-    for (name, rate, _, _), found in zip(wanted, run_all(cfg, text, out, wanted)):
+    for (name, rate, _, _), found in zip(wanted, run_all(cfg, text, out, wanted, try_rate)):
         losses[name][rate] = found["loss"]
     return losses
 

@@ -79,6 +79,20 @@ def test_rates_are_tried_and_the_best_trains_for_all_steps_with_each_seed(starte
         okadfa.main([str(tmp_path / "other.txt"), str(tmp_path / "out"), f"--data_dir={tmp_path / 'data'}", "--max_steps=30", *asked])
 
 
+def test_a_rate_whose_run_fails_is_out_and_a_final_run_that_fails_is_an_error(started, tmp_path, monkeypatch, capsys):
+    start = okadfa.logged_process
+
+    def diverging(command, name, log, **env):
+        if "--learning_rate=0.03" in command or "--learning_rate=0.01" in command and "--max_steps=30" in command:
+            raise okadfa.guard.Failure("the loss is not finite")
+        start(command, name, log, **env)
+    monkeypatch.setattr(okadfa, "logged_process", diverging)
+    with pytest.raises(okadfa.guard.Failure, match="not finite"):
+        measure(tmp_path, "--rows=last", "--rates=0.003 0.01 0.03")
+    assert capsys.readouterr().out.count("A rate is out") == 1
+    assert [run["learning_rate"] for run in started] == ["0.003", "0.01"]
+
+
 def test_a_rate_at_the_edge_is_said_and_a_needed_row_is_run(started, tmp_path, capsys):
     measure(tmp_path, "--rows=twice", "--rates=0.001 0.003", "--seeds=1")
     said = capsys.readouterr().out
