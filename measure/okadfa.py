@@ -153,7 +153,7 @@ def run(folder, knobs, data_dir):
 
 
 def try_rate(*job):
-    """Return the result of a run; of one that failed, as it does when its loss diverges, a loss of infinity."""
+    """Return the result of a run; of one that failed, as by a loss that diverges, a loss of infinity."""
     try:
         return run(*job)
     except guard.Failure as e:
