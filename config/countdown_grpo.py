@@ -16,5 +16,5 @@ lr_schedule = "linear"                   # steps are noisy: the last ones averag
 warmup_steps = 10
 max_steps = 100
 log_interval = 1
-eval_interval = 50
+eval_interval = 100      # before and after
 eval_questions = 200

@@ -1,7 +1,8 @@
 """GRPO of Qwen2.5-0.5B-Instruct on GSM8K with one GPU.
 
     python grpo.py config/gsm8k_qwen05b_grpo.py
-    python eval.py --compare Qwen/Qwen2.5-0.5B-Instruct out/gsm8k_qwen05b --task=gsm8k ...
+    python eval.py --compare Qwen/Qwen2.5-0.5B-Instruct out/gsm8k_qwen05b --task=gsm8k \\
+        --few_shot=2 --max_new_tokens=512
 
 494,032,768 parameters, 3,228.0 MFLOP a token at 1,024 positions.
 Memory, computed: 16.3 GiB with micro-batches of 16,384 tokens and 256 answers in flight.

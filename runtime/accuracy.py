@@ -91,7 +91,10 @@ def interval(shares, num_samples):
     n /= max((squares - around**2) / (around * (1 - around)), 1 / num_samples)
     middle = p + Z**2 / (2 * n)
     half = Z * math.sqrt(p * (1 - p) / n + (Z / (2 * n))**2)
-    return max(0.0, (middle - half) / (1 + Z**2 / n)), min(1.0, (middle + half) / (1 + Z**2 / n))
+    low = (middle - half) / (1 + Z**2 / n)
+    high = (middle + half) / (1 + Z**2 / n)
+    # Rounding may put an end on the wrong side of p where all shares are 0, or 1.
+    return max(0.0, min(p, low)), min(1.0, max(p, high))
 
 
 def difference(a, b):

@@ -82,6 +82,7 @@ def test_samples_that_agree_count_as_one_and_others_as_more():
     width = [high - low for low, high in (interval([0.5] * 50, 1), interval([0.5] * 50, 4), interval([0.5] * 50, 16))]
     assert width[0] > 1.9 * width[1] > 3 * width[2]
     assert interval([0.0] * 100, 8) == pytest.approx(interval([0.0] * 100, 1)) and interval([0.0] * 100, 8)[1] > 0.03
+    assert all(interval([share] * n, 1)[0] <= share <= interval([share] * n, 1)[1] for share in (0.0, 1.0) for n in range(1, 600))
     assert interval([1 / 8] + [0.0] * 99, 8)[1] > 0.03                             # one more right answer proves no less
 
 
