@@ -24,6 +24,10 @@ from runtime import config, distributed
 from runtime.config import BadInput
 
 
+# of train.py; a run that goes on keeps them
+KNOBS = ["backward", "feedback_matrix", "trained_blocks"]
+
+
 def check(cfg):
     """BadInput for knobs of train.py that don't go together: those of this file, and --orthogonality."""
     driven = cfg.backward != "backprop"
@@ -43,6 +47,9 @@ def check(cfg):
     if driven and cfg.compile_mode in distributed.CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} compiles a step as a whole, and feedback goes "
                        "from block to block: use default or max-autotune-no-cudagraphs.")
+    if driven and cfg.init_from == "resume" and config.read_saved(cfg.out_dir)["seed"] != cfg.seed:
+        raise BadInput(f"The matrices of {cfg.out_dir} were drawn with another seed than --seed={cfg.seed}: "
+                       "leave it out, or start from scratch.")
     if cfg.trained_blocks in ("none", 0) and (driven or cfg.orthogonality):
         raise BadInput("--backward and --orthogonality are about how blocks learn, and with "
                        "--trained_blocks=none no block does: leave one of them out.")
@@ -60,6 +67,9 @@ def attach(model, cfg):
         block.requires_grad_(False)
     if cfg.backward == "backprop":
         return
+    if cfg.backward == "feedback" and trained == 1:
+        raise BadInput("The top block learns from the true gradient, and no other one learns here: leave out "
+                       "--backward=feedback, or train more blocks.")
     if cfg.backward == "feedback_micro":
         for block in model.blocks:
             block.__class__ = BlockInParts
@@ -97,21 +107,20 @@ class Feedback:
     def matrices(self, device):
         """Return for each block those of its points, fp32 [C, channels of the point]. None stands for the
         error as it is: that of the last block's output, and of every one with feedback_matrix=identity."""
+        if self.matrix == "identity":
+            return [[None]] * self.n_layer
         if self.drawn is None:
             generator = torch.Generator().manual_seed(self.seed)
-            shared = {width: self.draw(width, generator).to(device) for width in sorted(set(self.widths))}
+            latest = {}                      # by width
             self.drawn = []
-            for block in range(self.n_layer):
+            for _ in range(self.n_layer):
                 of_block = []
-                for point, width in enumerate(self.widths):
-                    is_top = (block, point) == (self.n_layer - 1, len(self.widths) - 1)
-                    if is_top or self.matrix == "identity":
-                        of_block.append(None)
-                    elif self.matrix == "shared":
-                        of_block.append(shared[width])
-                    else:
-                        of_block.append(self.draw(width, generator).to(device))
+                for width in self.widths:
+                    if self.matrix == "each" or width not in latest:
+                        latest[width] = self.draw(width, generator).to(device)
+                    of_block.append(latest[width])
                 self.drawn.append(of_block)
+            self.drawn[-1][-1] = None
         return self.drawn
 
     def draw(self, width, generator):
@@ -125,6 +134,12 @@ class Feedback:
         widths = set(self.widths) if self.matrix == "shared" else self.widths * self.n_layer
         top = 0 if self.matrix == "shared" else self.channels
         return 4 * self.channels * (sum(widths) - top)
+
+    def flops_per_token(self):
+        """Return the FLOPs that are added to backpropagation's: those of the products with the matrices. The
+        product with an activation's stands for what the MLP's second layer would have handed down."""
+        points = self.n_layer * min(2, len(self.widths)) - 1
+        return 0 if self.matrix == "identity" else 2 * self.channels**2 * points
 
     def start(self, model):
         """Return the Pass of a forward pass that begins."""
@@ -178,6 +193,9 @@ class Driven(torch.autograd.Function):
             error = from_above
         gradients = []
         with torch.autocast(error.device.type, enabled=False):
-            for matrix, dtype in zip(ctx.matrices, ctx.dtypes):
-                gradients.append(error if matrix is None else (error.float() @ matrix).to(dtype))
+            for matrix, dtype, wanted in zip(ctx.matrices, ctx.dtypes, ctx.needs_input_grad[3:]):
+                if matrix is None or not wanted:                   # a frozen block wants none
+                    gradients.append(error if wanted else None)
+                else:
+                    gradients.append((error.float() @ matrix).to(dtype))
         return None, None, error if ctx.needs_input_grad[2] else None, *gradients

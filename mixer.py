@@ -20,6 +20,7 @@ features, N chunks of C positions, E columns of a state: by delta D, by sum one 
 Features, products and states are fp32 whatever the rest is.
 """
 from contextlib import nullcontext
+from itertools import accumulate
 
 import torch
 import torch.nn as nn
@@ -52,20 +53,24 @@ def orthogonal_vectors(n, D):
     return torch.cat(blocks)[:n].bfloat16().float()
 
 
-def favor_features(x, vectors, own_maximum):
+def favor_features(x, vectors, own_maximum, gain=None):
     """Return FAVOR+'s features [..., M] of x [..., D], fp32; vectors [M, D].
 
     own_maximum: whether the largest exponent of each x is subtracted, so that none overflows. That divides
     the features of an x by a number of its own, |x|^2 / 2 included, which is no matter for a query, whose
     weights are divided by their sum. Of a key it would change the weight, and a maximum over all keys would
     tell earlier positions of later ones.
+    gain: [D] of the norm that x comes from, if there is one. It says how long a key is, so that |x|^2 / 2 can
+    be kept out of all exponents alike, which a query's sum cancels. At a gain of 3 and 64 channels it is 36,
+    and LEAST_FEATURE would be more than half of the weight.
     """
     x = x.float() * x.shape[-1]**-0.25
     exponents = x @ vectors.float().T
     if own_maximum:
         exponents = exponents - exponents.detach().amax(-1, keepdim=True)
     else:
-        exponents = (exponents - x.square().sum(-1, keepdim=True) / 2).clamp(max=LARGEST_EXPONENT)
+        usual = 0.0 if gain is None else gain.detach().float().square().sum() * x.shape[-1]**-0.5
+        exponents = (exponents + (usual - x.square().sum(-1, keepdim=True)) / 2).clamp(max=LARGEST_EXPONENT)
     return exponents.exp() + LEAST_FEATURE
 
 
@@ -98,25 +103,25 @@ class Mixer(nn.Module):
         if self.vectors is not None and not self.vectors.is_meta:
             self.vectors.copy_(orthogonal_vectors(*self.vectors.shape))
 
-    def forward(self, x, q, k, v):
+    def forward(self, x, q, k, v, gain=None):
         """Return features of q [B, T, H, D] and k [B, T, K, D], v, and by delta write strengths [B, T, K].
 
-        x [B, T, C]: what q, k and v were projected from.
+        x [B, T, C]: what q, k and v were projected from. gain [D]: of the norm of keys; None: there is none.
         """
         with without_autocast(x):
-            q = self.features(q, is_query=True)
-            k = self.features(k, is_query=False)
+            q = self.features(q, own_maximum=True)
+            # Divided by their sum, a key's features lose its own factor too.
+            k = self.features(k, own_maximum=self.rule == "delta", gain=gain)
         if self.rule == "sum":
             return q, k, v
         q = q / q.sum(-1, keepdim=True)
         k = k / k.sum(-1, keepdim=True)
         return q, k, v, self.write(x).float().sigmoid()
 
-    def features(self, x, is_query):
+    def features(self, x, own_maximum, gain=None):
         if self.kind == "linear":
             return elu_features(x)
-        # Divided by their sum, a key's features lose its own factor too.
-        return favor_features(x, self.vectors, own_maximum=is_query or self.rule == "delta")
+        return favor_features(x, self.vectors, own_maximum, gain)
 
 
 def without_autocast(x):
@@ -156,10 +161,7 @@ def mix(q, k, v, write=None, state=None, lengths=None):
         if write is None:
             y, state = sum_chunks(q, k, v, state)
         else:
-            rule = delta_chunks
-            if torch.compiler.is_compiling():
-                rule = torch.compiler.disable(rule)      # which would unroll its loop, anew for each T
-            y, state = rule(q, k, v, in_chunks(write[..., None]), state)
+            y, state = delta_chunks(q, k, v, in_chunks(write[..., None]), state)
         y = y.unflatten(3, (H // K, -1)).permute(0, 2, 4, 1, 3, 5)       # [B, N, C, K, G, E]
         y = y.flatten(1, 2)[:, :T].flatten(2, 3)
         if write is None:
@@ -193,11 +195,21 @@ def sum_chunks(q, k, v, state):
     k [B, K, N, C, M], v [B, K, N, C, E]. Queries read the state before their chunk, and of the chunk what the
     weights say.
     """
-    written = k.mT @ v
-    # Before each chunk, and after the last.
-    states = torch.cat((state[:, :, None], written), 2).cumsum(2)
+    states = running_sums(state, k.mT @ v)
     y = causal_weights(q, k) @ v + q @ states[:, :, :-1]
     return y, states[:, :, -1]
+
+
+def running_sums(state, written):
+    """Return the states [B, K, N + 1, M, E] before each chunk and after the last.
+
+    state [B, K, M, E]; written [B, K, N, M, E]: what each chunk adds. A GPU's cumsum does not add in the same
+    order each time. A CPU's goes through memory M E numbers at a time: both ways it takes 2 to 4 times as
+    long as adding one chunk to the next (4 heads, 256 features, 4 to 256 chunks, one Zen 5 core).
+    """
+    if torch.are_deterministic_algorithms_enabled() or not (written.is_cuda or torch.compiler.is_compiling()):
+        return torch.stack(list(accumulate((state, *written.unbind(2)))), 2)
+    return torch.cat((state[:, :, None], written), 2).cumsum(2)
 
 
 def delta_chunks(q, k, v, write, state):
@@ -208,13 +220,17 @@ def delta_chunks(q, k, v, write, state):
     k_t . k_s below the diagonal: a triangular system (Yang et al. 2024). It is linear in S_before, so that it
     is solved for V and for K in all chunks at once, and what is left to do in turn are products.
     """
-    D = v.shape[-1]
     below = (write * (k @ k.mT)).tril(-1)
     right = write * torch.cat((v, k), -1)
     solved = torch.linalg.solve_triangular(below, right, upper=False, unitriangular=True)
-    of_values = solved[..., :D]
-    of_state = solved[..., D:]
-    weights = causal_weights(q, k)
+    move = move_state
+    if torch.compiler.is_compiling():
+        move = torch.compiler.disable(move)  # whose loop it would unroll, anew for each T
+    return move(q, k, causal_weights(q, k), *solved.split((v.shape[-1], k.shape[-1]), -1), state)
+
+
+def move_state(q, k, weights, of_values, of_state, state):
+    """Return what delta_chunks does, of the solutions for V [B, K, N, C, D] and K [B, K, N, C, M]."""
     y = []
     for n in range(k.shape[2]):
         written = of_values[:, :, n] - of_state[:, :, n] @ state

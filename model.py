@@ -148,7 +148,7 @@ class Attention(nn.Module):
         """Return [B, T, C] for x [B, T, C]. attend: see GPT.hidden."""
         inputs = self.project_qkv(x, cos, sin)
         if self.mixer is not None:
-            inputs = self.mixer(x, *inputs)
+            inputs = self.mixer(x, *inputs, gain=self.k_norm if self.config.qk_norm else None)
         return self.out(attend(*inputs).flatten(2))
 
 
@@ -517,10 +517,13 @@ class GPT(nn.Module):
 
         N counts every weight used in a matrix product (the head once, tied or not; look-up tables not; a
         frozen one costs 4). Attention is taken without the causal halving; other mixers' has no T in it.
+        Feedback in place of backpropagation adds its matrices.
         """
         weights = [module.weight for module in self.blocks.modules() if isinstance(module, nn.Linear)]
         weights.append(self.head_weight)
         products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
+        if self.feedback:
+            products += self.feedback.flops_per_token()
         c = self.config
         if c.mixer != "softmax":
             return products + c.n_layer * mixer_flops(c)

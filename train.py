@@ -179,6 +179,7 @@ def check(cfg):
     config.at_most(cfg, 1, "cooldown")
     config.at_most(cfg, 256, "num_workers prefetch")
     check_training(cfg)
+    check_mixer(cfg)
     feedback.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no place for the question: put {{}} into it.")
@@ -200,6 +201,15 @@ def check(cfg):
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate "
                        "gradients: use default or max-autotune-no-cudagraphs, or one micro-step a rank.")
+
+
+def check_mixer(cfg):
+    if cfg.mixer != "softmax" and cfg.attention != "auto":
+        raise BadInput(f"--attention={cfg.attention} is a kernel of softmax attention, and --mixer={cfg.mixer} "
+                       "is none: leave one of them out.")
+    if cfg.mixer != "favor" and cfg.mixer_features != Config.mixer_features:
+        raise BadInput(f"--mixer_features={cfg.mixer_features} is about --mixer=favor, and the mixer is "
+                       f"{cfg.mixer}: leave it out.")
 
 
 # --- the model ---
@@ -405,7 +415,7 @@ def validate(cfg, run, model, held_out):
 
 def main(argv):
     distributed.init()
-    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA, saved_of=knobs_of, claim=claim)
+    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA + feedback.KNOBS, saved_of=knobs_of, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)

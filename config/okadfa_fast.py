@@ -5,7 +5,7 @@
 
 123,785,472 parameters; 98.3M tokens, 0.83 epochs of WikiText-103.
 Memory, computed: 28.9 GiB at a micro-batch of 16, before compiling, which keeps less.
-Time, computed: 9.4 minutes on one A100, if it runs at 45% MFU.
+Time, computed: 10.3 minutes on one A100, if it runs at 45% MFU.
 The same steps as a100_fast.py's, the model to compare it with, in smaller micro-batches: random features are kept in fp32
 for the backward pass. Expect a higher perplexity than without these parts (docs/okadfa.md). The guide expects one below 800.
 Not run on a GPU yet.

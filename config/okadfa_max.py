@@ -5,7 +5,7 @@
 
 353,947,648 parameters; 1310.7M tokens, 11.11 epochs of WikiText-103.
 Memory, computed: 41.3 GiB at a micro-batch of 8, before compiling, which keeps less.
-Time, computed: 357 minutes on one A100, if it runs at 45% MFU.
+Time, computed: 392 minutes on one A100, if it runs at 45% MFU.
 The same steps as a100_max.py's, the model to compare it with, in smaller micro-batches: random features are kept in fp32
 for the backward pass. Expect a higher perplexity than without these parts (docs/okadfa.md). The guide expects one below 500.
 Not run on a GPU yet.

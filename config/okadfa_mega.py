@@ -5,7 +5,7 @@
 
 772,865,792 parameters; 1966.1M tokens, 16.66 epochs of WikiText-103.
 Memory, computed: 45.0 GiB at a micro-batch of 4, before compiling, which keeps less.
-Time, computed: 1158 minutes on one A100, if it runs at 45% MFU.
+Time, computed: 1261 minutes on one A100, if it runs at 45% MFU.
 The same steps as a100_mega.py's, the model to compare it with, in smaller micro-batches: random features are kept in fp32
 for the backward pass. Expect a higher perplexity than without these parts (docs/okadfa.md). The guide expects one below 450.
 Not run on a GPU yet.

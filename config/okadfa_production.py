@@ -5,7 +5,7 @@
 
 202,729,984 parameters; 409.6M tokens, 3.47 epochs of WikiText-103.
 Memory, computed: 26.5 GiB at a micro-batch of 10, before compiling, which keeps less.
-Time, computed: 63 minutes on one A100, if it runs at 45% MFU.
+Time, computed: 69 minutes on one A100, if it runs at 45% MFU.
 The same steps as a100_production.py's, the model to compare it with, in smaller micro-batches: random features are kept in fp32
 for the backward pass. Expect a higher perplexity than without these parts (docs/okadfa.md). The guide expects one below 600.
 Not run on a GPU yet.

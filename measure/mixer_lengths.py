@@ -8,13 +8,14 @@ comes to softmax.
 
 A table of lengths: milliseconds and MiB of a forward and backward pass of one layer's attention, from
 queries, keys and values to gradients, and of a small model's step without its optimizer. Kinds take turns,
-and the median of the rounds counts; on a CPU each round of each kind is a process of its own, whose peak
-memory is what it has above that before the first call.
+and the median of the rounds counts; on a CPU each figure is a process's of its own, whose peak memory is what
+it has above that before the first call.
 
 --errors: the relative error |A' - A| / |A| of FAVOR+'s weights A' beside softmax's A, both causal, of rows
 that add up to 1, by the number of features; of random queries and keys, or those that a model with softmax
 attention has at the first tokens of a text.
 """
+import itertools
 import json
 import math
 import statistics
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 import hf
+from measure.okadfa import numbers
 from measure.runs import process
 from mixer import favor_features, mix, orthogonal_vectors
 from model import GPT, GPTConfig
@@ -51,7 +53,8 @@ class Config:
     errors: bool = False                     # measure FAVOR+'s errors, and no times
     run: str | None = None                   # errors: of this model's queries and keys
     text: str | None = None                  # errors: a file that the model reads
-    one: str | None = None                   # KIND,LENGTH: measure that once, for the process that asked
+    one: str | None = None                   # layer or model,KIND,LENGTH: measure that once, for the process
+                                             # that asked
 
 
 # --- how near ---
@@ -158,31 +161,30 @@ def model_pass(cfg, hw, shape, T):
     return both_ways
 
 
-def measure(cfg, kind, T):
-    """Return {layer or model: (milliseconds, MiB)}, the second of two passes of each."""
+PASSES = {"layer": layer_pass, "model": model_pass}
+
+
+def measure(cfg, what, kind, T):
+    """Return (milliseconds, MiB) of a layer or model: the second of two passes."""
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    result = {}
-    for name, make in (("layer", layer_pass), ("model", model_pass)):
-        both_ways = make(cfg, hw, shape_of(cfg, kind, T), T)
-        _, before = hw.memory_gb()
-        for _ in range(2):
-            hw.wait()
-            clock = time.perf_counter()
-            both_ways()
-            hw.wait()
-            seconds = time.perf_counter() - clock
-        _, peak = hw.memory_gb()
-        result[name] = 1e3 * seconds, 1024 * (peak - before)
-        if hw.device.type == "cuda":
-            del both_ways
-            torch.cuda.reset_peak_memory_stats(hw.device)
-    return result
+    both_ways = PASSES[what](cfg, hw, shape_of(cfg, kind, T), T)
+    if hw.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(hw.device)
+    _, before = hw.memory_gb()
+    for _ in range(2):
+        hw.wait()
+        clock = time.perf_counter()
+        both_ways()
+        hw.wait()
+        seconds = time.perf_counter() - clock
+    _, peak = hw.memory_gb()
+    return 1e3 * seconds, 1024 * (peak - before)
 
 
-def in_a_process(cfg, kind, T):
+def in_a_process(cfg, what, kind, T):
     same = ("n_head", "n_layer", "features", "dtype", "device")
     knobs = [f"--{name}={getattr(cfg, name)}" for name in same]
-    said = process(["-m", "measure.mixer_lengths"], [f"--one={kind},{T}", *knobs])
+    said = process(["-m", "measure.mixer_lengths"], [f"--one={what},{kind},{T}", *knobs])
     return json.loads(said.strip().splitlines()[-1])
 
 
@@ -214,9 +216,12 @@ def main(argv):
     cfg = config.load(Config, argv)
     kinds = cfg.kinds.split(",")
     if cfg.one:
-        kind, T = cfg.one.split(",")
-        print(json.dumps(measure(cfg, kind, int(T))))
+        what, kind, T = cfg.one.split(",")
+        print(json.dumps(measure(cfg, what, kind, int(T))))
         return 0
+    config.at_least(cfg, 1, "n_head n_layer features rounds")
+    if (cfg.run is None) != (cfg.text is None):
+        raise BadInput("--run and --text go together, a model and what it reads: give both, or neither.")
     if cfg.errors and cfg.run:
         print_errors_of(cfg.run, cfg.text)
         return 0
@@ -225,18 +230,18 @@ def main(argv):
         return 0
     if not set(kinds) <= set(KINDS):
         raise BadInput(f"--kinds={cfg.kinds} should be of {', '.join(KINDS)}: correct it.")
-    lengths = [int(T) for T in cfg.lengths.split(",")]
+    lengths = numbers(cfg.lengths, int, "lengths")
+    if min(lengths) < 1:
+        raise BadInput(f"--lengths={cfg.lengths} should be numbers of positions, above 0.")
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     print(f"{hw.name}, {hw.dtype}; one sequence, {cfg.n_head} heads of {D}, {cfg.features} features; "
           f"the model has {cfg.n_layer} layers; median of {cfg.rounds} rounds")
     found = {}
+    once = in_a_process if hw.device.type == "cpu" else measure
     for _ in range(cfg.rounds):
-        for T in lengths:
-            for kind in kinds:
-                once = in_a_process(cfg, kind, T) if hw.device.type == "cpu" else measure(cfg, kind, T)
-                for what, figures in once.items():
-                    found.setdefault((what, kind, T), []).append(figures)
-    for what in ("layer", "model"):
+        for what, T, kind in itertools.product(PASSES, lengths, kinds):
+            found.setdefault((what, kind, T), []).append(once(cfg, what, kind, T))
+    for what in PASSES:
         medians = {}
         for kind in kinds:
             columns = [zip(*found[what, kind, T]) for T in lengths]

@@ -25,7 +25,7 @@ import numpy as np
 from measure.bands import machine
 from measure.ceilings import git_commit
 from measure.runs import ROOT, as_flags, logged_process
-from runtime import config, data, guard
+from runtime import checkpoint, config, data, guard
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 from runtime.metrics import read_lines
@@ -117,7 +117,7 @@ def folder_of(out, name, knobs):
 
 def result(folder, knobs):
     """Return {loss, ppl_token, ppl_word, step_s} of a run that is done, None of another. BadInput if it has
-    other knobs."""
+    other knobs, Failure if it has rolled back and gone on at a lower rate."""
     if not (folder / "config.json").exists():
         return None
     saved = config.read_saved(folder)
@@ -129,6 +129,9 @@ def result(folder, knobs):
     evaluated = [line for line in lines if line.get("step") == knobs["max_steps"] and "val_loss" in line]
     if not evaluated:
         return None
+    if checkpoint.load_state(folder, knobs["max_steps"])["lr_factor"] < 1:
+        raise guard.Failure(f"{folder} has gone back and lowered its rate, so its figures are not those of "
+                            f"{knobs['learning_rate']}: see {folder.name}.log, and choose lower --rates.")
     steps = [line for line in lines if "lr" in line]
     seconds = steps[-1]["seconds"] - steps[0]["seconds"]
     return {

@@ -106,10 +106,10 @@ def test_attention_with_a_mask(way, dtype, kv_heads, T, card, record_property):
 
 # --- loss, log-probabilities and their gradients ---
 
-def make(shape, attention="sdpa"):
+def make(shape, attention="sdpa", **knobs):
     """A small GPT, none of whose gradients are zero."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**dict(vocab_size=500, block_size=192, n_layer=2, n_head=4, n_embd=64) | SHAPES[shape]), attention)
+    model = GPT(GPTConfig(**dict(vocab_size=500, block_size=192, n_layer=2, n_head=4, n_embd=64) | SHAPES[shape] | knobs), attention)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -142,7 +142,7 @@ def loss_and_gradients(what, model, device, dtype):
     with torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32"):
         loss = what(model, device)
     scale = 64.0 if dtype == "fp16" else 1.0
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
     return [loss.detach(), [g.float() / scale for g in gradients if g is not None]]
 
@@ -163,6 +163,23 @@ def test_loss_and_gradients(what, attention, shape, dtype, card, record_property
     errors = off(loss, expected_loss), off(gradients, expected)
     record_property("error", max(errors))
     assert max(errors) < MODEL_OFF[dtype], errors
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", [("favor", "sum"), ("favor", "delta"), ("linear", "sum"), ("linear", "delta")], ids="-".join)
+def test_attention_of_linear_cost(kind, deterministic, card, record_property):
+    """Also where kernels whose result varies are refused."""
+    mixer, rule = kind
+    models = [make("grouped", mixer=mixer, mixer_rule=rule, mixer_features=48) for _ in range(2)]
+    expected_loss, expected = loss_and_gradients(loss_of, models[0], torch.device("cpu"), "fp32")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        loss, gradients = loss_and_gradients(loss_of, models[1].to(card), card, "fp32")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    errors = off(loss, expected_loss), off(gradients, expected)
+    record_property("error", max(errors))
+    assert max(errors) < MODEL_OFF["fp32"], errors
 
 
 # --- the optimizers' step ---

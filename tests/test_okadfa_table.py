@@ -32,6 +32,9 @@ def started(monkeypatch, tmp_path):
         lines = [{"step": 1, "lr": 1, "seconds": 2.0}, {"step": last, "lr": 1, "seconds": 2.0 + 0.5 * (last - 1)},
                  {"step": last, "val_loss": loss, "val_ppl_token": math.exp(loss), "val_ppl_word": math.exp(5 * loss)}]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        end = okadfa.checkpoint.step_folder(folder, last)
+        end.mkdir(parents=True, exist_ok=True)
+        (end / "state.json").write_text(json.dumps({"lr_factor": 1.0}))
     monkeypatch.setattr(okadfa, "logged_process", start)
     monkeypatch.setattr(okadfa, "machine", lambda: "two cores")
     monkeypatch.setattr(okadfa, "git_commit", lambda: "abc")
@@ -91,6 +94,20 @@ def test_a_rate_whose_run_fails_is_out_and_a_final_run_that_fails_is_an_error(st
         measure(tmp_path, "--rows=last", "--rates=0.003 0.01 0.03")
     assert capsys.readouterr().out.count("A rate is out") == 1
     assert [run["learning_rate"] for run in started] == ["0.003", "0.01"]
+
+
+def test_a_run_that_went_back_does_not_count_for_the_rate_that_was_asked_for(started, tmp_path, monkeypatch, capsys):
+    start = okadfa.logged_process
+
+    def going_back(command, name, log, **env):
+        start(command, name, log, **env)
+        if "--learning_rate=0.01" in command:
+            for state in tmp_path.glob("out/last/rate0.01*/checkpoints/*/state.json"):
+                state.write_text('{"lr_factor": 0.5}')
+    monkeypatch.setattr(okadfa, "logged_process", going_back)
+    assert measure(tmp_path, "--rows=last", "--rates=0.003 0.01 0.03") == 0
+    assert "has gone back and lowered its rate, so its figures are not those of 0.01" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/table.json").read_text())["rows"]["last"]["rate"] == 0.03
 
 
 def test_a_rate_at_the_edge_is_said_and_a_needed_row_is_run(started, tmp_path, capsys):
