@@ -55,7 +55,10 @@ class ByLength:
 
 def choose(engine, asked=""):
     """Return length or mask for an engine: the first if that is possible and asked for, or if its result
-    agrees and takes a tenth less time, with as many rows as the engine has, of 1 to `context` positions."""
+    agrees and takes a tenth less time, with as many rows as the engine has, of 1 to `context` positions.
+    state: of a model that has no keys and values."""
+    if engine.config.mixer != "softmax":
+        return "state"
     possible = engine.kind == "cuda" and engine.dtype in (torch.bfloat16, torch.float16) and is_there()
     if asked == "mask" or engine.deterministic or not possible:
         return "mask"
@@ -91,13 +94,14 @@ class Once:
     """A layer's attention in one of the ways, outside of a step."""
 
     def __init__(self, way, engine, q, keys, values, positions):
-        self.engine = engine
+        self.device = engine.device
+        self.cache = engine.cache
         self.inputs = q, keys, values
-        self.reading = engine.reading(positions, engine.cache.length, way)
+        self.reading = self.cache.reading(positions, self.cache.length, way)
 
     def attend(self):
         with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
-            return self.engine.group_attention(*self.inputs, self.reading)
+            return self.cache.attend(*self.inputs, self.reading)
 
     def repeat(self):
         for _ in range(CALLS):
@@ -105,11 +109,11 @@ class Once:
 
     def seconds(self):
         """Return the median seconds of a graph of CALLS calls, for one by one they would wait for Python."""
-        graph = CUDAGraph(self.repeat, self.engine.device, [])
+        graph = CUDAGraph(self.repeat, self.device, [])
         seconds = []
         for _ in range(6):
             clock = time.perf_counter()
             graph.replay()
-            torch.cuda.synchronize(self.engine.device)
+            torch.cuda.synchronize(self.device)
             seconds.append(time.perf_counter() - clock)
         return statistics.median(seconds[1:])

@@ -8,35 +8,30 @@ Samples wait until slots are free. A prompt is computed once (prefill) and its k
 the slots of its samples. All running rows are decoded together, a token a step. The host launches steps and
 polls the results every `poll` steps.
 
-Shapes: B running rows, L layers, H query heads, K key/value heads, G = H/K queries a key head, D channels a
-head, T positions of the cache.
+What rows read of what was before, keys and values or a state, is a cache's (kv_cache.py, state_cache.py).
+Shapes: B running rows, T tokens of a prompt.
 """
-import math
 import platform
 import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 from cuda_graph import CUDAGraph
-from decoding import ByLength
 from decoding import choose as choose_decoding
-from ops import ATTENTION, SDPA_WITH_MASK
-from kv_cache import KVCache, bucket, cache_bytes, prefill_tokens, slots_that_fit
+from kv_cache import KVCache, prefill_tokens, slots_that_fit
 from model import merged_weights, on_meta
+from ops import SDPA_WITH_MASK
 from runtime import kernels, memory, vitals
 from sampler import Sampling, StopStrings, draw, stream, uniform
-from state_cache import StateCache, state_bytes
+from state_cache import StateCache
 
-GROUP = 128                                  # on a CPU: rows whose attention is computed together
 SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
 ACT_AS = None                                # cuda: take a GPU's branches on a CPU, as tests do
 
@@ -86,13 +81,6 @@ class WaitingRequest:
     indices: deque                           # of the samples that wait
     slots: list = field(default_factory=list)          # of samples that are being admitted
     prefilled: bool = False                  # its keys and values are in the cache's last row
-
-
-class RowGroup(NamedTuple):
-    """Rows first ... last - 1 of a step, which read the first `length` positions of the cache."""
-    first: int
-    last: int
-    length: int
 
 
 class Packed(nn.Module):
@@ -145,7 +133,6 @@ class Engine:
     def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None,
                  deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None, decoding=""):
         self.config = model.config
-        self.has_state = model.config.mixer != "softmax"     # and no keys and values: see state_cache.py
         self.device = device or model.head_weight.device
         self.kind = ACT_AS or self.device.type
         self.dtype = dtype or model.head_weight.dtype
@@ -169,7 +156,7 @@ class Engine:
         if slots is None:
             slots = slots_that_fit(self.config, self.context, self.dtype, self.device)
         self.allocate(slots)
-        self.decoding = "state" if self.has_state else choose_decoding(self, decoding)
+        self.decoding = choose_decoding(self, decoding)
 
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
@@ -222,12 +209,12 @@ class Engine:
         device = self.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        grows = self.kind == "cpu" and not self.deterministic
         try:
-            if self.has_state:
-                self.cache = StateCache(self.config, slots, device)
+            if self.config.mixer == "softmax":
+                self.cache = KVCache(self.config, slots, self.context, self.dtype, device, self.kind,
+                                     self.model.backend, self.deterministic, self.cuda_graphs)
             else:
-                self.cache = KVCache(self.config, slots, self.context, self.dtype, device, grows)
+                self.cache = StateCache(self.config, slots, device)
         except Exception as e:
             if slots == 1 or not memory.is_out_of_memory(e):
                 raise
@@ -239,8 +226,6 @@ class Engine:
         # A sample's noise at each position, drawn when it gets its slot: in a step it takes twenty kernels.
         noise_device = "cpu" if device.type == "mps" else device
         self.noise = torch.zeros(slots, self.context, dtype=torch.float64, device=noise_device)
-        self.cache_positions = torch.arange(self.cache.longest, device=device)
-        self.mask_values = torch.tensor([[0.0], [-math.inf]], dtype=self.dtype, device=device)
         # The number of steps since the last poll, and what they drew.
         self.step_index = torch.zeros(1, dtype=torch.long, device=device)
         self.step_ids = torch.zeros(self.poll, slots, dtype=torch.long, device=device)
@@ -264,19 +249,13 @@ class Engine:
         That is the weights in each step, and for each token the keys and values of those before it (or the
         states).
         """
-        if self.has_state:
-            states = sum(new for _, new in lengths) * state_bytes(self.config)
-            return self.progress.steps * self.weight_bytes + states
-        positions = sum(new * prompt + new * (new + 1) / 2 for prompt, new in lengths)
-        per_position = cache_bytes(self.config, 0, 64, self.dtype) / 64
-        return self.progress.steps * self.weight_bytes + per_position * positions
+        return self.progress.steps * self.weight_bytes + self.cache.bytes_read(lengths)
 
     # --- on the device ---
 
     def prefill(self, prompts):
         """Compute keys and values of prompts (slot, ids), some of about the same length at a time."""
-        if self.has_state:
-            self.cache.clear([slot for slot, _ in prompts])
+        self.cache.clear([slot for slot, _ in prompts])
         prompts = [prompt for prompt in prompts if prompt[1]]
         prompts.sort(key=lambda prompt: len(prompt[1]))
         while prompts:
@@ -287,26 +266,16 @@ class Engine:
             padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal rows never see padding
             x = torch.tensor(padded, device=self.device)
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
-            if self.has_state:
-                lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
-                attentions = self.cache.prefill(slots, lengths)
-            else:
-                layers = zip(self.cache.k, self.cache.v)
-                attentions = [partial(self.prefill_attention, layer, slots) for layer in layers]
+            lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
+            attentions = self.cache.prefill(slots, lengths)
             # Whatever kernel training was given, in another dtype perhaps.
             with kernels.varied() if self.kind == "cuda" else nullcontext():
                 self.model.hidden(x, None, attentions)
 
-    def prefill_attention(self, layer, slots, q, k, v):
-        """Attend with q [B, T, H, D] to k and v [B, T, K, D], and write these to a layer's (keys, values)."""
-        for cache, new in zip(layer, (k, v)):
-            cache[slots, :, :new.shape[1]] = new.transpose(1, 2)
-        return ATTENTION[self.model.backend](q, k, v)
-
     def decode_step(self, B, groups, sampling):
         """Draw one more token of rows 0 ... B-1, in RowGroups. Nothing here waits for the device."""
         tokens, positions = self.state[:, :B]
-        attentions = self.cache.decode(B) if self.has_state else self.decode_attentions(B, groups)
+        attentions = self.cache.decode(positions, groups, self.decoding)
         # On a GPU, of the fused kernels the one that takes a mask.
         with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
             h = self.model.hidden(tokens[:, None], positions[:, None], attentions)[:, 0]
@@ -325,75 +294,13 @@ class Engine:
         positions.add_(1).clamp_(max=self.context - 1)       # a row that is over runs on until the next poll
         self.step_index += 1
 
-    def decode_attentions(self, B, groups):
-        """Return for each layer what rows 0 ... B-1 attend by."""
-        positions = self.state[1, :B]
-        readings = [self.reading(positions[group.first:group.last], group.length) for group in groups]
-        write_at = (self.cache.row_starts[:B] + positions[:, None]).flatten()
-        layers = zip(self.cache.k, self.cache.v)
-        return [partial(self.decode_attention, layer, write_at, groups, readings) for layer in layers]
-
-    def reading(self, positions, length, decoding=""):
-        """Return what rows at positions [B] read of the cache's first `length`: a mask, or a ByLength."""
-        if (decoding or self.decoding) == "length":
-            return ByLength(self.cache, positions, length)
-        return self.mask(positions, length)
-
-    def mask(self, positions, length):
-        """Return what is added to scores of rows at positions [B]: -inf for keys past them, else 0.
-
-        [B, K, G, length], on a CPU [B K, G, length].
-        """
-        K = self.config.n_kv_head
-        G = self.config.n_head // K
-        zero, minus_infinity = self.mask_values
-        mask = torch.where(self.cache_positions[:length] > positions[:, None], minus_infinity, zero)
-        mask = mask[:, None, None].expand(-1, K, G, -1)
-        return mask.flatten(0, 1) if self.kind == "cpu" else mask
-
-    def decode_attention(self, layer, write_at, groups, readings, q, k, v):
-        """Write k and v [B, 1, K, D] to a layer's (keys, values), and attend to these with q [B, 1, H, D]."""
-        for cache, new in zip(layer, (k, v)):
-            D = new.shape[3]
-            cache.view(-1, D).index_copy_(0, write_at, new.reshape(-1, D))
-        parts = []
-        for group, reading in zip(groups, readings):
-            rows = slice(group.first, group.last)
-            keys, values = (cache[rows] for cache in layer)
-            parts.append(self.group_attention(q[rows], keys, values, reading))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def group_attention(self, q, keys, values, reading):
-        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D], as far as `reading` says.
-
-        The G queries of a key head are the rows of one product: its cache is read once and not repeated.
-        On a CPU the products are written out: in bf16 at least twice the speed of PyTorch's fused kernel
-        (NOTES.md).
-        """
-        if isinstance(reading, ByLength):
-            return reading.attend(q, keys, values)
-        mask = reading
-        keys, values = (x[:, :, :mask.shape[-1]] for x in (keys, values))
-        B, K, _, D = keys.shape
-        q = q.reshape(B, K, -1, D)
-        if self.kind != "cpu":
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(B, 1, -1, D)
-        q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
-        if self.dtype == torch.bfloat16:     # whose products of parts of rows take several times as long
-            keys = keys.contiguous()
-            values = values.contiguous()
-        scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=D**-0.5)
-        return scores.softmax(-1).bmm(values).view(B, 1, -1, D)
-
     def launch(self, B, groups, sampling):
         """Run decode_step; on a GPU as a CUDA graph, recorded when its shape comes for the first time."""
         if not self.cuda_graphs:
             return self.decode_step(B, groups, sampling)
         key = (B, groups, sampling)
         if key not in self.graphs:
-            changed = [self.state, self.step_index]
-            if self.has_state:               # keys and values would be written in the same places again
-                changed.append(self.cache.storage[:, :B])
+            changed = [self.state, self.step_index, *self.cache.changed(B)]
             before = [tensor.clone() for tensor in changed]
             step = partial(self.decode_step, B, groups, sampling)
             self.graphs[key] = CUDAGraph(step, self.device, list(self.graphs.values()))
@@ -585,8 +492,7 @@ class Engine:
         B = len(rows)
         steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
         self.polls += 1
-        in_groups = self.kind == "cpu" and B > GROUP and not (self.deterministic or self.has_state)
-        if in_groups and self.polls % SORT_EVERY == 0:
+        if self.cache.in_groups(B) and self.polls % SORT_EVERY == 0:
             self.sort(rows)
         shape = self.step_shape((self.prompt_tokens + self.new_tokens)[:B] - 1 + steps)
         self.step_index.zero_()
@@ -608,33 +514,16 @@ class Engine:
         rows[:] = [rows[i] for i in order]
 
     def step_shape(self, lengths):
-        """Return (B, RowGroups) of a step of rows that read so many positions each (a list or array).
-
-        On a CPU, where attention takes most of a small model's step, a group reads no more than its furthest
-        row needs.
-        """
+        """Return (B, what the cache says of the rows) of a step of rows that read so many positions each (a
+        list or array)."""
         lengths = np.asarray(lengths)        # Python's max takes 27 us longer of 512 (a Zen 5 core)
-        longest = int(lengths.max())
-        self.cache.fit(longest)
+        self.cache.fit(int(lengths.max()))
         B = len(lengths)
         if self.cuda_graphs:
             B = min(self.slots, 1 << (B - 1).bit_length())
-        if self.has_state:
-            return self.slots if self.deterministic else B, ()
-        T = self.cache.length
         if self.deterministic:
-            return self.slots, (RowGroup(0, self.slots, T),)
-        if self.cuda_graphs:
-            return B, (RowGroup(0, B, min(T, bucket(longest, 64))),)
-        group_size = GROUP if self.kind == "cpu" else B
-        groups = []
-        for first in range(0, B, group_size):
-            last = min(first + group_size, B)
-            length = bucket(int(lengths[first:last].max()), 16)
-            # In bf16 a part of the cache's rows is slower than a little more of them.
-            whole = T <= length or self.dtype != torch.float32 and T <= 1.5 * length
-            groups.append(RowGroup(first, last, T if whole else length))
-        return B, tuple(groups)
+            B = self.slots
+        return B, self.cache.groups(B, lengths)
 
     def collect(self, rows, ids, logprobs, sampling):
         """Record new ids [B, steps] and logprobs [B, 2, steps]; take finished Samples out of rows.

@@ -20,9 +20,9 @@ class StateCache:
     """States `storage` [L, slots + 1, K, M, E]; the last row is of a prompt some of whose samples wait."""
 
     grows = False
-    longest = 0                              # positions that are kept
 
     def __init__(self, config, slots, device):
+        self.config = config
         shape = config.n_layer, slots + 1, *state_shape(config)
         self.storage = torch.zeros(shape, dtype=torch.float32, device=device)
 
@@ -32,6 +32,14 @@ class StateCache:
     def clear(self, slots):
         """Have slots begin anew: a prompt of a single token has nothing that would be written over."""
         self.storage[:, slots] = 0
+
+    def changed(self, B):
+        """Return what a step adds to, which is not the same if it is done twice."""
+        return [self.storage[:, :B]]
+
+    def bytes_read(self, lengths):
+        """Return what samples of lengths (prompt, new tokens) read: each token a state."""
+        return sum(new for _, new in lengths) * state_bytes(self.config)
 
     def copy(self, source, slots, n):
         """Copy a slot's state, which is that after n positions, to other slots."""
@@ -46,6 +54,14 @@ class StateCache:
         y, layer[slots] = mix(*inputs, lengths=lengths)
         return y
 
-    def decode(self, B):
-        """Return for each layer what GPT.hidden calls with the next token of the first B slots."""
-        return [partial(mix_step, state=layer[:B]) for layer in self.storage]
+    def in_groups(self, B):
+        return False
+
+    def groups(self, B, lengths):
+        """Return how the rows of a step differ in what they read: not at all."""
+        return ()
+
+    def decode(self, positions, groups, way):
+        """Return for each layer what GPT.hidden calls with the next tokens of rows 0 ... B-1, at positions
+        [B]."""
+        return [partial(mix_step, state=layer[:len(positions)]) for layer in self.storage]

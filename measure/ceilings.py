@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from engine import Packed, cache_bytes
+from engine import Packed
+from kv_cache import cache_bytes
 from model import on_meta
 from runtime import hardware
 

@@ -129,7 +129,7 @@ def result(folder, knobs):
     evaluated = [line for line in lines if line.get("step") == knobs["max_steps"] and "val_loss" in line]
     if not evaluated:
         return None
-    if checkpoint.load_state(folder, knobs["max_steps"])["lr_factor"] < 1:
+    if checkpoint.load_state(folder, knobs["max_steps"])["progress"]["lr_factor"] < 1:
         raise guard.Failure(f"{folder} has gone back and lowered its rate, so its figures are not those of "
                             f"{knobs['learning_rate']}: see {folder.name}.log, and choose lower --rates.")
     steps = [line for line in lines if "lr" in line]

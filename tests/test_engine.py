@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import ROOT, environment
-from engine import Engine, Request, Sampling, cache_bytes
+from engine import Engine, Request, Sampling
+from kv_cache import cache_bytes
 from model import GPT, GPTConfig, add_lora, merged
 from recorded import Recorded
 from runtime import memory
@@ -49,7 +50,7 @@ on_a_gpu = pytest.mark.parametrize("acting", ["cuda"], indirect=True)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape, groups, acting, monkeypatch):
     if groups:
-        monkeypatch.setattr("engine.GROUP", 2)
+        monkeypatch.setattr("kv_cache.GROUP", 2)
         monkeypatch.setattr("engine.SORT_EVERY", 3)
     model = make(**SHAPES[shape])
     lengths = [(7 * i) % 40 + 1 for i in range(20)]
@@ -74,7 +75,7 @@ def test_a_prompt_that_waits_for_slots_and_a_sorted_batch_keep_their_own_keys(mo
     model, together = make(), {}
     requests = [Request(p, num_samples=9, key=i, max_new_tokens=5 + 7 * i) for i, p in enumerate(prompts(6))]
     for group, every in ((10**6, 10**6), (2, 2)):
-        monkeypatch.setattr("engine.GROUP", group)
+        monkeypatch.setattr("kv_cache.GROUP", group)
         monkeypatch.setattr("engine.SORT_EVERY", every)
         found = {(s.request.key, s.index): s for s in Engine(model, slots=5, poll=1 + (group == 2)).generate(requests)}
         for key, s in found.items():
@@ -348,7 +349,8 @@ def test_memory_is_what_the_arithmetic_says():
     code = """
 import torch
 import torch.nn.functional as F
-from engine import Engine, Request, cache_bytes
+from engine import Engine, Request
+from kv_cache import cache_bytes
 from model import GPT, GPTConfig, on_meta
 from runtime import hardware
 config = GPTConfig(vocab_size=256, block_size=1024, n_layer=8, n_head=8, n_embd=512, n_kv_head=4)

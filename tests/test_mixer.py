@@ -20,7 +20,8 @@ import rollout
 import sample
 import train
 from conftest import TINY, count_graphs, flags, largest_difference, metrics, trained, weights
-from engine import Engine, Request, Sampling, cache_bytes
+from engine import Engine, Request, Sampling
+from kv_cache import cache_bytes
 from measure import mixer_lengths
 from mixer import mix, mix_step
 from model import GPT, GPTConfig, add_lora, merged

@@ -34,7 +34,7 @@ def started(monkeypatch, tmp_path):
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         end = okadfa.checkpoint.step_folder(folder, last)
         end.mkdir(parents=True, exist_ok=True)
-        (end / "state.json").write_text(json.dumps({"lr_factor": 1.0}))
+        (end / "state.json").write_text(json.dumps({"progress": {"lr_factor": 1.0}}))
     monkeypatch.setattr(okadfa, "logged_process", start)
     monkeypatch.setattr(okadfa, "machine", lambda: "two cores")
     monkeypatch.setattr(okadfa, "git_commit", lambda: "abc")
@@ -103,7 +103,7 @@ def test_a_run_that_went_back_does_not_count_for_the_rate_that_was_asked_for(sta
         start(command, name, log, **env)
         if "--learning_rate=0.01" in command:
             for state in tmp_path.glob("out/last/rate0.01*/checkpoints/*/state.json"):
-                state.write_text('{"lr_factor": 0.5}')
+                state.write_text('{"progress": {"lr_factor": 0.5}}')
     monkeypatch.setattr(okadfa, "logged_process", going_back)
     assert measure(tmp_path, "--rows=last", "--rates=0.003 0.01 0.03") == 0
     assert "has gone back and lowered its rate, so its figures are not those of 0.01" in capsys.readouterr().out
