@@ -108,18 +108,15 @@ def beyond(sampled, again, unsolved):
     """Return which problems the models solve in 8 tries that no teacher solves, and of those the base doesn't
     solve in 8.
 
-    sampled: as answers() has them. again: those of the base with another seed: it was picked for failing
-    once, and would solve some of these problems in 8 new tries, by chance alone; what a model has learnt is
-    what it solves above that. unsolved: questions."""
+    sampled: as answers() has them. again: those of the base with another seed. By these it is found what it
+    does not solve: by the ones that it is compared with, it would be picked for having failed there, and
+    what other models solve would be chance in part. unsolved: questions."""
     hard = [question for question in unsolved if question in sampled["base"]]
-    hardest = [question for question in hard if not solved(sampled["base"][question])]
-    models = sampled | {"base, 8 new tries": again["base"]}
-    result = {"no_teacher": {}, "no_teacher_and_not_the_base": {}}
-    for name, by_question in models.items():
-        result["no_teacher"][name] = share_of([solved(by_question[question]) for question in hard])
-        if name != "base":
-            found = share_of([solved(by_question[question]) for question in hardest])
-            result["no_teacher_and_not_the_base"][name] = found
+    hardest = [question for question in hard if not solved(again["base"][question])]
+    result = {}
+    for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest)):
+        result[key] = {name: share_of([solved(samples[question]) for question in asked])
+                       for name, samples in sampled.items()}
     result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]
     return result
 
@@ -146,13 +143,22 @@ def side_by_side(greedy, unsolved, n=12):
     return "\n\n\n".join(parts) + "\n"
 
 
+def gains(path):
+    """Return {model: what it answers right above the base, and the 95% interval of that}, as eval.py says."""
+    keys = "difference", "difference_low", "difference_high"
+    base, *others = ladder.last_line(path)["models"]
+    return {Path(row["model"]).name: {key: row[key] for key in keys} for row in others}
+
+
 def summarise(folder):
     """Return (summary, the intervals of greedy and sampled accuracy of each stage)."""
     summary, intervals = ladder.summarise(folder)
     known = json.loads((folder / "teachers.json").read_text())
     unsolved = [question["question"] for question in known["unsolved"]]
     return summary | {
+        "questions": known["questions"],
         "teachers": known["solve"] | {"together": known["together"]},
+        "gains": {when: gains(folder / f"{when}.txt") for when in ("greedy", "sampled")},
         "beyond": beyond(answers(folder / "sampled.jsonl"), answers(folder / "again.jsonl"), unsolved),
     }, intervals
 
@@ -186,7 +192,8 @@ def draw(summary, intervals, curve, path):
     axis.set_ylim(0, 100)
     axis.set_xlim(0, None)
     axis.set_xlabel("minutes of training and sampling")
-    axis.set_title("Right answers of 500 unseen problems, %, with 95% intervals", loc="left", fontsize=10)
+    title = f"Right answers of {summary['questions']} unseen problems, %, with 95% intervals"
+    axis.set_title(title, loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="upper left")
     figure.savefig(path, dpi=140)
@@ -200,8 +207,12 @@ def learning_curve(path):
 
 def report(summary):
     ladder.print_stages(summary)
+    for when, by_model in summary["gains"].items():
+        for name, row in by_model.items():
+            low, high = (100 * row[f"difference_{end}"] for end in ("low", "high"))
+            print(f"{name} - base, {when}: {100 * row['difference']:+.1f} points [{low:+.1f}, {high:+.1f}]")
     print(f"All teachers together solve {100 * summary['teachers']['together']:.1f}%. Of the problems that")
-    whose = {"no_teacher": "no teacher solves", "no_teacher_and_not_the_base": "nor the base in 8 tries"}
+    whose = {"no_teacher": "no teacher solves", "no_teacher_and_not_the_base": "nor the base in 8 other tries"}
     for key, what in whose.items():
         for name, found in summary["beyond"][key].items():
             share = "none there"

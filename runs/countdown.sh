@@ -2,50 +2,48 @@
 # Countdown, from scratch, on two cores: a small GPT on searches that teachers wrote; its own verified searches; reinforcement learning
 # on the verifier's grade; and what of it is beyond the teachers. docs/countdown.md has what came out. No data to download, no GPU.
 #
-#     bash runs/countdown.sh                   a base, by estimate 15 minutes, as much of reinforcement learning, and the rest; not run as a whole yet
-# Takes --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=, --asked= (questions of rejection sampling), --num_questions= (of
-# the test) and --task= (countdown_search:3 is easier).
+#     bash runs/countdown.sh                   by estimate half an hour; not run as a whole yet
+# What is done already is not done again. Takes --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=, --asked= (questions of
+# rejection sampling), --num_questions= (of the test; without it 500, or as many as there are) and --task= (countdown_search:3 is easier).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/countdown data=data seed=0 base= grpo= asked=3000 questions=500 task=countdown_search
+out=out/countdown data=data seed=0 base= grpo= asked=3600 questions= task=countdown_search
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seed=*) seed=${argument#*=} ;;
         --base_steps=*) base=--max_steps=${argument#*=} ;;
-        --grpo_steps=*) grpo="--max_steps=${argument#*=} --num_questions=$((32 * ${argument#*=}))" ;;      # 32 a step, each once
-        --asked=*) asked=${argument#*=} ;; --num_questions=*) questions=${argument#*=} ;; --task=*) task=${argument#*=} ;;
+        --grpo_steps=*) grpo="--max_steps=${argument#*=} --num_questions=$((32 * ${argument#*=})) --eval_interval=${argument#*=}" ;;    # 32 a step, each once
+        --asked=*) asked=${argument#*=} ;; --num_questions=*) questions=$argument ;; --task=*) task=${argument#*=} ;;
         *) echo "error: countdown.sh takes --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=, --asked=, --num_questions= and --task=, not $argument; train.py --help lists the knobs of training." >&2; exit 2 ;;
     esac
 done
 source runs/ladder.sh
 [ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (is a variable not set?): name one."
-made="greedy.txt sampled.txt again.txt greedy.jsonl sampled.jsonl again.jsonl teachers.json traces.txt summary.json summary.png"
-ours_or_none "this ladder's" $made
+ours_or_none "this ladder's" greedy.txt sampled.txt again.txt greedy.jsonl sampled.jsonl again.jsonl teachers.json traces.txt summary.json summary.png
 also="matplotlib"; source runs/setup.sh
 ask="--task=$task --max_new_tokens=240"       # with the question, the 256 bytes that the teachers had
 mkdir -p "$out"
-for name in $made; do rm -f "$out/$name"; done
-: > "$out/seconds"
+touch "$out/seconds"
 
 spread 1,2,4,8                                # training too
 
 answer() {                               # answer NAME MODELS AND FLAGS...: the test questions; all answers in NAME.jsonl
     local file=$out/$1; shift
-    $each_core eval.py --compare "$@" $ask --num_questions="$questions" --output="$file.jsonl" --json > "$file.txt" &&
-        grep -v '^{' "$file.txt"
+    $each_core eval.py --compare "$@" $ask $questions --output="$file.jsonl" --json > "$file.txt"
+    grep -v '^{' "$file.txt"
 }
 models="$out/base $out/rft $out/grpo"
-"$python" -m runs.countdown --teachers="$out/teachers.json" --task="$task" --num_questions="$questions"
-timed base $each_core train.py config/countdown.py --dataset="task:$task" --out_dir="$out/base" --data_dir="$data" --seed="$seed" --overwrite $base
-timed datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" --overwrite \
-    --num_questions="$asked" --oversample=8 --keep_per_question=1 --stop_early --temperature=1
-timed rft "$python" train.py config/countdown_rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" \
-    --overwrite
-timed grpo $each_core grpo.py config/countdown_grpo.py $ask --init_from="$out/rft" --out_dir="$out/grpo" --seed="$seed" --overwrite $grpo
-timed evaluation answer greedy $models
-timed evaluation answer sampled $models --num_samples=8 --temperature=1
-# What the base would solve in eight new tries of what it did not solve in eight: chance, beside which the last model is to be seen.
-timed evaluation answer again "$out/base" --num_samples=8 --temperature=1 --seed=1
+"$python" -m runs.countdown --teachers="$out/teachers.json" --task="$task" $questions
+finish base $each_core train.py config/countdown.py --dataset="task:$task" --out_dir="$out/base" --data_dir="$data" --seed="$seed" $device --resume=auto $base
+# Other questions than reinforcement learning asks, which begins with the seed's first.
+once datagen "$out/rft.json" $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed=$((1000 + seed)) \
+    --num_questions="$asked" --oversample=4 --keep_per_question=1 --stop_early --temperature=1
+finish rft "$python" train.py config/countdown_rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --resume=auto
+finish grpo $each_core grpo.py config/countdown_grpo.py $ask --init_from="$out/rft" --out_dir="$out/grpo" --seed="$seed" --resume=auto $grpo
+finish greedy answer greedy $models
+finish sampled answer sampled $models --num_samples=8 --temperature=1
+# By these answers of the base it is said what it does not solve in 8 tries; by the others, how often each model solves that.
+finish again answer again "$out/base" --num_samples=8 --temperature=1 --seed=1
 "$python" -m runs.countdown "$out"
 echo; echo "Three models, side by side (all in $out/traces.txt):"
 sed -n 1,25p "$out/traces.txt"

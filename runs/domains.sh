@@ -28,20 +28,11 @@ mkdir -p "$out"
 source runs/ladder.sh
 spread 1,2,4
 
-once() {                                 # once NAME FILE COMMAND...: unless FILE is there; notes the seconds it takes
-    local name=$1 file=$2; shift 2
-    [ -e "$file" ] || timed "$name" "$@"
-}
 learn() {                                # learn NAME FLAGS...: reinforcement learning from the tuned model, whatever stopped it before
     local name=$1; shift
     once "$name" "$out/$name/checkpoints/step_$(printf %08d "$last")" \
         $each_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/$name" --max_steps="$last" --eval_interval="$last" \
         --resume=auto "$@"
-}
-train_base() { "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --resume=auto $base && touch "$out/base.done"; }
-tune() {
-    "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --resume=auto --num_epochs=1.5 &&
-        touch "$out/rft.done"
 }
 compare() {                              # compare NAME MODELS...: all on the same test questions, each against the first; greedy, and sampled
     local name=$1; shift
@@ -52,12 +43,12 @@ compare() {                              # compare NAME MODELS...: all on the sa
 }
 with_json() { local file=$1; shift; "$@" | tee "$file.log" | grep -v '^{'; grep '^{' "$file.log" > "$file.tmp"; mv "$file.tmp" "$file"; rm "$file.log"; }
 
-
-once base "$out/base.done" train_base
+finish base "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --resume=auto $base
 once datagen "$out/rft.json" \
     $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" \
     --num_questions=3600 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
-once rft "$out/rft.done" tune
+finish rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --resume=auto \
+    --num_epochs=1.5
 for seed in $seeds; do
     last=$steps
     learn "mixed$seed" --seed="$seed"

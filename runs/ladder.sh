@@ -12,14 +12,15 @@ ours_or_none() {                         # ours_or_none WHOSE NAME...: an earlie
 }
 
 # So small a model is sampled fastest by a process for each core; a GPU takes one.
-spread() {                               # spread NUMBERS: sets each_core, so many processes of them as there are cores, and adds to ask
-    each_core="$python"
+spread() {                               # spread NUMBERS: sets each_core, so many processes of them as there are cores, and device; adds that to ask
+    each_core="$python" device=
     if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
         local cores
         cores=$("$python" -c "import os
 cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
 print(max(n for n in ($1) if n <= cores))")                        # they share the prompts of a step evenly
-        ask="$ask --device=cpu"
+        device=--device=cpu
+        ask="$ask $device"
         each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
     fi
 }
@@ -30,4 +31,14 @@ timed() {                                # timed NAME COMMAND...: notes the seco
     echo; echo "== $1"; local name=$1 began; shift; began=$(now)
     "$@"
     echo "$name $(now) $began" >> "$out/seconds"
+}
+once() {                                 # once NAME FILE COMMAND...: timed, unless FILE is there
+    local name=$1 file=$2; shift 2
+    [ -e "$file" ] || timed "$name" "$@"
+}
+
+finish() {                               # finish NAME COMMAND...: timed, unless it came to its end before
+    [ ! -e "$out/$1.done" ] || return 0
+    timed "$@"
+    touch "$out/$1.done"
 }

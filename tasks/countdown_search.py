@@ -48,6 +48,7 @@ FEWEST, MOST = 2, 6                  # numbers of a question
 LOWEST, HIGHEST = 10, 100            # target
 CEILING = 150                        # the largest number that a teacher makes; every question can do with it
 N_VALID = 1000                       # documents for validation
+MOST_DRAWS = 100_000                 # of numbers, until a question is found
 ARGUMENT = re.compile(r"([0-9])(?:-([0-9]))?(?:,([0-9]{1,4}))?(?:,([0-9]{1,5}))?(?:,([0-9]{1,8}))?")
 STEP = re.compile(r"([0-9]{1,6})([-+*/])([0-9]{1,6})=([0-9]{1,6})")
 LONGEST_STEP = len(" 100+50=150")    # none up to CEILING is longer
@@ -66,17 +67,15 @@ def sizes(argument):
     if not found:
         raise ValueError("The argument of countdown_search is COUNTS,LARGEST,LONGEST,DOCUMENTS, such as 4 or "
                          f"3-4,20,256,100000, and not {argument!r}.")
-    fewest, most, largest, longest, documents = (int(x) if x else None for x in found.groups())
-    most = most or fewest
-    largest = largest or 20
-    longest = longest or 256
-    documents = documents or 100_000
+    defaults = found[1], found[1], 20, 256, 100_000
+    fewest, most, largest, longest, documents = (
+        int(default if given is None else given) for given, default in zip(found.groups(), defaults))
     if not FEWEST <= fewest <= most <= MOST:
         raise ValueError(f"countdown_search has questions of {FEWEST} to {MOST} numbers, the fewer first: "
                          f"{argument} asks for others.")
-    if not 10 <= largest <= CEILING or longest < 128:
-        raise ValueError(f"The largest number of countdown_search is 10 to {CEILING}, and a document has room "
-                         f"for 128 bytes at least: {argument} has it otherwise.")
+    if not 10 <= largest <= CEILING or longest < 128 or documents < 1:
+        raise ValueError(f"The largest number of countdown_search is 10 to {CEILING}, a document has room for "
+                         f"128 bytes at least, and there is at least one: {argument} has it otherwise.")
     return range(fewest, most + 1), largest, longest, documents
 
 
@@ -225,7 +224,7 @@ def search(teacher, numbers, target, room=None):
         found = first(trace, tuple(numbers), HEURISTICS[name], width)
     except OutOfRoom:
         found = None
-    return found and list(found), trace.text
+    return list(found) if found else None, trace.text
 
 
 def room_for(question, longest):
@@ -274,7 +273,7 @@ def draw(rng, split, argument=None):
     4."""
     counts, largest, *_ = sizes(argument)
     (count,) = rng.choices(counts, range(1, len(counts) + 1))
-    while True:
+    for _ in range(MOST_DRAWS):
         numbers = [rng.randint(1, largest) for _ in range(count)]
         if split_of_numbers(tuple(sorted(numbers))) != split:
             continue
@@ -283,6 +282,8 @@ def draw(rng, split, argument=None):
             target = str(rng.choice(targets))
             question = f"{target} from {' '.join(map(str, numbers))}"
             return {"question": question, "answer": target, "numbers": numbers}
+    raise ValueError(f"Of {count} numbers up to {largest} countdown_search has no question for the split {split}: "
+                     "ask for more numbers, or larger ones.")
 
 
 def questions(split, seed=0, n=None, argument=None):
@@ -365,4 +366,4 @@ def reward(question, completion):
 
 def signature(completion):
     """The steps of the answer, in whatever order."""
-    return " ".join(sorted("".join(map(str, step)) for step in steps_of(completion) or []))
+    return " ".join(sorted(f"{a}{sign}{b}={c}" for a, sign, b, c in steps_of(completion) or []))

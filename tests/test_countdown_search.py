@@ -151,6 +151,12 @@ def test_questions_differ_can_be_solved_and_are_a_function_of_the_seed():
     assert len(tasks.load("countdown_search:2").questions("test", n=10_000, fewer=True)) == 8             # there are no more, and it ends
 
 
+def test_where_a_split_has_no_question_it_is_said(monkeypatch):
+    monkeypatch.setattr(countdown_search, "MOST_DRAWS", 2000)
+    with pytest.raises(ValueError, match="Of 2 numbers up to 10 countdown_search has no question for the split valid: ask for more"):
+        tasks.load("countdown_search:2,10").questions("valid", n=1)
+
+
 def test_makeable_is_what_every_order_makes():
     for numbers in ([3, 5, 7], [2, 2, 8, 20], [1, 1, 13], [6, 6], [12, 18, 6, 1]):
         assert countdown_search.makeable(numbers) == all_made(numbers)
@@ -197,7 +203,7 @@ def test_the_answer_alone_is_graded():
 
 @pytest.mark.parametrize("argument, words", [
     ("", "is COUNTS,LARGEST"), ("1", "2 to 6 numbers"), ("7", "2 to 6 numbers"), ("4-3", "the fewer first"), ("3,151", "10 to 150"), ("3,9", "10 to 150"),
-    ("3,20,127", "room for 128"), ("3;4", "is COUNTS,LARGEST"), ("three", "is COUNTS,LARGEST"), ("3,20,256,5,5", "is COUNTS,LARGEST")])
+    ("3,20,127", "room for 128"), ("3,0", "10 to 150"), ("3,20,0", "room for 128"), ("3,20,256,0", "at least one"), ("3;4", "is COUNTS,LARGEST"), ("three", "is COUNTS,LARGEST"), ("3,20,256,5,5", "is COUNTS,LARGEST")])
 def test_an_argument_that_is_none_is_a_sentence(argument, words):
     with pytest.raises(ValueError, match=words):
         tasks.load(f"countdown_search:{argument}")
@@ -239,20 +245,24 @@ def test_what_it_can_not_do_is_a_sentence(argv, words):
 
 @pytest.fixture
 def ladder(tmp_path):
-    """A folder as the stages of runs/countdown.sh leave it: four problems, of which no teacher solves the last three."""
-    rights = {"base": "1000", "rft": "1100", "grpo": "1110", "again": "1001"}
+    """A folder as the stages of runs/countdown.sh leave it: four problems, of which no teacher solves the last three. The base
+    solves one of these in its other tries, and another in those that it is compared by."""
+    greedy = {"base": "1000", "rft": "1100", "grpo": "1110"}
+    rights = {"greedy": greedy, "sampled": greedy | {"base": "1010", "rft": "1110"}, "again": {"base": "1001"}}
     for name in ("greedy", "sampled", "again"):
         rows, lines = [], []
-        for model in ("base", "rft", "grpo") if name != "again" else ("base",):
-            flags = [int(flag) for flag in rights["again" if name == "again" else model]]
+        for model in rights[name]:
+            flags = [int(flag) for flag in rights[name][model]]
             rows.append({"model": f"out/{model}", "accuracy": sum(flags) / 4, "accuracy_low": 0.0, "accuracy_high": 1.0, "pass_at_k": {"8": sum(flags) / 4}})
+            if model != "base":
+                rows[-1] |= {"difference": 0.25, "difference_low": -0.1, "difference_high": 0.5}
             for i, flag in enumerate(flags):
                 samples = [{"completion": f"{model} writes\nanswer: {i}.", "score": float(flag and k == 0), "parts": {}, "error": None}
                            for k in range(1 if name == "greedy" else 8)]
                 lines.append({"model": f"out/{model}", "question": f"problem {i}", "answer": str(i), "samples": samples})
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "teachers.json").write_text(json.dumps({"solve": {"one": 0.25}, "together": 0.25,
+    (tmp_path / "teachers.json").write_text(json.dumps({"questions": 4, "solve": {"one": 0.25}, "together": 0.25,
                                                         "unsolved": [{"question": f"problem {i}"} for i in (1, 2, 3)]}))
     (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 200 190\n")
     (tmp_path / "grpo").mkdir()
@@ -265,14 +275,16 @@ def test_the_summary(ladder, capsys):
     summary = json.loads((ladder / "summary.json").read_text())
     assert [stage["name"] for stage in summary["stages"]] == ["base", "rft", "grpo"] and summary["total_seconds"] == 180.0
     assert [(stage["greedy"], stage["seconds"]) for stage in summary["stages"]] == [(0.25, 60.0), (0.5, 70.0), (0.75, 40.0)]
-    by_none = summary["beyond"]["no_teacher"]
-    assert {name: (found["n"], found["of"]) for name, found in by_none.items()} == {"base": (0, 3), "rft": (1, 3), "grpo": (2, 3),
-                                                                                    "base, 8 new tries": (1, 3)}
-    hardest = summary["beyond"]["no_teacher_and_not_the_base"]
-    assert list(hardest) == ["rft", "grpo", "base, 8 new tries"] and (hardest["grpo"]["n"], hardest["grpo"]["of"]) == (2, 3)
-    assert (hardest["grpo"]["low"], hardest["grpo"]["high"]) == pytest.approx((0.2077, 0.9385), abs=1e-4)         # Wilson's, by hand
+    counts = {key: {name: (row["n"], row["of"]) for name, row in summary["beyond"][key].items()} for key in ("no_teacher", "no_teacher_and_not_the_base")}
+    assert counts == {"no_teacher": {"base": (1, 3), "rft": (2, 3), "grpo": (2, 3)},
+                      "no_teacher_and_not_the_base": {"base": (1, 2), "rft": (2, 2), "grpo": (2, 2)}}         # problem 3 is left out
+    by_none = summary["beyond"]["no_teacher"]["grpo"]
+    assert (by_none["low"], by_none["high"]) == pytest.approx((0.2077, 0.9385), abs=1e-4)         # Wilson's, by hand
     assert summary["beyond"]["solved_by_the_last"] == ["problem 1", "problem 2"]
-    assert (ladder / "summary.png").stat().st_size > 5000 and "in 8 tries grpo solves 2 of 3: 66.7% [20.8, 93.9]" in capsys.readouterr().out
+    assert summary["gains"]["sampled"]["grpo"] == {"difference": 0.25, "difference_low": -0.1, "difference_high": 0.5}
+    said = capsys.readouterr().out
+    assert (ladder / "summary.png").stat().st_size > 5000 and "in 8 tries grpo solves 2 of 3: 66.7% [20.8, 93.9]" in said
+    assert "grpo - base, greedy: +25.0 points [-10.0, +50.0]" in said
     first, *others = (ladder / "traces.txt").read_text().split("\n\n\n")
     assert first.splitlines() == ["problem 2 (no teacher solves it)", "base (wrong)   rft (wrong)   grpo (right)", "base writes    rft writes    grpo writes",
                                   "answer: 2.     answer: 2.    answer: 2."] and len(others) == 3
@@ -305,40 +317,67 @@ def test_the_script_refuses_in_a_sentence_and_replaces_nothing_of_others(tmp_pat
     assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}
 
 
-def test_each_stage_is_given_knobs_that_it_has(tmp_path):
-    python = tmp_path / "python"             # notes what it is asked for, and says of eval.py what the script looks for
+@pytest.fixture
+def climbed(tmp_path):
+    """A function: flags of the script -> what its stages were asked for, [(name, knobs and models)]; and what it printed."""
+    python = tmp_path / "python"             # notes what it is asked for, and leaves what the script looks for
     python.write_text(f'''#!/bin/sh
 case "$1 $2" in
     -c*) exec {sys.executable} "$@" ;;
-    *) for word in "$@"; do printf "%s\\t" "$word"; done >> {tmp_path}/asked; echo >> {tmp_path}/asked; echo a table; echo a trace > {tmp_path}/out/traces.txt ;;
+    *) for word in "$@"; do printf "%s\\t" "$word"; done >> {tmp_path}/asked; echo >> {tmp_path}/asked; echo a table; echo a trace > {tmp_path}/out/traces.txt
+       case "$*" in *datagen.py*) echo "[]" > {tmp_path}/out/rft.json ;; *eval.py*) exit ${{FAILS:-0}} ;; esac ;;
 esac
 ''')
     python.chmod(python.stat().st_mode | stat.S_IEXEC)
-    done = script(f"--out_dir={tmp_path}/out", "--seed=7", "--base_steps=5", "--grpo_steps=3", "--asked=9", "--num_questions=11", "--task=countdown_search:3",
-                  PYTHON=str(python), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
     Configs = {"train.py": train.Config, "datagen.py": datagen.Config, "grpo.py": grpo.Config, "eval.py": evaluation.Config}
-    stages = []
-    for line in (tmp_path / "asked").read_text().splitlines():
-        words = line.strip().split("\t")
-        name = next((word for word in words if word in Configs), None)
-        if name is None:
-            stages.append((words[1], words))
-            continue
-        argv = [str(ROOT / word) if word.startswith("config/") else word for word in words[words.index(name) + 1:]]
-        argv = [word for word in argv if not word.startswith("--init_from=")]            # the models are not there
-        cfg = config.load(Configs[name], argv, positional="models" if name == "eval.py" else None)
-        stages.append((name, cfg))
+
+    def climb(*flags, code=0, **env):
+        (tmp_path / "asked").write_text("")
+        done = script(f"--out_dir={tmp_path}/out", "--seed=7", *flags, PYTHON=str(python), CUDA_VISIBLE_DEVICES="", **env)
+        assert done.returncode == code, done.stderr
+        stages = []
+        for line in (tmp_path / "asked").read_text().splitlines():
+            words = line.strip().split("\t")
+            name = next((word for word in words if word in Configs), None)
+            if name is None:
+                stages.append((words[1], words))
+                continue
+            argv = [str(ROOT / word) if word.startswith("config/") else word for word in words[words.index(name) + 1:]]
+            starts = [word for word in argv if word.startswith("--init_from=")]                  # the models are not there
+            cfg = config.load(Configs[name], [word for word in argv if word not in starts], positional="models" if name == "eval.py" else None)
+            if starts:
+                cfg.init_from = starts[0].partition("=")[2]
+            stages.append((name, cfg))
+        return stages, done.stdout
+    return climb
+
+
+def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
+    stages, said = climbed("--base_steps=5", "--grpo_steps=3", "--asked=9", "--num_questions=11", "--task=countdown_search:3")
     assert [name for name, _ in stages] == ["runs.countdown", "train.py", "datagen.py", "train.py", "grpo.py", *3 * ["eval.py"], "runs.countdown"]
-    _, base, drawn, tuned, learnt, greedy, sampled, again, _ = (cfg for _, cfg in stages)
-    assert (base.dataset, base.max_steps, base.block_size, base.seed) == ("task:countdown_search:3", 5, 512, 7)
-    assert (drawn.num_questions, drawn.temperature, drawn.max_new_tokens, drawn.seed) == (9, 1.0, 240, 7)
-    assert tuned.dataset == drawn.output == f"{tmp_path}/out/rft.json"
+    teachers, base, drawn, tuned, learnt, greedy, sampled, again, report = (cfg for _, cfg in stages)
+    out = f"{tmp_path}/out"
+    assert {f"--teachers={out}/teachers.json", "--task=countdown_search:3", "--num_questions=11"} < {*teachers} and report[-1] == out
+    assert (base.dataset, base.max_steps, base.block_size, base.seed, base.device) == ("task:countdown_search:3", 5, 512, 7, "cpu")
+    assert (base.init_from, base.out_dir, base.resume) == ("scratch", f"{out}/base", "auto")
+    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 240)
+    assert drawn.seed not in (base.seed, learnt.seed) and not drawn.overwrite                    # other questions; it goes on
+    assert (tuned.init_from, tuned.dataset, tuned.out_dir, tuned.resume) == (f"{out}/base", drawn.output, f"{out}/rft", "auto")
+    assert (learnt.init_from, learnt.out_dir, learnt.resume) == (f"{out}/rft", f"{out}/grpo", "auto")
     assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 240)
-    assert [(cfg.num_samples, cfg.temperature, cfg.seed, len(cfg.models)) for cfg in (greedy, sampled, again)] == [(1, 0.0, 0, 3), (8, 1.0, 0, 3), (8, 1.0, 1, 1)]
+    three = tuple(f"{out}/{name}" for name in ("base", "rft", "grpo"))
+    assert [(cfg.num_samples, cfg.temperature, cfg.seed, cfg.models, cfg.output) for cfg in (greedy, sampled, again)] == [
+        (1, 0.0, 0, three, f"{out}/greedy.jsonl"), (8, 1.0, 0, three, f"{out}/sampled.jsonl"), (8, 1.0, 1, three[:1], f"{out}/again.jsonl")]
     assert {cfg.num_questions for cfg in (greedy, sampled, again)} == {11}
-    assert "== grpo" in done.stdout and (tmp_path / "out/seconds").read_text().split()[::3] == ["base", "datagen", "rft", "grpo", *3 * ["evaluation"]]
-    assert shlex.split(done.stdout)[-2:] == ["a", "trace"]
+    assert "== grpo" in said and (tmp_path / "out/seconds").read_text().split()[::3] == ["base", "datagen", "rft", "grpo", "greedy", "sampled", "again"]
+    assert shlex.split(said)[-2:] == ["a", "trace"]
+
+
+def test_what_is_done_is_not_done_again(climbed):
+    stages, _ = climbed(code=1, FAILS="1")
+    assert [name for name, _ in stages][-2:] == ["grpo.py", "eval.py"] and stages[-1][1].num_questions == "auto"
+    assert [name for name, _ in climbed()[0]] == ["runs.countdown", *3 * ["eval.py"], "runs.countdown"]
+    assert [name for name, _ in climbed()[0]] == ["runs.countdown", "runs.countdown"]
 
 
 # --- TinyZero's form ---
