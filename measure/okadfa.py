@@ -31,7 +31,7 @@ from runtime.config import BadInput
 from runtime.metrics import read_lines
 from runtime.tokenizer import Tokenizer
 
-RATES = {"muon": "0.003 0.006 0.012 0.024", "adamw": "0.001 0.002 0.004 0.008"}
+RATES = {"muon": "0.006 0.012 0.024 0.048", "adamw": "0.001 0.002 0.004 0.008"}
 SHARED = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "optimizer", "tokenizer", "dtype",
           "eval_tokens")                     # knobs that go to train.py as they are
 MOST_IDS = 10_000                            # of which bigrams are counted
