@@ -4,8 +4,9 @@
     python -m measure.okadfa TEXT OUT --rows=softmax,feedback,last
 
 TEXT is what train.py takes for --dataset=. Every row has its own learning rate: those of --rates are tried for
-a third of the steps with the first seed, and the best on the validation text trains for all of them, with all
-seeds where the row has a published ratio, else with the first. Runs are processes of train.py with one thread
+a third of the steps with the first seed, where the best is at an edge up to two more beyond it, and the best on
+the validation text trains for all of them, with all seeds where the row has a published ratio, else with the
+first. Runs are processes of train.py with one thread
 each, --jobs side by side, in OUT/ROW/; those that are done are not run again, and one that was stopped goes
 on. The table is written to OUT/table.md, the figures to OUT/table.json.
 
@@ -34,6 +35,7 @@ from runtime.tokenizer import Tokenizer
 RATES = {"muon": "0.006 0.012 0.024 0.048", "adamw": "0.001 0.002 0.004 0.008"}
 SHARED = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "optimizer", "tokenizer", "dtype",
           "eval_tokens")                     # knobs that go to train.py as they are
+MOST_BEYOND = 2                              # rates that are tried beyond those of --rates
 MOST_IDS = 10_000                            # of which bigrams are counted
 LAUNAY = "Launay et al. 2020, WikiText-103, BPE"
 SCHLAG = "Schlag et al. 2021, WikiText-103, words"
@@ -183,12 +185,22 @@ def run_all(cfg, text, out, wanted, run=run):
 def tune(cfg, text, out, names, rates, seed):
     """Return {row: {rate: loss}} after a third of the steps."""
     steps = max(1, cfg.max_steps // 3)
-    own = [name for name in names if ROWS[name].rate_of is None]
-    wanted = [(name, rate, seed, steps) for name in own for rate in rates]
-    losses = {name: {} for name in own}
-    for (name, rate, _, _), found in zip(wanted, run_all(cfg, text, out, wanted, try_rate)):
-        losses[name][rate] = found["loss"]
+    losses = {name: {} for name in names if ROWS[name].rate_of is None}
+    wanted = [(name, rate) for name in losses for rate in rates]
+    for _ in range(1 + MOST_BEYOND):
+        runs = run_all(cfg, text, out, [(*pair, seed, steps) for pair in wanted], try_rate)
+        for (name, rate), found in zip(wanted, runs):
+            losses[name][rate] = found["loss"]
+        wanted = [(name, beyond(tried)) for name, tried in losses.items() if beyond(tried)]
     return losses
+
+
+def beyond(losses):
+    """Return the rate to try next if the best of several is the highest or the lowest, else None."""
+    rate = best(losses)
+    if len(losses) == 1 or min(losses) < rate < max(losses):
+        return None
+    return 2 * rate if rate == max(losses) else rate / 2
 
 
 def best(losses):
@@ -324,7 +336,7 @@ def main(argv):
         row = ROWS[name]
         runs = [found for job, found in zip(wanted, results) if job[0] == name]
         rate = best(losses[row.rate_of or name])
-        at_edge = len(rates) > 1 and rate in (min(rates), max(rates))
+        at_edge = beyond(losses[row.rate_of or name]) is not None
         rows[name] = summary(row.title, runs, rate, at_edge, row.published, row.source)
     lines = table(rows, "byte" if cfg.tokenizer == "bytes" else "token")
     lines += ["", *filter(None, [knee(rows)])]

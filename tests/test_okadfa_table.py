@@ -113,7 +113,11 @@ def test_a_run_that_went_back_does_not_count_for_the_rate_that_was_asked_for(sta
 def test_a_rate_at_the_edge_is_said_and_a_needed_row_is_run(started, tmp_path, capsys):
     measure(tmp_path, "--rows=twice", "--rates=0.001 0.003", "--seeds=1")
     said = capsys.readouterr().out
-    assert said.count("| 0.003 (edge) |") == 2 and {run["seed"] for run in started} == {"1"}
+    assert said.count("| 0.012 (edge) |") == 2 and {run["seed"] for run in started} == {"1"}
+    assert [run["learning_rate"] for run in started if run["max_steps"] == "10"] == ["0.001", "0.003", "0.006", "0.012"]
+    measure(tmp_path, "--rows=last", "--rates=0.02 0.04", "--seeds=1")
+    assert [run["learning_rate"] for run in started if "/last/" in run["out_dir"]] == ["0.02", "0.04", "0.01", "0.005", "0.01"]
+    assert "| 0.01 |" in capsys.readouterr().out
 
 
 def test_counts_against_a_sum_by_hand():
