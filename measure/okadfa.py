@@ -77,6 +77,7 @@ class Row:
 MICRO = {"backward": "feedback_micro"}
 FEEDBACK = {"backward": "feedback"}
 DELTA = {"mixer_rule": "delta"}
+ADAMW = {"optimizer": "adamw"}
 ROWS = {
     "frozen": Row("all blocks frozen", {"trained_blocks": "none"}),
     "last": Row("only the last block trained", {"trained_blocks": "last"}),
@@ -91,6 +92,10 @@ ROWS = {
     "feedback_identity": Row("softmax, feedback, no matrices", FEEDBACK | {"feedback_matrix": "identity"}),
     "feedback_micro": Row("softmax, feedback inside blocks too", MICRO, 3.13, LAUNAY),
     "favor_feedback": Row("FAVOR+, feedback", {"mixer": "favor"} | FEEDBACK),
+    # Muon gives each direction of a gradient the same length, also those in which feedback is noise alone.
+    "softmax_adamw": Row("AdamW: softmax, backpropagation", ADAMW),
+    "last_adamw": Row("AdamW: only the last block trained", ADAMW | {"trained_blocks": "last"}),
+    "feedback_adamw": Row("AdamW: softmax, feedback", ADAMW | FEEDBACK),
 }
 
 
@@ -182,11 +187,17 @@ def run_all(cfg, text, out, wanted, run=run):
             raise
 
 
-def tune(cfg, text, out, names, rates, seed):
+def rates_of(cfg, row):
+    """Return the rates that are tried first for a row."""
+    optimizer = row.knobs.get("optimizer", cfg.optimizer)
+    return numbers(cfg.rates or RATES[optimizer], float, "rates")
+
+
+def tune(cfg, text, out, names, seed):
     """Return {row: {rate: loss}} after a third of the steps."""
     steps = max(1, cfg.max_steps // 3)
     losses = {name: {} for name in names if ROWS[name].rate_of is None}
-    wanted = [(name, rate) for name in losses for rate in rates]
+    wanted = [(name, rate) for name in losses for rate in rates_of(cfg, ROWS[name])]
     for _ in range(1 + MOST_BEYOND):
         runs = run_all(cfg, text, out, [(*pair, seed, steps) for pair in wanted], try_rate)
         for (name, rate), found in zip(wanted, runs):
@@ -319,12 +330,11 @@ def main(argv):
     text, out = cfg.words
     names = chosen(cfg)
     seeds = numbers(cfg.seeds, int, "seeds")
-    rates = numbers(cfg.rates or RATES[cfg.optimizer], float, "rates")
 
     rows = {}
     for name, found in count(cfg, text).items():         # before train.py, which then finds the text prepared
         rows[name] = summary(f"{name} counts", [found])
-    losses = tune(cfg, text, out, names, rates, seeds[0])
+    losses = tune(cfg, text, out, names, seeds[0])
     wanted = []
     for name in names:
         row = ROWS[name]

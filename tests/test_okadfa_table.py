@@ -10,7 +10,7 @@ import train
 from measure import okadfa
 from runtime.config import BadInput, seal
 
-LOSS = {"softmax": 1.0, "feedback": 1.2, "last": 1.1, "twice": 0.97}
+LOSS = {"softmax": 1.0, "feedback": 1.2, "last": 1.1, "twice": 0.97, "last_adamw": 1.15}
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_rates_are_tried_and_the_best_trains_for_all_steps_with_each_seed(starte
     assert len(tried) == 9 and {run["seed"] for run in tried} == {"0"} and {run["warmup_steps"] for run in started} == {"1", "2", "3"}
     final = [run for run in started if run["max_steps"] != "10"]
     assert {run["learning_rate"] for run in final} == {"0.01"}
-    seeds = {row: sorted(run["seed"] for run in final if f"/{row}/" in run["out_dir"]) for row in LOSS}
+    seeds = {row: sorted(run["seed"] for run in final if f"/{row}/" in run["out_dir"]) for row in ("softmax", "feedback", "last", "twice")}
     assert seeds == {"softmax": ["0", "1", "2"], "feedback": ["0", "1", "2"], "last": ["0"], "twice": ["0"]}
     assert [run["max_steps"] for run in final if "/twice/" in run["out_dir"]] == ["60"]
     assert all(run["backward"] == "feedback" for run in started if "/feedback/" in run["out_dir"])
@@ -93,7 +93,7 @@ def test_a_rate_whose_run_fails_is_out_and_a_final_run_that_fails_is_an_error(st
     with pytest.raises(okadfa.guard.Failure, match="not finite"):
         measure(tmp_path, "--rows=last", "--rates=0.003 0.01 0.03")
     assert capsys.readouterr().out.count("A rate is out") == 1
-    assert [run["learning_rate"] for run in started] == ["0.003", "0.01"]
+    assert sorted(run["learning_rate"] for run in started) == ["0.003", "0.01"]
 
 
 def test_a_run_that_went_back_does_not_count_for_the_rate_that_was_asked_for(started, tmp_path, monkeypatch, capsys):
@@ -111,13 +111,20 @@ def test_a_run_that_went_back_does_not_count_for_the_rate_that_was_asked_for(sta
 
 
 def test_a_rate_at_the_edge_is_said_and_a_needed_row_is_run(started, tmp_path, capsys):
-    measure(tmp_path, "--rows=twice", "--rates=0.001 0.003", "--seeds=1")
+    measure(tmp_path, "--rows=twice", "--rates=0.001 0.003", "--seeds=1", "--jobs=1")
     said = capsys.readouterr().out
     assert said.count("| 0.012 (edge) |") == 2 and {run["seed"] for run in started} == {"1"}
     assert [run["learning_rate"] for run in started if run["max_steps"] == "10"] == ["0.001", "0.003", "0.006", "0.012"]
-    measure(tmp_path, "--rows=last", "--rates=0.02 0.04", "--seeds=1")
+    measure(tmp_path, "--rows=last", "--rates=0.02 0.04", "--seeds=1", "--jobs=1")
     assert [run["learning_rate"] for run in started if "/last/" in run["out_dir"]] == ["0.02", "0.04", "0.01", "0.005", "0.01"]
     assert "| 0.01 |" in capsys.readouterr().out
+
+
+def test_each_optimizer_has_its_own_rates(started, tmp_path):
+    measure(tmp_path, "--rows=last,last_adamw", "--seeds=0", "--jobs=1")
+    tried = {row: [run["learning_rate"] for run in started if f"/{row}/" in run["out_dir"] and run["max_steps"] == "10"] for row in ("last", "last_adamw")}
+    assert tried == {"last": ["0.006", "0.012", "0.024", "0.048"], "last_adamw": ["0.001", "0.002", "0.004", "0.008", "0.016"]}
+    assert {run["optimizer"] for run in started if "/last_adamw/" in run["out_dir"]} == {"adamw"}
 
 
 def test_counts_against_a_sum_by_hand():
