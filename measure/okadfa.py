@@ -123,8 +123,8 @@ def folder_of(out, name, knobs):
 
 
 def result(folder, knobs):
-    """Return {loss, ppl_token, ppl_word, step_s} of a run that is done, None of another. BadInput if it has
-    other knobs, Failure if it has rolled back and gone on at a lower rate."""
+    """Return {loss, ppl_token, ppl_word, step_s (of the fastest steps)} of a run that is done, None of another.
+    BadInput if it has other knobs, Failure if it has rolled back and gone on at a lower rate."""
     if not (folder / "config.json").exists():
         return None
     saved = config.read_saved(folder)
@@ -140,12 +140,12 @@ def result(folder, knobs):
         raise guard.Failure(f"{folder} has gone back and lowered its rate, so its figures are not those of "
                             f"{knobs['learning_rate']}: see {folder.name}.log, and choose lower --rates.")
     steps = [line for line in lines if "lr" in line]
-    seconds = steps[-1]["seconds"] - steps[0]["seconds"]
+    fastest = max(line["tokens_per_s"] for line in steps)          # others may have wanted the cores meanwhile
     return {
         "loss": evaluated[-1]["val_loss"],
         "ppl_token": evaluated[-1]["val_ppl_token"],
         "ppl_word": evaluated[-1].get("val_ppl_word", math.nan),
-        "step_s": seconds / max(1, steps[-1]["step"] - steps[0]["step"]),
+        "step_s": steps[-1]["tokens"] / steps[-1]["step"] / fastest,
     }
 
 

@@ -29,7 +29,8 @@ def started(monkeypatch, tmp_path):
         (folder / "config.json").write_bytes(seal(vars(knobs)))
         loss = LOSS[row] + 0.01 * seed + abs(math.log(float(flags["learning_rate"]) / 0.01))
         last = int(flags["max_steps"])
-        lines = [{"step": 1, "lr": 1, "seconds": 2.0}, {"step": last, "lr": 1, "seconds": 2.0 + 0.5 * (last - 1)},
+        lines = [{"step": 1, "lr": 1, "tokens": 100, "tokens_per_s": 7.0}, {"step": 2, "lr": 1, "tokens": 200, "tokens_per_s": 200.0},
+                 {"step": last, "lr": 1, "tokens": 100 * last, "tokens_per_s": 150.0},
                  {"step": last, "val_loss": loss, "val_ppl_token": math.exp(loss), "val_ppl_word": math.exp(5 * loss)}]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         end = okadfa.checkpoint.step_folder(folder, last)
