@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import hf
 from measure.okadfa import numbers
 from measure.runs import process
-from mixer import favor_features, mix, orthogonal_vectors
+from mixer import favor_features, first_gain, mix, orthogonal_vectors
 from model import GPT, GPTConfig
 from ops import ATTENTION, repeat_heads
 from runtime import config, guard, hardware
@@ -62,7 +62,7 @@ class Config:
 def favor_errors(features=FEATURES, size=1.0, T=512, B=4):
     """Return the relative error of FAVOR+'s weights for each number of features, at head size 64.
 
-    Queries and keys are, at size 1, what QK-norm gives at first: of random directions and length sqrt(64).
+    Queries and keys are what QK-norm gives with a gain of `size`: of random directions, and length 8 at 1.
     """
     torch.manual_seed(0)
     q, k = (size * math.sqrt(D) * F.normalize(torch.randn(B, T, D), dim=-1) for _ in range(2))
@@ -113,7 +113,7 @@ def print_errors_of(run, text):
 def print_errors():
     print(f"relative error of FAVOR+'s weights, {D} channels a head, 512 positions, features: "
           f"{', '.join(map(str, FEATURES))}")
-    for size in (0.5, 0.7, 1.0):
+    for size in (first_gain(D), 0.5, 0.7, 1.0):
         errors = favor_errors(FEATURES, size)
         print(f"  |q| = |k| = {size * math.sqrt(D):.1f}: {shown(errors)}", flush=True)
 
