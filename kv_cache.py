@@ -1,7 +1,7 @@
 """The static KV cache: its memory, how rows attend to it, and how many slots fit.
 
-Shapes: L layers, B rows, H query heads, K key/value heads, G = H/K queries a key head, T positions, D channels
-a head.
+Shapes: L layers, B rows, H query heads, K key/value heads, G = H/K queries a key head, T positions, D
+channels a head.
 """
 import math
 from functools import partial
@@ -150,7 +150,8 @@ class KVCache:
         return self.grows and B > GROUP
 
     def groups(self, B, lengths):
-        """Return the RowGroups of a step of B rows, of which the first read so many positions each (an array).
+        """Return the RowGroups of a step of B rows, of which the first read so many positions each (an
+        array).
 
         On a CPU, where attention takes most of a small model's step, a group reads no more than its furthest
         row needs.
@@ -171,8 +172,8 @@ class KVCache:
         return tuple(groups)
 
     def decode(self, positions, groups, way):
-        """Return for each layer what GPT.hidden calls with the next tokens of rows 0 ... B-1, at positions [B].
-        way: see `reading`."""
+        """Return for each layer what GPT.hidden calls with the next tokens of rows 0 ... B-1, at positions
+        [B]. way: see `reading`."""
         readings = [self.reading(positions[group.first:group.last], group.length, way) for group in groups]
         write_at = (self.row_starts[:len(positions)] + positions[:, None]).flatten()
         layers = zip(self.k, self.v)

@@ -39,15 +39,15 @@ def n_features(config):
     return config.mixer_features if config.mixer == "favor" else config.head_dim
 
 
-def first_gain(D):
-    """Return what the gains of FAVOR+'s QK-norm begin at.
+def first_gain(config):
+    """Return what QK-norm's gains begin at.
 
-    Queries and keys are then so short that no q . k / sqrt(D) is above 1, and their features' products near to
-    softmax's weights: 256 of them, D = 64, are off by a tenth, and at a gain of 1 by 1.9 times. From there the
-    model learns what pays (533 steps of measure/okadfa.py's: 1.66 instead of 1.71 nats, by delta 1.54 instead
-    of 1.56).
+    FAVOR+'s sum begins with queries and keys so short that no q . k / sqrt(D) is above 1, where products of
+    features are near to softmax's weights: 256 of them, D = 64, are off by a tenth, at a gain of 1 by 1.9
+    times. From there the model learns what pays (533 steps of measure/okadfa.py's: 1.66 nats, not 1.71). By
+    delta, whose weights are not softmax's, features so much alike would leave a fifth of the output.
     """
-    return D**-0.25
+    return config.head_dim**-0.25 if (config.mixer, config.mixer_rule) == ("favor", "sum") else 1.0
 
 
 def orthogonal_vectors(n, D):

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from mixer import Mixer, PromptMixing, mix
-from mixer import first_gain as mixer_gain
+from mixer import Mixer, PromptMixing, first_gain, mix
 from mixer import flops_per_token as mixer_flops
 from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, chunk_loss, drop_out, rms_norm
 
@@ -125,7 +124,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.qkv_bias)
         self.out = nn.Linear(H * D, config.n_embd, bias=config.o_bias)
         if config.qk_norm:
-            gain = mixer_gain(D) if config.mixer == "favor" else 1.0
+            gain = first_gain(config)
             self.q_norm = nn.Parameter(torch.full((D,), gain))
             self.k_norm = nn.Parameter(torch.full((D,), gain))
         self.mixer = None if config.mixer == "softmax" else Mixer(config)

@@ -3,10 +3,10 @@
     python -m measure.okadfa TEXT OUT                       every row (docs/okadfa.md has the table)
     python -m measure.okadfa TEXT OUT --rows=softmax,feedback,last
 
-TEXT is what train.py takes for --dataset=. Every row has its own learning rate: those of --rates are tried for
-a third of the steps with the first seed, where the best is at an edge up to two more beyond it, and the best on
-the validation text trains for all of them, with all seeds where the row has a published ratio, else with the
-first. Runs are processes of train.py with one thread
+TEXT is what train.py takes for --dataset=. Every row has its own learning rate: those of --rates are tried
+for a third of the steps with the first seed, where the best is at an edge up to two more beyond it, and the
+best on the validation text trains for all of them, with all seeds where the row has a published ratio, else
+with the first. Runs are processes of train.py with one thread
 each, --jobs side by side, in OUT/ROW/; those that are done are not run again, and one that was stopped goes
 on. The table is written to OUT/table.md, the figures to OUT/table.json.
 
@@ -123,8 +123,8 @@ def folder_of(out, name, knobs):
 
 
 def result(folder, knobs):
-    """Return {loss, ppl_token, ppl_word, step_s (of the fastest steps)} of a run that is done, None of another.
-    BadInput if it has other knobs, Failure if it has rolled back and gone on at a lower rate."""
+    """Return {loss, ppl_token, ppl_word, step_s (of the fastest steps)} of a run that is done, None of
+    another. BadInput if it has other knobs, Failure if it has rolled back and gone on at a lower rate."""
     if not (folder / "config.json").exists():
         return None
     saved = config.read_saved(folder)
@@ -140,7 +140,7 @@ def result(folder, knobs):
         raise guard.Failure(f"{folder} has gone back and lowered its rate, so its figures are not those of "
                             f"{knobs['learning_rate']}: see {folder.name}.log, and choose lower --rates.")
     steps = [line for line in lines if "lr" in line]
-    fastest = max(line["tokens_per_s"] for line in steps)          # others may have wanted the cores meanwhile
+    fastest = max(line["tokens_per_s"] for line in steps)    # others may have wanted the cores meanwhile
     return {
         "loss": evaluated[-1]["val_loss"],
         "ppl_token": evaluated[-1]["val_ppl_token"],
@@ -296,8 +296,8 @@ def knee(rows):
         return None
     gains = [1 - rows["twice"][key] / rows["softmax"][key] for key in ("ppl_token", "ppl_word")]
     past = "is" if gains[0] < 0.05 else "is not"
-    return (f"Twice the steps lower the perplexity of softmax attention with backpropagation by {gains[0]:.1%} "
-            f"a token, {gains[1]:.1%} a word: by the first figure the baseline {past} past its knee (5%).")
+    return ("Twice the steps lower the perplexity of softmax attention with backpropagation by "
+            f"{gains[0]:.1%} a token, {gains[1]:.1%} a word: by the first figure the baseline {past} past its knee (5%).")
 
 
 def chosen(cfg):

@@ -21,7 +21,7 @@ from runs import countdown as runs_countdown
 from runtime import config
 from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
-from tasks import countdown_search, countdown_think
+from tasks import countdown_search
 
 SPECS = ["countdown_search", "countdown_search:4,50,400"]
 SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}

@@ -181,8 +181,8 @@ def test_favor_comes_near_softmax_with_many_features_and_not_with_256():
     weak = mixer_lengths.favor_errors((16, 256, 4096), size=0.5)                   # smaller products, which are easier
     assert weak[-1] < 0.12 and all(more > 2 * fewer for more, fewer in zip(weak, weak[1:]))
     layer = GPT(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=64, mixer="favor")).blocks[0].attention
-    assert layer.q_norm.max() == layer.k_norm.min() == pytest.approx(mixer.first_gain(64))
-    assert mixer_lengths.favor_errors((256,), size=mixer.first_gain(64))[0] < 0.12   # as a model begins
+    assert layer.q_norm.max().item() == layer.k_norm.min().item() == pytest.approx(64**-0.25)
+    assert mixer_lengths.favor_errors((256,), size=64**-0.25)[0] < 0.12   # as a model begins
 
 
 @pytest.mark.parametrize("gain", [1.0, 3.0, 4.5])
