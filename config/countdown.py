@@ -4,8 +4,9 @@ three in five of them in vain.
     bash runs/countdown.sh                   this, and the rungs that follow
     python train.py config/countdown.py
 
-1,116,160 parameters. A document has 151 bytes on average and 256 at most. Windows of 512 cut three in ten of them in two, so that a
-sixth of the bytes is learnt without the question before it.
+1,116,160 parameters. A document has 160 bytes on average and 256 at most. Windows of 512 cut three in ten of
+them, so that 18% of the bytes are learnt without their question; windows of 1,024 would cut half as many, and
+take 1.4 times as long for as many bytes.
 """
 dataset = "task:countdown_search"
 out_dir = "out/countdown/base"

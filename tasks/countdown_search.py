@@ -51,7 +51,6 @@ N_VALID = 1000                       # documents for validation
 MOST_DRAWS = 100_000                 # of numbers, until a question is found
 ARGUMENT = re.compile(r"([0-9])(?:-([0-9]))?(?:,([0-9]{1,4}))?(?:,([0-9]{1,5}))?(?:,([0-9]{1,8}))?")
 STEP = re.compile(r"([0-9]{1,6})([-+*/])([0-9]{1,6})=([0-9]{1,6})")
-LONGEST_STEP = len(" 100+50=150")    # none up to CEILING is longer
 
 
 # --- the argument ---
@@ -151,16 +150,19 @@ class OutOfRoom(Exception):
 
 
 class Trace:
-    """What a teacher writes, in at most `room` bytes (None: as many as it likes)."""
+    """What a teacher writes, in at most `room` bytes with what a completion ends in (None: in as many as it
+    likes)."""
 
     def __init__(self, target, room):
         self.target, self.room = target, room
         self.text = ""
 
-    def visit(self, state, steps):
-        """Write a line: a state and the steps that are tried there. OutOfRoom if it does not fit."""
+    def visit(self, state, steps, found=()):
+        """Write a line: a state and the steps that are tried there. found: the steps to the target, if that
+        is among what they make. OutOfRoom if it does not fit, with what the completion would end in then."""
         line = f"{' '.join(map(str, state))}: {' '.join(steps)}\n"
-        if self.room is not None and len(self.text) + len(line) > self.room:
+        ending = answer(found) if found else FAILED
+        if self.room is not None and len(self.text) + len(line) + len(ending) > self.room:
             raise OutOfRoom
         self.text += line
 
@@ -171,7 +173,7 @@ class Trace:
         for step, (result,) in ways_on(state):
             steps.append(step)
             if result == self.target:
-                self.visit(state, steps)
+                self.visit(state, steps, [*path, step])
                 return [*path, step]
         self.visit(state, steps)
         return None
@@ -215,8 +217,7 @@ def depth_first(trace, state, heuristic, width, path=()):
 
 
 def search(teacher, numbers, target, room=None):
-    """Return (the steps to the target that a teacher finds, or None; what it wrote, in at most `room`
-    bytes)."""
+    """Return (the steps to the target that a teacher finds, or None; what it wrote, as Trace has it)."""
     order, name, width = teacher
     trace = Trace(target, room)
     first = breadth_first if order == "breadth" else depth_first
@@ -227,16 +228,11 @@ def search(teacher, numbers, target, room=None):
     return list(found) if found else None, trace.text
 
 
-def room_for(question, longest):
-    """Return the bytes that a trace may have, of a document of at most `longest` with the token that ends it:
-    what the question, the longest answer there can be, and two line breaks leave."""
-    answer = len("answer:") + LONGEST_STEP * (len(question["numbers"]) - 1) + len(STOP)
-    return longest - 1 - len(question["question"]) - answer - 2
-
-
 def completion(teacher, question, longest):
-    """Return (what a teacher writes after a question, whether it found the target)."""
-    found, text = search(teacher, question["numbers"], int(question["answer"]), room_for(question, longest))
+    """Return (what a teacher writes after a question, whether it found the target). The document, with the
+    line break after each of the two and the token that ends it, has at most `longest` bytes."""
+    room = longest - len(question["question"]) - 3
+    found, text = search(teacher, question["numbers"], int(question["answer"]), room)
     return text + (answer(found) if found else FAILED), bool(found)
 
 

@@ -105,8 +105,15 @@ def test_they_end_in_a_verified_solution_exactly_when_the_teacher_found_one(writ
 
 def test_all_fit_and_none_is_clipped(written):
     longest, documents = written
-    lengths = [len(Tokenizer("bytes").encode(text.removesuffix("\n"))) + 1 for _, _, text, _ in documents]     # with the token that ends it
-    assert longest - 30 < max(lengths) <= longest
+    lengths = [len(Tokenizer("bytes").encode(text)) + 1 for _, _, text, _ in documents]      # with the token that ends it
+    assert longest - 5 < max(lengths) <= longest
+
+
+def test_a_teacher_solves_exactly_what_its_unlimited_document_has_room_for():
+    for question, teacher in itertools.product(countdown_search.questions("test", n=60), countdown_search.TEACHERS):
+        steps, text = countdown_search.search(teacher, question["numbers"], int(question["answer"]))
+        document = f"{question['question']}\n{text}{countdown_search.answer(steps or [])}\n"
+        assert countdown_search.completion(teacher, question, 256)[1] == (steps is not None and len(document) + 1 <= 256)
 
 
 def test_a_teacher_goes_on_for_as_long_as_it_has_room():
@@ -360,11 +367,11 @@ def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     assert {f"--teachers={out}/teachers.json", "--task=countdown_search:3", "--num_questions=11"} < {*teachers} and report[-1] == out
     assert (base.dataset, base.max_steps, base.block_size, base.seed, base.device) == ("task:countdown_search:3", 5, 512, 7, "cpu")
     assert (base.init_from, base.out_dir, base.resume) == ("scratch", f"{out}/base", "auto")
-    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 240)
+    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 235)
     assert drawn.seed not in (base.seed, learnt.seed) and not drawn.overwrite                    # other questions; it goes on
     assert (tuned.init_from, tuned.dataset, tuned.out_dir, tuned.resume) == (f"{out}/base", drawn.output, f"{out}/rft", "auto")
     assert (learnt.init_from, learnt.out_dir, learnt.resume) == (f"{out}/rft", f"{out}/grpo", "auto")
-    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 240)
+    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 235)
     three = tuple(f"{out}/{name}" for name in ("base", "rft", "grpo"))
     assert [(cfg.num_samples, cfg.temperature, cfg.seed, cfg.models, cfg.output) for cfg in (greedy, sampled, again)] == [
         (1, 0.0, 0, three, f"{out}/greedy.jsonl"), (8, 1.0, 0, three, f"{out}/sampled.jsonl"), (8, 1.0, 1, three[:1], f"{out}/again.jsonl")]
@@ -378,6 +385,8 @@ def test_what_is_done_is_not_done_again(climbed):
     assert [name for name, _ in stages][-2:] == ["grpo.py", "eval.py"] and stages[-1][1].num_questions == "auto"
     assert [name for name, _ in climbed()[0]] == ["runs.countdown", *3 * ["eval.py"], "runs.countdown"]
     assert [name for name, _ in climbed()[0]] == ["runs.countdown", "runs.countdown"]
+    assert climbed("--base_steps=5", code=2)[0] == []                    # it was begun with other flags
+    assert climbed("--grpo_steps=0", code=2)[0] == climbed("--asked=some", code=2)[0] == []
 
 
 # --- TinyZero's form ---
