@@ -5,8 +5,8 @@
 
 TEXT is what train.py takes for --dataset=. Every row has its own learning rate: those of --rates are tried
 for a third of the steps with the first seed, where the best is at an edge up to two more beyond it, and the
-best on the validation text trains for all of them, with all seeds where the row has a published ratio, else
-with the first. Runs are processes of train.py with one thread each, --jobs side by side, in OUT/ROW/; those
+best on the validation text trains for all of them, with all seeds where the row is compared with a published
+ratio or another row, else with the first. Runs are processes of train.py with one thread each, --jobs side by side, in OUT/ROW/; those
 that are done are not run again, and one that was stopped goes on. The table is written to OUT/table.md, the
 figures to OUT/table.json.
 
@@ -72,6 +72,7 @@ class Row:
     source: str = ""
     times: int = 1                           # as many steps as the others
     rate_of: str | None = None               # the row whose learning rate it has; None: its own
+    compared: bool = False                   # with another row: trained with all seeds, published or not
 
 
 MICRO = {"backward": "feedback_micro"}
@@ -80,7 +81,7 @@ DELTA = {"mixer_rule": "delta"}
 ADAMW = {"optimizer": "adamw"}
 ROWS = {
     "frozen": Row("all blocks frozen", {"trained_blocks": "none"}),
-    "last": Row("only the last block trained", {"trained_blocks": "last"}),
+    "last": Row("only the last block trained", {"trained_blocks": "last"}, compared=True),
     "softmax": Row("softmax, backpropagation", {}, 1.0),
     "twice": Row("softmax, backpropagation, twice the steps", {}, times=2, rate_of="softmax"),
     "linear": Row("elu + 1", {"mixer": "linear"}, 1.12, SCHLAG),
@@ -89,7 +90,8 @@ ROWS = {
     "favor_delta": Row("FAVOR+, delta rule", {"mixer": "favor"} | DELTA, 1.09, SCHLAG),
     "feedback": Row("softmax, feedback", FEEDBACK, 1.74, LAUNAY),
     "feedback_shared": Row("softmax, feedback, one matrix for all", FEEDBACK | {"feedback_matrix": "shared"}),
-    "feedback_identity": Row("softmax, feedback, no matrices", FEEDBACK | {"feedback_matrix": "identity"}),
+    "feedback_identity": Row("softmax, feedback, no matrices", FEEDBACK | {"feedback_matrix": "identity"},
+                             compared=True),
     "feedback_micro": Row("softmax, feedback inside blocks too", MICRO, 3.13, LAUNAY),
     "favor_feedback": Row("FAVOR+, feedback", {"mixer": "favor"} | FEEDBACK),
     # Muon gives each direction of a gradient the same length, also those in which feedback is noise alone.
@@ -339,7 +341,7 @@ def main(argv):
     for name in names:
         row = ROWS[name]
         rate = best(losses[row.rate_of or name])
-        for seed in seeds if row.published else seeds[:1]:
+        for seed in seeds if row.published or row.compared else seeds[:1]:
             wanted.append((name, rate, seed, row.times * cfg.max_steps))
     results = run_all(cfg, text, out, wanted)
     for name in names:
