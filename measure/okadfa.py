@@ -6,9 +6,9 @@
 TEXT is what train.py takes for --dataset=. Every row has its own learning rate: those of --rates are tried
 for a third of the steps with the first seed, where the best is at an edge up to two more beyond it, and the
 best on the validation text trains for all of them, with all seeds where the row is compared with a published
-ratio or another row, else with the first. Runs are processes of train.py with one thread each, --jobs side by side, in OUT/ROW/; those
-that are done are not run again, and one that was stopped goes on. The table is written to OUT/table.md, the
-figures to OUT/table.json.
+ratio or another row, else with the first. Runs are processes of train.py with one thread each, --jobs side
+by side, in OUT/ROW/; those that are done are not run again, and one that was stopped goes on. The table is
+written to OUT/table.md, the figures to OUT/table.json.
 
 Knobs, as --key=value:
 """
