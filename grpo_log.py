@@ -196,12 +196,17 @@ def vitals(cfg, run, pipeline, groups, metrics):
 
 
 def ends_later(cfg, run, pipeline, completions):
-    """Return the share of a few completions that were cut off which end if the model goes on; None if there are
-    none, there is no room, or the model is sharded."""
+    """Return the share of three completions that were cut off which end if the model goes on; None if there are
+    none, there is no room, going on would take longer than the step, or the model is sharded."""
     cut_off = [c for c in completions if not c.finished][:3]
-    room = min((run.model.config.block_size - len(c.prompt) - len(c.ids) for c in cut_off), default=0)
-    n = min(room, 256)                       # without a cache: seconds, for a large model
-    if not cut_off or n < 1 or cfg.parallel != "ddp":
+    if not cut_off or cfg.parallel != "ddp":
+        return None
+    longest = max(len(c.prompt) + len(c.ids) for c in cut_off)
+    # Without a cache each token computes all that stands before it. Three completions that go on by n compute
+    # about 3 n longest positions, and an update three times (forward and backward) those of the step.
+    of_the_step = sum(len(c.prompt) + len(c.ids) for c in completions)
+    n = min(run.model.config.block_size - longest, 256, of_the_step // longest)
+    if n < 16:
         return None
     # Not the generator that training draws from.
     generator = torch.Generator(run.hardware.device).manual_seed(run.step)
