@@ -7,9 +7,10 @@ comes to softmax.
     python -m measure.mixer_lengths --errors --run=out/quickstart/base --text=README.md
 
 A table of lengths: milliseconds and MiB of a forward and backward pass of one layer's attention, from
-queries, keys and values to gradients, and of a small model's step without its optimizer. Kinds take turns,
-and the median of the rounds counts; on a CPU each figure is a process's of its own, whose peak memory is what
-it has above that before the first call.
+queries, keys and values to gradients, and of a small model's step without its optimizer; and the length from
+which on a kind takes less time than PyTorch's fused kernel for softmax. Kinds take turns, and the median of
+the rounds counts; on a CPU each figure is a process's of its own, whose peak memory is what it has above that
+before the first call.
 
 --errors: the relative error |A' - A| / |A| of FAVOR+'s weights A' beside softmax's A, both causal, of rows
 that add up to 1, by the number of features; of random queries and keys, or those that a model with softmax
@@ -35,7 +36,8 @@ from ops import ATTENTION, repeat_heads
 from runtime import config, guard, hardware
 from runtime.config import BadInput
 
-KINDS = ("softmax", "favor-sum", "favor-delta", "linear-sum", "linear-delta")
+# softmax is PyTorch's fused kernel, softmax-math attention written out, which train.py takes on a CPU in bf16.
+KINDS = ("softmax", "softmax-math", "favor-sum", "favor-delta", "linear-sum", "linear-delta")
 D = 64                                       # channels a head
 FEATURES = (16, 64, 256, 1024, 4096, 16384)
 
@@ -126,8 +128,9 @@ def shown(errors):
 
 def shape_of(cfg, kind, T):
     mixer, _, rule = kind.partition("-")
+    rule = "sum" if mixer == "softmax" else rule
     return GPTConfig(vocab_size=257, block_size=T, n_layer=cfg.n_layer, n_head=cfg.n_head,
-                     n_embd=D * cfg.n_head, mixer=mixer, mixer_rule=rule or "sum",
+                     n_embd=D * cfg.n_head, mixer=mixer, mixer_rule=rule,
                      mixer_features=cfg.features)
 
 
@@ -166,7 +169,8 @@ PASSES = {"layer": layer_pass, "model": model_pass}
 
 def measure(cfg, what, kind, T):
     """Return (milliseconds, MiB) of a layer or model: the second of two passes."""
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    kernel = "math" if kind == "softmax-math" else "sdpa"
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False, attention=kernel)
     both_ways = PASSES[what](cfg, hw, shape_of(cfg, kind, T), T)
     if hw.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(hw.device)
@@ -206,7 +210,7 @@ def print_table(what, lengths, medians):
     for kind, row in medians.items():
         cells = "".join(f"{ms:>10,.1f} ({mib:>5,.0f})" for ms, mib in row)
         found = ""
-        if kind != "softmax" and "softmax" in medians:
+        if kind.partition("-")[0] != "softmax" and "softmax" in medians:
             times = [[ms for ms, _ in medians[name]] for name in ("softmax", kind)]
             found = crossing(lengths, *times) or "none of these"
         print(f"{kind:>14}{cells}   {found}", flush=True)

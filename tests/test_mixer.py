@@ -218,14 +218,14 @@ def test_states_are_the_same_by_cumsum(monkeypatch, N):
     assert torch.equal(ours[:, :, 0], state) and ours.shape == (2, 3, N + 1, 4, 5)
 
 
-@pytest.mark.parametrize("kind", ["softmax", *("-".join(kind) for kind in KINDS)])
+@pytest.mark.parametrize("kind", ["softmax", "softmax-math", *("-".join(kind) for kind in KINDS)])
 def test_a_layer_and_a_model_are_timed(kind):
     """What measure/mixer_lengths.py does in a process for each."""
     cfg = mixer_lengths.Config(features=16, n_head=1, device="cpu")
     for what in ("layer", "model"):
         milliseconds, mib = mixer_lengths.measure(cfg, what, kind, 70)
         assert milliseconds > 0 <= mib
-    if kind != "softmax":                    # whose kernel is not counted on a CPU
+    if "softmax" not in kind:                # whose fused kernel is not counted on a CPU
         passes = mixer_lengths.layer_pass(cfg, hardware.setup("cpu", "fp32", compile=False), mixer_lengths.shape_of(cfg, kind, 70), 70)
         with FlopCounterMode(display=False) as counter:
             passes()
@@ -239,7 +239,7 @@ def test_the_length_from_which_it_is_faster():
 
 @pytest.mark.parametrize("argv, said", [
     ("--lengths=a", "--lengths=a should be different numbers"), ("--lengths=0", "should be numbers of positions, above 0"),
-    ("--kinds=favor", "--kinds=favor should be of softmax, favor-sum"), ("--rounds=0", "--rounds=0 is too small"),
+    ("--kinds=favor", "--kinds=favor should be of softmax, softmax-math, favor-sum"), ("--rounds=0", "--rounds=0 is too small"),
     ("--errors --run=out", "--run and --text go together"), ("--errors --text=out", "--run and --text go together")])
 def test_what_can_t_be_timed_is_refused(argv, said):
     with pytest.raises(BadInput, match=said):
