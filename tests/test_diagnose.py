@@ -5,17 +5,21 @@ import json
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import engine
 import grpo
+import grpo_log
 import sampler
 import train
 import tasks
 from conftest import flags, trained
 from measure import breakages
-from runtime import ailments, config, data, diagnose, guard, optim
+from rollout import Completion
+from runtime import ailments, config, data, diagnose, guard, hardware, optim
 from runtime.diagnose import Doctor
 
 # "17,4=17.": the first of two numbers. What a small model learns within seconds, from text that has the second in one
@@ -349,3 +353,18 @@ def test_what_the_campaign_spoils_in_code(monkeypatch):
     breakages.spoil("other_distribution")
     assert engine.Engine.load is not honest
     assert grpo.Sampling(temperature=1.0).temperature == 0.7
+
+
+@pytest.mark.parametrize("samples, of_a_model_of, tokens", [(64, 256, 64), (1000, 512, 256), (1000, 60, 30), (15, 256, None), (64, 45, None)])
+def test_cut_off_answers_go_on_for_no_longer_than_an_update_takes(samples, of_a_model_of, tokens):
+    """Without a cache: 4 samples of a model of half a billion parameters took an hour on a CPU."""
+    asked = []
+    def generate(ids, n, temperature, generator):
+        asked.append(n)
+        return torch.cat((ids, torch.full((1, n), 9)), 1)
+    model = SimpleNamespace(config=SimpleNamespace(block_size=of_a_model_of), generate=generate)
+    run = SimpleNamespace(model=model, hardware=hardware.setup("cpu", "fp32", compile=False), step=1)
+    pipeline = SimpleNamespace(task=SimpleNamespace(stop=None), tokenizer=SimpleNamespace(stop={9}))
+    completions = [Completion([1] * 20, [2] * 10, [], finished=False) for _ in range(samples)]
+    ended = grpo_log.ends_later(grpo.Config(), run, pipeline, completions)
+    assert asked == ([] if tokens is None else 3 * [tokens]) and ended == (None if tokens is None else 1.0)
