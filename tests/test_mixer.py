@@ -9,6 +9,8 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import datagen
@@ -110,14 +112,27 @@ def test_a_state_takes_the_place_of_all_positions_before(kind, rule):
     assert nothing.shape == y[:, :0].shape and same is last
 
 
+class CountWritten(TorchDispatchMode):
+    """Counts the numbers that operations put out, additions and zeros included, which FlopCounterMode does not see."""
+
+    written = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        views = any(alias.alias_info and not alias.alias_info.is_write for alias in op._schema.returns)
+        self.written += 0 if views else sum(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+        return out
+
+
 @kinds
 def test_cost_is_linear_in_the_length(kind, rule):
     counts = []
     for T in (256, 1024):
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as products, CountWritten() as numbers:
             mix(*inputs(kind, rule, B=1, T=T))[0].sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[1] == pytest.approx(4 * counts[0], rel=0.01)
+        counts.append((products.get_total_flops(), numbers.written))
+    assert counts[1][0] == pytest.approx(4 * counts[0][0], rel=0.01)
+    assert counts[1][1] == pytest.approx(4 * counts[0][1], rel=0.1)
     # The model's own count has it so too; softmax's grows.
     model = make(kind, rule)
     assert model.flops_per_token(100) == model.flops_per_token(10**5) > make("softmax").flops_per_token(0)
