@@ -82,7 +82,6 @@ EXCUSED = {
     "python train.py config/okadfa_production.py --dataset=FOLDER": "a GPU's work; tests/test_configs.py looks at the file",
     "python -m measure.okadfa TEXT OUT": "two hours; tests/test_okadfa_table.py has it with runs that are made up",
     "python -m measure.okadfa TEXT OUT --rows=softmax,twice,last,feedback --jobs=1": "the same",
-    "python -m measure.okadfa TEXT OUT --rows=softmax,twice,frozen,last,feedback,feedback_micro": "the same",
     "torchrun --nproc_per_node=8 train.py config/gpt2_1b5.py --dataset=FOLDER": "eight GPUs' work; tests/test_configs.py looks at the file",
     "python train.py config/chess_mini.py": "25 s of games alone; tests/test_chess.py has small ones",
     "python grpo.py config/chess_mini_grpo.py": "it begins from the run above",
