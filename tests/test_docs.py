@@ -242,6 +242,14 @@ def test_config_files_are_assignments_of_knobs_alone():
         assert len(statements) == len(config.read_file(str(path))), path
 
 
+def test_an_installation_has_every_file_of_the_root():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["py-modules"] == sorted(path.stem for path in ROOT.glob("*.py"))
+    folders = {path.parent.name for path in ROOT.glob("*/*.py")}
+    assert set(setuptools["packages"]) == folders - {"config", "docs", "runs", "tests"}
+
+
 # --- the first minute ---
 
 @pytest.mark.parametrize("script", ["train.py", "grpo.py", "datagen.py", "eval.py", "sample.py", "bench.py"])
