@@ -83,6 +83,11 @@ RECIPES = {
         ("python train.py config/cpu_small.py --dataset={dataset} --out_dir={out} --data_dir={data} "
          "--seed={seed} --resume=auto",),
         {"cpu_small": ("", None)}),
+    "shakespeare": Recipe(
+        "tinyshakespeare on two CPU cores, as far as nanoGPT comes on an A100",
+        ("python train.py config/shakespeare.py --dataset={dataset} --out_dir={out} --data_dir={data} "
+         "--seed={seed} --resume=auto",),
+        {"shakespeare": ("", None)}),
     "six_domains": Recipe(
         "six domains in one model: from scratch, its own verified answers, reinforcement learning on all six",
         ("bash runs/domains.sh --out_dir={out} --data_dir={data} --seed={seed} --seeds={seed}",),
