@@ -43,7 +43,8 @@ def teachers(n, argument=None):
     for teacher in countdown_search.TEACHERS:
         found = [countdown_search.completion(teacher, question, longest) for question in asked]
         solved[teacher] = [right for _, right in found]
-        lengths += [len(question["question"]) + len(text) + 2 for question, (text, _) in zip(asked, found)]
+        prompts = [countdown_search.PROMPT.format(question["question"]) for question in asked]
+        lengths += [len(prompt) + len(text) + 1 for prompt, (text, _) in zip(prompts, found)]
     by_any = [any(row) for row in zip(*solved.values())]
     unsolved = []
     for question, right in zip(asked, by_any):

@@ -33,7 +33,7 @@ touch "$out/seconds"
 echo "$flags" > "$out/flags"
 
 longest=$("$python" -c "import sys; from tasks import countdown_search as c; print(c.sizes(sys.argv[1].partition(':')[2] or None)[2])" "$task")
-ask="--task=$task --max_new_tokens=$((longest - 21))"         # with the longest question, the bytes that the teachers had
+ask="--task=$task --max_new_tokens=$((longest - 26))"         # with the longest question, the bytes that the teachers had
 spread 1,2,4,8                                # training too
 
 answer() {                               # answer NAME MODELS AND FLAGS...: the test questions; all answers in NAME.jsonl

@@ -4,23 +4,28 @@ The worked documents are streams of search (Gandhi et al. 2024, arXiv 2404.03683
 ends and ways back included, and the solution if it came upon one, `no solution.` if its ways on or its room
 were used up before:
 
-    67 from 5 8 15
-    5 8 15: 8*5=40
-    15 40: 40+15=55 40-15=25
-    5 8 15: 15*5=75
-    8 75: 75+8=83 75-8=67
+    Make 67 from 5 8 15
+    5 8 15>67: 8*5=40
+    15 40>67: 40+15=55 40-15=25
+    5 8 15>67: 15*5=75
+    8 75>67: 75+8=83 75-8=67
     answer: 15*5=75 75-8=67.
 
-A line is a visit: the numbers that are left, then what is tried with them. What is tried leads to a later
+A line is a visit: the numbers that are left, the target, then what is tried. What is tried leads to a later
 line, which begins with the numbers that are left then, the new one last; going back is writing down an
 earlier state again. Of two numbers all results are tried. The completion ends in `answer:`, the steps that
 lead to the target, and a full stop.
+
+Two things of this form are there for the model (NOTES.md has their numbers). A question begins with a word,
+since in a text a document comes after the token that ends the one before, and in sampling after nothing: a
+target in the first place was found in training by that token, and in sampling not at all. And each line has
+the target, so that what is compared with it stands near.
 
 TEACHERS wrote them: breadth-first and depth-first, by two heuristics, that keep a few of the ways on from
 each state. None of them makes a number above CEILING. No document is longer than `longest`: a teacher that
 runs out of room gives up.
 
-The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,256,100000; `4` and `4,50` do as well): how
+The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,320,100000; `4` and `4,50` do as well): how
 many numbers, the largest of them, the bytes of a document with its end, and how many documents there are to
 train on. Targets are 10 to 100. All questions can be solved. Both the targets and the sets of numbers are
 dealt out to the splits by a hash: no question of the test shares its target or its numbers with one that is
@@ -39,7 +44,7 @@ from itertools import combinations
 from runtime.progress import track
 from tasks import _numbers, _questions
 
-PROMPT = "{}\n"
+PROMPT = "Make {}\n"
 STOP = "."
 INSTRUCTION = ("Make the first number from all the others, each used once, with + - * /. Search for a way, "
                "then end with the steps and a full stop, as in: answer: 12-3=9 7*5=35 35+9=44.")
@@ -65,8 +70,8 @@ def sizes(argument):
     found = ARGUMENT.fullmatch("3-4" if argument is None else argument)
     if not found:
         raise ValueError("The argument of countdown_search is COUNTS,LARGEST,LONGEST,DOCUMENTS, such as 4 or "
-                         f"3-4,20,256,100000, and not {argument!r}.")
-    defaults = found[1], found[1], 20, 256, 100_000
+                         f"3-4,20,320,100000, and not {argument!r}.")
+    defaults = found[1], found[1], 20, 320, 100_000
     fewest, most, largest, longest, documents = (
         int(default if given is None else given) for given, default in zip(found.groups(), defaults))
     if not FEWEST <= fewest <= most <= MOST:
@@ -158,9 +163,9 @@ class Trace:
         self.text = ""
 
     def visit(self, state, steps, found=()):
-        """Write a line: a state and the steps that are tried there. found: the steps to the target, if that
+        """Write a line: a state, the target and the steps that are tried there. found: the steps to the target, if that
         is among what they make. OutOfRoom if it does not fit, with what the completion would end in then."""
-        line = f"{' '.join(map(str, state))}: {' '.join(steps)}\n"
+        line = f"{' '.join(map(str, state))}>{self.target}: {' '.join(steps)}\n"
         ending = answer(found) if found else FAILED
         if self.room is not None and len(self.text) + len(line) + len(ending) > self.room:
             raise OutOfRoom
@@ -230,8 +235,8 @@ def search(teacher, numbers, target, room=None):
 
 def completion(teacher, question, longest):
     """Return (what a teacher writes after a question, whether it found the target). The document, with the
-    line break after each of the two and the token that ends it, has at most `longest` bytes."""
-    room = longest - len(question["question"]) - 3
+    line break after it and the token that ends it, has at most `longest` bytes."""
+    room = longest - len(PROMPT.format(question["question"])) - 2
     found, text = search(teacher, question["numbers"], int(question["answer"]), room)
     return text + (answer(found) if found else FAILED), bool(found)
 

@@ -71,13 +71,13 @@ def test_every_step_is_true_and_every_line_follows_from_an_earlier_one(written):
     for question, _, text, found in written[1]:
         prompt, *lines, last = text.removesuffix("\n").split("\n")
         target = int(question["answer"])
-        assert prompt == f"{target} from {' '.join(map(str, question['numbers']))}"
+        assert prompt == f"Make {target} from {' '.join(map(str, question['numbers']))}"
         known = {tuple(question["numbers"]): []}             # states that were reached: the steps that lead there
         made_target = False
         for line in lines:
-            state, steps = line.split(":")
+            state, told, steps = re.fullmatch(r"([\d ]+)>(\d+): (.+)", line).groups()
             state = tuple(map(int, state.split()))
-            assert state in known and steps
+            assert state in known and int(told) == target
             for step in steps.split():
                 a, sign, b, c = read(step)
                 left = list(state)
@@ -112,8 +112,8 @@ def test_all_fit_and_none_is_clipped(written):
 def test_a_teacher_solves_exactly_what_its_unlimited_document_has_room_for():
     for question, teacher in itertools.product(countdown_search.questions("test", n=60), countdown_search.TEACHERS):
         steps, text = countdown_search.search(teacher, question["numbers"], int(question["answer"]))
-        document = f"{question['question']}\n{text}{countdown_search.answer(steps or [])}\n"
-        assert countdown_search.completion(teacher, question, 256)[1] == (steps is not None and len(document) + 1 <= 256)
+        document = f"Make {question['question']}\n{text}{countdown_search.answer(steps or [])}\n"
+        assert countdown_search.completion(teacher, question, 320)[1] == (steps is not None and len(document) + 1 <= 320)
 
 
 def test_a_teacher_goes_on_for_as_long_as_it_has_room():
@@ -121,9 +121,9 @@ def test_a_teacher_goes_on_for_as_long_as_it_has_room():
     long = countdown_search.search(("depth", "sum", None), [3, 5, 7, 12], 1000, room=400)
     assert short[0] is long[0] is None and long[1].startswith(short[1]) and 150 < len(short[1]) <= 200 < len(long[1]) <= 400
     breadth = countdown_search.search(("breadth", "sum", 2), [3, 5, 7, 12], 1000)[1].splitlines()
-    assert [len(line.split(":")[0].split()) for line in breadth] == [4] + 2 * [3] + 4 * [2]
+    assert [len(line.split(">")[0].split()) for line in breadth] == [4] + 2 * [3] + 4 * [2]
     depth = countdown_search.search(("depth", "sum", 2), [3, 5, 7, 12], 1000)[1].splitlines()
-    assert [len(line.split(":")[0].split()) for line in depth] == 2 * [4, 3, 2, 3, 2] and depth[1].split(":")[0] == depth[3].split(":")[0]
+    assert [len(line.split(">")[0].split()) for line in depth] == 2 * [4, 3, 2, 3, 2] and depth[1].split(":")[0] == depth[3].split(":")[0]
 
 
 def test_splits_share_no_numbers_and_no_target():
@@ -138,7 +138,7 @@ def test_splits_share_no_numbers_and_no_target():
     for a, b in itertools.combinations(tasks.SPLITS, 2):
         assert not sets[a] & sets[b] and not targets[a] & targets[b]
     assert [len(countdown_search.targets_of(split)) for split in tasks.SPLITS] == [72, 9, 10]
-    heard = [re.match(r"(\d+) from ([\d ]+)\n", text).groups() for text in tasks.load("countdown_search:3,20,256,300").documents("train")]
+    heard = [re.match(r"Make (\d+) from ([\d ]+)\n", text).groups() for text in tasks.load("countdown_search:3,20,256,300").documents("train")]
     assert len(heard) == 300 and not {target for target, _ in heard} & (targets["valid"] | targets["test"])
     assert not {tuple(sorted(map(int, numbers.split()))) for _, numbers in heard} & (sets["valid"] | sets["test"])
 
@@ -225,7 +225,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     asked = countdown_search.questions("test", n=120)
     unsolved = {q["question"] for q in found["unsolved"]}
     for question in asked:
-        by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, 256)[0])[0]
+        by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, 320)[0])[0]
                      for teacher in countdown_search.TEACHERS)
         assert by_any == (question["question"] not in unsolved)
     for question in found["unsolved"]:
@@ -233,7 +233,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
         assert can_make(question["numbers"], int(question["answer"]))
     assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.6 < found["together"] < 0.8
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
-    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 256
+    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 320
     assert "are solved by none" in capsys.readouterr().out
     path.write_text("precious")
     with pytest.raises(BadInput, match="is there and not a list of ours"):
@@ -365,13 +365,13 @@ def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     teachers, base, drawn, tuned, learnt, greedy, sampled, again, report = (cfg for _, cfg in stages)
     out = f"{tmp_path}/out"
     assert {f"--teachers={out}/teachers.json", "--task=countdown_search:3", "--num_questions=11"} < {*teachers} and report[-1] == out
-    assert (base.dataset, base.max_steps, base.block_size, base.seed, base.device) == ("task:countdown_search:3", 5, 512, 7, "cpu")
+    assert (base.dataset, base.max_steps, base.block_size, base.seed, base.device) == ("task:countdown_search:3", 5, 640, 7, "cpu")
     assert (base.init_from, base.out_dir, base.resume) == ("scratch", f"{out}/base", "auto")
-    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 235)
+    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 294)
     assert drawn.seed not in (base.seed, learnt.seed) and not drawn.overwrite                    # other questions; it goes on
     assert (tuned.init_from, tuned.dataset, tuned.out_dir, tuned.resume) == (f"{out}/base", drawn.output, f"{out}/rft", "auto")
     assert (learnt.init_from, learnt.out_dir, learnt.resume) == (f"{out}/rft", f"{out}/grpo", "auto")
-    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 235)
+    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 294)
     three = tuple(f"{out}/{name}" for name in ("base", "rft", "grpo"))
     assert [(cfg.num_samples, cfg.temperature, cfg.seed, cfg.models, cfg.output) for cfg in (greedy, sampled, again)] == [
         (1, 0.0, 0, three, f"{out}/greedy.jsonl"), (8, 1.0, 0, three, f"{out}/sampled.jsonl"), (8, 1.0, 1, three[:1], f"{out}/again.jsonl")]
