@@ -107,6 +107,29 @@ def shakespeare():
     save(figure, "shakespeare")
 
 
+def shakespeare_on_a_gpu():
+    """Draw how far nanoGPT's two recipes and config/shakespeare.py come on two CPU cores in the same time."""
+    curves = recorded("shakespeare")["curves"]
+    figure, axes = plt.subplots(figsize=(8, 3.6))
+    styles = {
+        "nanoGPT, its GPU recipe": (OTHERS, "o:"),
+        "nanoGPT, its CPU recipe, stretched": (OTHERS, "o-"),
+        "nanoRFT, config/shakespeare.py": (OURS, "o-"),
+    }
+    for name, (color, style) in styles.items():
+        minutes = [seconds / 60 for seconds in curves[name]["seconds"]]
+        axes.plot(minutes, curves[name]["val_loss"], style, color=color, label=name, markersize=3)
+    axes.axhline(1.4697, color="black", linewidth=0.8, linestyle="--")
+    published = "1.4697: nanoGPT's GPU recipe, three minutes on an A100 (published)"
+    axes.text(0, 1.455, published, fontsize=8, va="top")
+    axes.set_xlabel("minutes since the start of Python, two CPU cores")
+    axes.set_ylabel("validation loss, nats a character")
+    axes.set_ylim(1.35, 2.7)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, "shakespeare_on_a_gpu")
+
+
 def domains():
     """Draw the cosines of six domains' gradients, and what training on one of them does to the others."""
     runs = recorded("domains")
@@ -121,4 +144,5 @@ if __name__ == "__main__":
     grpo()
     bands()
     shakespeare()
+    shakespeare_on_a_gpu()
     domains()

@@ -93,6 +93,11 @@ def test_every_step_is_true_and_every_line_follows_from_an_earlier_one(written):
             assert last == "no solution."
 
 
+def test_a_question_begins_with_a_word(written):
+    """What stands first in a document is found, in training, by the token that ends the one before; in sampling there is none."""
+    assert all(re.match(r"Make \d", text) for *_, text, _ in written[1])
+
+
 def test_they_end_in_a_verified_solution_exactly_when_the_teacher_found_one(written):
     rewards = []
     for question, _, text, found in written[1]:
