@@ -163,8 +163,9 @@ class Trace:
         self.text = ""
 
     def visit(self, state, steps, found=()):
-        """Write a line: a state, the target and the steps that are tried there. found: the steps to the target, if that
-        is among what they make. OutOfRoom if it does not fit, with what the completion would end in then."""
+        """Write a line: a state, the target and the steps that are tried there. found: the steps to the
+        target, if that is among what they make. OutOfRoom if it does not fit, with what the completion would
+        end in then."""
         line = f"{' '.join(map(str, state))}>{self.target}: {' '.join(steps)}\n"
         ending = answer(found) if found else FAILED
         if self.room is not None and len(self.text) + len(line) + len(ending) > self.room:
