@@ -2,7 +2,7 @@
 2024, arXiv 2404.03683).
 
     python train.py config/countdown_250m.py
-    python datagen.py --init_from=out/countdown_250m --task=countdown_search:4,100,1024 ...
+    python datagen.py --init_from=out/countdown_250m --task=countdown_search:4,99,1024 ...
     python train.py config/countdown_rft.py --init_from=out/countdown_250m --learning_rate=2e-5 ...
     python grpo.py config/countdown_250m_grpo.py --init_from=out/countdown_250m_rft
 
@@ -18,7 +18,7 @@ trained on the solutions alone 25.73%; after STaR and APA it solves 36% of what 
 numbers, teachers and budgets are not ours, so these say what order of things to expect and not what a run
 should reach. Not run.
 """
-dataset = "task:countdown_search:4,100,1024,500000"
+dataset = "task:countdown_search:4,99,1024,500000"
 out_dir = "out/countdown_250m"
 tokenizer = "gpt2"
 block_size = 1024

@@ -8,7 +8,7 @@ before) are what to expect at most as an order. Not run.
 """
 init_from = "out/countdown_250m_rft"
 out_dir = "out/countdown_250m_grpo"
-task = "countdown_search:4,100,1024"
+task = "countdown_search:4,99,1024"
 num_questions = 40000
 
 prompts_per_step = 64

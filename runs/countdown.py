@@ -50,7 +50,7 @@ def teachers(n, argument=None):
     for question, right in zip(asked, by_any):
         if not right:
             _, _, steps = countdown_search.solution(question).rpartition("answer: ")
-            unsolved.append(question | {"a_solution": steps.removesuffix(countdown_search.STOP).split()})
+            unsolved.append(question | {"a_solution": steps.removesuffix(countdown_search.STOP).split()[::-1]})
     return {
         "questions": len(asked),
         "solve": {countdown_search.name_of(teacher): fmean(row) for teacher, row in solved.items()},

@@ -33,7 +33,7 @@ touch "$out/seconds"
 echo "$flags" > "$out/flags"
 
 longest=$("$python" -c "import sys; from tasks import countdown_search as c; print(c.sizes(sys.argv[1].partition(':')[2] or None)[2])" "$task")
-ask="--task=$task --max_new_tokens=$((longest - 26))"         # with the longest question, the bytes that the teachers had
+ask="--task=$task --max_new_tokens=$((longest - 27))"         # with the longest question, the bytes that the teachers had
 spread 1,2,4,8                                # training too
 
 answer() {                               # answer NAME MODELS AND FLAGS...: the test questions; all answers in NAME.jsonl
@@ -42,7 +42,7 @@ answer() {                               # answer NAME MODELS AND FLAGS...: the 
     grep -v '^{' "$file.txt"
 }
 models="$out/base $out/rft $out/grpo"
-finish base $each_core train.py config/countdown.py --dataset="task:$task" --block_size=$((2 * longest)) --out_dir="$out/base" --data_dir="$data" \
+finish base $each_core train.py config/countdown.py --dataset="task:$task" --block_size=$((longest * 8 / 5)) --out_dir="$out/base" --data_dir="$data" \
     --seed="$seed" $device --resume=auto ${base:+--max_steps="$base"}
 # Drawn by another seed than the questions of reinforcement learning: one in nine of them is asked there too.
 finish datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed=$((1000 + seed)) \

@@ -5,29 +5,31 @@ ends and ways back included, and the solution if it came upon one, `no solution.
 were used up before:
 
     Make 67 from 5 8 15
-    5 8 15>67: 8*5=40
-    15 40>67: 40+15=55 40-15=25
-    5 8 15>67: 15*5=75
-    8 75>67: 75+8=83 75-8=67
-    answer: 15*5=75 75-8=67.
+    5 8 15|67: 8*5=40
+    15 40|67: 40+15=55< 40-15=25<
+    5 8 15|67: 15*5=75
+    8 75|67: 75+8=83> 75-8=67!
+    answer: 75-8=67 15*5=75.
 
 A line is a visit: the numbers that are left, the target, then what is tried. What is tried leads to a later
 line, which begins with the numbers that are left then, the new one last; going back is writing down an
-earlier state again. Of two numbers all results are tried. The completion ends in `answer:`, the steps that
-lead to the target, and a full stop.
+earlier state again. Of two numbers all results are tried, each marked as below, above or at the target. The
+completion ends in `answer:`, the steps that make the target, the last one first, and a full stop.
 
-Two things of this form are there for the model (NOTES.md has their numbers). A question begins with a word,
+Four things of this form are there for the model (NOTES.md has their numbers). A question begins with a word,
 since in a text a document comes after the token that ends the one before, and in sampling after nothing: a
-target in the first place was found in training by that token, and in sampling not at all. And each line has
-the target, so that what is compared with it stands near.
+target in the first place was found in training by that token, and in sampling not at all. Each line has the
+target, so that what is compared with it stands near, and each result has its mark: to compare is learnt from
+all of them, and not from the one at which a search ends. And the answer goes back from the target, since
+where each number came from stands in the search.
 
 TEACHERS wrote them: breadth-first and depth-first, by two heuristics, that keep a few of the ways on from
 each state. None of them makes a number above CEILING. No document is longer than `longest`: a teacher that
 runs out of room gives up.
 
-The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,320,100000; `4` and `4,50` do as well): how
+The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,400,100000; `4` and `4,50` do as well): how
 many numbers, the largest of them, the bytes of a document with its end, and how many documents there are to
-train on. Targets are 10 to 100. All questions can be solved. Both the targets and the sets of numbers are
+train on. Targets are 10 to 99. All questions can be solved. Both the targets and the sets of numbers are
 dealt out to the splits by a hash: no question of the test shares its target or its numbers with one that is
 trained on.
 
@@ -47,11 +49,11 @@ from tasks import _numbers, _questions
 PROMPT = "Make {}\n"
 STOP = "."
 INSTRUCTION = ("Make the first number from all the others, each used once, with + - * /. Search for a way, "
-               "then end with the steps and a full stop, as in: answer: 12-3=9 7*5=35 35+9=44.")
+               "then end with the steps, the last one first, and a full stop, as in: answer: 35+9=44 7*5=35 12-3=9.")
 FAILED = "no solution."
 FEWEST, MOST = 2, 6                  # numbers of a question
-LOWEST, HIGHEST = 10, 100            # target
-CEILING = 150                        # the largest number that a teacher makes; every question can do with it
+LOWEST, HIGHEST = 10, 99             # target
+CEILING = 99                         # the largest number that a teacher makes; every question can do with it
 N_VALID = 1000                       # documents for validation
 MOST_DRAWS = 100_000                 # of numbers, until a question is found
 ARGUMENT = re.compile(r"([0-9])(?:-([0-9]))?(?:,([0-9]{1,4}))?(?:,([0-9]{1,5}))?(?:,([0-9]{1,8}))?")
@@ -70,8 +72,8 @@ def sizes(argument):
     found = ARGUMENT.fullmatch("3-4" if argument is None else argument)
     if not found:
         raise ValueError("The argument of countdown_search is COUNTS,LARGEST,LONGEST,DOCUMENTS, such as 4 or "
-                         f"3-4,20,320,100000, and not {argument!r}.")
-    defaults = found[1], found[1], 20, 320, 100_000
+                         f"3-4,20,400,100000, and not {argument!r}.")
+    defaults = found[1], found[1], 20, 400, 100_000
     fewest, most, largest, longest, documents = (
         int(default if given is None else given) for given, default in zip(found.groups(), defaults))
     if not FEWEST <= fewest <= most <= MOST:
@@ -166,7 +168,7 @@ class Trace:
         """Write a line: a state, the target and the steps that are tried there. found: the steps to the
         target, if that is among what they make. OutOfRoom if it does not fit, with what the completion would
         end in then."""
-        line = f"{' '.join(map(str, state))}>{self.target}: {' '.join(steps)}\n"
+        line = f"{' '.join(map(str, state))}|{self.target}: {' '.join(steps)}\n"
         ending = answer(found) if found else FAILED
         if self.room is not None and len(self.text) + len(line) + len(ending) > self.room:
             raise OutOfRoom
@@ -177,7 +179,7 @@ class Trace:
         None."""
         steps = []
         for step, (result,) in ways_on(state):
-            steps.append(step)
+            steps.append(step + ("<" if result < self.target else ">" if result > self.target else "!"))
             if result == self.target:
                 self.visit(state, steps, [*path, step])
                 return [*path, step]
@@ -243,7 +245,8 @@ def completion(teacher, question, longest):
 
 
 def answer(steps):
-    return f"answer: {' '.join(steps)}{STOP}"
+    """Return what a completion ends in, of the steps in the order in which they are taken."""
+    return f"answer: {' '.join(reversed(steps))}{STOP}"
 
 
 def name_of(teacher):
@@ -270,11 +273,10 @@ def targets_of(split):
 
 
 def draw(rng, split, argument=None):
-    """Return a question of a split. Numbers are drawn evenly, and so is the target among those of the split
-    that they make; of several counts the larger are likelier: of 3 and 4 numbers, two questions in three have
-    4."""
+    """Return a question of a split. How many numbers it has is drawn evenly, so are they, and so is the
+    target among those of the split that they make."""
     counts, largest, *_ = sizes(argument)
-    (count,) = rng.choices(counts, range(1, len(counts) + 1))
+    count = rng.choice(counts)
     for _ in range(MOST_DRAWS):
         numbers = [rng.randint(1, largest) for _ in range(count)]
         if split_of_numbers(tuple(sorted(numbers))) != split:
@@ -331,8 +333,8 @@ def documents(split, seed=0, argument=None):
 # --- the verifier ---
 
 def steps_of(completion):
-    """Return [(a, sign, b, c)] of the steps after `answer:`, up to the first full stop; None if there is no
-    full stop, no `answer:` or more than one before it, or anything but steps behind it."""
+    """Return [(a, sign, b, c)] of the steps after `answer:`, up to the first full stop, the last one first;
+    None if there is no full stop, no `answer:` or more than one before it, or anything but steps behind it."""
     text, stop, _ = completion[:_numbers.LONGEST_TEXT].partition(STOP)
     parts = text.split("answer:")
     if not stop or len(parts) != 2:
@@ -357,7 +359,7 @@ def reward(question, completion):
     parts = {"answered": steps is not None, "true": bool(steps) and all(is_true(*step) for step in steps)}
     left = Counter(question["numbers"])
     used = bool(steps)
-    for a, _, b, c in steps or []:
+    for a, _, b, c in reversed(steps or []):
         left.subtract([a, b])
         used = used and left[a] >= 0 and left[b] >= 0
         left[c] += 1
