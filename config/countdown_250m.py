@@ -12,7 +12,7 @@ Time, computed: 214 minutes on one A100, if it runs at 45% MFU.
 
 The paper's shape and tokenizer (GPT-Neo: 16 layers, 16 heads, 1,024 channels, GPT-2's tokens), and as many
 searches, 500,000, of four numbers. Its context of 4,096 tokens holds what ours holds in 1,024, for a step
-takes it a sentence and us an equation; the 1,024 of the task are bytes, 674 tokens at most. What to expect,
+takes it a sentence and us an equation; the 1,024 of the task are bytes, 663 tokens at most. What to expect,
 the paper's figures: on held-out numbers a model that was trained on searches solves 51.27%, one that was
 trained on the solutions alone 25.73%; after STaR and APA it solves 36% of what it could not solve before. Its
 numbers, teachers and budgets are not ours, so these say what order of things to expect and not what a run

@@ -1,4 +1,4 @@
-"""The last rung of Countdown: reinforcement learning on the verifier's grade, 250 steps of 256 searches.
+"""The last rung of Countdown: reinforcement learning on the verifier's grade, 120 steps of 256 searches.
 
     python grpo.py config/countdown_grpo.py --init_from=out/countdown/rft
 
@@ -7,14 +7,14 @@ No search may be longer than the teachers' were: what is learnt is to search bet
 init_from = "out/countdown/rft"
 out_dir = "out/countdown/grpo"
 task = "countdown_search"
-num_questions = 8000                     # which 250 steps ask once each
-max_new_tokens = 373                     # with the longest question, the 400 bytes that the teachers had
+num_questions = 3840                     # which 120 steps ask once each
+max_new_tokens = 613                     # with the longest question, the 640 bytes that the teachers had
 
 temperature = 1.0
 learning_rate = 5e-4
 lr_schedule = "linear"                   # steps are noisy: the last ones average over them
 warmup_steps = 10
-max_steps = 250
+max_steps = 120
 log_interval = 1
-eval_interval = 250      # before and after
+eval_interval = 120      # before and after
 eval_questions = 200

@@ -88,6 +88,11 @@ RECIPES = {
         ("python train.py config/shakespeare.py --dataset={dataset} --out_dir={out} --data_dir={data} "
          "--seed={seed} --resume=auto",),
         {"shakespeare": ("", None)}),
+    "countdown": Recipe(
+        "Countdown: a small model on the searches of teachers, its own verified searches, reinforcement learning",
+        ("bash runs/countdown.sh --out_dir={out} --data_dir={data} --seed={seed}",),
+        {"countdown_base": ("base", None), "countdown_rft": ("rft", "countdown_base"),
+         "countdown_grpo": ("grpo", "countdown_rft")}),
     "six_domains": Recipe(
         "six domains in one model: from scratch, its own verified answers, reinforcement learning on all six",
         ("bash runs/domains.sh --out_dir={out} --data_dir={data} --seed={seed} --seeds={seed}",),

@@ -42,7 +42,7 @@ answer() {                               # answer NAME MODELS AND FLAGS...: the 
     grep -v '^{' "$file.txt"
 }
 models="$out/base $out/rft $out/grpo"
-finish base $each_core train.py config/countdown.py --dataset="task:$task" --block_size=$((longest * 8 / 5)) --out_dir="$out/base" --data_dir="$data" \
+finish base $each_core train.py config/countdown.py --dataset="task:$task" --block_size="$longest" --out_dir="$out/base" --data_dir="$data" \
     --seed="$seed" $device --resume=auto ${base:+--max_steps="$base"}
 # Drawn by another seed than the questions of reinforcement learning: one in nine of them is asked there too.
 finish datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed=$((1000 + seed)) \

@@ -119,7 +119,7 @@ def test_a_teacher_solves_exactly_what_its_unlimited_document_has_room_for():
     for question, teacher in itertools.product(countdown_search.questions("test", n=60), countdown_search.TEACHERS):
         steps, text = countdown_search.search(teacher, question["numbers"], int(question["answer"]))
         document = f"Make {question['question']}\n{text}{countdown_search.answer(steps or [])}\n"
-        assert countdown_search.completion(teacher, question, 320)[1] == (steps is not None and len(document) + 1 <= 320)
+        assert countdown_search.completion(teacher, question, 640)[1] == (steps is not None and len(document) + 1 <= 640)
 
 
 def test_a_teacher_goes_on_for_as_long_as_it_has_room():
@@ -233,7 +233,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     asked = countdown_search.questions("test", n=120)
     unsolved = {q["question"] for q in found["unsolved"]}
     for question in asked:
-        by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, 320)[0])[0]
+        by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, 640)[0])[0]
                      for teacher in countdown_search.TEACHERS)
         assert by_any == (question["question"] not in unsolved)
     for question in found["unsolved"]:
@@ -241,7 +241,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
         assert can_make(question["numbers"], int(question["answer"]))
     assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.6 < found["together"] < 0.9
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
-    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 320
+    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 640
     assert "are solved by none" in capsys.readouterr().out
     path.write_text("precious")
     with pytest.raises(BadInput, match="is there and not a list of ours"):
@@ -375,11 +375,11 @@ def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     assert {f"--teachers={out}/teachers.json", "--task=countdown_search:3", "--num_questions=11"} < {*teachers} and report[-1] == out
     assert (base.dataset, base.max_steps, base.block_size, base.seed, base.device) == ("task:countdown_search:3", 5, 640, 7, "cpu")
     assert (base.init_from, base.out_dir, base.resume) == ("scratch", f"{out}/base", "auto")
-    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 294)
+    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 613)
     assert drawn.seed not in (base.seed, learnt.seed) and not drawn.overwrite                    # other questions; it goes on
     assert (tuned.init_from, tuned.dataset, tuned.out_dir, tuned.resume) == (f"{out}/base", drawn.output, f"{out}/rft", "auto")
     assert (learnt.init_from, learnt.out_dir, learnt.resume) == (f"{out}/rft", f"{out}/grpo", "auto")
-    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 294)
+    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 613)
     three = tuple(f"{out}/{name}" for name in ("base", "rft", "grpo"))
     assert [(cfg.num_samples, cfg.temperature, cfg.seed, cfg.models, cfg.output) for cfg in (greedy, sampled, again)] == [
         (1, 0.0, 0, three, f"{out}/greedy.jsonl"), (8, 1.0, 0, three, f"{out}/sampled.jsonl"), (8, 1.0, 1, three[:1], f"{out}/again.jsonl")]
