@@ -50,7 +50,8 @@ def teachers(n, argument=None):
     for question, right in zip(asked, by_any):
         if not right:
             _, _, steps = countdown_search.solution(question).rpartition("answer: ")
-            unsolved.append(question | {"a_solution": steps.removesuffix(countdown_search.STOP).split()[::-1]})
+            last_first = steps.removesuffix(countdown_search.STOP).split()
+            unsolved.append(question | {"a_solution": last_first[::-1]})
     return {
         "questions": len(asked),
         "solve": {countdown_search.name_of(teacher): fmean(row) for teacher, row in solved.items()},
@@ -196,7 +197,7 @@ def draw(summary, intervals, curve, path):
     title = f"Right answers of {summary['questions']} unseen problems, %, with 95% intervals"
     axis.set_title(title, loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
+    axis.legend(frameon=False, fontsize=8, loc="center left")
     figure.savefig(path, dpi=140)
 
 

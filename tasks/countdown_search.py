@@ -49,7 +49,8 @@ from tasks import _numbers, _questions
 PROMPT = "Make {}\n"
 STOP = "."
 INSTRUCTION = ("Make the first number from all the others, each used once, with + - * /. Search for a way, "
-               "then end with the steps, the last one first, and a full stop, as in: answer: 35+9=44 7*5=35 12-3=9.")
+               "then end with the steps, the last one first, and a full stop, as in: "
+               "answer: 35+9=44 7*5=35 12-3=9.")
 FAILED = "no solution."
 FEWEST, MOST = 2, 6                  # numbers of a question
 LOWEST, HIGHEST = 10, 99             # target
@@ -334,7 +335,7 @@ def documents(split, seed=0, argument=None):
 
 def steps_of(completion):
     """Return [(a, sign, b, c)] of the steps after `answer:`, up to the first full stop, the last one first;
-    None if there is no full stop, no `answer:` or more than one before it, or anything but steps behind it."""
+    None if there is no full stop, no `answer:` or more than one before it, or anything else behind it."""
     text, stop, _ = completion[:_numbers.LONGEST_TEXT].partition(STOP)
     parts = text.split("answer:")
     if not stop or len(parts) != 2:
