@@ -4,8 +4,8 @@ two in five of them in vain.
     bash runs/countdown.sh                   this, and the rungs that follow
     python train.py config/countdown.py
 
-1,116,160 parameters. A document has 219 bytes on average and 640 at most. Windows of 640 cut a third of them, so that
-27% of the bytes are learnt without their question.
+1,116,160 parameters. A document has 219 bytes on average and 640 at most. Windows of 640 cut a third of
+them, so that 27% of the bytes are learnt without their question.
 """
 dataset = "task:countdown_search"
 out_dir = "out/countdown/base"
