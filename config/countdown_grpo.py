@@ -2,7 +2,8 @@
 
     python grpo.py config/countdown_grpo.py --init_from=out/countdown/rft
 
-No search may be longer than the teachers' were: what is learnt is to search better, not longer.
+No search may be longer than a teacher's may be. What is learnt is to use that room, where teachers that have
+followed their few ways give up, and to search better in it.
 """
 init_from = "out/countdown/rft"
 out_dir = "out/countdown/grpo"

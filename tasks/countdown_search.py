@@ -151,6 +151,7 @@ HEURISTICS = {"sum": by_sum, "factors": by_factors}
 # (breadth or depth first, heuristic, how many ways on from a state are followed: the best of them; None: all)
 WAYS = [("breadth", 1), ("breadth", 2), ("breadth", 3), ("depth", 3), ("depth", None)]
 TEACHERS = [(order, name, width) for name in HEURISTICS for order, width in WAYS]
+EXHAUSTIVE = ("depth", "sum", None)  # without a limit it finds whatever can be found
 
 
 class OutOfRoom(Exception):
@@ -180,7 +181,8 @@ class Trace:
         None."""
         steps = []
         for step, (result,) in ways_on(state):
-            steps.append(step + ("<" if result < self.target else ">" if result > self.target else "!"))
+            mark = "!" if result == self.target else "<" if result < self.target else ">"
+            steps.append(step + mark)
             if result == self.target:
                 self.visit(state, steps, [*path, step])
                 return [*path, step]
@@ -306,7 +308,7 @@ def questions(split, seed=0, n=None, argument=None):
 def solution(question):
     """A whole search without a limit, by the teacher that follows everything: it always ends in the
     target."""
-    found, text = search(("depth", "sum", None), question["numbers"], int(question["answer"]))
+    found, text = search(EXHAUSTIVE, question["numbers"], int(question["answer"]))
     if not found:
         raise ValueError(f"{question['question']} can't be done without a number above {CEILING} or a "
                          "fraction: ask questions of countdown_search's own.")

@@ -139,7 +139,8 @@ def test_splits_share_no_numbers_and_no_target():
         sets[split] = {tuple(sorted(q["numbers"])) for q in asked}
         targets[split] = {q["answer"] for q in asked}
         counts = Counter(len(q["numbers"]) for q in asked)
-        assert 0.2 < counts[3] / counts.total() < 0.58 and counts[3] + counts[4] == counts.total()
+        low, high = (0.42, 0.58) if split == "train" else (0.2, 0.46)          # held out there are few with three
+        assert low < counts[3] / counts.total() < high and counts[3] + counts[4] == counts.total()
         assert all(1 <= n <= 20 for q in asked for n in q["numbers"]) and all(10 <= int(q["answer"]) <= 99 for q in asked)
     for a, b in itertools.combinations(tasks.SPLITS, 2):
         assert not sets[a] & sets[b] and not targets[a] & targets[b]
@@ -239,7 +240,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     for question in found["unsolved"]:
         assert countdown_search.reward(question, countdown_search.answer(question["a_solution"]))[0] == 1
         assert can_make(question["numbers"], int(question["answer"]))
-    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.6 < found["together"] < 0.9
+    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.8 < found["together"] < 0.9
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
     assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 640
     assert "are solved by none" in capsys.readouterr().out
