@@ -2,14 +2,14 @@
 
     python grpo.py config/countdown_grpo.py --init_from=out/countdown/rft
 
-No search may be longer than a teacher's may be. What is learnt is to use that room, where teachers that have
-followed their few ways give up, and to search better in it.
+A search may be twice as long as a teacher's may be. What is learnt is to go on where teachers give up, to use
+that room, and to search better in it.
 """
 init_from = "out/countdown/rft"
 out_dir = "out/countdown/grpo"
 task = "countdown_search"
 num_questions = 3840                     # which 120 steps ask once each
-max_new_tokens = 613                     # with the longest question, the 640 bytes that the teachers had
+max_new_tokens = 773                     # with the longest question, the 800 positions that the model has
 
 temperature = 1.0
 learning_rate = 5e-4

@@ -35,7 +35,8 @@ class Config:
 
 def teachers(n, argument=None):
     """Return what the teachers make of the test's first n questions, each within the room of a document, and
-    the questions that none of them solves, each with a solution for who wants to check that there is one."""
+    the questions that none of them solves, each with a solution for who wants to check that there is one, and
+    whether a teacher would solve it in twice the room, which is what the model has."""
     longest = countdown_search.sizes(argument)[2]
     asked = countdown_search.questions("test", n=n, argument=argument)
     solved = {}                              # {teacher: [whether it solves a question]}
@@ -52,11 +53,14 @@ def teachers(n, argument=None):
             numbers = question["numbers"]
             target = int(question["answer"])
             steps, _ = countdown_search.search(countdown_search.EXHAUSTIVE, numbers, target)
-            unsolved.append(question | {"a_solution": steps})
+            later = any(countdown_search.completion(teacher, question, 2 * longest)[1]
+                        for teacher in countdown_search.TEACHERS)
+            unsolved.append(question | {"a_solution": steps, "solved_in_twice_the_room": later})
     return {
         "questions": len(asked),
         "solve": {countdown_search.name_of(teacher): fmean(row) for teacher, row in solved.items()},
         "together": fmean(by_any),
+        "together_in_twice_the_room": 1 - sum(not q["solved_in_twice_the_room"] for q in unsolved) / len(asked),
         "bytes_of_a_document": {"mean": fmean(lengths), "most": max(lengths)},
         "longer_than_the_limit": sum(length + 1 > longest for length in lengths),
         "unsolved": unsolved,
@@ -108,16 +112,19 @@ def share_of(flags):
 
 
 def beyond(sampled, again, unsolved):
-    """Return which problems the models solve in 8 tries that no teacher solves, and of those the base doesn't
-    solve in 8.
+    """Return which problems the models solve in 8 tries that no teacher solves; of those the base doesn't
+    solve in 8; and of the latter that no teacher would solve in the room of the models, either.
 
     sampled: as answers() has them. again: those of the base with another seed. By these it is found what it
     does not solve: by the ones that it is compared with, it would be picked for having failed there, and
-    what other models solve would be chance in part. unsolved: questions."""
+    what other models solve would be chance in part. unsolved: {question: whether a teacher solves it in twice
+    the room}."""
     hard = [question for question in unsolved if question in sampled["base"]]
     hardest = [question for question in hard if not solved(again["base"][question])]
+    of_room = [question for question in hardest if not unsolved[question]]
     result = {}
-    for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest)):
+    for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest),
+                       ("nor_in_twice_the_room", of_room)):
         result[key] = {name: share_of([solved(samples[question]) for question in asked])
                        for name, samples in sampled.items()}
     result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]
@@ -157,10 +164,10 @@ def summarise(folder):
     """Return (summary, the intervals of greedy and sampled accuracy of each stage)."""
     summary, intervals = ladder.summarise(folder)
     known = json.loads((folder / "teachers.json").read_text())
-    unsolved = [question["question"] for question in known["unsolved"]]
+    unsolved = {question["question"]: question["solved_in_twice_the_room"] for question in known["unsolved"]}
     return summary | {
         "questions": known["questions"],
-        "teachers": known["solve"] | {"together": known["together"]},
+        "teachers": known["solve"] | {key: known[key] for key in ("together", "together_in_twice_the_room")},
         "gains": {when: gains(folder / f"{when}.txt") for when in ("greedy", "sampled")},
         "beyond": beyond(answers(folder / "sampled.jsonl"), answers(folder / "again.jsonl"), unsolved),
     }, intervals
@@ -214,8 +221,10 @@ def report(summary):
         for name, row in by_model.items():
             low, high = (100 * row[f"difference_{end}"] for end in ("low", "high"))
             print(f"{name} - base, {when}: {100 * row['difference']:+.1f} points [{low:+.1f}, {high:+.1f}]")
-    print(f"All teachers together solve {100 * summary['teachers']['together']:.1f}%. Of the problems that")
-    whose = {"no_teacher": "no teacher solves", "no_teacher_and_not_the_base": "nor the base in 8 other tries"}
+    together, later = (100 * summary["teachers"][key] for key in ("together", "together_in_twice_the_room"))
+    print(f"All teachers together solve {together:.1f}%, and {later:.1f}% in twice the room. Of the problems that")
+    whose = {"no_teacher": "no teacher solves", "no_teacher_and_not_the_base": "nor the base in 8 other tries",
+             "nor_in_twice_the_room": "nor a teacher in twice the room"}
     for key, what in whose.items():
         for name, found in summary["beyond"][key].items():
             share = "none there"

@@ -27,7 +27,7 @@ TEACHERS wrote them: breadth-first and depth-first, by two heuristics, that keep
 each state. None of them makes a number above CEILING. No document is longer than `longest`: a teacher that
 runs out of room gives up.
 
-The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,640,100000; `4` and `4,50` do as well): how
+The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,400,100000; `4` and `4,50` do as well): how
 many numbers, the largest of them, the bytes of a document with its end, and how many documents there are to
 train on. Targets are 10 to 99. All questions can be solved. Both the targets and the sets of numbers are
 dealt out to the splits by a hash: no question of the test shares its target or its numbers with one that is
@@ -73,8 +73,8 @@ def sizes(argument):
     found = ARGUMENT.fullmatch("3-4" if argument is None else argument)
     if not found:
         raise ValueError("The argument of countdown_search is COUNTS,LARGEST,LONGEST,DOCUMENTS, such as 4 or "
-                         f"3-4,20,640,100000, and not {argument!r}.")
-    defaults = found[1], found[1], 20, 640, 100_000
+                         f"3-4,20,400,100000, and not {argument!r}.")
+    defaults = found[1], found[1], 20, 400, 100_000
     fewest, most, largest, longest, documents = (
         int(default if given is None else given) for given, default in zip(found.groups(), defaults))
     if not FEWEST <= fewest <= most <= MOST:
