@@ -185,7 +185,7 @@ def test_countdown_s_files_belong_together():
         longest = countdown_search.sizes(argument or None)[2]
         if text.tokenizer == "gpt2":                 # 1.81 bytes a token, in 1,500 documents; 674 at most in one of 1,024 bytes
             longest = round(longest / 1.519)
-        assert text.block_size >= longest and longest - 30 <= asked.max_new_tokens < longest        # no more than the teachers had
+        assert text.block_size >= longest and longest - 30 <= asked.max_new_tokens < text.block_size
         assert asked.num_questions >= asked.max_steps * asked.prompts_per_step
     for name in ("countdown_250m", "countdown_250m_grpo", "countdown_tinyzero_grpo"):
         assert "Not run." in (ROOT / f"config/{name}.py").read_text()

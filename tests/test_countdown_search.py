@@ -23,7 +23,7 @@ from runtime.config import BadInput
 from runtime.tokenizer import Tokenizer
 from tasks import countdown_search
 
-SPECS = ["countdown_search", "countdown_search:4,50,400"]
+SPECS = ["countdown_search", "countdown_search:4,50,640"]
 SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "/": lambda a, b: a / b}
 QUESTION = {"question": "41 from 3 5 7 12", "answer": "41", "numbers": [3, 5, 7, 12]}
 
@@ -119,7 +119,7 @@ def test_a_teacher_solves_exactly_what_its_unlimited_document_has_room_for():
     for question, teacher in itertools.product(countdown_search.questions("test", n=60), countdown_search.TEACHERS):
         steps, text = countdown_search.search(teacher, question["numbers"], int(question["answer"]))
         document = f"Make {question['question']}\n{text}{countdown_search.answer(steps or [])}\n"
-        assert countdown_search.completion(teacher, question, 640)[1] == (steps is not None and len(document) + 1 <= 640)
+        assert countdown_search.completion(teacher, question, 400)[1] == (steps is not None and len(document) + 1 <= 400)
 
 
 def test_a_teacher_goes_on_for_as_long_as_it_has_room():
@@ -233,16 +233,17 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     found = json.loads(path.read_text())
     asked = countdown_search.questions("test", n=120)
     unsolved = {q["question"] for q in found["unsolved"]}
-    for question in asked:
-        by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, 640)[0])[0]
-                     for teacher in countdown_search.TEACHERS)
-        assert by_any == (question["question"] not in unsolved)
+    for room, left in ((400, unsolved), (800, {q["question"] for q in found["unsolved"] if not q["solved_in_twice_the_room"]})):
+        for question in asked:
+            by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, room)[0])[0]
+                         for teacher in countdown_search.TEACHERS)
+            assert by_any == (question["question"] not in left)
     for question in found["unsolved"]:
         assert countdown_search.reward(question, countdown_search.answer(question["a_solution"]))[0] == 1
         assert can_make(question["numbers"], int(question["answer"]))
-    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.8 < found["together"] < 0.9
+    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"] < 0.9
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
-    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 640
+    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 400
     assert "are solved by none" in capsys.readouterr().out
     path.write_text("precious")
     with pytest.raises(BadInput, match="is there and not a list of ours"):
@@ -278,8 +279,8 @@ def ladder(tmp_path):
                 lines.append({"model": f"out/{model}", "question": f"problem {i}", "answer": str(i), "samples": samples})
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "teachers.json").write_text(json.dumps({"questions": 4, "solve": {"one": 0.25}, "together": 0.25,
-                                                        "unsolved": [{"question": f"problem {i}"} for i in (1, 2, 3)]}))
+    (tmp_path / "teachers.json").write_text(json.dumps({"questions": 4, "solve": {"one": 0.25}, "together": 0.25, "together_in_twice_the_room": 0.5,
+                                                        "unsolved": [{"question": f"problem {i}", "solved_in_twice_the_room": i == 2} for i in (1, 2, 3)]}))
     (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 200 190\n")
     (tmp_path / "grpo").mkdir()
     (tmp_path / "grpo/metrics.jsonl").write_text('{"step": 1, "seconds": 5.0, "reward": 0.5}\n{"step": 2, "val_reward": 0.5}\n')
@@ -291,9 +292,11 @@ def test_the_summary(ladder, capsys):
     summary = json.loads((ladder / "summary.json").read_text())
     assert [stage["name"] for stage in summary["stages"]] == ["base", "rft", "grpo"] and summary["total_seconds"] == 180.0
     assert [(stage["greedy"], stage["seconds"]) for stage in summary["stages"]] == [(0.25, 60.0), (0.5, 70.0), (0.75, 40.0)]
-    counts = {key: {name: (row["n"], row["of"]) for name, row in summary["beyond"][key].items()} for key in ("no_teacher", "no_teacher_and_not_the_base")}
+    counts = {key: {name: (row["n"], row["of"]) for name, row in summary["beyond"][key].items()}
+              for key in ("no_teacher", "no_teacher_and_not_the_base", "nor_in_twice_the_room")}
     assert counts == {"no_teacher": {"base": (1, 3), "rft": (2, 3), "grpo": (2, 3)},
-                      "no_teacher_and_not_the_base": {"base": (1, 2), "rft": (2, 2), "grpo": (2, 2)}}         # problem 3 is left out
+                      "no_teacher_and_not_the_base": {"base": (1, 2), "rft": (2, 2), "grpo": (2, 2)},         # problem 3 is left out,
+                      "nor_in_twice_the_room": {"base": (0, 1), "rft": (1, 1), "grpo": (1, 1)}}                # and problem 2
     by_none = summary["beyond"]["no_teacher"]["grpo"]
     assert (by_none["low"], by_none["high"]) == pytest.approx((0.2077, 0.9385), abs=1e-4)         # Wilson's, by hand
     assert summary["beyond"]["solved_by_the_last"] == ["problem 1", "problem 2"]
@@ -374,13 +377,13 @@ def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     teachers, base, drawn, tuned, learnt, greedy, sampled, again, report = (cfg for _, cfg in stages)
     out = f"{tmp_path}/out"
     assert {f"--teachers={out}/teachers.json", "--task=countdown_search:3", "--num_questions=11"} < {*teachers} and report[-1] == out
-    assert (base.dataset, base.max_steps, base.block_size, base.seed, base.device) == ("task:countdown_search:3", 5, 640, 7, "cpu")
+    assert (base.dataset, base.max_steps, base.block_size, base.seed, base.device) == ("task:countdown_search:3", 5, 800, 7, "cpu")
     assert (base.init_from, base.out_dir, base.resume) == ("scratch", f"{out}/base", "auto")
-    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 613)
+    assert (drawn.init_from, drawn.num_questions, drawn.temperature, drawn.max_new_tokens) == (f"{out}/base", 9, 1.0, 773)
     assert drawn.seed not in (base.seed, learnt.seed) and not drawn.overwrite                    # other questions; it goes on
     assert (tuned.init_from, tuned.dataset, tuned.out_dir, tuned.resume) == (f"{out}/base", drawn.output, f"{out}/rft", "auto")
     assert (learnt.init_from, learnt.out_dir, learnt.resume) == (f"{out}/rft", f"{out}/grpo", "auto")
-    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 613)
+    assert (learnt.max_steps, learnt.num_questions, learnt.task, learnt.max_new_tokens) == (3, 96, "countdown_search:3", 773)
     three = tuple(f"{out}/{name}" for name in ("base", "rft", "grpo"))
     assert [(cfg.num_samples, cfg.temperature, cfg.seed, cfg.models, cfg.output) for cfg in (greedy, sampled, again)] == [
         (1, 0.0, 0, three, f"{out}/greedy.jsonl"), (8, 1.0, 0, three, f"{out}/sampled.jsonl"), (8, 1.0, 1, three[:1], f"{out}/again.jsonl")]
