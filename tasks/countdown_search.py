@@ -271,7 +271,7 @@ def targets_of(split):
     """Return the targets of a split: of all, in the order of a hash, every tenth is for the test and the one
     after it for validation. (There are so few that a hash of each by itself would not deal out a tenth.) The
     lowest and the highest are always trained on: where 10 was not, each 10 in training was below its target,
-    and a model marked it so in the test, too."""
+    and was marked so in the test, too (NOTES.md)."""
     order = sorted(range(LOWEST, HIGHEST + 1), key=lambda n: hashlib.sha256(f"target {n}".encode()).digest())
     dealt = {"test": {*order[::10]} - {LOWEST, HIGHEST}, "valid": {*order[1::10]} - {LOWEST, HIGHEST}}
     return frozenset(dealt.get(split) or {*order} - dealt["test"] - dealt["valid"])

@@ -144,7 +144,8 @@ def test_splits_share_no_numbers_and_no_target():
         assert all(1 <= n <= 20 for q in asked for n in q["numbers"]) and all(10 <= int(q["answer"]) <= 99 for q in asked)
     for a, b in itertools.combinations(tasks.SPLITS, 2):
         assert not sets[a] & sets[b] and not targets[a] & targets[b]
-    assert [len(countdown_search.targets_of(split)) for split in tasks.SPLITS] == [72, 9, 9]
+    assert [len(countdown_search.targets_of(split)) for split in tasks.SPLITS] == [73, 9, 8]
+    assert {countdown_search.LOWEST, countdown_search.HIGHEST} < countdown_search.targets_of("train")
     heard = [re.match(r"Make (\d+) from ([\d ]+)\n", text).groups() for text in tasks.load("countdown_search:3,20,256,300").documents("train")]
     assert len(heard) == 300 and not {target for target, _ in heard} & (targets["valid"] | targets["test"])
     assert not {tuple(sorted(map(int, numbers.split()))) for _, numbers in heard} & (sets["valid"] | sets["test"])
