@@ -121,10 +121,10 @@ def beyond(sampled, again, unsolved):
     the room}."""
     hard = [question for question in unsolved if question in sampled["base"]]
     hardest = [question for question in hard if not solved(again["base"][question])]
-    of_room = [question for question in hardest if not unsolved[question]]
+    beyond_room = [question for question in hardest if not unsolved[question]]
     result = {}
     for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest),
-                       ("nor_in_twice_the_room", of_room)):
+                       ("nor_in_twice_the_room", beyond_room)):
         result[key] = {name: share_of([solved(samples[question]) for question in asked])
                        for name, samples in sampled.items()}
     result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]

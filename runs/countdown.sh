@@ -32,7 +32,8 @@ touch "$out/seconds"
 "$python" -m runs.countdown --teachers="$out/teachers.json" --task="$task" ${questions:+--num_questions="$questions"}
 echo "$flags" > "$out/flags"
 
-ask="--task=$task --max_new_tokens=773"                       # with the longest question, the 800 positions that the model has
+room=$("$python" -c "import sys; from tasks import countdown_search as c; print(2 * c.sizes(sys.argv[1].partition(':')[2] or None)[2])" "$task")
+ask="--task=$task --max_new_tokens=$((room - 27))"            # with the longest question, twice the bytes that the teachers had
 spread 1,2,4,8                                # training too
 
 answer() {                               # answer NAME MODELS AND FLAGS...: the test questions; all answers in NAME.jsonl
@@ -41,7 +42,7 @@ answer() {                               # answer NAME MODELS AND FLAGS...: the 
     grep -v '^{' "$file.txt"
 }
 models="$out/base $out/rft $out/grpo"
-finish base $each_core train.py config/countdown.py --dataset="task:$task" --out_dir="$out/base" --data_dir="$data" \
+finish base $each_core train.py config/countdown.py --dataset="task:$task" --block_size="$room" --out_dir="$out/base" --data_dir="$data" \
     --seed="$seed" $device --resume=auto ${base:+--max_steps="$base"}
 # Drawn by another seed than the questions of reinforcement learning: one in nine of them is asked there too.
 finish datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed=$((1000 + seed)) \

@@ -185,7 +185,8 @@ def test_countdown_s_files_belong_together():
         longest = countdown_search.sizes(argument or None)[2]
         if text.tokenizer == "gpt2":                 # 1.81 bytes a token, in 1,500 documents; 674 at most in one of 1,024 bytes
             longest = round(longest / 1.519)
-        assert text.block_size >= longest and longest - 30 <= asked.max_new_tokens < text.block_size
+        room = 2 * longest if base == "countdown" else longest        # what the teachers had, or, as runs/countdown.py counts, twice that
+        assert text.block_size >= room and room - 30 <= asked.max_new_tokens < room
         assert asked.num_questions >= asked.max_steps * asked.prompts_per_step
     for name in ("countdown_250m", "countdown_250m_grpo", "countdown_tinyzero_grpo"):
         assert "Not run." in (ROOT / f"config/{name}.py").read_text()

@@ -393,6 +393,12 @@ def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     assert shlex.split(said)[-2:] == ["a", "trace"]
 
 
+def test_the_models_have_twice_the_room_of_the_teachers(climbed):
+    stages, _ = climbed("--task=countdown_search:3,20,600")
+    assert stages[1][1].block_size == 1200
+    assert {cfg.max_new_tokens for name, cfg in stages if name in ("datagen.py", "grpo.py", "eval.py")} == {1173}
+
+
 def test_what_is_done_is_not_done_again(climbed):
     stages, _ = climbed(code=1, FAILS="1")
     assert [name for name, _ in stages][-2:] == ["grpo.py", "eval.py"] and stages[-1][1].num_questions == "auto"
