@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 IGNORE = -1          # a target that is not trained on; set from lengths, never from token ids
+ROWS = 192           # queries of which math_attention has the scores at a time, where there are many
 SDPA_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -69,10 +70,14 @@ def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
 def math_attention(q, k, v, mask=None, dropout=0.0):
     """Return the same as sdpa_attention, with its two products written out.
 
-    On a CPU in bf16 that is several times faster at short lengths and still ahead at 1,024 (see NOTES.md).
+    On a CPU in bf16 that is several times faster at short lengths (see NOTES.md). Where it is causal and long,
+    ROWS queries at a time meet the keys up to their own: their scores stay in the processor's cache, and most
+    of those that the mask would hide are not computed. Of 5 x 800 positions, 4 heads of 32, both ways 42 ms
+    instead of 74 (a Zen 5 core).
     """
     B, T, H, D = q.shape
     S = k.shape[1]
+    in_parts = mask is None and T > 256 and not torch.compiler.is_compiling()        # lengths may vary there
     q = q.transpose(1, 2).reshape(B * H, T, D)
     k = repeat_heads(k.transpose(1, 2), H).reshape(B * H, S, D)
     v = repeat_heads(v.transpose(1, 2), H).reshape(B * H, S, D)
@@ -80,9 +85,22 @@ def math_attention(q, k, v, mask=None, dropout=0.0):
         mask = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
     else:
         mask = mask.expand(B, H, T, S).flatten(0, 1)
-    weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=D**-0.5).softmax(-1)
-    y = torch.bmm(drop_out(weights, dropout), v)
+    if in_parts:
+        parts = []
+        for start in range(0, T, ROWS):
+            rows = slice(start, start + ROWS)
+            seen = slice(start + ROWS)
+            parts.append(weigh(q[:, rows], k[:, seen], v[:, seen], mask[rows, seen], dropout))
+        y = torch.cat(parts, dim=1)
+    else:
+        y = weigh(q, k, v, mask, dropout)
     return y.view(B, H, T, D).transpose(1, 2)
+
+
+def weigh(q, k, v, mask, dropout):
+    """Return [N, T, D], what the queries q [N, T, D] find in the values v [N, S, D] by their keys k [N, S, D]."""
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1]**-0.5)
+    return torch.bmm(drop_out(scores.softmax(-1), dropout), v)
 
 
 def repeat_heads(x, n_head):

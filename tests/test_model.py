@@ -176,11 +176,19 @@ def test_dropout_is_off_in_evaluation_and_that_of_the_generator_s_state():
     assert torch.equal(drop_out(x, 0.5), first) and not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("T", [1, 10, 257, 384, 400])        # from 257 on in parts
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_written_out_attention_equals_the_fused_one(K):
+def test_written_out_attention_equals_the_fused_one(K, T):
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 10, 4, 8), torch.randn(2, 10, K, 8), torch.randn(2, 10, K, 8)
-    torch.testing.assert_close(math_attention(q, k, v), sdpa_attention(q, k, v))
+    inputs = [torch.randn(2, T, heads, 8, requires_grad=True) for heads in (4, K, K)]
+    dy = torch.randn(2, T, 4, 8)
+    for written, fused in zip(attention_and_gradients(math_attention, inputs, dy), attention_and_gradients(sdpa_attention, inputs, dy)):
+        torch.testing.assert_close(written, fused)
+
+
+def attention_and_gradients(attend, inputs, dy):
+    y = attend(*inputs)
+    return y, *torch.autograd.grad(y, inputs, dy)
 
 
 @pytest.mark.parametrize("heads", [(), (3,)], ids=["channels", "heads"])
