@@ -473,11 +473,7 @@ class GPT(nn.Module):
         device = prompts.ids.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.head_weight.dtype
-        mask = prompts.mask(T, dtype)
-        if self.backend == "math":
-            # Here once, where math_attention would copy it in every layer.
-            mask = mask.repeat_interleave(self.config.n_head, dim=1)
-        return PromptAttention(prompts, mask, ATTENTION[self.backend])
+        return PromptAttention(prompts, prompts.mask(T, dtype), ATTENTION[self.backend])
 
     @torch.no_grad()
     def generate(self, x, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -582,7 +578,7 @@ class Prompts(NamedTuple):
 class PromptAttention:
     """Attention in one sequence of G prompts and then B rows that continue them.
 
-    mask [B, 1 or H, T, P + T]: from Prompts.mask. attend: a function in ops.ATTENTION.
+    mask [B, 1, T, P + T]: from Prompts.mask. attend: a function in ops.ATTENTION.
     """
 
     def __init__(self, prompts, mask, attend):

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops import HeadAndLoss, SquaredReLU, chunk_loss, drop_out, fused_loss, math_attention, rms_norm, sdpa_attention
-from model import GPT, IGNORE, GPTConfig, on_meta, rotate
+from model import GPT, IGNORE, GPTConfig, Prompts, on_meta, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
             tied_head=True)
@@ -176,18 +176,30 @@ def test_dropout_is_off_in_evaluation_and_that_of_the_generator_s_state():
     assert torch.equal(drop_out(x, 0.5), first) and not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("T", [1, 10, 257, 384, 400])        # from 257 on in parts
+@pytest.mark.parametrize("prompt", [None, 0, 70])
+@pytest.mark.parametrize("T", [0, 1, 10, 128, 300])          # from 129 on in parts
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_written_out_attention_equals_the_fused_one(K, T):
+def test_written_out_attention_equals_the_fused_one(K, T, prompt):
+    """Also behind prompts of 0 to 70 positions, of which some are padding, and where it is compiled, which takes it whole."""
     torch.manual_seed(0)
-    inputs = [torch.randn(2, T, heads, 8, requires_grad=True) for heads in (4, K, K)]
-    dy = torch.randn(2, T, 4, 8)
-    for written, fused in zip(attention_and_gradients(math_attention, inputs, dy), attention_and_gradients(sdpa_attention, inputs, dy)):
+    S = T + (prompt or 0)
+    inputs = [torch.randn(3, length, heads, 8, requires_grad=True) for length, heads in ((T, 4), (S, K), (S, K))]
+    dy = torch.randn(3, T, 4, 8)
+    mask = None
+    if prompt is not None:
+        lengths = torch.tensor([0, prompt // 2, prompt])
+        mask = Prompts(torch.zeros(3, prompt, dtype=torch.long), lengths, torch.arange(3)).mask(T, torch.float32)
+    expected = attention_and_gradients(sdpa_attention, inputs, dy, mask)
+    for written, fused in zip(attention_and_gradients(math_attention, inputs, dy, mask), expected):
         torch.testing.assert_close(written, fused)
+    if T > 128:
+        whole = torch.compile(math_attention, backend="eager")
+        for written, fused in zip(attention_and_gradients(whole, inputs, dy, mask), expected):
+            torch.testing.assert_close(written, fused)
 
 
-def attention_and_gradients(attend, inputs, dy):
-    y = attend(*inputs)
+def attention_and_gradients(attend, inputs, dy, mask):
+    y = attend(*inputs, mask)
     return y, *torch.autograd.grad(y, inputs, dy)
 
 
