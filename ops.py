@@ -94,11 +94,12 @@ class AttentionInParts(torch.autograd.Function):
 
     Their scores stay in the processor's cache, and most of those that are masked are never computed. Query
     heads that share a key head are rows of one product. Both ways, 5 x 800 positions of 4 heads of 32 with
-    one key head, in bf16: 33 ms instead of 52 (a Zen 5 core).
+    one key head, in bf16: 33 ms instead of 54 (a Zen 5 core; NOTES.md).
     """
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
+        """Return [B, T, H, D] for q [B, T, H, D], k and v [B, S, K, D], mask [B, 1, T, S] or None."""
         B, T, H, D = q.shape
         _, S, K, _ = k.shape
         ctx.G = H // K
@@ -140,7 +141,7 @@ class AttentionInParts(torch.autograd.Function):
             seen = weights.shape[2]
             dv[:, :seen].baddbmm_(weights.mT, dy[:, rows])
             dweights = dy[:, rows].bmm(v[:, :seen].mT)
-            dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
+            dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)  # as autograd does
             dscores *= D**-0.5
             torch.bmm(dscores, k[:, :seen], out=dq[:, rows])
             dk[:, :seen].baddbmm_(dscores.mT, q[:, rows])
