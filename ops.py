@@ -47,8 +47,8 @@ def drop_out(x, p, training=True):
 def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
     """Return attention [B, T, H, D] of q [B, T, H, D] over k and v [B, S, K, D], by PyTorch's fused kernel.
 
-    It is causal: the last of S keys is the last position's own. A mask [B, 1, T, S] of 0 and -inf is added to
-    the scores, and hides later keys itself.
+    Without a mask S is T, and it is causal. A mask [B, 1, T, S] of 0 and -inf is added to the scores and has
+    to hide later keys itself: the last key is the last position's own.
     repeat: have key heads repeated for a kernel that can't share them (runtime/kernels.py).
     """
     H = q.shape[2]
@@ -128,8 +128,7 @@ class AttentionInParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         q, k, v, *parts = ctx.saved_tensors
-        _, _, H, D = dy.shape
-        K = H // ctx.G
+        K = dy.shape[2] // ctx.G
         dy = by_key_head(dy, K)
         dq = torch.empty_like(q)
         dk = torch.zeros_like(k)
@@ -142,7 +141,7 @@ class AttentionInParts(torch.autograd.Function):
             dv[:, :seen].baddbmm_(weights.mT, dy[:, rows])
             dweights = dy[:, rows].bmm(v[:, :seen].mT)
             dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)  # as autograd does
-            dscores *= D**-0.5
+            dscores *= q.shape[-1]**-0.5
             torch.bmm(dscores, k[:, :seen], out=dq[:, rows])
             dk[:, :seen].baddbmm_(dscores.mT, q[:, rows])
         return by_query_head(dq, K, ctx.G), by_query_head(dk, K, 1), by_query_head(dv, K, 1), None
