@@ -44,7 +44,7 @@ answer() {                               # answer NAME MODELS AND FLAGS...: the 
 models="$out/base $out/rft $out/grpo"
 finish base $each_core train.py config/countdown.py --dataset="task:$task" --block_size="$room" --out_dir="$out/base" --data_dir="$data" \
     --seed="$seed" $device --resume=auto ${base:+--max_steps="$base"}
-# Drawn by another seed than the questions of reinforcement learning: one in eight of them is asked there too.
+# Drawn by another seed than the questions of reinforcement learning: one in six of them is asked there too.
 finish datagen $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed=$((1000 + seed)) \
     --num_questions="$asked" --oversample=4 --keep_per_question=1 --stop_early --temperature=1
 finish rft "$python" train.py config/countdown_rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" $device --resume=auto
