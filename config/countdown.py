@@ -4,7 +4,7 @@
     bash runs/countdown.sh                   this, and the rungs that follow
     python train.py config/countdown.py
 
-1,116,160 parameters. A document has 189 bytes on average and 400 at most; the model has room for 800, which
+1,116,160 parameters. A document has 190 bytes on average and 400 at most; the model has room for 800, which
 reinforcement learning will use.
 """
 dataset = "task:countdown_search"
