@@ -243,7 +243,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     for question in found["unsolved"]:
         assert countdown_search.reward(question, countdown_search.answer(question["a_solution"]))[0] == 1
         assert can_make(question["numbers"], int(question["answer"]))
-    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"] < 0.9
+    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"] < 0.95
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
     assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 400
     assert "are solved by none" in capsys.readouterr().out
