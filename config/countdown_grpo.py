@@ -1,4 +1,4 @@
-"""The last rung of Countdown: reinforcement learning on the verifier's grade, 100 steps of 256 searches.
+"""The last rung of Countdown: reinforcement learning on the verifier's grade, 80 steps of 256 searches.
 
     python grpo.py config/countdown_grpo.py --init_from=out/countdown/rft
 
@@ -8,7 +8,7 @@ that room, and to search better in it.
 init_from = "out/countdown/rft"
 out_dir = "out/countdown/grpo"
 task = "countdown_search"
-num_questions = 3200                     # which 100 steps ask once each
+num_questions = 2560                     # which 80 steps ask once each
 max_new_tokens = 773                     # with the longest question, the 800 positions that the model has
 
 temperature = 1.0
@@ -16,7 +16,7 @@ mini_batches = 2         # optimizer steps on each rollout; they cost nothing
 learning_rate = 5e-4
 lr_schedule = "linear"                   # steps are noisy: the last ones average over them
 warmup_steps = 10
-max_steps = 100
+max_steps = 80
 log_interval = 1
-eval_interval = 100      # before and after
+eval_interval = 80       # before and after
 eval_questions = 200
