@@ -81,8 +81,8 @@ def sizes(argument):
         raise ValueError(f"countdown_search has questions of {FEWEST} to {MOST} numbers, the fewer first: "
                          f"{argument} asks for others.")
     if not 10 <= largest <= CEILING or longest < 128 or documents < 1:
-        raise ValueError(f"The largest number of countdown_search is 10 to {CEILING}, a document has room for "
-                         f"128 bytes at least, and there is at least one: {argument} has it otherwise.")
+        raise ValueError(f"The largest number of countdown_search is 10 to {CEILING}, a document has room "
+                         f"for 128 bytes at least, and there is at least one: {argument} has it otherwise.")
     return range(fewest, most + 1), largest, longest, documents
 
 
@@ -289,8 +289,8 @@ def draw(rng, split, largest, count):
             target = str(rng.choice(targets))
             question = f"{target} from {' '.join(map(str, numbers))}"
             return {"question": question, "answer": target, "numbers": numbers}
-    raise ValueError(f"Of {count} numbers up to {largest} countdown_search has no question for the split {split}: "
-                     "ask for more numbers, or larger ones.")
+    raise ValueError(f"Of {count} numbers up to {largest} countdown_search has no question for the split "
+                     f"{split}: ask for more numbers, or larger ones.")
 
 
 def questions(split, seed=0, n=None, argument=None):
