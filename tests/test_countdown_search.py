@@ -140,7 +140,7 @@ def test_splits_share_no_numbers_and_no_target():
         targets[split] = {q["answer"] for q in asked}
         counts = Counter(len(q["numbers"]) for q in asked)
         assert counts[3] + counts[4] == counts.total() == 600
-        assert counts[3] == counts[4] or split == "valid"                       # there are few with three for validation
+        assert counts[3] == counts[4] or split == "valid" and 0.2 < counts[3] / counts.total() < 0.46     # there are few with three
         assert all(1 <= n <= 20 for q in asked for n in q["numbers"]) and all(10 <= int(q["answer"]) <= 99 for q in asked)
         assert counts[3] == 2 * sum(len(q["numbers"]) == 3 for q in countdown_search.questions(split, 5, 300))
     for a, b in itertools.combinations(tasks.SPLITS, 2):
@@ -243,7 +243,8 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     for question in found["unsolved"]:
         assert countdown_search.reward(question, countdown_search.answer(question["a_solution"]))[0] == 1
         assert can_make(question["numbers"], int(question["answer"]))
-    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"] < 0.95
+    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"]
+    assert found["together_in_twice_the_room"] == pytest.approx(1 - len(left) / 120) and left
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
     assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 400
     assert "are solved by none" in capsys.readouterr().out
