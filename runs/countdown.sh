@@ -2,7 +2,7 @@
 # Countdown, from scratch, on two cores: a small GPT on searches that teachers wrote; its own verified searches; reinforcement learning
 # on the verifier's grade; and what of it is beyond the teachers. docs/countdown.md has what came out. No data to download, no GPU.
 #
-#     bash runs/countdown.sh                   half an hour to three quarters on two Zen 5 cores
+#     bash runs/countdown.sh                   39 to 43 minutes on two Zen 5 cores
 # What is done already is not done again. Takes --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=, --asked= (questions of
 # rejection sampling), --num_questions= (of the test; without it 500, or as many as there are) and --task= (countdown_search:3 is easier).
 # A folder goes on with the flags that it was begun with.

@@ -86,7 +86,7 @@ EXCUSED = {
     "python train.py config/chess_mini.py": "25 s of games alone; tests/test_chess.py has small ones",
     "python grpo.py config/chess_mini_grpo.py": "it begins from the run above",
     "python eval.py --compare out/chess_mini out/chess_mini_grpo --task=chess_world:A --num_questions=1000 --max_new_tokens=120": "the same",
-    "bash runs/countdown.sh": "half an hour; tests/test_countdown_search.py looks at its parts",
+    "bash runs/countdown.sh": "forty minutes; tests/test_countdown_ladder.py takes its first steps",
     "bash runs/countdown.sh --seed=1 --out_dir=out/countdown1": "the same",
     "python train.py config/countdown_250m.py": "a GPU's work; tests/test_configs.py looks at the file",
     "python grpo.py config/countdown_250m_grpo.py --init_from=out/countdown_250m_rft": "the same",
