@@ -1,11 +1,12 @@
 """What the ladder of runs/countdown.sh bought, and which problems are beyond the teachers.
 
-    python -m runs.countdown --teachers=out/teachers.json        what each teacher solves, and what none does
-    python -m runs.countdown out/countdown                       a table, summary.json, traces.txt, summary.png,
-                                                                 from what the stages left there
+    python -m runs.countdown --teachers=out/teachers.json     what each teacher solves, and what none does
+    python -m runs.countdown out/countdown                    a table, summary.json, traces.txt, summary.png,
+                                                              from what the stages left there
 Knobs, as --key=value:
 """
 import json
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from runtime.config import BadInput
 from tasks import countdown_search
 
 MODELS = ("base", "rft", "grpo")
+TRIES = 8                                    # of each question, as eval.py has them
 NEEDED = "seconds greedy.txt sampled.txt greedy.jsonl sampled.jsonl again.jsonl teachers.json".split()
 
 
@@ -33,34 +35,53 @@ class Config:
 
 # --- the teachers ---
 
+def random_search(question, longest, rng):
+    """Return whether a depth-first search with all ways on, in an order of chance, finds the target in so
+    many bytes: what room alone buys."""
+    room = countdown_search.room_behind(question, longest)
+    trace = countdown_search.Trace(int(question["answer"]), room)
+    numbers = tuple(question["numbers"])
+    try:
+        found = countdown_search.depth_first(trace, numbers, lambda state, target: rng.random(), None)
+    except countdown_search.OutOfRoom:
+        found = None
+    return found is not None
+
+
 def teachers(n, argument=None):
-    """Return what the teachers make of the test's first n questions, each within the room of a document, and
-    the questions that none of them solves, each with a solution for who wants to check that there is one, and
-    whether a teacher would solve it in twice the room, which is what the model has."""
+    """Return what the teachers make of the test's first n questions, in the room of a document and in twice
+    that, which is what the model has; what a random search makes of them in the latter; and the questions
+    that no teacher solves in the former, each with a solution for who wants to check that there is one."""
     longest = countdown_search.sizes(argument)[2]
     asked = countdown_search.questions("test", n=n, argument=argument)
-    solved = {}                              # {teacher: [whether it solves a question]}
+    solved, later = {}, {}                   # {teacher: [whether it solves a question]}
     lengths = []
     for teacher in countdown_search.TEACHERS:
+        name = countdown_search.name_of(teacher)
         found = [countdown_search.completion(teacher, question, longest) for question in asked]
-        solved[teacher] = [right for _, right in found]
+        solved[name] = [right for _, right in found]
+        later[name] = [countdown_search.completion(teacher, question, 2 * longest)[1] for question in asked]
         prompts = [countdown_search.PROMPT.format(question["question"]) for question in asked]
         lengths += [len(prompt) + len(text) + 1 for prompt, (text, _) in zip(prompts, found)]
     by_any = [any(row) for row in zip(*solved.values())]
+    by_any_later = [any(row) for row in zip(*later.values())]
+    rng = random.Random("random search")
+    at_random = [[random_search(question, 2 * longest, rng) for _ in range(TRIES)] for question in asked]
     unsolved = []
-    for question, right in zip(asked, by_any):
+    for question, right, right_later, tries in zip(asked, by_any, by_any_later, at_random):
         if not right:
             numbers = question["numbers"]
             target = int(question["answer"])
             steps, _ = countdown_search.search(countdown_search.EXHAUSTIVE, numbers, target)
-            later = any(countdown_search.completion(teacher, question, 2 * longest)[1]
-                        for teacher in countdown_search.TEACHERS)
-            unsolved.append(question | {"a_solution": steps, "solved_in_twice_the_room": later})
+            unsolved.append(question | {"a_solution": steps, "solved_in_twice_the_room": right_later,
+                                        "solved_at_random": any(tries)})
     return {
         "questions": len(asked),
-        "solve": {countdown_search.name_of(teacher): fmean(row) for teacher, row in solved.items()},
+        "solve": {name: fmean(row) for name, row in solved.items()},
+        "solve_in_twice_the_room": {name: fmean(row) for name, row in later.items()},
         "together": fmean(by_any),
-        "together_in_twice_the_room": 1 - sum(not q["solved_in_twice_the_room"] for q in unsolved) / len(asked),
+        "together_in_twice_the_room": fmean(by_any_later),
+        "random_search": {"one_try": fmean(map(fmean, at_random)), "best_of_8": fmean(map(any, at_random))},
         "bytes_of_a_document": {"mean": fmean(lengths), "most": max(lengths)},
         "longer_than_the_limit": sum(length + 1 > longest for length in lengths),
         "unsolved": unsolved,
@@ -72,7 +93,8 @@ def write_teachers(cfg):
     name, _, argument = cfg.task.partition(":")
     path = Path(cfg.teachers)
     if name != "countdown_search":
-        raise BadInput(f"--task={cfg.task} has no teachers: give countdown_search, with or without an argument.")
+        raise BadInput(f"--task={cfg.task} has no teachers: give countdown_search, with or without an "
+                       "argument.")
     with task_errors():
         countdown_search.check(argument or None)
     if path.exists() and b'"together"' not in path.read_bytes():
@@ -80,10 +102,13 @@ def write_teachers(cfg):
     found = teachers(cfg.num_questions, argument or None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1))
+    print(f"Of {found['questions']} test problems, and in twice the room:")
     for name, share in found["solve"].items():
-        print(f"{name:34}{100 * share:6.1f}%")
-    print(f"{'together':34}{100 * found['together']:6.1f}% of {found['questions']} test problems; "
-          f"{len(found['unsolved'])} are solved by none: {path}")
+        print(f"{name:36}{100 * share:6.1f}%{100 * found['solve_in_twice_the_room'][name]:8.1f}%")
+    print(f"{'together':36}{100 * found['together']:6.1f}%{100 * found['together_in_twice_the_room']:8.1f}%")
+    for tries, share in found["random_search"].items():
+        print(f"{'depth-first at random, ' + tries.replace('_', ' '):36}{100 * share:15.1f}%")
+    print(f"{len(found['unsolved'])} are solved by none: {path}")
 
 
 # --- the ladder ---
@@ -111,32 +136,45 @@ def share_of(flags):
     return found
 
 
+def not_by_the_base(again, unsolved):
+    """Return the unsolved problems, {question: what teachers() says of it}, that the base does not solve in
+    the tries with another seed."""
+    return [question for question in unsolved if question in again and not solved(again[question])]
+
+
 def beyond(sampled, again, unsolved):
-    """Return which problems the models solve in 8 tries that no teacher solves; of those the base doesn't
-    solve in 8; and of the latter that no teacher would solve in the room of the models, either.
+    """Return which problems the models, and a random search in their room, solve in 8 tries that no teacher
+    solves; of those the base doesn't solve in 8; and of the latter that no teacher would solve in the room of
+    the models, either.
 
     sampled: as answers() has them. again: those of the base with another seed. By these it is found what it
     does not solve: by the ones that it is compared with, it would be picked for having failed there, and
-    what other models solve would be chance in part. unsolved: {question: whether a teacher solves it in twice
-    the room}."""
+    what other models solve would be chance in part. unsolved: {question: what teachers() says of it}."""
     hard = [question for question in unsolved if question in sampled["base"]]
-    hardest = [question for question in hard if not solved(again["base"][question])]
-    beyond_room = [question for question in hardest if not unsolved[question]]
+    hardest = not_by_the_base(again["base"], unsolved)
+    beyond_room = [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
     result = {}
     for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest),
                        ("nor_in_twice_the_room", beyond_room)):
         result[key] = {name: share_of([solved(samples[question]) for question in asked])
                        for name, samples in sampled.items()}
+        at_random = [unsolved[question]["solved_at_random"] for question in asked]
+        result[key]["random_search"] = share_of(at_random)
     result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]
     return result
 
 
-def side_by_side(greedy, unsolved, n=12):
+def side_by_side(greedy, again, unsolved, n=12):
     """Return the three models' greedy answers to some questions, in columns: first those that only the last
-    one solves, of these first what no teacher solves, then others in the test's order."""
+    one solves, of these first what no teacher solves in twice the room nor the base in other tries, then what
+    no teacher solves, then others in the test's order."""
+    hardest = not_by_the_base(again["base"], unsolved)
+    beyond_room = [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
+
     def rank(question):
         rights = [solved(greedy[name][question]) for name in MODELS]
-        return rights != [False, False, True], question not in unsolved
+        return rights != [False, False, True], question not in beyond_room, question not in unsolved
+
     parts = []
     for question in sorted(greedy["base"], key=rank)[:n]:
         columns = []
@@ -147,9 +185,11 @@ def side_by_side(greedy, unsolved, n=12):
         widths = [max(map(len, column)) for column in columns]
         height = max(map(len, columns))
         rows = zip(*(column + [""] * (height - len(column)) for column in columns))
-        heading = question + (" (no teacher solves it)" if question in unsolved else "")
+        by_whom = " (no teacher solves it)" if question in unsolved else ""
+        if question in beyond_room:
+            by_whom = " (no teacher solves it, in twice the room either, nor the base in 8 tries)"
         lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        parts.append("\n".join([heading, *lines]))
+        parts.append("\n".join([question + by_whom, *lines]))
     return "\n\n\n".join(parts) + "\n"
 
 
@@ -160,16 +200,17 @@ def gains(path):
     return {Path(row["model"]).name: {key: row[key] for key in keys} for row in others}
 
 
-def summarise(folder):
-    """Return (summary, the intervals of greedy and sampled accuracy of each stage)."""
+def summarise(folder, known, again):
+    """Return (summary, the intervals of greedy and sampled accuracy of each stage). known: as teachers()
+    returns it. again: as beyond() takes it."""
     summary, intervals = ladder.summarise(folder)
-    known = json.loads((folder / "teachers.json").read_text())
-    unsolved = {question["question"]: question["solved_in_twice_the_room"] for question in known["unsolved"]}
+    unsolved = {question["question"]: question for question in known["unsolved"]}
     return summary | {
         "questions": known["questions"],
-        "teachers": known["solve"] | {key: known[key] for key in ("together", "together_in_twice_the_room")},
+        "teachers": known["solve"] | {key: known[key] for key in ("together", "together_in_twice_the_room",
+                                                                  "random_search")},
         "gains": {when: gains(folder / f"{when}.txt") for when in ("greedy", "sampled")},
-        "beyond": beyond(answers(folder / "sampled.jsonl"), answers(folder / "again.jsonl"), unsolved),
+        "beyond": beyond(answers(folder / "sampled.jsonl"), again, unsolved),
     }, intervals
 
 
@@ -222,8 +263,11 @@ def report(summary):
             low, high = (100 * row[f"difference_{end}"] for end in ("low", "high"))
             print(f"{name} - base, {when}: {100 * row['difference']:+.1f} points [{low:+.1f}, {high:+.1f}]")
     together, later = (100 * summary["teachers"][key] for key in ("together", "together_in_twice_the_room"))
-    print(f"All teachers together solve {together:.1f}%, and {later:.1f}% in twice the room. Of the problems that")
-    whose = {"no_teacher": "no teacher solves", "no_teacher_and_not_the_base": "nor the base in 8 other tries",
+    one, eight = (100 * share for share in summary["teachers"]["random_search"].values())
+    print(f"All teachers together solve {together:.1f}%, and {later:.1f}% in twice the room, where a random "
+          f"search solves {one:.1f}%,\nand {eight:.1f}% in 8 tries. Of the problems that")
+    whose = {"no_teacher": "no teacher solves",
+             "no_teacher_and_not_the_base": "nor the base in 8 other tries",
              "nor_in_twice_the_room": "nor a teacher in twice the room"}
     for key, what in whose.items():
         for name, found in summary["beyond"][key].items():
@@ -247,15 +291,17 @@ def main(argv):
     missing = [name for name in NEEDED if not (folder / name).exists()]
     if missing:
         raise BadInput(f"{folder} has no {missing[0]}: run runs/countdown.sh first, or name its --out_dir=.")
-    summary, intervals = summarise(folder)
+    known = json.loads((folder / "teachers.json").read_text())
+    again = answers(folder / "again.jsonl")
+    summary, intervals = summarise(folder, known, again)
     path = folder / "summary.json"
     if path.exists() and b"total_seconds" not in path.read_bytes():
         raise config.in_the_way(path, "the ladder's", "folder")
     plot.check_output(folder / "summary.png")
     path.write_text(json.dumps(summary, indent=1))
-    unsolved = json.loads((folder / "teachers.json").read_text())["unsolved"]
+    unsolved = {question["question"]: question for question in known["unsolved"]}
     greedy = answers(folder / "greedy.jsonl")
-    (folder / "traces.txt").write_text(side_by_side(greedy, {question["question"] for question in unsolved}))
+    (folder / "traces.txt").write_text(side_by_side(greedy, again, unsolved))
     report(summary)
     print(f"{summary['total_seconds']:.0f} s in all. {path}, {folder / 'traces.txt'}", end="")
     try:

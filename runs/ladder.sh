@@ -27,10 +27,12 @@ print(max(n for n in ($1) if n <= cores))")                        # they share 
 
 now() { "$python" -c "import time; print(time.time())"; }
 
-timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes
-    echo; echo "== $1"; local name=$1 began; shift; began=$(now)
+timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes, also of one that fails or is stopped
+    echo; echo "== $1"; local note="echo $1 \$(now) $(now) >> \"\$out/seconds\""; shift
+    trap "$note" EXIT
     "$@"
-    echo "$name $(now) $began" >> "$out/seconds"
+    trap - EXIT
+    eval "$note"
 }
 once() {                                 # once NAME FILE COMMAND...: timed, unless FILE is there
     local name=$1 file=$2; shift 2

@@ -239,10 +239,16 @@ def search(teacher, numbers, target, room=None):
     return list(found) if found else None, trace.text
 
 
+def room_behind(question, longest):
+    """Return the bytes of a completion, if the document, with the line break after it and the token that ends
+    it, has at most `longest` of them."""
+    return longest - len(PROMPT.format(question["question"])) - 2
+
+
 def completion(teacher, question, longest):
-    """Return (what a teacher writes after a question, whether it found the target). The document, with the
-    line break after it and the token that ends it, has at most `longest` bytes."""
-    room = longest - len(PROMPT.format(question["question"])) - 2
+    """Return (what a teacher writes after a question, whether it found the target), in a document of at most
+    `longest` bytes."""
+    room = room_behind(question, longest)
     found, text = search(teacher, question["numbers"], int(question["answer"]), room)
     return text + (answer(found) if found else FAILED), bool(found)
 

@@ -5,7 +5,6 @@ seed 0 and its verified searches, which stand beside this file (the weights in b
 import dataclasses
 import json
 import tarfile
-from statistics import fmean
 
 import pytest
 
@@ -68,15 +67,15 @@ def test_tuning_on_verified_searches_goes_as_recorded(tuned):
 
 
 def test_reinforcement_learning_begins_as_recorded(tuned):
-    """With the rewards that seed 0 had for the same questions: the band of three is too wide here."""
+    """With the rewards that seed 0 had for the same questions, and as sure of its answers. From a model that
+    was tuned for ten steps the rewards are 0.12 and 0.25. Whether updates are right, test_grpo.py says."""
     grpo.main([str(ROOT / "config/countdown_grpo.py"), f"--init_from={tuned}",
                f"--out_dir={tuned.parent / 'grpo'}", "--max_steps=2", "--lr_schedule=constant",
                "--eval_questions=1", "--device=cpu"])
-    values = expected.series(expected.open_run(tuned.parent / "grpo"), "reward")
-    recorded = seed_0("countdown_grpo", "reward")
-    first = [recorded[step] for step in (1, 2)]
-    assert fmean(values[step] for step in (1, 2)) == pytest.approx(fmean(first), abs=0.1)
-    assert min(first) > 0.25                            # so that a model that solves nothing would be seen
+    for key, near in (("reward", {"abs": 0.1}), ("entropy", {"rel": 0.25})):
+        values = expected.series(expected.open_run(tuned.parent / "grpo"), key)
+        recorded = seed_0("countdown_grpo", key)
+        assert [values[step] for step in (1, 2)] == pytest.approx([recorded[step] for step in (1, 2)], **near)
 
 
 @pytest.mark.parametrize("name, module, file", [("countdown_base", train, "countdown.py"),
@@ -108,17 +107,60 @@ def test_what_the_ladder_promises_of_each_seed():
         assert {*seed["solved_by_the_last"]} <= {*RECORD["no_teacher_solves"]}
 
 
+def test_the_pages_have_the_figures_of_the_record():
+    page = (ROOT / "docs/countdown.md").read_text()
+    seeds = [RECORD["seeds"][seed] for seed in ("0", "1", "2")]
+    for label, name in (("base", "base"), ("tuned on its own verified searches", "rft"),
+                        ("after reinforcement learning", "grpo")):
+        stages = [seed["stages"][name] for seed in seeds]
+        by_numbers = [stage["sampled_by_numbers"] for stage in stages]
+        greedy, sampled, best = (", ".join(f"{100 * stage[key]:.1f}" for stage in stages)
+                                 for key in ("greedy", "sampled", "pass_at_8"))
+        three, four = (", ".join(f"{100 * shares[count]:.0f}" for shares in by_numbers) for count in "34")
+        cells = (greedy, sampled, three, four, best)
+        assert f"| {label} | {' | '.join(cells)} |" in page
+    for label, key in (("no teacher, nor the base in 8 tries", "no_teacher_and_not_the_base"),
+                       ("nor a teacher in 800 bytes", "nor_in_twice_the_room")):
+        rows = [seed["beyond"][key] for seed in seeds]
+        asked = ", ".join(str(row["base"][1]) for row in rows)
+        base, rft, at_random = (", ".join(str(row[name][0]) for row in rows)
+                                for name in ("base", "rft", "random_search"))
+        last = []
+        for row in rows:
+            solved, _, *shares = row["grpo"]
+            last.append("{} ({:.1f}% [{:.1f}, {:.1f}])".format(solved, *(100 * share for share in shares)))
+        cells = (asked, base, rft, "; ".join(last), at_random)
+        assert f"| {label} | {' | '.join(cells)} |" in page
+    teachers = RECORD["teachers"]
+    for label, heuristic in (("by the sum", "sum"), ("by factors", "factors")):
+        names = [name for name in teachers["solve"] if f"by {heuristic}," in name]
+        cells = [f"{100 * teachers['solve'][name]:.1f} ({100 * teachers['solve_in_twice_the_room'][name]:.1f})"
+                 for name in names]
+        assert f"| {label} | {' | '.join(cells)} |" in page and len(cells) == 5
+    one, eight = (100 * share for share in teachers["random_search"].values())
+    assert f"In 800 bytes it solves {one:.1f}% in one try and {eight:.1f}% in eight." in page
+    gains = [[100 * x for x in seed["gains"]["sampled"]["grpo"]] for seed in seeds]
+    assert "; ".join("{:+.1f} [{:+.1f}, {:+.1f}]".format(*gain) for gain in gains) in page
+    minutes = [seed["seconds"]["all"] / 60 for seed in seeds]
+    assert "{:.0f}, {:.0f} and {:.0f} minutes".format(*minutes) in page
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{min(minutes):.0f} to {max(minutes):.0f} minutes" in readme
+    assert f"{min(gains)[0]:.0f} to {max(gains)[0]:.0f} points" in readme
+
+
 def test_the_problems_that_no_teacher_solves():
     """The list is what the teachers come to today, and each problem has a solution."""
     known = runs_countdown.teachers(500)
     recorded = RECORD["teachers"]
-    assert known["together"] == pytest.approx(recorded["together"]) and known["together"] >= 0.5
-    assert known["solve"] == pytest.approx(recorded["solve"])
-    assert known["longer_than_the_limit"] == recorded["longer_than_the_limit"] == 0
-    today = {question["question"]: question["solved_in_twice_the_room"] for question in known["unsolved"]}
+    assert known["together"] >= 0.5 and recorded["longer_than_the_limit"] == 0
+    for key, value in recorded.items():
+        assert known[key] == pytest.approx(value, abs=1e-4)
+    today = {question["question"]: question for question in known["unsolved"]}
     listed = RECORD["no_teacher_solves"]
-    assert today == {question: found["in_twice_the_room"] for question, found in listed.items()}
+    assert [*today] == [*listed]
     for question, found in listed.items():
         target, numbers = question.split(" from ")
         asked = {"answer": target, "numbers": [int(number) for number in numbers.split()]}
         assert countdown_search.reward(asked, countdown_search.answer(found["a_solution"].split()))[0] == 1
+        assert found["in_twice_the_room"] == today[question]["solved_in_twice_the_room"]
+        assert found["at_random"] == today[question]["solved_at_random"]

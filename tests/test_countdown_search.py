@@ -245,6 +245,10 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
         assert can_make(question["numbers"], int(question["answer"]))
     assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"]
     assert found["together_in_twice_the_room"] == pytest.approx(1 - len(left) / 120) and left
+    assert all(share <= found["solve_in_twice_the_room"][name] for name, share in found["solve"].items())
+    assert max(found["solve_in_twice_the_room"].values()) > max(found["solve"].values())
+    assert 0.6 < found["random_search"]["one_try"] < 0.8 < found["random_search"]["best_of_8"] < 1
+    assert {q["solved_at_random"] for q in found["unsolved"]} == {True, False}
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
     assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 400
     assert "are solved by none" in capsys.readouterr().out
@@ -283,7 +287,9 @@ def ladder(tmp_path):
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "teachers.json").write_text(json.dumps({"questions": 4, "solve": {"one": 0.25}, "together": 0.25, "together_in_twice_the_room": 0.5,
-                                                        "unsolved": [{"question": f"problem {i}", "solved_in_twice_the_room": i == 2} for i in (1, 2, 3)]}))
+                                                        "random_search": {"one_try": 0.25, "best_of_8": 0.75},
+                                                        "unsolved": [{"question": f"problem {i}", "solved_in_twice_the_room": i == 2, "solved_at_random": i == 2}
+                                                                     for i in (1, 2, 3)]}))
     (tmp_path / "seconds").write_text("base 60.5 0.5\ndatagen 100 60\nrft 130 100\ngrpo 190 150\nevaluation 200 190\n")
     (tmp_path / "grpo").mkdir()
     (tmp_path / "grpo/metrics.jsonl").write_text('{"step": 1, "seconds": 5.0, "reward": 0.5}\n{"step": 2, "val_reward": 0.5}\n')
@@ -297,9 +303,10 @@ def test_the_summary(ladder, capsys):
     assert [(stage["greedy"], stage["seconds"]) for stage in summary["stages"]] == [(0.25, 60.0), (0.5, 70.0), (0.75, 40.0)]
     counts = {key: {name: (row["n"], row["of"]) for name, row in summary["beyond"][key].items()}
               for key in ("no_teacher", "no_teacher_and_not_the_base", "nor_in_twice_the_room")}
-    assert counts == {"no_teacher": {"base": (1, 3), "rft": (2, 3), "grpo": (2, 3)},
-                      "no_teacher_and_not_the_base": {"base": (1, 2), "rft": (2, 2), "grpo": (2, 2)},         # problem 3 is left out,
-                      "nor_in_twice_the_room": {"base": (0, 1), "rft": (1, 1), "grpo": (1, 1)}}                # and problem 2
+    assert counts == {
+        "no_teacher": {"base": (1, 3), "rft": (2, 3), "grpo": (2, 3), "random_search": (1, 3)},
+        "no_teacher_and_not_the_base": {"base": (1, 2), "rft": (2, 2), "grpo": (2, 2), "random_search": (1, 2)},    # problem 3 is left out,
+        "nor_in_twice_the_room": {"base": (0, 1), "rft": (1, 1), "grpo": (1, 1), "random_search": (0, 1)}}          # and problem 2
     by_none = summary["beyond"]["no_teacher"]["grpo"]
     assert (by_none["low"], by_none["high"]) == pytest.approx((0.2077, 0.9385), abs=1e-4)         # Wilson's, by hand
     assert summary["beyond"]["solved_by_the_last"] == ["problem 1", "problem 2"]
@@ -313,6 +320,18 @@ def test_the_summary(ladder, capsys):
     (ladder / "summary.json").write_text("precious")
     with pytest.raises(BadInput, match="summary.json is there"):
         runs_countdown.main([str(ladder)])
+
+
+def test_what_is_furthest_beyond_the_others_is_shown_first():
+    def answers(right):
+        return {question: [{"score": float(right), "completion": "what it writes"}] for question in ("easy", "more room", "luck", "hard")}
+
+    unsolved = {question: {"solved_in_twice_the_room": question == "more room"} for question in ("more room", "luck", "hard")}
+    again = {"base": answers(False) | {"luck": [{"score": 1.0}]}}
+    shown = runs_countdown.side_by_side({"base": answers(False), "rft": answers(False), "grpo": answers(True)}, again, unsolved)
+    assert [part.splitlines()[0] for part in shown.split("\n\n\n")] == [
+        "hard (no teacher solves it, in twice the room either, nor the base in 8 tries)", "more room (no teacher solves it)",
+        "luck (no teacher solves it)", "easy"]
 
 
 def test_where_nothing_is_left_to_solve(ladder):
@@ -401,10 +420,13 @@ def test_the_models_have_twice_the_room_of_the_teachers(climbed):
     assert {cfg.max_new_tokens for name, cfg in stages if name in ("datagen.py", "grpo.py", "eval.py")} == {1173}
 
 
-def test_what_is_done_is_not_done_again(climbed):
+def test_what_is_done_is_not_done_again(climbed, tmp_path):
+    """And the seconds of a stage that failed count, too."""
     stages, _ = climbed(code=1, FAILS="1")
     assert [name for name, _ in stages][-2:] == ["grpo.py", "eval.py"] and stages[-1][1].num_questions == "auto"
+    assert (tmp_path / "out/seconds").read_text().split()[::3] == ["base", "datagen", "rft", "grpo", "greedy"]
     assert [name for name, _ in climbed()[0]] == ["runs.countdown", *3 * ["eval.py"], "runs.countdown"]
+    assert (tmp_path / "out/seconds").read_text().split()[::3][4:] == ["greedy", "greedy", "sampled", "again"]
     assert [name for name, _ in climbed()[0]] == ["runs.countdown", "runs.countdown"]
     assert climbed("--base_steps=5", code=2)[0] == []                    # it was begun with other flags
     assert climbed("--grpo_steps=0", code=2)[0] == climbed("--asked=some", code=2)[0] == []
