@@ -134,8 +134,8 @@ def test_the_pages_have_the_figures_of_the_record():
     teachers = RECORD["teachers"]
     for label, heuristic in (("by the sum", "sum"), ("by factors", "factors")):
         names = [name for name in teachers["solve"] if f"by {heuristic}," in name]
-        cells = [f"{100 * teachers['solve'][name]:.1f} ({100 * teachers['solve_in_twice_the_room'][name]:.1f})"
-                 for name in names]
+        shares = [(teachers["solve"][name], teachers["solve_in_twice_the_room"][name]) for name in names]
+        cells = [f"{100 * share:.1f} ({100 * later:.1f})" for share, later in shares]
         assert f"| {label} | {' | '.join(cells)} |" in page and len(cells) == 5
     one, eight = (100 * share for share in teachers["random_search"].values())
     assert f"In 800 bytes it solves {one:.1f}% in one try and {eight:.1f}% in eight." in page
