@@ -28,7 +28,8 @@ print(max(n for n in ($1) if n <= cores))")                        # they share 
 now() { "$python" -c "import time; print(time.time())"; }
 
 timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes, also of one that fails or is stopped
-    echo; echo "== $1"; local note="echo $1 \$(now) $(now) >> \"\$out/seconds\""; shift
+    echo; echo "== $1"; local began note; began=$(now)
+    note="ended=\$(now) && echo $1 \$ended $began >> \"\$out/seconds\""; shift
     trap "$note" EXIT
     "$@"
     trap - EXIT
