@@ -38,14 +38,8 @@ class Config:
 def random_search(question, longest, rng):
     """Return whether a depth-first search with all ways on, in an order of chance, finds the target in so
     many bytes: what room alone buys."""
-    room = countdown_search.room_behind(question, longest)
-    trace = countdown_search.Trace(int(question["answer"]), room)
-    numbers = tuple(question["numbers"])
-    try:
-        found = countdown_search.depth_first(trace, numbers, lambda state, target: rng.random(), None)
-    except countdown_search.OutOfRoom:
-        found = None
-    return found is not None
+    at_random = ("depth", lambda state, target: rng.random(), None)
+    return countdown_search.completion(at_random, question, longest)[1]
 
 
 def teachers(n, argument=None):
@@ -113,6 +107,13 @@ def write_teachers(cfg):
 
 # --- the ladder ---
 
+def read_teachers(path):
+    """Return what teachers() returned, from its file, but the unsolved problems as {question: what is said of
+    it}."""
+    known = json.loads(path.read_text())
+    return known | {"unsolved": {question["question"]: question for question in known["unsolved"]}}
+
+
 def answers(path):
     """Return {model: {question: its samples}} of a file that eval.py --output= wrote."""
     found = {}
@@ -136,10 +137,12 @@ def share_of(flags):
     return found
 
 
-def not_by_the_base(again, unsolved):
-    """Return the unsolved problems, {question: what teachers() says of it}, that the base does not solve in
-    the tries with another seed."""
-    return [question for question in unsolved if question in again and not solved(again[question])]
+def beyond_the_others(again, unsolved):
+    """Return (the unsolved problems that the base does not solve in the tries with another seed, those of
+    them that no teacher solves in twice the room, either). Parameters as of beyond()."""
+    hardest = [question for question in unsolved
+               if question in again["base"] and not solved(again["base"][question])]
+    return hardest, [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
 
 
 def beyond(sampled, again, unsolved):
@@ -149,10 +152,9 @@ def beyond(sampled, again, unsolved):
 
     sampled: as answers() has them. again: those of the base with another seed. By these it is found what it
     does not solve: by the ones that it is compared with, it would be picked for having failed there, and
-    what other models solve would be chance in part. unsolved: {question: what teachers() says of it}."""
+    what other models solve would be chance in part. unsolved: as read_teachers() has them."""
     hard = [question for question in unsolved if question in sampled["base"]]
-    hardest = not_by_the_base(again["base"], unsolved)
-    beyond_room = [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
+    hardest, beyond_room = beyond_the_others(again, unsolved)
     result = {}
     for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest),
                        ("nor_in_twice_the_room", beyond_room)):
@@ -168,8 +170,7 @@ def side_by_side(greedy, again, unsolved, n=12):
     """Return the three models' greedy answers to some questions, in columns: first those that only the last
     one solves, of these first what no teacher solves in twice the room nor the base in other tries, then what
     no teacher solves, then others in the test's order."""
-    hardest = not_by_the_base(again["base"], unsolved)
-    beyond_room = [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
+    _, beyond_room = beyond_the_others(again, unsolved)
 
     def rank(question):
         rights = [solved(greedy[name][question]) for name in MODELS]
@@ -201,16 +202,15 @@ def gains(path):
 
 
 def summarise(folder, known, again):
-    """Return (summary, the intervals of greedy and sampled accuracy of each stage). known: as teachers()
-    returns it. again: as beyond() takes it."""
+    """Return (summary, the intervals of greedy and sampled accuracy of each stage). known: as
+    read_teachers() returns it. again: as beyond() takes it."""
     summary, intervals = ladder.summarise(folder)
-    unsolved = {question["question"]: question for question in known["unsolved"]}
     return summary | {
         "questions": known["questions"],
         "teachers": known["solve"] | {key: known[key] for key in ("together", "together_in_twice_the_room",
                                                                   "random_search")},
         "gains": {when: gains(folder / f"{when}.txt") for when in ("greedy", "sampled")},
-        "beyond": beyond(answers(folder / "sampled.jsonl"), again, unsolved),
+        "beyond": beyond(answers(folder / "sampled.jsonl"), again, known["unsolved"]),
     }, intervals
 
 
@@ -263,7 +263,7 @@ def report(summary):
             low, high = (100 * row[f"difference_{end}"] for end in ("low", "high"))
             print(f"{name} - base, {when}: {100 * row['difference']:+.1f} points [{low:+.1f}, {high:+.1f}]")
     together, later = (100 * summary["teachers"][key] for key in ("together", "together_in_twice_the_room"))
-    one, eight = (100 * share for share in summary["teachers"]["random_search"].values())
+    one, eight = (100 * summary["teachers"]["random_search"][key] for key in ("one_try", "best_of_8"))
     print(f"All teachers together solve {together:.1f}%, and {later:.1f}% in twice the room, where a random "
           f"search solves {one:.1f}%,\nand {eight:.1f}% in 8 tries. Of the problems that")
     whose = {"no_teacher": "no teacher solves",
@@ -291,7 +291,7 @@ def main(argv):
     missing = [name for name in NEEDED if not (folder / name).exists()]
     if missing:
         raise BadInput(f"{folder} has no {missing[0]}: run runs/countdown.sh first, or name its --out_dir=.")
-    known = json.loads((folder / "teachers.json").read_text())
+    known = read_teachers(folder / "teachers.json")
     again = answers(folder / "again.jsonl")
     summary, intervals = summarise(folder, known, again)
     path = folder / "summary.json"
@@ -299,9 +299,8 @@ def main(argv):
         raise config.in_the_way(path, "the ladder's", "folder")
     plot.check_output(folder / "summary.png")
     path.write_text(json.dumps(summary, indent=1))
-    unsolved = {question["question"]: question for question in known["unsolved"]}
-    greedy = answers(folder / "greedy.jsonl")
-    (folder / "traces.txt").write_text(side_by_side(greedy, again, unsolved))
+    traces = side_by_side(answers(folder / "greedy.jsonl"), again, known["unsolved"])
+    (folder / "traces.txt").write_text(traces)
     report(summary)
     print(f"{summary['total_seconds']:.0f} s in all. {path}, {folder / 'traces.txt'}", end="")
     try:

@@ -27,13 +27,16 @@ print(max(n for n in ($1) if n <= cores))")                        # they share 
 
 now() { "$python" -c "import time; print(time.time())"; }
 
+noted() {                                # noted NAME BEGAN: a line in the file of seconds, if the time can be told
+    local ended
+    ended=$(now) && echo "$1 $ended $2" >> "$out/seconds"
+}
 timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes, also of one that fails or is stopped
-    echo; echo "== $1"; local began note; began=$(now)
-    note="ended=\$(now) && echo $1 \$ended $began >> \"\$out/seconds\""; shift
-    trap "$note" EXIT
+    echo; echo "== $1"; local name=$1 began; shift; began=$(now)
+    trap "noted $name $began" EXIT
     "$@"
     trap - EXIT
-    eval "$note"
+    noted "$name" "$began"
 }
 once() {                                 # once NAME FILE COMMAND...: timed, unless FILE is there
     local name=$1 file=$2; shift 2

@@ -228,27 +228,22 @@ def depth_first(trace, state, heuristic, width, path=()):
 
 
 def search(teacher, numbers, target, room=None):
-    """Return (the steps to the target that a teacher finds, or None; what it wrote, as Trace has it)."""
-    order, name, width = teacher
+    """Return (the steps to the target that a teacher finds, or None; what it wrote, as Trace has it). Its
+    heuristic is a name in HEURISTICS, or a function like those."""
+    order, heuristic, width = teacher
     trace = Trace(target, room)
     first = breadth_first if order == "breadth" else depth_first
     try:
-        found = first(trace, tuple(numbers), HEURISTICS[name], width)
+        found = first(trace, tuple(numbers), HEURISTICS.get(heuristic, heuristic), width)
     except OutOfRoom:
         found = None
     return list(found) if found else None, trace.text
 
 
-def room_behind(question, longest):
-    """Return the bytes of a completion, if the document, with the line break after it and the token that ends
-    it, has at most `longest` of them."""
-    return longest - len(PROMPT.format(question["question"])) - 2
-
-
 def completion(teacher, question, longest):
-    """Return (what a teacher writes after a question, whether it found the target), in a document of at most
-    `longest` bytes."""
-    room = room_behind(question, longest)
+    """Return (what a teacher writes after a question, whether it found the target). The document, with the
+    line break after it and the token that ends it, has at most `longest` bytes."""
+    room = longest - len(PROMPT.format(question["question"])) - 2
     found, text = search(teacher, question["numbers"], int(question["answer"]), room)
     return text + (answer(found) if found else FAILED), bool(found)
 

@@ -243,7 +243,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     for question in found["unsolved"]:
         assert countdown_search.reward(question, countdown_search.answer(question["a_solution"]))[0] == 1
         assert can_make(question["numbers"], int(question["answer"]))
-    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"]
+    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"] < 0.95
     assert found["together_in_twice_the_room"] == pytest.approx(1 - len(left) / 120) and left
     assert all(share <= found["solve_in_twice_the_room"][name] for name, share in found["solve"].items())
     assert max(found["solve_in_twice_the_room"].values()) > max(found["solve"].values())
