@@ -32,14 +32,15 @@ import torch
 import hf
 import tasks
 from engine import Engine, Sampling
-from questions import task_errors, unseen_questions
-from rollout import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
-from runtime import config, distributed, examples, guard, hardware, lock
-from runtime.accuracy import accuracy
+from rollouts.accuracy import accuracy
+from rollouts.pipeline import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
+from rollouts.questions import task_errors, unseen_questions
+from runtime import config, distributed, guard, hardware, lock
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 from runtime.progress import track
-from runtime.rewards import Grade, Pool, check_graded, load
+from tasks._pool import Grade, Pool, check_graded, load
+from text import examples
 
 
 @dataclass

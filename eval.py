@@ -24,14 +24,15 @@ first_line()                             # --help, or a word, before the seconds
 import hf
 import tasks
 from engine import Engine, Sampling
-from questions import questions_of, task_errors
-from rollout import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
-from runtime import config, data, distributed, guard, hardware
-from runtime.accuracy import accuracy, by_domain, difference, macro
+from rollouts.accuracy import accuracy, by_domain, difference, macro
+from rollouts.pipeline import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
+from rollouts.questions import questions_of, task_errors
+from runtime import config, distributed, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
-from runtime.perplexity import evaluation_line, text_loss
-from runtime.rewards import Pool, check_graded, load
+from tasks._pool import Pool, check_graded, load
+from text import data
+from text.perplexity import evaluation_line, text_loss
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Config:
     min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
     seed: int = 0                            # of the sampling
     deterministic: bool = False              # a sample is the same bit for bit whoever shares its batch (see
-                                             # engine.py)
+                                             # engine/generate.py)
     reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
     output: str | None = None                # a .jsonl for all answers with their grades, a question a line
     # a text

@@ -29,20 +29,20 @@ import torch
 import hf
 import tasks
 from engine import Engine, Sampling, slots_that_fit
-from grpo_log import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
+from experimental.pcgrad import Surgery
 from model import IGNORE, blank
-from questions import QuestionStream, read_questions, task_errors, unseen_questions
-from reference import Reference
-from rollout import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded, requests_of,
-                     round_up, stop_strings_of, zero_variance)
-from runtime import config, distributed, guard, hardware, kernels, memory, optim, sharding
-from runtime.accuracy import accuracy, by_domain
+from rollouts.accuracy import accuracy, by_domain
+from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
+from rollouts.pipeline import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded,
+                               requests_of, round_up, stop_strings_of, zero_variance)
+from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
+from rollouts.reference import Reference
+from runtime import config, distributed, guard, hardware, kernels, memory, optim, parallel as sharding
 from runtime.config import BadInput
 from runtime.log import check_installed
-from runtime.prompts import context_of
-from runtime.rewards import BrokenReward, Pool, load
 from runtime.run import Run, adapt, check_task, check_training, claim
-from surgery import Surgery
+from tasks._pool import BrokenReward, Pool, load
+from text.prompts import context_of
 
 
 @dataclass

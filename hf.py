@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import GPTConfig, LoRA, add_lora, blank, load_adapters, merged, scaled
-from runtime import checkpoint, config, guard, hub, memory
+from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
-from runtime.tokenizer import Tokenizer
+from text import hub
+from text.tokenizer import Tokenizer
 
 # Buffers that older files hold beside the weights: masks and rotary frequencies.
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")

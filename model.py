@@ -1,4 +1,4 @@
-"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch, ops.py and mixer.py alone.
+"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch, layers/ops.py and layers/linear_attention.py alone.
 
 Shapes: B sequences of T positions, C = n_embd channels, V = vocab_size ids; in attention H query heads and K
 key/value heads of D channels.
@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from mixer import Mixer, PromptMixing, first_gain, mix
-from mixer import flops_per_token as mixer_flops
-from ops import ATTENTION, IGNORE, HeadAndLoss, RMSNorm, SquaredReLU, chunk_loss, drop_out, rms_norm
+from layers.linear_attention import Mixer, PromptMixing, first_gain, flops_per_token as mixer_flops, mix
+from layers.ops import ATTENTION, HeadAndLoss, IGNORE, RMSNorm, SquaredReLU, chunk_loss, drop_out, rms_norm
 
 LINEARS = ("qkv", "out", "up", "gate", "down")         # of a block; what LoRA adapts
 LOGITS_AT_A_TIME = 2**25                               # on a CPU: 128 MiB in fp32
@@ -53,7 +52,7 @@ class GPTConfig:
     tied_head: bool = False                  # the head shares the token embedding's weights
     logit_softcap: float = 0.0               # logits = cap * tanh(logits / cap); 0: off
     dropout: float = 0.0
-    mixer: str = "softmax"                   # softmax | favor | linear: how attention weighs; see mixer.py
+    mixer: str = "softmax"                   # softmax | favor | linear: how attention weighs; see layers/linear_attention.py
     mixer_rule: str = "sum"                  # sum | delta: how a state of favor and linear changes
     mixer_features: int = 256                # of favor: random features a head
 
@@ -269,7 +268,7 @@ class GPT(nn.Module):
         self.backend = attention
         self.gradient_checkpointing = gradient_checkpointing
         self.loss_chunks = loss_chunks
-        self.feedback = None                 # what drives the blocks in place of backpropagation: feedback.py
+        self.feedback = None                 # what drives the blocks in place of backpropagation: experimental/feedback.py
         V = config.padded_vocab_size
         C = config.n_embd
         self.token_embedding = nn.Embedding(V, C)
@@ -322,7 +321,7 @@ class GPT(nn.Module):
 
         positions: [T] or [B, T] of the tokens; None: 0 ... T-1.
         attentions: for each block a function of its queries [B, T, H, D], keys and values [B, T, K, D] that
-        returns [B, T, H, D], with a cache (engine.py) or prompts (PromptAttention); None: causal_attention.
+        returns [B, T, H, D], with a cache (engine/generate.py) or prompts (PromptAttention); None: causal_attention.
         With another mixer than softmax, functions of what Mixer returns.
         """
         if positions is None:

@@ -18,7 +18,7 @@ import hf
 from engine import Engine, Request, Sampling
 from runtime import config, distributed, guard, hardware
 from runtime.progress import ProgressLine
-from runtime.prompts import context_of
+from text.prompts import context_of
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Config:
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
     deterministic: bool = False              # a sample is the same bit for bit however many there are (see
-                                             # engine.py)
+                                             # engine/generate.py)
     seed: int = 0
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"

@@ -24,18 +24,18 @@ first_line()                             # --help, or a word, before the seconds
 
 import torch
 
-import feedback
 import hf
-import orthogonality
+from experimental import feedback, orthogonality
 from model import GPT, GPTConfig, blank
-from runtime import config, data, distributed, examples, guard, hardware, kernels, memory, optim, sharding
+from runtime import config, distributed, guard, hardware, kernels, memory, optim, parallel as sharding
 from runtime.config import BadInput
 from runtime.distributed import CUDA_GRAPHS
 from runtime.log import check_installed
-from runtime.perplexity import evaluation_line, examples_loss, text_loss
 from runtime.run import Run, adapt, check_task, check_training, claim
-from runtime.tokenizer import Tokenizer
-from train_log import facts, log_step, log_validation, start_up
+from text import data, examples
+from text.perplexity import evaluation_line, examples_loss, text_loss
+from text.report import facts, log_step, log_validation, start_up
+from text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Config:
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
-                                             # questions with chosen answers (runtime/examples.py)
+                                             # questions with chosen answers (text/examples.py)
     block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
                                              # model's own, or bytes
@@ -300,7 +300,7 @@ def is_text(dataset):
 
 
 def validation_loss(cfg, hw, model, held_out, micro_batch):
-    """Return the figures of runtime.perplexity."""
+    """Return the figures of text.perplexity."""
     if isinstance(held_out, data.TokenFile):
         return text_loss(model, held_out, cfg.block_size, micro_batch, hw, cfg.eval_tokens)
     return examples_loss(model, held_out, micro_batch, hw)

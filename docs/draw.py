@@ -14,8 +14,8 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from runs.domains import draw_cosines, draw_transfer
-from runtime.band import block_mean, departures
+from doctor.band import block_mean, departures
+from studies.domains import draw_cosines, draw_transfer
 
 OURS = "#1b7837"
 OTHERS = "#888888"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from engine import Packed
-from kv_cache import cache_bytes
+from engine.generate import Packed
+from engine.kv_cache import cache_bytes
 from model import on_meta
 from runtime import hardware
 

@@ -1,4 +1,4 @@
-"""Holds the formulas of measure/scaling.py against two processes on this machine, where nothing overlaps: gloo computes
+"""Holds the formulas of studies/scaling.py against two processes on this machine, where nothing overlaps: gloo computes
 on the cores that train.
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 -m measure.exchange
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from model import GPT, GPTConfig
-from runtime import distributed, hardware, optim, sharding
+from runtime import distributed, hardware, optim, parallel as sharding
 
 STEPS = 6
 ROUNDS = 3

@@ -19,9 +19,10 @@ from torch import nn
 
 import tasks
 from measure.synthetic import GPT2
-from runtime import distributed, examples, hardware
+from runtime import distributed, hardware
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
+from text import examples
+from text.tokenizer import Tokenizer
 
 TRANSFORMERS = ("transformers",)
 TRAINER = ("transformers", "accelerate")

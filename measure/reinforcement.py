@@ -18,7 +18,7 @@ from measure.runs import (WARM_UP, Work, a_peer, a_run, as_flags, in_turn, media
 from measure.synthetic import SHAPES, write_verifier
 from model import GPTConfig, on_meta
 from runtime import guard
-from runtime.rewards import Pool
+from tasks._pool import Pool
 
 # work, prompt_tokens, max_new_tokens: what takes TRL some seconds
 GRPO = {"llama-50m": ("4x8", 50, 32), "gpt2": ("64x8", 50, 94)}

@@ -1,4 +1,4 @@
-"""What a process of measure.gpu tells it: a line of JSON a check, on standard output, once it is known.
+"""What a process of studies.gpu.run tells it: a line of JSON a check, on standard output, once it is known.
 
 As a plugin of pytest (-p measure.report) it tells of each test, with what the test recorded as properties.
 """

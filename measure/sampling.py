@@ -9,16 +9,17 @@ import torch
 
 import hf
 import tasks
-from engine import Engine, Packed, Request, Sampling
+from engine import Engine, Request, Sampling
+from engine.generate import Packed
+from engine.sampler import draw
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
 from measure.runs import ROOT, as_flags, in_turn, process, processes, seconds_of, small
 from measure.synthetic import SHAPES, random_model
 from model import GPTConfig
-from questions import questions_of
-from rollout import requests_of
+from rollouts.pipeline import requests_of
+from rollouts.questions import questions_of
 from runtime import guard
-from sampler import draw
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from model import blank
-from runtime.tokenizer import END_OF_TEXT, byte_letters, byte_level
+from text.tokenizer import END_OF_TEXT, byte_letters, byte_level
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True,
             mlp_bias=True, tied_head=True)

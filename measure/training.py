@@ -14,7 +14,7 @@ from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig, add_lora, on_meta
 from runtime import checkpoint, config, hardware
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 
 def train_work(cfg, hw, folder, script_args):

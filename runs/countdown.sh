@@ -29,7 +29,7 @@ ours_or_none "this ladder's" flags greedy.txt sampled.txt again.txt greedy.jsonl
 also="matplotlib"; source runs/setup.sh
 mkdir -p "$out"
 touch "$out/seconds"
-"$python" -m runs.countdown --teachers="$out/teachers.json" --task="$task" ${questions:+--num_questions="$questions"}
+"$python" -m studies.countdown --teachers="$out/teachers.json" --task="$task" ${questions:+--num_questions="$questions"}
 echo "$flags" > "$out/flags"
 
 room=$("$python" -c "import sys; from tasks import countdown_search as c; print(2 * c.sizes(sys.argv[1].partition(':')[2] or None)[2])" "$task")
@@ -54,6 +54,6 @@ finish greedy answer greedy $models
 finish sampled answer sampled $models --num_samples=8 --temperature=1
 # By these answers of the base it is said what it does not solve in 8 tries; by the others, how often each model solves that.
 finish again answer again "$out/base" --num_samples=8 --temperature=1 --seed=1
-"$python" -m runs.countdown "$out"
+"$python" -m studies.countdown "$out"
 echo; echo "Three models, side by side (all in $out/traces.txt):"
 sed -n 1,25p "$out/traces.txt"

@@ -67,4 +67,4 @@ if [ -n "$pcgrad" ]; then
         compare "seed$seed" "mixed$seed" "pcgrad$seed" rft
     done
 fi
-"$python" -m runs.domains "$out"
+"$python" -m studies.domains "$out"

@@ -9,4 +9,4 @@ python=${PYTHON:-python3}
 [ -x "$(command -v "$python")" ] || { echo "error: There is no PyTorch here: install a CUDA build of 2.11 or newer, or say with PYTHON= which Python has one." >&2; exit 2; }
 seconds=480
 case ${1:-} in "" | --*) ;; *) seconds=$1; shift ;; esac
-exec "$python" -m measure.gpu --seconds="$seconds" "$@"
+exec "$python" -m studies.gpu.run --seconds="$seconds" "$@"

@@ -5,7 +5,8 @@
 import json
 from pathlib import Path
 
-from runtime import config, guard, hardware, plot
+from doctor import plot
+from runtime import config, guard, hardware
 
 FIGURES = {"greedy": "greedy", "sampled": "one sample, T = 1", "pass_at_8": "best of 8 samples"}
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ops import ATTENTION
+from layers.ops import ATTENTION
 from runtime import distributed
 from runtime.config import BadInput
 from runtime.progress import track
@@ -87,7 +87,7 @@ def choose(run, rows, length, fixed_shapes):
 
     The first rank decides for all. The choice is kept with the run, which goes on with it, and for other runs
     of the same shapes on the same card. --attention=NAME, --deterministic and a single candidate are no
-    question, and attention of linear cost (mixer.py) has no kernel of PyTorch's.
+    question, and attention of linear cost (layers/linear_attention.py) has no kernel of PyTorch's.
     """
     hw = run.hardware
     if run.model.config.mixer != "softmax":

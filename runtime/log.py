@@ -6,10 +6,10 @@ import math
 import os
 from pathlib import Path
 
+from doctor.diagnose import Doctor
 from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, parse_json
-from runtime.diagnose import Doctor
 from runtime.metrics import read_lines
 from runtime.progress import duration         # for those who log
 
@@ -25,7 +25,7 @@ def check_installed(tensorboard, wandb):
 class Log:
     """Writes on the first rank only. `say` prints a line and keeps it in training.log; `metrics` appends an
     object to metrics.jsonl, and hands its numbers to TensorBoard and Weights & Biases if they are asked
-    for. With diagnose it says what is wrong with the run, see runtime.diagnose."""
+    for. With diagnose it says what is wrong with the run, see doctor.diagnose."""
 
     def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None, diagnose=False):
         self.main = distributed.is_main()

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime import distributed, sharding
+from runtime import distributed, parallel
 from runtime.config import BadInput
 from runtime.guard import Failure
 from runtime.progress import ProgressLine
@@ -31,7 +31,7 @@ def is_out_of_memory(error):
 
 def weight_bytes(model):
     """Return what this rank keeps of the weights."""
-    return sum(sharding.local(p).numel() * p.element_size() for p in model.parameters())
+    return sum(parallel.local(p).numel() * p.element_size() for p in model.parameters())
 
 
 def n_params(config):
@@ -167,12 +167,12 @@ def fit(hardware, size, attempt, smaller, advice, log):
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
     """Return {name: bytes} of what a training step adds to the weights, without compiling (which saves some
     of the activations)."""
-    trainable = sum(sharding.local(p).numel() for p in model.parameters() if p.requires_grad)
+    trainable = sum(parallel.local(p).numel() for p in model.parameters() if p.requires_grad)
     rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device))
     feedback = {"feedback": model.feedback.bytes_to_come()} if model.feedback else {}
     return feedback | {
         "gradients": 4 * trainable,
-        "gathered": sharding.gathered_bytes(model, hardware.torch_dtype),
+        "gathered": parallel.gathered_bytes(model, hardware.torch_dtype),
         "optimizer": optimizer_bytes,
         "activations": saved_for_backward(model, hardware, micro_batch, block_size),
         "head": 3 * 4 * model.config.padded_vocab_size * (rows_of_logits + model.config.n_embd),

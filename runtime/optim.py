@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn as nn
 
-from runtime import distributed, sharding
+from runtime import distributed, parallel
 from runtime.hardware import cpu_multiplies_bf16
 
 # Weights that Muon moves together: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where bf16
@@ -34,7 +34,7 @@ class Muon(torch.optim.Muon):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
-                n = max(1, AT_A_TIME // shape.numel()) * sharding.cards(matrices[0])       # so many for each
+                n = max(1, AT_A_TIME // shape.numel()) * parallel.cards(matrices[0])       # so many for each
                 if is_shared_out(matrices[0]):
                     n = -(-n // distributed.world_size()) * distributed.world_size()
                 for start in range(0, len(matrices), n):
@@ -49,9 +49,9 @@ class Muon(torch.optim.Muon):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         # Of sharded weights each rank moves its own rows.
-        grads = [sharding.local(p.grad) for p in matrices]
-        buffers = [sharding.local(self.state[p]["momentum_buffer"]) for p in matrices]
-        weights = [sharding.local(p) for p in matrices]
+        grads = [parallel.local(p.grad) for p in matrices]
+        buffers = [parallel.local(self.state[p]["momentum_buffer"]) for p in matrices]
+        weights = [parallel.local(p) for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov's
         dtype = muon_dtype(weights[0].device, self.in_fp32)
@@ -61,10 +61,10 @@ class Muon(torch.optim.Muon):
         orthogonal = functools.partial(
             compiled() if self.is_compiled else newton_schulz, coefficients=group["ns_coefficients"],
             steps=group["ns_steps"], eps=group["eps"], dtype=dtype)
-        if sharding.is_sharded(matrices[0]):
-            updates = sharding.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
+        if parallel.is_sharded(matrices[0]):
+            updates = parallel.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
         elif is_shared_out(matrices[0]):
-            updates = sharding.in_turn(updates, orthogonal)
+            updates = parallel.in_turn(updates, orthogonal)
         else:
             updates = orthogonal(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
@@ -74,7 +74,7 @@ class Muon(torch.optim.Muon):
 
 def is_shared_out(matrix):
     """Tell whether each rank orthogonalises some of the matrices that all of them have."""
-    is_whole = not sharding.is_sharded(matrix)
+    is_whole = not parallel.is_sharded(matrix)
     return is_whole and distributed.world_size() > 1 and matrix.device.type in SPREAD_ON
 
 
@@ -167,7 +167,7 @@ def load_moments(model, optimizers, saved):
                     if key == "step":
                         kept = torch.zeros((), device=p.device if group["fused"] else "cpu")
                     name = f"{names[p]}.{key}"
-                    sharding.fill(kept, saved[name], name)
+                    parallel.fill(kept, saved[name], name)
                     optimizer.state[p][key] = kept
                     left.remove(name)
     if left:
@@ -193,7 +193,7 @@ def state_to_come(optimizers):
     for optimizer in optimizers:
         bytes_a_weight = 4 if isinstance(optimizer, torch.optim.Muon) else 8
         for group in optimizer.param_groups:
-            to_come = [sharding.local(p) for p in group["params"] if p not in optimizer.state]
+            to_come = [parallel.local(p) for p in group["params"] if p not in optimizer.state]
             total += sum(bytes_a_weight * p.numel() for p in to_come)
     return total
 
@@ -229,7 +229,7 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
         for group in optimizer.param_groups:
             parameters += [p for p in group["params"] if p.grad is not None]
         scaler.unscale_(optimizer)
-    norm = sharding.whole(nn.utils.get_total_norm([p.grad for p in parameters], foreach=None))
+    norm = parallel.whole(nn.utils.get_total_norm([p.grad for p in parameters], foreach=None))
     grad_norm = norm.item()
     finite = math.isfinite(grad_norm)
     if finite and grad_clip:

@@ -31,12 +31,13 @@ import torch
 
 import tasks
 from model import adapters, add_lora
-from runtime import checkpoint, distributed, examples, lock, memory, optim, sharding, vitals
+from runtime import checkpoint, distributed, lock, memory, optim, parallel, vitals
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
 from runtime.log import Log
 from runtime.watch import Watch
+from text import examples
 
 # in the run folder, until the next checkpoint: what is to be different
 NOTE = "retry.json"
@@ -105,7 +106,7 @@ class Run:
         trained = adapters(self.model)
         if not resuming and (trained or keep_base):
             base = {name: w for name, w in self.model.state_dict().items() if name not in trained}
-            sharding.write_on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
+            parallel.write_on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
         self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), cfg.diagnose)
         return self
@@ -310,7 +311,7 @@ class Run:
             checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, cfg.keep_last,
                             dataclasses.asdict(cfg), values)
             (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
-        sharding.write_on_main([*weights.values(), *moments.values()], write)
+        parallel.write_on_main([*weights.values(), *moments.values()], write)
 
     def restore(self, step):
         """Bring everything back as it was after `step` steps of the run in out_dir; but knobs of the
@@ -450,7 +451,7 @@ def load_weights(model, weights):
     if wrong := sorted(own.keys() ^ weights.keys()):
         raise ValueError(f"{wrong[0]} is missing or left over")
     for name, tensor in own.items():
-        sharding.fill(tensor, weights[name], name)
+        parallel.fill(tensor, weights[name], name)
 
 
 def update(instance, values):

@@ -1,4 +1,4 @@
-"""What runtime.diagnose has to know of the weights beside a step's figures."""
+"""What doctor.diagnose has to know of the weights beside a step's figures."""
 import torch
 
 from model import merged_weights

@@ -2,7 +2,7 @@
 `gym:math` a group of them (code, logic, simulation). Nothing is downloaded, and nothing that a model wrote is
 executed.
 
-Of its generators only those are here whose verifier stood the audit of measure/audit.py: see EXCLUDED and
+Of its generators only those are here whose verifier stood the audit of studies/gym_audit.py: see EXCLUDED and
 docs/gym_audit.md. The library pays part of a reward where the right answer merely occurs in what was
 said; here only its full score counts, on the text within the first <answer></answer>. An item is a
 function of (generator, index): a question carries these two, and whoever grades it makes the item again."""

@@ -41,11 +41,11 @@ import train
 from conftest import TINY, flags
 from runtime import checkpoint, config, guard, lock
 from runtime.config import BadInput
-from runtime.examples import attempts_path
 from runtime.run import Run
 from test_datagen import DATAGEN, TASK as EVEN
 from test_grpo import GRPO, TASK as LETTERS
 from test_tokenizer import write as write_tokenizer
+from text.examples import attempts_path
 
 
 @dataclass

@@ -28,7 +28,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Recorded:
-    """Has what engine.py asks of a CUDAGraph. A buffer that has moved meanwhile, or a number that Python
+    """Has what engine/generate.py asks of a CUDAGraph. A buffer that has moved meanwhile, or a number that Python
     computed, is what it was when the step was recorded."""
     made = []
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import bench
+import forked
 import grpo
 import train
-import forked
 from conftest import ROOT, environment
 from measure import ceilings, ladder, peers, runs, sampling, synthetic
 from model import GPT, GPTConfig
 from runtime import guard, hardware
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 TINY = dict(vocab_size=300, block_size=256, n_layer=2, n_head=2, n_embd=32, mlp="swiglu", qk_norm=False)
 GRPO = ["--stage=grpo", "--model=llama-1m", "--work=2x4", "--prompt_tokens=5", "--max_new_tokens=6", "--steps=1", "--repeats=1"]

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("chess")
 pytest.importorskip("rapidfuzz")
 
-import tasks
 import forked
+import tasks
 from conftest import ROOT, environment
-from runtime.rewards import Pool
 from tasks import _questions, chess_world
+from tasks._pool import Pool
 
 SPECS = "chess_world", "chess_world:A", "chess_world:P"
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"

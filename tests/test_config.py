@@ -91,7 +91,7 @@ def test_a_wrong_file_is_one_sentence(tmp_path, text, word):
     ("train", ["--out_dir="]), ("train", ["--data_dir="]), ("train", ["--dataset="]), ("train", ["--init_from="]),
     ("train", ["--out_dir= "]), ("train", ["--init_from=resume", "--out_dir="]), ("grpo", ["--out_dir="]),
     ("grpo", ["--dataset="]), ("datagen", ["--output="]), ("eval", ["out/a", "--data_dir="]),
-    ("bench", ["--output="]), ("runtime.plot", ["out/a", "--output="])])
+    ("bench", ["--output="]), ("doctor.plot", ["out/a", "--output="])])
 def test_an_empty_path_is_one_sentence(script, argv):
     script, name = importlib.import_module(script), argv[-1][2:].partition("=")[0]
     with pytest.raises(BadInput, match=f"^--{name} is empty .*not set.*leave it out.$"):
@@ -99,7 +99,7 @@ def test_an_empty_path_is_one_sentence(script, argv):
 
 
 @pytest.mark.parametrize("script, argv", [
-    ("hf", ["out/a", ""]), ("hf", ["", "out"]), ("eval", ["", "--task=countdown"]), ("runtime.plot", [""])])
+    ("hf", ["out/a", ""]), ("hf", ["", "out"]), ("eval", ["", "--task=countdown"]), ("doctor.plot", [""])])
 def test_an_empty_name_is_one_sentence(script, argv):
     with pytest.raises(BadInput, match="is empty"):
         importlib.import_module(script).main(argv)

@@ -6,16 +6,16 @@ import re
 import pytest
 import torch
 
-import feedback
 import grpo
-import mixer
 import train
 from conftest import ROOT, trained
-from measure import scaling
+from experimental import feedback
+from layers import linear_attention
 from model import on_meta
 from runtime import config, hardware, memory, optim
-from runtime.tokenizer import Tokenizer
+from studies import scaling
 from tasks import countdown_search
+from text.tokenizer import Tokenizer
 
 FILES = [p for p in sorted(ROOT.glob("config/*.py")) if "\ninit_from" not in p.read_text()]       # that train from scratch
 OKADFA = ("fast", "production", "max", "mega")
@@ -60,7 +60,7 @@ def test_the_header_states_what_the_file_makes(path):
     peak = hardware.peaks(card)[0]["bf16" if cfg.dtype == "auto" else cfg.dtype] * 1e12
     flops = model.flops_per_token(cfg.block_size)
     if cfg.mixer != "softmax":                       # its products are fp32's, as TF32
-        slow = cfg.n_layer * mixer.flops_per_token(model.config)
+        slow = cfg.n_layer * linear_attention.flops_per_token(model.config)
         flops += slow * (peak / (hardware.peaks(card)[0]["tf32"] * 1e12) - 1)
     minutes = tokens * flops / (peak * int(mfu) / 100) / 60
     assert stated(r"([\d.]+) minutes") == pytest.approx(minutes, rel=0.02)
@@ -185,7 +185,7 @@ def test_countdown_s_files_belong_together():
         longest = countdown_search.sizes(argument or None)[2]
         if text.tokenizer == "gpt2":                 # 1.81 bytes a token, in 1,500 documents; 674 at most in one of 1,024 bytes
             longest = round(longest / 1.519)
-        room = 2 * longest if base == "countdown" else longest        # what the teachers had, or, as runs/countdown.py counts, twice that
+        room = 2 * longest if base == "countdown" else longest        # what the teachers had, or, as studies/countdown.py counts, twice that
         assert text.block_size >= room and room - 30 <= asked.max_new_tokens < room
         assert asked.num_questions >= asked.max_steps * asked.prompts_per_step
     for name in ("countdown_250m", "countdown_250m_grpo", "countdown_tinyzero_grpo"):

@@ -11,8 +11,9 @@ import pytest
 import grpo
 import train
 from conftest import ROOT
-from runs import countdown as runs_countdown
-from runtime import band, config, expected
+from doctor import band, expected
+from runtime import config
+from studies import countdown as runs_countdown
 from tasks import countdown_search
 
 RECORD = json.loads((ROOT / "expected/countdown.json").read_text())

@@ -12,9 +12,9 @@ import torch
 
 import forked
 from conftest import ROOT
-from runtime import data, texts
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
+from text import data, sources
+from text.tokenizer import Tokenizer
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -55,7 +55,7 @@ def test_what_a_killed_preparation_left_goes_and_hashes_are_computed_once(text, 
 
 
 def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, merging, monkeypatch):
-    monkeypatch.setattr(texts, "CHUNK", 300)
+    monkeypatch.setattr(sources, "CHUNK", 300)
     folder = data.prepare(str(text), merging, tmp_path)
     whole = text.read_bytes()
     cut = len(whole) - len(ids_bytes := merging.encoding.decode_bytes(ids_of(folder, "valid").tolist()))
@@ -65,10 +65,10 @@ def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, mergin
 
 
 def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "CHUNK", 64)
+    monkeypatch.setattr(sources, "CHUNK", 64)
     path = tmp_path / "long.txt"
     path.write_text("漢字é" * 3000)
-    pieces = list(texts.pieces(texts.Text(path).raw()))
+    pieces = list(sources.pieces(sources.Text(path).raw()))
     assert max(map(len, pieces)) <= 9 * 64 + 64 and b"".join(pieces) == path.read_bytes()
     assert all(piece.decode() for piece in pieces)
 
@@ -131,7 +131,7 @@ def test_preparation_is_done_once_and_never_trusted_half_made(text, tmp_path, mo
 def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, tmp_path, monkeypatch):
     tokenizer, written = Tokenizer("bytes"), []
     whole = ids_of(data.prepare(str(text), tokenizer, tmp_path / "whole"), "train")
-    monkeypatch.setattr(texts, "CHUNK", 1000)
+    monkeypatch.setattr(sources, "CHUNK", 1000)
     monkeypatch.setattr(data, "SHARD", 4)
     fsync = data.fsync
 
@@ -161,7 +161,7 @@ def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, 
 
 
 def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
-    code = ("import sys; from runtime import data, texts; from runtime.tokenizer import Tokenizer; texts.CHUNK = 200; data.SHARD = 2\n"
+    code = ("import sys; from text import data, sources; from text.tokenizer import Tokenizer; sources.CHUNK = 200; data.SHARD = 2\n"
             "print(data.prepare(sys.argv[1], Tokenizer('bytes'), sys.argv[2]))")
     both = [forked.Popen([sys.executable, "-c", code, str(text), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True) for _ in range(2)]

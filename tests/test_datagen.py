@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 import datagen
-import tasks
 import forked
+import tasks
 from conftest import ROOT, environment, flags, trained
-from runtime import examples
 from runtime.config import BadInput
-from runtime.rewards import Grade
-from runtime.tokenizer import Tokenizer
+from tasks._pool import Grade
+from text import examples
+from text.tokenizer import Tokenizer
 
 # A task that a model which has seen a little text solves now and then: an even number of letters before the first "a".
 TASK = '''

@@ -12,15 +12,17 @@ import torch
 
 import engine
 import grpo
-import grpo_log
-import sampler
-import train
 import tasks
+import train
 from conftest import flags, trained
-from measure import breakages
-from rollout import Completion
-from runtime import ailments, config, data, diagnose, guard, hardware, optim
-from runtime.diagnose import Doctor
+from doctor import checks, diagnose
+from doctor.diagnose import Doctor
+from engine import sampler
+from rollouts import metrics
+from rollouts.pipeline import Completion
+from runtime import config, guard, hardware, optim
+from studies import breakages
+from text import data
 
 # "17,4=17.": the first of two numbers. What a small model learns within seconds, from text that has the second in one
 # line of three
@@ -315,8 +317,8 @@ def test_old_runs_and_figures_that_are_none_are_no_error(tmp_path):
 
 
 def test_a_long_history_stays_short():
-    doctor = Doctor([START, *lines(ailments.MOST + 200)])
-    assert len(doctor.run.steps) <= ailments.MOST and doctor.run.steps[0]["step"] == 1
+    doctor = Doctor([START, *lines(checks.MOST + 200)])
+    assert len(doctor.run.steps) <= checks.MOST and doctor.run.steps[0]["step"] == 1
 
 
 def test_no_run_is_a_sentence(tmp_path, capsys):
@@ -366,5 +368,5 @@ def test_cut_off_answers_go_on_for_no_longer_than_an_update_takes(samples, of_a_
     run = SimpleNamespace(model=model, hardware=hardware.setup("cpu", "fp32", compile=False), step=1)
     pipeline = SimpleNamespace(task=SimpleNamespace(stop=None), tokenizer=SimpleNamespace(stop={9}))
     completions = [Completion([1] * 20, [2] * 10, [], finished=False) for _ in range(samples)]
-    ended = grpo_log.ends_later(grpo.Config(), run, pipeline, completions)
+    ended = metrics.ends_later(grpo.Config(), run, pipeline, completions)
     assert asked == ([] if tokens is None else 3 * [tokens]) and ended == (None if tokens is None else 1.0)

@@ -10,7 +10,8 @@ import sys
 import pytest
 from conftest import ROOT, trained
 
-from runtime import config, diagnose, plot
+from doctor import diagnose, plot
+from runtime import config
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRATCH = ("--n_layer=1 --n_embd=32 --n_head=2 --n_kv_head=1 --block_size=160 --batch_size=2 --max_steps=2 --warmup_steps=1 "
@@ -56,13 +57,13 @@ RUN = {
     "python eval.py out/book --dataset=other.txt": "--device=cpu",
     "torchrun --nproc_per_node=8 eval.py out/book --dataset=other.txt": "--device=cpu",
     "python hf.py out/book exported": "",
-    "python -m runtime.diagnose out/grpo": "",
-    "python -m runtime.diagnose out/base out/grpo --json": "",
-    "python -m runtime.plot out/a out/b": "",
-    "python -m runtime.plot out/a out/b --x=time": "",
-    "python -m runtime.expected out/quickstart/grpo": "",
-    "python -m runtime.plot out/quickstart/grpo --expected": "",
-    "python -m runs.countdown --teachers=out/teachers.json": "--num_questions=20",
+    "python -m doctor out/grpo": "",
+    "python -m doctor out/base out/grpo --json": "",
+    "python -m doctor.plot out/a out/b": "",
+    "python -m doctor.plot out/a out/b --x=time": "",
+    "python -m doctor.expected out/quickstart/grpo": "",
+    "python -m doctor.plot out/quickstart/grpo --expected": "",
+    "python -m studies.countdown --teachers=out/teachers.json": "--num_questions=20",
 }
 HUB = "it downloads a model or a dataset"
 LONG = "minutes; tests/test_bench.py runs all that bench.py has"
@@ -80,8 +81,8 @@ EXCUSED = {
     "torchrun --nproc_per_node=8 train.py config/a100_mega.py": HUB,
     "python train.py config/okadfa_production.py": HUB,
     "python train.py config/okadfa_production.py --dataset=FOLDER": "a GPU's work; tests/test_configs.py looks at the file",
-    "python -m measure.okadfa TEXT OUT": "two hours; tests/test_okadfa_table.py has it with runs that are made up",
-    "python -m measure.okadfa TEXT OUT --rows=softmax,twice,last,feedback --jobs=1": "the same",
+    "python -m studies.okadfa TEXT OUT": "two hours; tests/test_okadfa_table.py has it with runs that are made up",
+    "python -m studies.okadfa TEXT OUT --rows=softmax,twice,last,feedback --jobs=1": "the same",
     "torchrun --nproc_per_node=8 train.py config/gpt2_1b5.py --dataset=FOLDER": "eight GPUs' work; tests/test_configs.py looks at the file",
     "python train.py config/chess_mini.py": "25 s of games alone; tests/test_chess.py has small ones",
     "python grpo.py config/chess_mini_grpo.py": "it begins from the run above",
@@ -95,19 +96,19 @@ EXCUSED = {
     "bash runs/domains.sh": "half an hour; tests/test_domains_script.py looks at its parts",
     "bash runs/domains.sh --seeds=\"0 1 2\" --pcgrad --single": "the same",
     "torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py": "eight GPUs' work; tests/test_configs.py looks at the file",
-    "python -m measure.bands quickstart --seeds=\"0 1 2 3 4\"": "three quarters of an hour; tests/test_expected.py runs what it calls",
-    "python -m measure.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
-    "python -m measure.breakages out/quickstart/rft out/breakages": "seventeen runs; tests/test_diagnose.py has what they break",
-    "python -m measure.bands cpu_small --dataset=input.txt": "the same, in minutes",
-    "python -m measure.bands quickstart --seeds=\"5 6\" --add=true": "the same",
-    "python -m measure.bands quickstart --seeds=\"7 8\" --fresh=true": "the same",
-    "python -m measure.bands quickstart out/seed0 out/seed1 out/seed2": "tests/test_expected.py does, with runs that it makes up",
+    "python -m studies.bands quickstart --seeds=\"0 1 2 3 4\"": "three quarters of an hour; tests/test_expected.py runs what it calls",
+    "python -m studies.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
+    "python -m studies.breakages out/quickstart/rft out/breakages": "seventeen runs; tests/test_diagnose.py has what they break",
+    "python -m studies.bands cpu_small --dataset=input.txt": "the same, in minutes",
+    "python -m studies.bands quickstart --seeds=\"5 6\" --add=true": "the same",
+    "python -m studies.bands quickstart --seeds=\"7 8\" --fresh=true": "the same",
+    "python -m studies.bands quickstart out/seed0 out/seed1 out/seed2": "tests/test_expected.py does, with runs that it makes up",
     "bash runs/gpu.sh": "a GPU's work; tests/test_gpu_driver.py tries it on a CPU",
     "bash runs/gpu.sh 120 --only=correctness,engine": "the same",
-    "python -m measure.gpu --table=bench_results/gpu.jsonl": "tests/test_gpu_driver.py does",
-    "python -m measure.mixer_lengths": "many processes, up to 16,384 positions each",
-    "python -m measure.mixer_lengths --errors": "tests/test_mixer.py calls what it prints, with fewer features",
-    "python -m measure.mixer_lengths --errors --run=out/quickstart/base --text=README.md": "it reads the quickstart's own folder",
+    "python -m studies.gpu.run --table=bench_results/gpu.jsonl": "tests/test_gpu_driver.py does",
+    "python -m studies.mixer_lengths": "many processes, up to 16,384 positions each",
+    "python -m studies.mixer_lengths --errors": "tests/test_mixer.py calls what it prints, with fewer features",
+    "python -m studies.mixer_lengths --errors --run=out/quickstart/base --text=README.md": "it reads the quickstart's own folder",
     "python bench.py": LONG,
     "python bench.py --stage=train config/a100_fast.py --batch_size=8": "a GPU's work",
     "python bench.py --stage=train --ladder": LONG,
@@ -171,15 +172,15 @@ def test_a_newcomer_s_commands(folder, monkeypatch, capsys):
         words = [word for word in words if not re.match(r"(OMP_\w+=|python$|torchrun$|--nproc|--max-restarts|-m$)", word)]
         name, *argv = words
         monkeypatch.setattr(sys, "argv", words)
-        if name == "runtime.plot":
+        if name == "doctor.plot":
             for run in ("a", "b"):
                 (folder / "out" / run).exists() or (folder / "out" / run).symlink_to(folder / "out/book")
             plot.main(argv)
             continue
-        if name == "runtime.diagnose":
+        if name == "doctor.diagnose":
             assert diagnose.main(argv) in (0, 3)
             continue
-        if name == "runtime.expected":
+        if name == "doctor.expected":
             (folder / "out/quickstart").symlink_to(folder / "out")
         code = importlib.import_module(name.removesuffix(".py")).main(argv)
         empty = name == "datagen.py" and code == 1                         # so small a model solves nothing

@@ -1,5 +1,5 @@
 """runs/domains.sh's figures from files that are made up here, its flags, the two jobs of runs/slurm_domains.sh, and
-measure/objectives.py's."""
+studies/objectives.py's."""
 import json
 import os
 import stat
@@ -10,9 +10,8 @@ import pytest
 
 import grpo
 from conftest import ROOT
-from measure import objectives
-from runs import domains
 from runtime.config import BadInput
+from studies import domains, objectives
 
 NAMES = [f"{name}:0" for name in ("math", "code", "logic", "simulation", "table", "science")]
 

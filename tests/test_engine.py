@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from conftest import ROOT, environment
 from engine import Engine, Request, Sampling
-from kv_cache import cache_bytes
+from engine.kv_cache import cache_bytes
+from engine.sampler import draw, invert, stream, uniform
 from model import GPT, GPTConfig, add_lora, merged
 from recorded import Recorded
 from runtime import memory
-from sampler import draw, invert, stream, uniform
 
 @pytest.fixture(autouse=True, params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import eval as evaluation
+import forked
 import hf
 import tasks
-import forked
 from conftest import ROOT, command, environment, trained
 from engine import Engine, Sampling
 from model import GPT, GPTConfig
-from questions import questions_of
-from rollout import Pipeline, ask, requests_of
-from runtime import accuracy as statistics_of_grades
-from runtime.accuracy import accuracy, difference, interval, pass_at
+from rollouts import accuracy as statistics_of_grades
+from rollouts.accuracy import accuracy, difference, interval, pass_at
+from rollouts.pipeline import Pipeline, ask, requests_of
+from rollouts.questions import questions_of
 from runtime.config import BadInput
-from runtime.prompts import prompt_ids
-from runtime.rewards import Grade, Pool
-from runtime.tokenizer import Tokenizer
+from tasks._pool import Grade, Pool
+from text.prompts import prompt_ids
+from text.tokenizer import Tokenizer
 
 
 def graded(*rows):

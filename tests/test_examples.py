@@ -11,10 +11,11 @@ import torch
 import forked
 from conftest import command, environment, largest_difference, metrics, run, trained, weights
 from model import IGNORE
-from runtime import checkpoint, examples, prompts
+from runtime import checkpoint
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
 from test_tokenizer import QWEN3, SMOL, write
+from text import examples, prompts
+from text.tokenizer import Tokenizer
 
 TUNE = dict(batch_size=8, gradient_accumulation_steps=2, num_epochs=2, optimizer="adamw", learning_rate=0.003, warmup_steps=None,
             lr_schedule="cosine", log_interval=1, dtype="fp32", keep_last=9)

@@ -10,9 +10,10 @@ import pytest
 import grpo
 import train
 from conftest import ROOT
-from measure import bands
-from runtime import band, expected, guard, plot
+from doctor import band, expected, plot
+from runtime import guard
 from runtime.config import BadInput, seal
+from studies import bands
 
 RL = {"task": "unit_conversion", "dataset": None, "k_samples": 8, "max_steps": 100, "learning_rate": 5e-4,
       "init_from": "out/rft", "log_interval": 5, "seed": 0}

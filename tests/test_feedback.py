@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import feedback
-import orthogonality
 import train
 from conftest import TINY, count_graphs, flags, largest_difference, metrics, trained, weights
+from experimental import feedback, orthogonality
 from model import GPT, GPTConfig
 from runtime import checkpoint, config, distributed, hardware, memory, optim
 from runtime.config import BadInput

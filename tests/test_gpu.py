@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from conftest import largest_difference, metrics, trained, weights
+from layers.ops import ATTENTION
 from model import GPT, GPTConfig, IGNORE, Prompts
-from ops import ATTENTION
 from runtime import distributed, kernels, optim
 from test_engine import SHAPES
 

@@ -1,4 +1,4 @@
-"""runs/gpu.sh and measure/gpu.py, with the CPU for a GPU: stages that pass, fail, hang or no longer fit, the lines they leave, the table."""
+"""runs/gpu.sh and studies/gpu/run.py, with the CPU for a GPU: stages that pass, fail, hang or no longer fit, the lines they leave, the table."""
 import json
 import os
 import shlex
@@ -11,12 +11,12 @@ import torch
 
 import bench
 from conftest import ROOT
-from measure import gpu, gpu_table
-from measure.gpu import Stage
 from measure.report import outcome
 from measure.utilization import Utilization
 from runtime import config, hardware
 from runtime.config import BadInput
+from studies.gpu import run, table
+from studies.gpu.run import Stage
 
 KEYS = {"stage", "name", "status", "seconds", "figures", "error", "command"}
 
@@ -33,14 +33,14 @@ CARD = Stage("card", telling(outcome("Some Card", figures=dict(
 
 def measured(monkeypatch, path, *stages, argv=()):
     """(exit code, lines of gpu.jsonl) of a run of these stages."""
-    monkeypatch.setattr(gpu, "STAGES", (CARD, *stages))
-    code = gpu.main(["--device=cpu", f"--output={path}", *argv])
+    monkeypatch.setattr(run, "STAGES", (CARD, *stages))
+    code = run.main(["--device=cpu", f"--output={path}", *argv])
     return code, [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
-    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)         # those of pytest stay
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)         # those of pytest stay
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -78,7 +78,7 @@ def test_a_stage_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):
     assert "ValueError" in path.with_suffix(".log").read_text()
     # The table is made of the lines alone: of those of the last run, and of whole ones.
     path.write_text(path.read_text().replace("Some Card", "An Older Card") + path.read_text() + '{"stage": "cut')
-    assert gpu.main([f"--table={path}"]) == 0
+    assert run.main([f"--table={path}"]) == 0
     again = capsys.readouterr().out
     assert again.strip() in said and "Older" not in again
 
@@ -108,12 +108,12 @@ def test_a_stage_ends_when_the_time_for_everything_is_over(monkeypatch, tmp_path
 
 def test_an_interrupted_run_leaves_no_process(tmp_path):
     stage = Stage("endless", telling(outcome("a"), then="import os, time; print(os.getpid(), flush=True); time.sleep(60)"), "", 0, 50)
-    cfg = gpu.Config(device="cpu")
+    cfg = run.Config(device="cpu")
     with open(tmp_path / "log", "w+") as log:
-        checks = gpu.run_stage(stage, cfg, 50, log, tmp_path)
-        before = set(gpu.descendants(os.getpid()))
+        checks = run.run_stage(stage, cfg, 50, log, tmp_path)
+        before = set(run.descendants(os.getpid()))
         assert next(checks)["name"] == "a"
-        (pid,) = set(gpu.descendants(os.getpid())) - before
+        (pid,) = set(run.descendants(os.getpid())) - before
         checks.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -163,7 +163,7 @@ def test_end():
 def test_real_stages(tmp_path, capsys):
     """The card's, the kernels' and some of the tests that are marked gpu, as they are."""
     path = tmp_path / "gpu.jsonl"
-    assert gpu.main(["--device=cpu", "--only=attention,correctness", f"--output={path}"]) == 0
+    assert run.main(["--device=cpu", "--only=attention,correctness", f"--output={path}"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert all(line.keys() == KEYS for line in lines)
     card, *others = lines
@@ -182,7 +182,7 @@ def test_real_stages(tmp_path, capsys):
 def test_speeds(tmp_path, capsys):
     """bench.py's figures, one run beside another: two runs of the same steps have the same loss."""
     path = tmp_path / "gpu.jsonl"
-    assert gpu.main(["--device=cpu", "--only=train-eager,train,generate-gpt2,grpo,train-parts", f"--output={path}"]) == 0
+    assert run.main(["--device=cpu", "--only=train-eager,train,generate-gpt2,grpo,train-parts", f"--output={path}"]) == 0
     lines = {line["stage"]: line for line in map(json.loads, path.read_text().splitlines())}
     train = lines["train"]["figures"]
     assert train["loss_off"] == 0 and train["beside"] == "train-eager" and train["speedup"] > 0 and train["outside_s"] > 0
@@ -199,45 +199,45 @@ def test_another_loss_is_a_failure():
     def line(stage, loss):
         return {"stage": stage, "status": "ok", "error": None, "figures": {"tokens_per_s": 10.0, "outside_s": 3.0, "loss": loss}}
     same, other = line("train", 4.01), line("train", 4.2)
-    gpu.compare(same, line("train-eager", 4.0))
-    gpu.compare(other, line("train-eager", 4.0))
+    run.compare(same, line("train-eager", 4.0))
+    run.compare(other, line("train-eager", 4.0))
     assert same["status"] == "ok" and same["figures"]["loss_off"] == pytest.approx(0.0025)
     assert other["status"] == "failed" and other["error"] == "its loss, 4.2000, is not that of train-eager, 4.0000"
 
 
-@pytest.mark.parametrize("stage", [stage for stage in gpu.STAGES if stage.command.startswith("bench.py")], ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", [stage for stage in run.STAGES if stage.command.startswith("bench.py")], ids=lambda stage: stage.name)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_bench_knows_every_knob_of_the_stages(stage, device):
-    words = gpu.command_of(stage, gpu.Config(device=device))[1:]
+    words = run.command_of(stage, run.Config(device=device))[1:]
     own, others = bench.split_arguments(words)
     cfg = config.load(bench.Config, own)
     bench.check(cfg)
     if cfg.stage in bench.SCRIPTS:
         bench.parse_script_args(cfg.stage, [str(ROOT / word) if word.endswith(".py") else word for word in others])
-    assert stage.needs < stage.timeout and stage.beside in {"", *(other.name for other in gpu.STAGES)}
+    assert stage.needs < stage.timeout and stage.beside in {"", *(other.name for other in run.STAGES)}
 
 
 def test_the_least_seconds_of_all_stages_fit():
     """So that each has a chance to run in 480 seconds."""
-    assert sum(stage.needs for stage in gpu.STAGES) < gpu.Config.seconds
+    assert sum(stage.needs for stage in run.STAGES) < run.Config.seconds
 
 
 @pytest.mark.parametrize("argv, sentence", [
     (["--only=trian"], "no stage 'trian'; choose from card"), (["--device=mps"], "--device=mps is not known"),
     (["--seconds=0"], "too small"), (["--table=nothing.jsonl"], "nothing.jsonl can't be read"),
-    (["--device=cpu", "--output=mine.txt"], "mine.txt is there and not measure.gpu's")])
+    (["--device=cpu", "--output=mine.txt"], "mine.txt is there and not studies.gpu.run's")])
 def test_bad_input(argv, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("a diary\n")
     with pytest.raises(BadInput, match=sentence):
-        gpu.main(argv)
+        run.main(argv)
     assert (tmp_path / "mine.txt").read_text() == "a diary\n"
 
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     with pytest.raises(BadInput, match="2.11 or newer, and here is 2.9.1"):
-        gpu.check(gpu.Config(device="cpu"))
+        run.check(run.Config(device="cpu"))
 
 
 def test_utilization_is_sampled(monkeypatch, tmp_path):
@@ -257,4 +257,4 @@ def test_utilization_is_sampled(monkeypatch, tmp_path):
 
 def test_a_table_of_a_card_that_did_not_answer():
     card = {"stage": "card", "command": "python -m x"} | outcome("card", "timeout", 60.0, error="ended after 60 s")
-    assert gpu_table.table([card]).startswith("The card is not known: timeout, ended after 60 s.")
+    assert table.table([card]).startswith("The card is not known: timeout, ended after 60 s.")

@@ -2,8 +2,7 @@
 import pytest
 import torch
 
-import decoding
-from engine import Engine, Request, Sampling
+from engine import Engine, Request, Sampling, decoding
 from recorded import Recorded
 from test_engine import SHAPES, make, prompts
 

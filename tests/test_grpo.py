@@ -20,22 +20,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import forked
 import grpo
-import questions
-import rollout
-from rollout import Completion
 import hf
 import train
-import forked
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
-from model import GPT, IGNORE, GPTConfig
-from runtime import checkpoint, config, guard, optim, rewards
+from model import GPT, GPTConfig, IGNORE
+from rollouts import pipeline as rollout, questions
+from rollouts.pipeline import Completion
+from runtime import checkpoint, config, guard, optim
 from runtime.config import BadInput
-from runtime.rewards import Grade
 from runtime.run import check_task, own_task
-from runtime.tokenizer import Tokenizer
+from tasks import _pool as rewards
+from tasks._pool import Grade
 from test_model import GPT2, LLAMA, QWEN, ids, tiny
+from text.tokenizer import Tokenizer
 
 NAN, INF = float("nan"), float("inf")
 

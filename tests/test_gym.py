@@ -6,8 +6,8 @@ import pytest
 
 import tasks
 from conftest import ROOT
-from runtime.rewards import Pool
 from tasks import gym
+from tasks._pool import Pool
 
 pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
 GENERATORS = ["gcd", "chain_sum", "knights_knaves", "spell_backward", "rotate_matrix", "fraction_simplification"]

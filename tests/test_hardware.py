@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
+from layers.ops import ATTENTION
 from model import GPTConfig
-from ops import ATTENTION
 from runtime import hardware, kernels
 from runtime.config import BadInput
 

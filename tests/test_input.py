@@ -9,21 +9,22 @@ import time
 import pytest
 import torch
 
-import forked
 import datagen
 import eval as evaluation
+import forked
 import grpo
 import hf
-import questions
 import sample
 import train
 from conftest import ROOT, environment
 from engine import Sampling
-from model import GPT, GPTConfig, add_lora, adapters
-from runtime import checkpoint, config, examples, guard, hardware, prompts
+from model import GPT, GPTConfig, adapters, add_lora
+from rollouts import questions
+from runtime import checkpoint, config, guard, hardware
 from runtime.config import BadInput
 from runtime.run import Run
-from runtime.tokenizer import Tokenizer
+from text import examples, prompts
+from text.tokenizer import Tokenizer
 
 DEEP = "[" * 100_000
 JUNK = (None, "two", [], [[1]], {}, -1, 0, 1.5, 10**12, 10**40, True, math.nan)

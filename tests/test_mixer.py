@@ -1,4 +1,4 @@
-"""Attention of linear cost: what mixer.py computes against sums that are written out, alone, in a model, in the engine, in runs."""
+"""Attention of linear cost: what layers/linear_attention.py computes against sums that are written out, alone, in a model, in the engine, in runs."""
 import contextlib
 import dataclasses
 import io
@@ -17,20 +17,20 @@ import datagen
 import eval as evaluation
 import grpo
 import hf
-import mixer
-import rollout
 import sample
 import train
 from conftest import TINY, count_graphs, flags, largest_difference, metrics, trained, weights
 from engine import Engine, Request, Sampling
-from kv_cache import cache_bytes
-from measure import mixer_lengths
-from mixer import mix, mix_step
+from engine.kv_cache import cache_bytes
+from layers import linear_attention
+from layers.linear_attention import mix, mix_step
 from model import GPT, GPTConfig, add_lora, merged
 from recorded import Recorded
-from rollout import Completion
+from rollouts import pipeline
+from rollouts.pipeline import Completion
 from runtime import checkpoint, distributed, guard, hardware, memory
 from runtime.config import BadInput
+from studies import mixer_lengths
 
 KINDS = [("favor", "sum"), ("favor", "delta"), ("linear", "sum"), ("linear", "delta")]
 kinds = pytest.mark.parametrize("kind, rule", KINDS, ids=["-".join(kind) for kind in KINDS])
@@ -145,7 +145,7 @@ def test_what_is_counted_is_what_is_computed():
     q, k, v = (torch.randn(1, 640, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     with FlopCounterMode(display=False) as counter:
         mix(*layer(q, q, k, v))[0].sum().backward()
-    assert counter.get_total_flops() / 640 == pytest.approx(mixer.flops_per_token(config), rel=0.05)
+    assert counter.get_total_flops() / 640 == pytest.approx(linear_attention.flops_per_token(config), rel=0.05)
 
 
 @kinds
@@ -180,14 +180,14 @@ def test_its_output_has_softmax_s_scale_at_first(kind, rule):
 
 def test_vectors_are_orthogonal_and_as_long_as_normal_ones():
     torch.manual_seed(0)
-    vectors = mixer.orthogonal_vectors(640, 64)
+    vectors = linear_attention.orthogonal_vectors(640, 64)
     for block in vectors.split(64):
         angles = F.normalize(block, dim=-1) @ F.normalize(block, dim=-1).T
         assert (angles - torch.eye(64)).abs().max() < 0.01
     lengths = vectors.square().sum(-1)
     assert lengths.mean() == pytest.approx(64, rel=0.03) and lengths.std() == pytest.approx(math.sqrt(128), rel=0.2)
     assert vectors.mean().abs() < 0.02
-    assert torch.equal(vectors.bfloat16().float(), vectors) and mixer.orthogonal_vectors(10, 64).shape == (10, 64)
+    assert torch.equal(vectors.bfloat16().float(), vectors) and linear_attention.orthogonal_vectors(10, 64).shape == (10, 64)
 
 
 def test_favor_comes_near_softmax_with_many_features_and_not_with_256():
@@ -227,15 +227,15 @@ def test_gains_that_grow_leave_the_weights_to_keys(gain):
 def test_states_are_the_same_by_cumsum(monkeypatch, N):
     state = torch.randn(2, 3, 4, 5)
     written = torch.randn(2, 3, N, 4, 5)
-    ours = mixer.running_sums(state, written)
+    ours = linear_attention.running_sums(state, written)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    torch.testing.assert_close(ours, mixer.running_sums(state, written))
+    torch.testing.assert_close(ours, linear_attention.running_sums(state, written))
     assert torch.equal(ours[:, :, 0], state) and ours.shape == (2, 3, N + 1, 4, 5)
 
 
 @pytest.mark.parametrize("kind", ["softmax", "softmax-math", *("-".join(kind) for kind in KINDS)])
 def test_a_layer_and_a_model_are_timed(kind):
-    """What measure/mixer_lengths.py does in a process for each."""
+    """What studies/mixer_lengths.py does in a process for each."""
     cfg = mixer_lengths.Config(features=16, n_head=1, device="cpu")
     for what in ("layer", "model"):
         milliseconds, mib = mixer_lengths.measure(cfg, what, kind, 70)
@@ -331,7 +331,7 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(kind, rule):
     rollouts = [Completion(prompt, [7 * i % 100] * (3 + i), [-1.0] * (3 + i), True)
                 for i, prompt in enumerate([[5] * 90, [5] * 90, [9], [1, 2, 3], [1, 2, 3]])]
     for part in (rollouts, rollouts[2:3]):
-        batch = rollout.padded(part)
+        batch = pipeline.padded(part)
         logprobs, _ = model.token_logprobs(batch.x, batch.y, 1.0, batch.prefixes)
         for c, row in zip(part, logprobs):
             whole = model(torch.tensor([c.prompt + c.ids]))[0, len(c.prompt) - 1:-1].log_softmax(-1)

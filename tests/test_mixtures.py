@@ -13,11 +13,11 @@ import eval as evaluation
 import grpo
 import tasks
 from conftest import flags, trained
-from questions import QuestionStream
+from rollouts.accuracy import accuracy, by_domain, difference, macro
+from rollouts.questions import QuestionStream
 from runtime import config, guard
-from runtime.accuracy import accuracy, by_domain, difference, macro
 from runtime.config import BadInput
-from runtime.rewards import Grade, Pool, grade
+from tasks._pool import Grade, Pool, grade
 from test_grpo import TASK, base, learn, letters, lines, one_thread, write         # noqa: F401 (fixtures)
 
 THREE = "arithmetic@2+countdown:2@0.5+unit_conversion@0.5"

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import HeadAndLoss, SquaredReLU, chunk_loss, drop_out, fused_loss, math_attention, rms_norm, sdpa_attention
-from model import GPT, IGNORE, GPTConfig, Prompts, on_meta, rotate
+from layers.ops import (HeadAndLoss, SquaredReLU, chunk_loss, drop_out, fused_loss, math_attention, rms_norm,
+                        sdpa_attention)
+from model import GPT, GPTConfig, IGNORE, Prompts, on_meta, rotate
 
 GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True, mlp_bias=True,
             tied_head=True)

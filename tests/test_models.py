@@ -14,8 +14,8 @@ from hf import find, load
 from runs import summary
 from runtime import checkpoint
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
 from test_tokenizer import SMOL, write
+from text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -104,7 +104,7 @@ def test_the_whole_notebook(tmp_path, monkeypatch):
         assert lines[0]["config"]["task"] == f"{tmp_path}/{name}.py" and any("parts/short" in line for line in lines) == (name == "my_reward")
     compared, _ = shown(cell_with(notebook.cells, "eval.py --compare"))
     assert all(f"{tmp_path}/{name}" in compared for name in ("base", "rft", "grpo")) and "test questions" in compared
-    judged, _ = shown(cell_with(notebook.cells, "runtime.diagnose"))
+    judged, _ = shown(cell_with(notebook.cells, "doctor.diagnose"))
     assert "nothing is wrong" in judged or "!" in judged
     assert "there is no band" in judged                   # of both commands, what they say is there
     assert shown(cell_with(notebook.cells, "QUESTION ="))[0].count("Question: How many gram") == 3
@@ -159,8 +159,8 @@ def test_in_colab_it_is_cloned_and_what_it_needs_installed(tmp_path):
 
 @pytest.fixture
 def helper(monkeypatch):
-    """runtime.notebook, with what it has shown in `helper.displayed`."""
-    from runtime import notebook
+    """doctor.notebook, with what it has shown in `helper.displayed`."""
+    from doctor import notebook
 
     class Handle:
         def display(self, what):
@@ -258,7 +258,7 @@ def test_the_stop_button_is_one_ctrl_c_for_the_command(tmp_path):
     (tmp_path / "counts.py").write_text(COUNTS)
     # As a kernel has it, also where these tests run in the background of a shell, which then ignores Ctrl-C.
     handler = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program = f"sys.path.append({str(ROOT)!r}); from runtime.notebook import run; run('counts.py', every=0.2)"
+    program = f"sys.path.append({str(ROOT)!r}); from doctor.notebook import run; run('counts.py', every=0.2)"
     program = handler + program
     kernel = forked.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60

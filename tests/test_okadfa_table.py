@@ -1,4 +1,4 @@
-"""measure/okadfa.py: what is run, what is counted and what the table says. No run of train.py is started."""
+"""studies/okadfa.py: what is run, what is counted and what the table says. No run of train.py is started."""
 import dataclasses
 import json
 import math
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import train
-from measure import okadfa
 from runtime.config import BadInput, seal
+from studies import okadfa
 
 LOSS = {"softmax": 1.0, "feedback": 1.2, "last": 1.1, "twice": 0.97, "last_adamw": 1.15}
 

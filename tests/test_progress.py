@@ -21,13 +21,14 @@ import tasks
 from conftest import ROOT, environment
 from engine import Request, Sample
 from model import GPT, GPTConfig
-from rollout import Pipeline, ask
-from runtime import data, guard, log, memory, perplexity, progress, rewards, texts
+from rollouts.pipeline import Pipeline, ask
+from runtime import guard, log, memory, progress
 from runtime.config import BadInput
 from runtime.progress import ProgressLine, track
-from runtime.rewards import Grade, Pool
-from runtime.tokenizer import Tokenizer
-from tasks import arithmetic
+from tasks import _pool, arithmetic
+from tasks._pool import Grade, Pool
+from text import data, perplexity, sources
+from text.tokenizer import Tokenizer
 
 
 class Terminal:
@@ -260,7 +261,7 @@ def reward(question, completion):
     return 1.0
 """)
     program = f"""
-from runtime.rewards import Pool
+from tasks._pool import Pool
 with Pool({str(tmp_path / "slow.py")!r}, workers=1) as pool:
     print(pool.score([({{}}, "x")])[0].score)
 """
@@ -270,8 +271,8 @@ with Pool({str(tmp_path / "slow.py")!r}, workers=1) as pool:
 # --- what takes long ---
 
 def test_preparing_a_text(terminal, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "CHUNK", 2000)
-    blocks = texts.blocks
+    monkeypatch.setattr(sources, "CHUNK", 2000)
+    blocks = sources.blocks
     encode = data.encode_chunk
     encoded = []
     one_at_a_time = threading.Lock()
@@ -286,7 +287,7 @@ def test_preparing_a_text(terminal, text, tmp_path, monkeypatch):
                 terminal.until("tokenising train: ")
             encoded.append(encode(*given))
             return encoded[-1]
-    monkeypatch.setattr(texts, "blocks", slow_blocks)
+    monkeypatch.setattr(sources, "blocks", slow_blocks)
     monkeypatch.setattr(data, "encode_chunk", slow_encode)
     data.prepare(str(text), Tokenizer("bytes"), tmp_path)
     assert re.search(rf"reading {re.escape(str(text))}: [\d.]+ kB of 51.4 kB", terminal.printed)
@@ -368,7 +369,7 @@ def test_trying_a_micro_batch(terminal):
 @pytest.fixture
 def graded(monkeypatch, tmp_path):
     """Return the path of a task, of which each answer is right."""
-    monkeypatch.setattr(rewards, "grade", lambda task, question, completion: Grade(1.0, {}, "", None))
+    monkeypatch.setattr(_pool, "grade", lambda task, question, completion: Grade(1.0, {}, "", None))
     (tmp_path / "right.py").write_text("def reward(question, completion):\n    return 1.0\n")
     return str(tmp_path / "right.py")
 
@@ -404,7 +405,7 @@ def test_verifying(terminal, graded, monkeypatch, way):
         if len(gradings) == 3:
             terminal.until("verifying: 2 of 5 answers (40%)")
         return Grade(1.0, {}, "", None)
-    monkeypatch.setattr(rewards, "grade", slow)
+    monkeypatch.setattr(_pool, "grade", slow)
     with Pool(graded, workers=1, kind="thread") as pool:
         pairs = [({}, f"{i}") for i in range(5)]
         if way == "score":

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+import forked
 import hf
 import train
-import forked
-from conftest import ROOT, TINY, command, environment, flags, largest_difference, metrics, run, trained, weights
+from conftest import (ROOT, TINY, command, environment, flags, largest_difference, metrics, run, trained,
+                      weights)
 from runtime import checkpoint, lock
 from runtime.config import BadInput
-from runtime.tokenizer import Tokenizer
 from test_tokenizer import write
+from text.tokenizer import Tokenizer
 
 SHORT = dict(max_steps=8, eval_interval=4, save_interval=4, dtype="fp32")
 

@@ -13,9 +13,9 @@ import pytest
 
 import tasks
 from conftest import ROOT
-from runtime import rewards
 from runtime.config import BadInput
-from runtime.rewards import BrokenReward, Grade, Pool, grade
+from tasks import _pool
+from tasks._pool import BrokenReward, Grade, Pool, grade
 
 MISCHIEF = """
 import ctypes, os, re, subprocess, sys, time
@@ -143,7 +143,7 @@ def test_processes_threads_and_the_caller_agree():
         pairs += [(q, task.solution(q)), (q, f"1 + 1 = 3. {answer}1 + 1 = 3"),
                   (q, "".join(rng.choices(junk, k=rng.randrange(20))))]
     grades = {}
-    for kind in rewards.KINDS:
+    for kind in _pool.KINDS:
         with Pool("unit_conversion", workers=2, kind=kind) as pool:
             for pair in pairs:
                 pool.submit(*pair)
@@ -213,14 +213,14 @@ BROKEN = {"raise": ("raise KeyError('unit')", "KeyError: 'unit'"), "None": ("pas
     (kind, fault) for kind in ("thread", "serial") for fault in ("raise", "None", "NaN")])
 def test_a_reward_that_always_fails_is_heard_and_ends_the_run(tmp_path, capsys, monkeypatch, kind, fault):
     if fault in ("exit", "sleep"):                           # each takes a new worker
-        monkeypatch.setattr(rewards, "FIRST", 8)
+        monkeypatch.setattr(_pool, "FIRST", 8)
     body, error = BROKEN[fault]
     path = tmp_path / "broken.py"
     path.write_text(f"import os, time\ndef reward(question, completion):\n    {body}\n")
     began = time.monotonic()
     broken = pytest.raises(BrokenReward, match=re.escape(error))
     with broken as ended, Pool(str(path), 2, timeout=0.2, kind=kind) as pool:
-        for i in range(rewards.FIRST):                       # no more than these: none is left to raise at
+        for i in range(_pool.FIRST):                       # no more than these: none is left to raise at
             pool.submit({}, f"{i} é\n" + "x" * 300)
         pool.collect(wait=True)
     assert time.monotonic() - began < 30
@@ -234,7 +234,7 @@ def test_a_reward_that_always_fails_is_heard_and_ends_the_run(tmp_path, capsys, 
             ask()
 
 
-@pytest.mark.parametrize("kind", rewards.KINDS)
+@pytest.mark.parametrize("kind", _pool.KINDS)
 def test_a_reward_that_fails_less_often_is_said_once_and_the_run_goes_on(mischief, capfd, kind):
     """Which completions are the first is a matter of their submission, and not of how long they take."""
     with Pool(mischief, 2, kind=kind) as pool:
@@ -254,10 +254,10 @@ def test_a_reward_that_fails_less_often_is_said_once_and_the_run_goes_on(mischie
     ("x = 1\nimport nothing_of_that_name", "nothing_of_that_name', line 2 of mine.py"),
     ("while True: pass", "takes more than 1 s")])
 def test_a_task_that_ends_the_process_on_import_is_a_sentence(tmp_path, monkeypatch, body, words):
-    monkeypatch.setattr(rewards, "LOADING", 1 if "while" in body else 60)
+    monkeypatch.setattr(_pool, "LOADING", 1 if "while" in body else 60)
     (tmp_path / "mine.py").write_text(body)
     with pytest.raises(ValueError, match=re.escape(words)) as error:
-        rewards.load(str(tmp_path / "mine.py"))
+        _pool.load(str(tmp_path / "mine.py"))
     assert "mine.py" in str(error.value) and "\n" not in str(error.value)
 
 
@@ -274,7 +274,7 @@ def test_workers_do_not_import_torch(pool):
 
 def test_a_worker_by_hand(mischief):
     lines = json.dumps([[{}, "fine"], [{}, "raise"]]) + "\n" + json.dumps([[{}, "fine"]]) + "\n"
-    done = subprocess.run([sys.executable, "-m", "runtime.rewards", mischief], input=lines, capture_output=True, text=True, cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "tasks._pool", mischief], input=lines, capture_output=True, text=True, cwd=ROOT,
                           timeout=20)
     ready, *answers = map(json.loads, done.stdout.splitlines())
     assert ready is None and [a[2] for a in answers] == ["fine", "", "fine"]
@@ -323,7 +323,7 @@ def test_a_task_that_breaks_later_ends_the_wait(tmp_path, mischief):
             pool.submit({}, "fine")
 
 
-@pytest.mark.parametrize("kind", rewards.KINDS)
+@pytest.mark.parametrize("kind", _pool.KINDS)
 def test_a_closed_pool_is_closed(mischief, kind):
     pool = Pool(mischief, workers=2, kind=kind)
     pids = [w.process.pid for w in pool.workers]
@@ -364,7 +364,7 @@ def reward(question, completion):
     program = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from runtime.rewards import Pool
+from tasks._pool import Pool
 pool = Pool({str(tmp_path / "starts.py")!r}, workers=2, timeout=60)
 pool.score([({{}}, "fine")] * 4)
 if {ending == "kill -9"}:
@@ -380,7 +380,7 @@ def test_no_worker_outlives_its_parent(mischief, ending):
     program = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from runtime.rewards import Pool
+from tasks._pool import Pool
 pool = Pool({mischief!r}, workers=3, timeout=60)
 pool.score([({{}}, "fine")] * 50)
 while not all(w.process for w in pool.workers):
@@ -406,22 +406,22 @@ def test_there_are_as_many_workers_as_a_rank_has_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(24), raising=False)
     for ranks, workers in ((1, 8), (4, 6), (8, 3), (48, 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert rewards.default_workers() == workers
+        assert _pool.default_workers() == workers
 
 
 def test_completions_are_handed_over_together_or_when_they_have_waited(tmp_path, monkeypatch):
     (tmp_path / "quick.py").write_text("def reward(question, completion):\n    return 1.0\n")
     graded = []
-    monkeypatch.setattr(rewards, "grade", lambda task, question, completion: graded.append(completion) or Grade(1.0, {}, "", None))
+    monkeypatch.setattr(_pool, "grade", lambda task, question, completion: graded.append(completion) or Grade(1.0, {}, "", None))
     with Pool(str(tmp_path / "quick.py"), kind="serial") as pool:
-        for i in range(rewards.HAND_OVER - 1):
+        for i in range(_pool.HAND_OVER - 1):
             pool.submit({}, f"{i}")
         assert not graded and pool.collect() == []
         pool.submit({}, "the last")
-        assert len(graded) == len(pool.collect()) == rewards.HAND_OVER
+        assert len(graded) == len(pool.collect()) == _pool.HAND_OVER
         pool.submit({}, "alone")
         assert pool.collect() == []
-        pool.handed_over -= 2 * rewards.PATIENCE
+        pool.handed_over -= 2 * _pool.PATIENCE
         assert len(pool.collect()) == 1 and graded[-1] == "alone"
         pool.submit({}, "at the end")
         assert len(pool.collect(wait=True)) == 1 and pool.collect(wait=True) == []

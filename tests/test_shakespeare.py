@@ -7,7 +7,8 @@ import pytest
 
 import train
 from conftest import ROOT
-from runtime import band, config, expected
+from doctor import band, expected
+from runtime import config
 
 STEPS = 100                                  # about the first minute of two cores
 RECIPE = ROOT / "config/shakespeare.py"

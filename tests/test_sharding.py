@@ -11,7 +11,7 @@ import grpo
 import train
 from conftest import ROOT, TINY, environment, flags, largest_difference, metrics, run, trained, weights
 from model import GPT, GPTConfig
-from runtime import checkpoint, config, distributed, hardware, memory, sharding
+from runtime import checkpoint, config, distributed, hardware, memory, parallel as sharding
 from runtime.config import BadInput
 
 KNOBS = dict(dtype="fp32", batch_size=2, gradient_accumulation_steps=4, save_interval=10, keep_last=5)

@@ -10,8 +10,8 @@ import torch
 import forked
 import grpo
 from conftest import ROOT, environment, flags, largest_difference, metrics, weights
+from experimental.pcgrad import Surgery, project
 from runtime import checkpoint
-from surgery import Surgery, project
 from test_grpo import GRPO, TASK, base, learn, letters, lines, one_thread, same, write        # noqa: F401 (fixtures)
 
 # --- the algorithm ---

@@ -695,7 +695,7 @@ def test_signatures_are_of_what_is_computed():
 
 def test_bad_arguments_are_bad_input_to_a_stage():
     from runtime.config import BadInput
-    from runtime.data import task_texts
+    from text.data import task_texts
     for name, message in (("nothing", "There is no task"), ("unit_conversion:7", "a level, 1, 2 or 3"), ("gsm8k:no", "names a .jsonl file")):
         with pytest.raises(BadInput, match=message):
             task_texts(name, None)

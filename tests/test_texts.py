@@ -15,10 +15,10 @@ import pytest
 import forked
 import hub                                           # the stand-in beside this file
 from conftest import ROOT
-from runtime import data, texts
 from runtime.config import BadInput
-from runtime.hub import answers
-from runtime.tokenizer import Tokenizer
+from text import data, sources
+from text.hub import answers
+from text.tokenizer import Tokenizer
 
 EOS = 256
 DOCUMENTS = [f"Document {i} – {'naïve 漢字 ' * (i % 7)}ends.\n" for i in range(200)]
@@ -36,7 +36,7 @@ def prepared(source, tmp_path, **kw):
     """(documents of train, documents of valid) as the token files hold them."""
     folder = data.prepare(str(source), Tokenizer("bytes"), tmp_path / "tokens", **kw)
     found = []
-    for split in texts.SPLITS:
+    for split in sources.SPLITS:
         token_file = data.TokenFile(folder, split)
         ids = token_file[0:]
         documents = np.split(ids, np.flatnonzero(ids == EOS))

@@ -15,9 +15,9 @@ pytest.importorskip("tokenizers")
 from tokenizers import AddedToken, Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from runtime import data, texts
 from runtime.config import BadInput
-from runtime.tokenizer import BUILT_IN, Tokenizer, byte_letters
+from text import data, sources
+from text.tokenizer import BUILT_IN, Tokenizer, byte_letters
 
 END, START, STOP, BOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"
 LEARNT = ["Question: how many gram are there per 6 kg? user\nassistant\nsystem\n\nYou are a helpful assistant.\n\n\n 42 3.14\n 5",
@@ -350,7 +350,7 @@ def test_threads_encode_at_once_and_others_run_meanwhile(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt2", "smol", "qwen"])
 def test_preparing_in_pieces_equals_the_whole(tmp_path, text, kind, monkeypatch):
-    monkeypatch.setattr(texts, "CHUNK", 300)
+    monkeypatch.setattr(sources, "CHUNK", 300)
     tokenizer = Tokenizer(write(tmp_path / "my model", kind))
     folder = data.prepare(str(text), tokenizer, tmp_path / "tokens")
     assert folder.name.startswith(f"cats-{tokenizer.name}-") and " " not in folder.name

@@ -6,13 +6,13 @@ import pytest
 
 import forked
 from conftest import ROOT, environment, metrics, trained, unknown
+from doctor import plot as curves
 from runtime import log
-from runtime import plot as curves
 from runtime.config import BadInput
 
 
 def plot(*arguments):
-    return forked.run([sys.executable, "-m", "runtime.plot", *map(str, arguments)], cwd=ROOT, env=environment(),
+    return forked.run([sys.executable, "-m", "doctor.plot", *map(str, arguments)], cwd=ROOT, env=environment(),
                           capture_output=True, text=True, timeout=120)
 
 

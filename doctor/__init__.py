@@ -1,0 +1,1 @@
+"""Diagnosis and plots of a run folder."""

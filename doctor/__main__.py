@@ -1,0 +1,4 @@
+from doctor.diagnose import main
+from runtime import guard
+
+guard.run(main)

@@ -1,0 +1,1 @@
+"""Options from papers, imported only when a run asks for them."""

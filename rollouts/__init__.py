@@ -1,0 +1,1 @@
+"""The shared pipeline: questions -> requests -> samples -> graded completions -> training batches."""

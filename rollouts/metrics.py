@@ -1,0 +1,280 @@
+"""What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
+line."""
+from collections import Counter
+from statistics import fmean
+
+import torch
+
+from rollouts.accuracy import accuracy, n_right
+from rollouts.pipeline import zero_variance
+from runtime import distributed
+from runtime.log import duration
+from runtime.run import not_by_default, prompt_form
+from runtime.vitals import fingerprint, moved
+
+
+OF_AN_UPDATE = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")     # sums that `learn` gives
+PARTS = ("rollout", "reward", "reference", "update", "sync")           # of a step, which are timed
+
+
+def start_up(cfg, run, stream, pipeline, about):
+    """Return the paragraph that says what is about to happen, on what. about: the questions, for people."""
+    hw = run.hardware
+    engine = pipeline.engine
+    pool = pipeline.pool
+    trainable = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    reference = f"beta {cfg.beta:g}" if cfg.beta else "no reference"
+    lines = [
+        f"{run.model.n_params():,} parameters, {trainable:,} of them trained, from {cfg.init_from}; {about}.",
+        f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "
+        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, "
+        f"micro-batches of {run.state.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).",
+        f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x "
+        f"{cfg.mini_batches} optimizer steps on them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
+        f"learning rate {cfg.learning_rate:g}, {reference}.",
+        f"Not by default: {not_by_default(cfg)}",
+    ]
+    return "\n".join(lines)
+
+
+def flops(model, completions):
+    """Count those of forward and backward passes, without padding: a prefix once, the head for what is
+    sampled alone."""
+    head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
+    plain = model.flops_per_token(0) - head
+    by_length = model.flops_per_token(1) - model.flops_per_token(0)
+    total = 0
+    for length in map(len, {c.prefix for c in completions}):
+        total += length * (plain + by_length * length)
+    for c in completions:
+        total += len(c.ids) * (plain + by_length * (len(c.prefix) + len(c.ids)) + head)
+    return total
+
+
+def counted(groups):
+    """Return sums over groups of Completions."""
+    completions = [c for group in groups for c in group]
+    return Counter(
+        samples=len(completions),
+        groups=len(groups),
+        reward=sum(c.reward for c in completions),
+        reward_squared=sum(c.reward**2 for c in completions),
+        right=sum(c.grade.score == 1 for c in completions),
+        solved=sum(any(c.grade.score == 1 for c in group) for group in groups),
+        zero_variance=sum(map(zero_variance, groups)),
+        completion_tokens=sum(len(c.ids) for c in completions),
+        prompt_tokens=sum(len(c.prompt) for c in completions),
+        truncated=sum(not c.finished for c in completions),
+        errors=sum(c.grade.error is not None for c in completions),
+        timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
+    )
+
+
+def shares(cfg, total):
+    """Return the metrics that are means over samples, or groups, of sums that `counted` gave."""
+    n = max(1, total["samples"])
+    groups = max(1, total["groups"])
+    mean_reward = total["reward"] / n
+    return {
+        "reward": mean_reward,
+        "reward_std": max(0.0, total["reward_squared"] / n - mean_reward**2) ** 0.5,
+        "pass_at_1": total["right"] / n,
+        f"pass_at_{cfg.k_samples}": total["solved"] / groups,
+        "zero_variance": total["zero_variance"] / groups,
+        "groups": total["groups"],
+        "completion_tokens": total["completion_tokens"] / n,
+        "truncated": total["truncated"] / n,
+    }
+
+
+def domain_metrics(cfg, stream, groups):
+    """Return each task's own of these metrics, of a mixture, as TASK/reward and so on."""
+    if len(stream.domains) == 1:
+        return {}
+    mine = {name: [] for name in stream.domains}
+    for group in groups:
+        mine[stream.domain(group[0].key)].append(group)
+    ranks = distributed.gather({name: counted(own) for name, own in mine.items()})
+    metrics = {}
+    for name in stream.domains:
+        total = Counter()
+        for counts in ranks:
+            total.update(counts[name])
+        metrics[f"{name}/questions"] = stream.state.turns.get(name, 0)
+        if total["samples"]:                 # with --mixing=round_robin one task has
+            metrics |= {f"{name}/{key}": value for key, value in shares(cfg, total).items()}
+    return metrics
+
+
+def step_metrics(cfg, run, stream, groups, updates, bytes_read):
+    """Return a step's metrics, summed over ranks below: from this rank's groups, the figures of each of its
+    optimizer steps, the bytes that its sampling read, and its timings."""
+    completions = [c for group in groups for c in group]
+    counts = counted(groups)
+    counts["bytes"] = bytes_read
+    for c in completions:
+        counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
+    for update in updates:
+        counts.update({name: update[name] for name in OF_AN_UPDATE})
+    largest_difference = 0.0
+    if updates:                              # before any weight has moved
+        counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
+        largest_difference = updates[0]["largest_difference"]
+
+    ranks = distributed.gather((counts, largest_difference, max(len(c.ids) for c in completions)))
+    total = Counter()
+    for rank_counts, _, _ in ranks:
+        total.update(rank_counts)
+    of_surgery = {}
+    if updates:
+        of_surgery = {name: value for name, value in updates[-1].items() if name.startswith("surgery/")}
+    n = total["samples"]
+    learnt = max(1.0, total["tokens"])
+    tokens = total["completion_tokens"] + total["prompt_tokens"]
+    hw = run.hardware
+    world = distributed.world_size()
+    seconds = run.timings.total()
+    rollout_s = run.timings["rollout"]
+    mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1)
+    return {
+        "loss": total["loss"] / max(1, len(updates)),
+        **shares(cfg, total),
+        **{name: total[name] / n for name in sorted(total) if name.startswith("parts/")},
+        "errors": total["errors"],
+        "timeouts": total["timeouts"],
+        "entropy": total["entropy"] / learnt,
+        "kl": total["kl"] / learnt,
+        "kl_old": total["kl_old"] / learnt,
+        "clip_fraction": total["clipped"] / learnt,
+        "logprob_gap": total["difference"] / max(1.0, total["compared"]),
+        "logprob_gap_max": max(difference for _, difference, _ in ranks),
+        "completion_tokens_max": max(longest for _, _, longest in ranks),
+        "completions_per_s": n / seconds,
+        "tokens_per_s": tokens / seconds,
+        "sampled_tokens_per_s": total["completion_tokens"] / rollout_s,
+        "mfu": mfu,
+        "mbu_rollout": hw.bandwidth and total["bytes"] / world / rollout_s / (hw.bandwidth * 1e12),
+        "perf/throughput": tokens / seconds / world,
+        "perf/mfu/actor": mfu,
+        **domain_metrics(cfg, stream, groups),
+        **of_surgery,
+    }
+
+
+def facts(run, found, pipeline):
+    """Return what doctor.diagnose has to know of the model and how it is asked. found: hf.Found, what training
+    began with."""
+    chat = pipeline.tokenizer.template["name"] != "plain"
+    return {
+        "parameters": run.model.n_params(),
+        "prompt": None if chat else prompt_form(run.cfg),
+        "trained_prompt": found.about.get("prompt"),
+        "unread_template": pipeline.tokenizer.unread_template,
+    }
+
+
+def vitals(cfg, run, pipeline, groups, metrics):
+    """Return what doctor.diagnose has to know beside a step's metrics: by which share of their size the
+    weights moved as the engine has them, whether it has them, how many samples of a group differ, and what
+    shows where a reward of nothing comes from. groups: this rank's."""
+    engine = pipeline.engine
+    before = run.fingerprint.to(engine.dtype).float()
+    after = fingerprint(run.model, engine.dtype)
+    found = {
+        "moved": moved(before, after),
+        "engine_stale": float(not torch.equal(after, engine.fingerprint)),
+        "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
+    }
+    completions = [c for group in groups for c in group]
+    if not metrics["pass_at_1"]:
+        found["sample"] = completions[0].text[:300]
+    if metrics["errors"]:
+        found["error"] = next((c.grade.error for c in completions if c.grade.error), None)
+    if metrics["truncated"] >= 0.5 and (run.step == 1 or run.step % (5 * cfg.log_interval) == 0):
+        found["ends_later"] = ends_later(cfg, run, pipeline, completions)
+    return found
+
+
+def ends_later(cfg, run, pipeline, completions):
+    """Return the share of three completions that were cut off which end if the model goes on; None if there are
+    none, there is no room, going on would take longer than the step, or the model is sharded."""
+    cut_off = [c for c in completions if not c.finished][:3]
+    if not cut_off or cfg.parallel != "ddp":
+        return None
+    longest = max(len(c.prompt) + len(c.ids) for c in cut_off)
+    # Without a cache each token computes all that stands before it. Three completions that go on by n compute
+    # about 3 n longest positions, and an update three times (forward and backward) those of the step.
+    of_the_step = sum(len(c.prompt) + len(c.ids) for c in completions)
+    n = min(run.model.config.block_size - longest, 256, of_the_step // longest)
+    if n < 16:
+        return None
+    # Not the generator that training draws from.
+    generator = torch.Generator(run.hardware.device).manual_seed(run.step)
+    ended = 0
+    for c in cut_off:
+        ids = torch.tensor([c.prompt + c.ids], device=run.hardware.device)
+        with run.hardware.autocast():
+            longer = run.model.generate(ids, n, cfg.temperature, generator=generator)
+        longer = longer[0, len(c.prompt):].tolist()
+        stop = pipeline.task.stop
+        ended += (any(token in pipeline.tokenizer.stop for token in longer[len(c.ids):])
+                  or bool(stop) and stop in pipeline.tokenizer.decode(longer))
+    return ended / len(cut_off)
+
+
+def log_step(cfg, run, stream, lr, metrics, updates):
+    """Write a step's metrics and its line."""
+    state = run.state
+    grad_norm = updates[-1]["grad_norm"] if updates else 0.0
+    seconds = run.timings.total()
+    used, peak = run.hardware.memory_gb()
+    asked = stream.state.asked
+    timings = {f"{name}_s": run.timings[name] for name in PARTS}
+    run.log.metrics(
+        step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
+        seconds=state.seconds, memory_gb=used, peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked,
+        epoch=asked / len(stream), epoch_s=seconds * len(stream) / cfg.prompts_per_step,
+        **{"training/global_step": run.step}, **metrics, **timings)
+    line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
+            f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
+            f"zero variance {metrics['zero_variance']:.0%} | entropy {metrics['entropy']:.3f} | "
+            f"{metrics['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: "
+            f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
+            f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
+    own = []
+    for name in stream.domains:
+        if f"{name}/pass_at_1" in metrics:
+            own.append(f"{name} {metrics[f'{name}/pass_at_1']:.0%}")
+    if own:
+        line += f" | pass@1 of {', '.join(own)}"
+    if "surgery/conflicts" in metrics:
+        line += f" | conflicts {metrics['surgery/conflicts']:.0%}"
+    if metrics["errors"]:
+        line += f" | {metrics['errors']} errors"
+    if not updates:
+        line += " | nothing to learn: in each group all samples have the same reward"
+    run.log.say(line)
+
+
+def log_evaluation(run, result, domains, questions, grades, texts):
+    """Write the figures of an evaluation and its line, and the texts of answers into samples.txt. domains:
+    {task: its Grades}, which of a mixture are shown one by one."""
+    cfg = run.cfg
+    if distributed.is_main() and texts:
+        right = sum(n_right(row) for row in grades)
+        lines = [f"{'=' * 20} step {run.step}: {right} of {len(grades)} right\n"]
+        for question, (grade,), (text,) in zip(questions, grades, texts):
+            parts = ", ".join(name for name, holds in grade.parts.items() if holds) or "nothing"
+            lines.append(f"{question['question']}\n--> reward {grade.score:g} "
+                         f"({grade.error or parts})\n{text}\n{'-' * 20}\n")
+        run.log.append("samples.txt", "\n".join(lines))
+    figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
+    own = {name: accuracy(rows)["accuracy"] for name, rows in domains.items()}
+    several = f" ({', '.join(f'{name} {share:.0%}' for name, share in own.items())})" if len(own) > 1 else ""
+    if several:
+        figures["val_macro_accuracy"] = fmean(own.values())
+        figures |= {f"{name}/val_accuracy": share for name, share in own.items()}
+    run.log.metrics(step=run.step, **figures)
+    run.log.say(f"step {run.step}/{cfg.max_steps} | {len(grades)} held-out questions, greedy: "
+                f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
+                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}{several}")

@@ -1,0 +1,1 @@
+"""Experiments behind the tables in docs/, and the GPU suite."""

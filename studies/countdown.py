@@ -1,0 +1,317 @@
+"""What the ladder of runs/countdown.sh bought, and which problems are beyond the teachers.
+
+    python -m studies.countdown --teachers=out/teachers.json     what each teacher solves, and what none does
+    python -m studies.countdown out/countdown                    a table, summary.json, traces.txt, summary.png,
+                                                              from what the stages left there
+Knobs, as --key=value:
+"""
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from doctor import plot
+from rollouts.accuracy import interval
+from rollouts.questions import task_errors
+from runs import summary as ladder
+from runs.summary import FIGURES
+from runtime import config, guard
+from runtime.config import BadInput
+from tasks import countdown_search
+
+MODELS = ("base", "rft", "grpo")
+TRIES = 8                                    # of each question, as eval.py has them
+NEEDED = "seconds greedy.txt sampled.txt greedy.jsonl sampled.jsonl again.jsonl teachers.json".split()
+
+
+@dataclass
+class Config:
+    folder: str = ""                         # that runs/countdown.sh filled, first on the command line
+    teachers: str = ""                       # a .json file to write about the teachers instead
+    task: str = "countdown_search"           # whose teachers
+    num_questions: int = 500                 # of the test, as many as eval.py asks
+
+
+# --- the teachers ---
+
+def random_search(question, longest, rng):
+    """Return whether a depth-first search with all ways on, in an order of chance, finds the target in so
+    many bytes: what room alone buys."""
+    at_random = ("depth", lambda state, target: rng.random(), None)
+    return countdown_search.completion(at_random, question, longest)[1]
+
+
+def teachers(n, argument=None):
+    """Return what the teachers make of the test's first n questions, in the room of a document and in twice
+    that, which is what the model has; what a random search makes of them in the latter; and the questions
+    that no teacher solves in the former, each with a solution for who wants to check that there is one."""
+    longest = countdown_search.sizes(argument)[2]
+    asked = countdown_search.questions("test", n=n, argument=argument)
+    solved, later = {}, {}                   # {teacher: [whether it solves a question]}
+    lengths = []
+    for teacher in countdown_search.TEACHERS:
+        name = countdown_search.name_of(teacher)
+        found = [countdown_search.completion(teacher, question, longest) for question in asked]
+        solved[name] = [right for _, right in found]
+        later[name] = [countdown_search.completion(teacher, question, 2 * longest)[1] for question in asked]
+        prompts = [countdown_search.PROMPT.format(question["question"]) for question in asked]
+        lengths += [len(prompt) + len(text) + 1 for prompt, (text, _) in zip(prompts, found)]
+    by_any = [any(row) for row in zip(*solved.values())]
+    by_any_later = [any(row) for row in zip(*later.values())]
+    rng = random.Random("random search")
+    at_random = [[random_search(question, 2 * longest, rng) for _ in range(TRIES)] for question in asked]
+    unsolved = []
+    for question, right, right_later, tries in zip(asked, by_any, by_any_later, at_random):
+        if not right:
+            numbers = question["numbers"]
+            target = int(question["answer"])
+            steps, _ = countdown_search.search(countdown_search.EXHAUSTIVE, numbers, target)
+            unsolved.append(question | {"a_solution": steps, "solved_in_twice_the_room": right_later,
+                                        "solved_at_random": any(tries)})
+    return {
+        "questions": len(asked),
+        "solve": {name: fmean(row) for name, row in solved.items()},
+        "solve_in_twice_the_room": {name: fmean(row) for name, row in later.items()},
+        "together": fmean(by_any),
+        "together_in_twice_the_room": fmean(by_any_later),
+        "random_search": {"one_try": fmean(map(fmean, at_random)), "best_of_8": fmean(map(any, at_random))},
+        "bytes_of_a_document": {"mean": fmean(lengths), "most": max(lengths)},
+        "longer_than_the_limit": sum(length + 1 > longest for length in lengths),
+        "unsolved": unsolved,
+    }
+
+
+def write_teachers(cfg):
+    """Write what teachers() finds, and print it."""
+    name, _, argument = cfg.task.partition(":")
+    path = Path(cfg.teachers)
+    if name != "countdown_search":
+        raise BadInput(f"--task={cfg.task} has no teachers: give countdown_search, with or without an "
+                       "argument.")
+    with task_errors():
+        countdown_search.check(argument or None)
+    if path.exists() and b'"together"' not in path.read_bytes():
+        raise config.in_the_way(path, "a list of ours", "--teachers=")
+    found = teachers(cfg.num_questions, argument or None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+    print(f"Of {found['questions']} test problems, and in twice the room:")
+    for name, share in found["solve"].items():
+        print(f"{name:36}{100 * share:6.1f}%{100 * found['solve_in_twice_the_room'][name]:8.1f}%")
+    print(f"{'together':36}{100 * found['together']:6.1f}%{100 * found['together_in_twice_the_room']:8.1f}%")
+    for tries, share in found["random_search"].items():
+        print(f"{'depth-first at random, ' + tries.replace('_', ' '):36}{100 * share:15.1f}%")
+    print(f"{len(found['unsolved'])} are solved by none: {path}")
+
+
+# --- the ladder ---
+
+def read_teachers(path):
+    """Return what teachers() returned, from its file, but the unsolved problems as {question: what is said of
+    it}."""
+    known = json.loads(path.read_text())
+    return known | {"unsolved": {question["question"]: question for question in known["unsolved"]}}
+
+
+def answers(path):
+    """Return {model: {question: its samples}} of a file that eval.py --output= wrote."""
+    found = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        found.setdefault(Path(line["model"]).name, {})[line["question"]] = line["samples"]
+    return found
+
+
+def solved(samples):
+    """Whether one of the samples of a question is right."""
+    return any(sample["score"] == 1 for sample in samples)
+
+
+def share_of(flags):
+    """Return {"n", "of", "share", "low", "high"} of a list of bools, Wilson's interval at 95%; of none, no
+    share."""
+    found = {"n": sum(flags), "of": len(flags)}
+    if flags:
+        low, high = interval([float(flag) for flag in flags], 1)
+        found |= {"share": fmean(flags), "low": low, "high": high}
+    return found
+
+
+def beyond_the_others(again, unsolved):
+    """Return (the unsolved problems that the base does not solve in the tries with another seed, those of
+    them that no teacher solves in twice the room, either). Parameters as of beyond()."""
+    hardest = [question for question in unsolved
+               if question in again["base"] and not solved(again["base"][question])]
+    return hardest, [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
+
+
+def beyond(sampled, again, unsolved):
+    """Return which problems the models, and a random search in their room, solve in 8 tries that no teacher
+    solves; of those the base doesn't solve in 8; and of the latter that no teacher would solve in the room of
+    the models, either.
+
+    sampled: as answers() has them. again: those of the base with another seed. By these it is found what it
+    does not solve: by the ones that it is compared with, it would be picked for having failed there, and
+    what other models solve would be chance in part. unsolved: as read_teachers() has them."""
+    hard = [question for question in unsolved if question in sampled["base"]]
+    hardest, beyond_room = beyond_the_others(again, unsolved)
+    result = {}
+    for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest),
+                       ("nor_in_twice_the_room", beyond_room)):
+        result[key] = {name: share_of([solved(samples[question]) for question in asked])
+                       for name, samples in sampled.items()}
+        at_random = [unsolved[question]["solved_at_random"] for question in asked]
+        result[key]["random_search"] = share_of(at_random)
+    result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]
+    return result
+
+
+def side_by_side(greedy, again, unsolved, n=12):
+    """Return the three models' greedy answers to some questions, in columns: first those that only the last
+    one solves, of these first what no teacher solves in twice the room nor the base in other tries, then what
+    no teacher solves, then others in the test's order."""
+    _, beyond_room = beyond_the_others(again, unsolved)
+
+    def rank(question):
+        rights = [solved(greedy[name][question]) for name in MODELS]
+        return rights != [False, False, True], question not in beyond_room, question not in unsolved
+
+    parts = []
+    for question in sorted(greedy["base"], key=rank)[:n]:
+        columns = []
+        for name in MODELS:
+            (sample,) = greedy[name][question]
+            mark = "right" if sample["score"] == 1 else "wrong"
+            columns.append([f"{name} ({mark})", *sample["completion"].splitlines()])
+        widths = [max(map(len, column)) for column in columns]
+        height = max(map(len, columns))
+        rows = zip(*(column + [""] * (height - len(column)) for column in columns))
+        by_whom = " (no teacher solves it)" if question in unsolved else ""
+        if question in beyond_room:
+            by_whom = " (no teacher solves it, in twice the room either, nor the base in 8 tries)"
+        lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        parts.append("\n".join([question + by_whom, *lines]))
+    return "\n\n\n".join(parts) + "\n"
+
+
+def gains(path):
+    """Return {model: what it answers right above the base, and the 95% interval of that}, as eval.py says."""
+    keys = "difference", "difference_low", "difference_high"
+    base, *others = ladder.last_line(path)["models"]
+    return {Path(row["model"]).name: {key: row[key] for key in keys} for row in others}
+
+
+def summarise(folder, known, again):
+    """Return (summary, the intervals of greedy and sampled accuracy of each stage). known: as
+    read_teachers() returns it. again: as beyond() takes it."""
+    summary, intervals = ladder.summarise(folder)
+    return summary | {
+        "questions": known["questions"],
+        "teachers": known["solve"] | {key: known[key] for key in ("together", "together_in_twice_the_room",
+                                                                  "random_search")},
+        "gains": {when: gains(folder / f"{when}.txt") for when in ("greedy", "sampled")},
+        "beyond": beyond(answers(folder / "sampled.jsonl"), again, known["unsolved"]),
+    }, intervals
+
+
+def draw(summary, intervals, curve, path):
+    """Draw accuracy over wall time: each stage where it ends, and the share of right samples as reinforcement
+    learning goes on. curve: [(seconds since its start, that share)]."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axis = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
+    ends = []
+    for stage in summary["stages"]:
+        ends.append((ends[-1] if ends else 0.0) + stage["seconds"] / 60)
+    for k, (key, color) in enumerate(zip(FIGURES, ("#1f5a99", "#7fa8d1", "#b0b0b0"))):
+        heights = [100 * stage[key] for stage in summary["stages"]]
+        axis.plot(ends, heights, "o-", color=color, label=FIGURES[key])
+        if k < 2:                                        # of pass@8 there is no interval
+            low = [height - 100 * bounds[k][0] for height, bounds in zip(heights, intervals)]
+            high = [100 * bounds[k][1] - height for height, bounds in zip(heights, intervals)]
+            axis.errorbar(ends, heights, [low, high], fmt="none", ecolor=color, capsize=3)
+    if curve:
+        minutes = [ends[1] + seconds / 60 for seconds, _ in curve]
+        axis.plot(minutes, [100 * share for _, share in curve], color="#7fa8d1", linewidth=0.8,
+                  label="samples to train on")
+    axis.axhline(100 * summary["teachers"]["together"], color="black", linestyle=":", linewidth=1,
+                 label="all teachers together")
+    for end, stage in zip(ends, summary["stages"]):
+        axis.annotate(stage["name"], (end, 2), ha="right", fontsize=9)
+        axis.axvline(end, color="#e0e0e0", linewidth=1, zorder=0)
+    axis.set_ylim(0, 100)
+    axis.set_xlim(0, None)
+    axis.set_xlabel("minutes of training and sampling")
+    title = f"Right answers of {summary['questions']} unseen problems, %, with 95% intervals"
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc="center left")
+    figure.savefig(path, dpi=140)
+
+
+def learning_curve(path):
+    """Return [(seconds, share of right samples)] of a run of grpo.py."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(line["seconds"], line["reward"]) for line in lines if "reward" in line and "seconds" in line]
+
+
+def report(summary):
+    ladder.print_stages(summary)
+    for when, by_model in summary["gains"].items():
+        for name, row in by_model.items():
+            low, high = (100 * row[f"difference_{end}"] for end in ("low", "high"))
+            print(f"{name} - base, {when}: {100 * row['difference']:+.1f} points [{low:+.1f}, {high:+.1f}]")
+    together, later = (100 * summary["teachers"][key] for key in ("together", "together_in_twice_the_room"))
+    one, eight = (100 * summary["teachers"]["random_search"][key] for key in ("one_try", "best_of_8"))
+    print(f"All teachers together solve {together:.1f}%, and {later:.1f}% in twice the room, where a random "
+          f"search solves {one:.1f}%,\nand {eight:.1f}% in 8 tries. Of the problems that")
+    whose = {"no_teacher": "no teacher solves",
+             "no_teacher_and_not_the_base": "nor the base in 8 other tries",
+             "nor_in_twice_the_room": "nor a teacher in twice the room"}
+    for key, what in whose.items():
+        for name, found in summary["beyond"][key].items():
+            share = "none there"
+            if found["of"]:
+                figures = [100 * found[end] for end in ("share", "low", "high")]
+                share = "{:.1f}% [{:.1f}, {:.1f}]".format(*figures)
+            print(f"  {what}, in 8 tries {name} solves {found['n']} of {found['of']}: {share}")
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="folder")
+    if bool(cfg.folder) == bool(cfg.teachers):
+        raise BadInput("Name a folder of runs/countdown.sh, or give --teachers=FILE.json: "
+                       "python -m studies.countdown out/countdown")
+    config.at_least(cfg, 1, "num_questions")
+    if cfg.teachers:
+        write_teachers(cfg)
+        return 0
+    folder = Path(cfg.folder)
+    missing = [name for name in NEEDED if not (folder / name).exists()]
+    if missing:
+        raise BadInput(f"{folder} has no {missing[0]}: run runs/countdown.sh first, or name its --out_dir=.")
+    known = read_teachers(folder / "teachers.json")
+    again = answers(folder / "again.jsonl")
+    summary, intervals = summarise(folder, known, again)
+    path = folder / "summary.json"
+    if path.exists() and b"total_seconds" not in path.read_bytes():
+        raise config.in_the_way(path, "the ladder's", "folder")
+    plot.check_output(folder / "summary.png")
+    path.write_text(json.dumps(summary, indent=1))
+    traces = side_by_side(answers(folder / "greedy.jsonl"), again, known["unsolved"])
+    (folder / "traces.txt").write_text(traces)
+    report(summary)
+    print(f"{summary['total_seconds']:.0f} s in all. {path}, {folder / 'traces.txt'}", end="")
+    try:
+        draw(summary, intervals, learning_curve(folder / "grpo/metrics.jsonl"), folder / "summary.png")
+        print(f", {folder / 'summary.png'}")
+    except ImportError:
+        print()
+        print("No picture without matplotlib: pip install matplotlib.", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)

@@ -1,0 +1,195 @@
+"""What the runs of six domains came to, from what runs/domains.sh left in a folder: tables, summary.json, two
+pictures.
+
+    python -m studies.domains out/domains
+"""
+import json
+import math
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+
+from runtime import guard
+from runtime.config import BadInput
+
+# Student's t at 95% for a mean of so many runs
+T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+def read(path):
+    """Return the figures of each model that eval.py --json was given, {name: figures}."""
+    return {Path(row["model"]).name: row for row in json.loads(path.read_text())["models"]}
+
+
+def cell(value, low=None, high=None, sign=""):
+    text = f"{100 * value:{sign}.1f}"
+    return text if low is None else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+
+
+def own(row, domain, name="accuracy"):
+    """Return a figure of a domain with its interval; of "macro" the mean of all."""
+    figures = {key.removeprefix("macro_"): value for key, value in row.items() if key.startswith("macro_")}
+    figures = figures if domain == "macro" else row["domains"][domain]
+    return tuple(figures[name + end] for end in ("", "_low", "_high"))
+
+
+def over_seeds(values):
+    """Return (mean, low, high) of a figure of several runs: Student's interval, which holds what runs with other
+    seeds would give on average."""
+    mean = fmean(values)
+    half = T[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) in T else math.nan
+    return mean, mean - half, mean + half
+
+
+def ladder(folder, how):
+    """Print what each rung brought, and return it. how: "greedy" or "sampled"."""
+    rows = read(folder / f"ladder.{how}.json")
+    domains = ["macro", *rows["base"]["domains"]]
+    print(f"\n{how:8}" + "".join(f"  {domain:>18}" for domain in domains))
+    for name, row in rows.items():
+        print(f"{name:8}" + "".join(f"  {cell(*own(row, domain)):>18}" for domain in domains))
+    return {name: {domain: own(row, domain) for domain in domains} for name, row in rows.items()}
+
+
+def methods(folder, how):
+    """Print mixed and PCGrad, each against the tuned model and PCGrad against mixed, over the seeds; return it."""
+    seeds = [read(path) for path in sorted(folder.glob(f"seed*.{how}.json"))]
+    if not seeds:
+        return None
+    names = [list(rows) for rows in seeds]                   # mixedN, pcgradN, rft
+    domains = ["macro", *seeds[0]["rft"]["domains"]]
+    result = {}
+    columns = {"rft": "rft", "mixed": "mixed", "PCGrad": "pcgrad", "PCGrad - mixed": "difference",
+               "mixed - rft": "gain_of_mixed"}
+    print(f"\n{len(seeds)} seeds, {how:7}" + "".join(f"  {name:>26}" for name in columns))
+    for domain in domains:
+        accuracies = {}
+        for k, name in enumerate(("mixed", "pcgrad", "rft")):
+            accuracies[name] = [own(rows[of_seed[k]], domain)[0] for rows, of_seed in zip(seeds, names)]
+        paired = [own(rows[of_seed[1]], domain, "difference") for rows, of_seed in zip(seeds, names)]
+        gains = [b - a for a, b in zip(accuracies["rft"], accuracies["mixed"])]
+        found = {
+            "rft": own(seeds[0]["rft"], domain),
+            "mixed": over_seeds(accuracies["mixed"]),
+            "pcgrad": over_seeds(accuracies["pcgrad"]),
+            "difference": over_seeds([difference for difference, _, _ in paired]),
+            "difference_of_each_seed": paired,
+            "gain_of_mixed": over_seeds(gains),
+        }
+        result[domain] = found
+        cells = [cell(*found[key], sign="+" if " - " in name else "") for name, key in columns.items()]
+        print(f"{domain:16}" + "".join(f"  {text:>26}" for text in cells))
+    return result
+
+
+def transfer(folder, how):
+    """Print how each domain's own run changed all of them, and return {trained on: {asked: difference}}."""
+    if not (folder / f"single.{how}.json").exists():
+        return None
+    rows = read(folder / f"single.{how}.json")
+    domains = list(rows["rft"]["domains"])
+    print(f"\n{how + ', of':12}" + "".join(f"  {domain:>20}" for domain in domains))
+    result = {}
+    for name in domains:
+        result[name] = {domain: own(rows[name.partition(":")[0]], domain, "difference") for domain in domains}
+        print(f"{name:12}" + "".join(f"  {cell(*result[name][domain], sign='+'):>20}" for domain in domains))
+    return result
+
+
+def cosines(folder):
+    """Return {pair of domains: its cosine at each logged step, the mean over the PCGrad runs}, and the share of
+    pairs that conflict."""
+    by_pair = {}
+    conflicts = {}
+    for path in sorted(folder.glob("pcgrad*/metrics.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            for key, value in line.items():
+                if key.startswith("surgery/cosine/"):
+                    steps = by_pair.setdefault(key.removeprefix("surgery/cosine/"), {})
+                    steps.setdefault(line["step"], []).append(value)
+            if "surgery/conflicts" in line:
+                conflicts.setdefault(line["step"], []).append(line["surgery/conflicts"])
+    mean = {pair: {step: fmean(values) for step, values in steps.items()} for pair, steps in by_pair.items()}
+    return mean, {step: fmean(values) for step, values in conflicts.items()}
+
+
+def cost(folder):
+    """Print seconds and memory of each run's steps, and return them."""
+    result = {}
+    for path in sorted(folder.glob("*/metrics.jsonl")):
+        lines = [line for line in map(json.loads, path.read_text().splitlines()) if "rollout_s" in line]
+        if lines:
+            last = lines[-1]
+            found = {"steps": last["step"], "seconds": last["seconds"], "peak_memory_gb": last["peak_memory_gb"],
+                     "update_s": fmean(line["update_s"] for line in lines)}
+            result[path.parent.name] = found
+            print(f"{path.parent.name:12} {last['step']:4} steps, {last['seconds']:7.1f} s, of an update "
+                  f"{found['update_s']:.2f} s, {last['peak_memory_gb']:.2f} GB")
+    return result
+
+
+def square(axis, names, table, title, limit):
+    """Draw a matrix with its numbers."""
+    axis.imshow(table, cmap="RdBu", vmin=-limit, vmax=limit)
+    axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axis.set_yticks(range(len(names)), names)
+    for i, row in enumerate(table):
+        for j, value in enumerate(row):
+            if not math.isnan(value):
+                axis.text(j, i, f"{value:+.0f}" if limit > 1 else f"{value:+.2f}", ha="center", va="center", fontsize=8)
+    axis.set_title(title, loc="left", fontsize=10)
+
+
+def draw_cosines(found, conflicts, path):
+    from matplotlib import pyplot
+    names = list(dict.fromkeys(name for pair in found for name in pair.split("/")))
+    last = max(conflicts)
+    figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), layout="constrained", width_ratios=(1, 1, 1, 1.2))
+    for k, axis in enumerate(axes[:3]):
+        table = [[math.nan] * len(names) for _ in names]
+        for pair, steps in found.items():
+            i, j = (names.index(name) for name in pair.split("/"))
+            within = [value for step, value in steps.items() if k * last / 3 < step <= (k + 1) * last / 3]
+            table[i][j] = table[j][i] = fmean(within) if within else math.nan
+        square(axis, names, table, f"Cosine, steps {k * last // 3 + 1} to {(k + 1) * last // 3}", 0.5)
+    axes[3].plot(list(conflicts), [100 * value for value in conflicts.values()], ".-")
+    axes[3].set_title("Pairs that conflict, %", loc="left", fontsize=10)
+    axes[3].set_xlabel("step")
+    axes[3].set_ylim(0, 100)
+    figure.savefig(path, dpi=110)
+
+
+def draw_transfer(found, path):
+    from matplotlib import pyplot
+    names = list(found)
+    figure, axis = pyplot.subplots(figsize=(5, 4.4), layout="constrained")
+    table = [[100 * found[name][domain][0] for domain in names] for name in names]
+    square(axis, names, table, "Points gained: trained on (rows), asked (columns)", 15)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv):
+    folder = Path(argv[0] if argv else "out/domains")
+    if not (folder / "ladder.sampled.json").exists():
+        raise BadInput(f"{folder} has no ladder.sampled.json: run runs/domains.sh first, or name its --out_dir=.")
+    summary = {}
+    for how in ("greedy", "sampled"):
+        summary[how] = {part.__name__: part(folder, how) for part in (ladder, methods, transfer)}
+    found, conflicts = cosines(folder)
+    summary |= {"cosines": found, "conflicts": conflicts, "cost": cost(folder)}
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+    try:
+        import matplotlib
+    except ImportError:
+        print("No pictures without matplotlib: pip install matplotlib.", file=sys.stderr)
+        return 0
+    matplotlib.use("Agg")
+    if found:
+        draw_cosines(found, conflicts, folder / "cosines.png")
+    if summary["sampled"]["transfer"]:
+        draw_transfer(summary["sampled"]["transfer"], folder / "transfer.png")
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)

@@ -1,0 +1,1 @@
+"""Everything that bash runs/gpu.sh verifies and measures on a card."""

@@ -1,0 +1,441 @@
+"""Verifies and measures everything on this machine's GPU, in a given time, without a network.
+
+    bash runs/gpu.sh                            480 seconds
+    bash runs/gpu.sh 120 --only=correctness,engine
+    python -m studies.gpu.run --table=bench_results/gpu.jsonl       the table of an earlier run
+
+The stages in STAGES run one after the other, each as a process of its own that is ended when its time is
+over; one that no longer fits is skipped, and one that fails stops no other. Each check leaves a line in
+gpu.jsonl at once: stage, name, status (ok | failed | skipped | timeout), seconds, figures, error, command.
+The first tells of the card and the versions. Exit code 1 if a check failed or a stage ran out of its time.
+Knobs, as --key=value:
+"""
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from measure.report import outcome
+from measure.runs import ROOT
+from runtime import config, guard
+from runtime.config import BadInput
+from runtime.progress import ProgressLine, clear
+from studies.gpu.table import heading, shown, table
+
+
+@dataclass
+class Config:
+    seconds: float = 480.0                   # for everything together
+    only: str | None = None                  # stages, with a comma; None: all
+    output: str = "bench_results/gpu.jsonl"  # lines are added to it; what the processes print is in a .log
+                                             # beside it
+    table: str | None = None                 # a gpu.jsonl: print the table of its last run, and nothing else
+    device: str = "cuda"                     # cpu: try the stages themselves, tiny
+
+
+class Stage(NamedTuple):
+    """A process that makes checks."""
+    name: str
+    command: str                             # what follows `python`
+    tiny: str                                # what makes it small, on a CPU
+    needs: int                               # seconds that it takes at least, or it is skipped
+    timeout: int                             # seconds after which it is ended
+    beside: str = ""                         # the earlier stage that it is compared with
+    package: str = ""                        # without which it is skipped
+    cards: int = 1
+
+
+# Steps of 65,536 tokens.
+GPT2 = "bench.py --stage=train config/gpt2_124m.py --batch_size=16 --gradient_accumulation_steps=4"
+GPT2_350M = ("bench.py --stage=train config/gpt2_124m.py --n_layer=24 --n_head=16 --n_embd=1024 "
+             "--batch_size=8 --gradient_accumulation_steps=8 --repeats=1")
+SFT = "bench.py --stage=sft --model=gpt2 --repeats=1"
+GRPO = "bench.py --stage=grpo --model=gpt2 --work=64x8 --max_new_tokens=94 --steps=3 --repeats=1"
+GENERATE = "bench.py --stage=generate --repeats=1"
+PYTEST = "-m pytest -q -m gpu -p measure.report -p no:cacheprovider"
+TINY_TRAIN = ("--n_layer=1 --n_embd=32 --n_head=2 --block_size=32 --batch_size=2 "
+              "--gradient_accumulation_steps=1 --steps=1 --compile=false")
+TINY_SFT = "--model=1m --batch_size=2 --gradient_accumulation_steps=1 --steps=1 --compile=false"
+TINY_GRPO = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4 --steps=1"
+TINY_GENERATE = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4"
+# Those that tell most come first: what no longer fits is left out.
+STAGES = (
+    Stage("card", "-m studies.gpu.checks card", "", 10, 60),
+    Stage("correctness", f"{PYTEST} tests/test_gpu.py", "-k fp16_that", 20, 160, package="pytest"),
+    Stage("engine", f"{PYTEST} tests/test_gpu_engine.py", "-k draw", 15, 90, package="pytest"),
+    Stage("ceilings", "-m studies.gpu.checks ceilings", "", 10, 60),
+    Stage("attention", "-m studies.gpu.checks attention", "--shape=1,16,2,2,8", 10, 60),
+    Stage("decoding", "-m studies.gpu.checks decoding", "", 10, 60),
+    Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", TINY_TRAIN, 25, 120, package="tokenizers"),
+    Stage("train", f"{GPT2} --repeats=1", TINY_TRAIN, 40, 150, "train-eager", "tokenizers"),
+    Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
+          TINY_GENERATE, 25, 90),
+    Stage("generate-360m", f"{GENERATE} --model=smollm2-360m --work=1x1,64x1,32x8", TINY_GENERATE, 25, 90),
+    Stage("grpo", GRPO, TINY_GRPO, 35, 120, package="tokenizers"),
+    Stage("train-350m", GPT2_350M, TINY_TRAIN, 45, 150, package="tokenizers"),
+    Stage("sft-eager", f"{SFT} --compile=false", TINY_SFT, 20, 90),
+    Stage("sft", f"{SFT} --compile=true", TINY_SFT, 35, 120, "sft-eager"),
+    Stage("train-parts", f"{GPT2} --profile", TINY_TRAIN, 30, 120, package="tokenizers"),
+    Stage("grpo-varied", f"{GRPO} --varied_prompts", TINY_GRPO, 35, 120, "grpo", "tokenizers"),
+    Stage("two-cards", f"{GPT2} --repeats=1 --ranks=2", TINY_TRAIN, 40, 150, "train", "tokenizers", 2),
+    Stage("peers", f"{GENERATE} --model=smollm2-360m --work=64x1 --peers=generate", TINY_GENERATE, 30, 120,
+          package="transformers"),
+)
+RATES = ("tokens_per_s", "completions_per_s")
+SETTINGS = ("attention", "compile", "micro_batch", "dtype")  # of a run, as they turned out
+LOSS_OFF = 0.02                              # of two runs of the same steps, at most
+FAILURES = ("failed", "timeout")
+
+
+# --- gpu.jsonl ---
+
+def append(path, line):
+    """Add a line to a file; it is on the disk when this returns."""
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path):
+    """Return the lines of the last run that a gpu.jsonl holds, without one that was cut short. BadInput if
+    there is none."""
+    try:
+        texts = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadInput(f"{path} can't be read ({getattr(e, 'strerror', None) or e}): give the gpu.jsonl of a "
+                       "run.") from None
+    lines = []
+    for text in texts:
+        line = parsed(text)
+        if line.get("stage") == "card":
+            lines.clear()
+        if {"stage", "command", *outcome("")} <= line.keys():
+            lines.append(line)
+    if not lines:
+        raise BadInput(f"{path} holds no line of a run of studies.gpu.run: give the gpu.jsonl of one.")
+    return lines
+
+
+def parsed(text):
+    """Return the dictionary that a line holds; an empty one if it holds none."""
+    with contextlib.suppress(ValueError):
+        return config.parse_json(text, dict)
+    return {}
+
+
+# --- a process ---
+
+def run_process(command, timeout, log, env):
+    """Run a command; yield each line that it prints, which goes to the file log too, and at last its exit
+    code, or None if `timeout` seconds were over first. Whatever happens, none of its children stays."""
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    printed = queue.SimpleQueue()
+    reader = threading.Thread(target=read_into, args=(process.stdout, printed), daemon=True)
+    reader.start()
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline:
+            try:
+                line = printed.get(timeout=0.2)
+            except queue.Empty:
+                if process.poll() is None:
+                    continue
+                break                        # not at its output's end: what it started may still hold that
+            log.write(line)
+            log.flush()
+            yield line
+        yield process.poll()
+    finally:
+        end(process)
+        reader.join(5)
+
+
+def read_into(stream, printed):
+    """Put the lines of a stream into a queue."""
+    for line in stream:
+        printed.put(line)
+
+
+def end(process):
+    """Kill a process with all that it started: torchrun's ranks are in sessions of their own."""
+    family = descendants(process.pid) if process.poll() is None else []
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def descendants(pid):
+    """Return the ids of a process's children, their children and so on; none where there is no /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            child, rest = stat.read_text().rsplit(")", 1)
+            parents[int(child.split()[0])] = int(rest.split()[1])
+    family = [pid]
+    for parent in family:
+        family += [child for child, its_parent in parents.items() if its_parent == parent]
+    return family[1:]
+
+
+def last_words(printed):
+    """Return the sentence in which a process's last lines say why it failed."""
+    lines = [line.strip() for line in printed if line.strip()]
+    for pattern in (r"error: ", r"(\[rank\d+\]:\s*)?[\w.]*(Error|Exception|Exit|Interrupt)\b"):
+        said = [line for line in lines if re.match(pattern, line)]
+        if said:
+            return said[-1].removeprefix("error: ")
+    return lines[-1] if lines else "without a word"
+
+
+# --- a stage ---
+
+def command_of(stage, cfg):
+    """Return what follows `python` of a stage, as words."""
+    words = shlex.split(stage.command)
+    if cfg.device == "cpu":
+        words += shlex.split(stage.tiny)
+        words += [] if "pytest" in words else ["--device=cpu"]
+    return words
+
+
+def why_not(stage, cfg, seconds_left):
+    """Return the sentence that says why a stage can't run; None if it can."""
+    if stage.package and not importlib.util.find_spec(stage.package):
+        return f"{stage.package} is not installed"
+    if cfg.device == "cuda" and torch.cuda.device_count() < stage.cards:
+        return f"there is one card here, and it takes {stage.cards}"
+    if seconds_left < stage.needs:
+        return f"it takes {stage.needs} s at least, and {max(0.0, seconds_left):.0f} are left"
+    return None
+
+
+def run_stage(stage, cfg, seconds_left, log, folder):
+    """Run a stage, and yield the line of each of its checks as soon as that is known."""
+    words = command_of(stage, cfg)
+    about = {"stage": stage.name, "command": shlex.join(["python", *words])}
+    obstacle = why_not(stage, cfg, seconds_left)
+    if obstacle:
+        yield about | outcome(stage.name, "skipped", error=obstacle)
+        return
+    record = Path(folder) / f"{stage.name}.json"
+    if words[0] == "bench.py":
+        words.append(f"--output={record}")
+    timeout = min(stage.timeout, seconds_left)
+    log.write(f"\n== {stage.name}: {about['command']}\n")
+    start = time.monotonic()
+    lap = start
+    recent = []                              # lines of no check
+    running = ""                             # the test that has begun
+    checks = 0
+    process = run_process([sys.executable, *words], timeout, log, environment(cfg, folder))
+    with contextlib.closing(process), ProgressLine(f"running {stage.name}"):
+        for said in process:
+            if not isinstance(said, str):
+                code = said
+                continue
+            content = parsed(said)
+            if content.keys() == outcome("").keys():
+                checks += 1
+                running = ""
+                now = time.monotonic()
+                content["seconds"] = content["seconds"] or round(now - lap, 3)
+                lap = now
+                yield about | content
+            elif "begins" in content:
+                running = f" in {content['begins']}"
+            else:
+                recent = [*recent[-49:], said]
+    seconds = round(time.monotonic() - start, 3)
+    tests_failed = code == 1 and checks and "pytest" in words          # and told of themselves
+    if code is None:
+        yield about | outcome(stage.name, "timeout", seconds, error=f"ended after {timeout:.0f} s{running}")
+    elif code and not tests_failed:
+        error = f"exit code {code}{running}: {last_words(recent)}"
+        yield about | outcome(stage.name, "failed", seconds, error=error)
+    elif record.exists():
+        for name, figures in figures_of(json.loads(record.read_text())):
+            yield about | outcome(name, "ok", seconds, figures)
+            seconds = None                   # of the process: at its first check
+    elif not checks:
+        yield about | outcome(stage.name, "failed", seconds, error="it told of no check")
+
+
+def environment(cfg, folder):
+    """Return the environment of a stage: compiled code and choices of kernels are made here and now, and what
+    a process that is killed leaves behind goes with the folder."""
+    env = os.environ | {
+        "TMPDIR": folder,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "XDG_CACHE_HOME": f"{folder}/cache",
+    }
+    if cfg.device == "cpu":
+        env["NANORFT_GPU_TESTS_ON"] = "cpu"
+    return env
+
+
+def figures_of(record):
+    """Return [(name of the check, figures)] of a record of bench.py."""
+    if record["mode"] == "profile":
+        consumers = {row["name"]: row["share"] for row in record["consumers"][:8]}
+        return [("parts of a step", {"step_ms": record["ms_a_step"], "consumers": consumers})]
+    if record["stage"] == "generate":
+        return [(case["work"], case_figures(case)) for case in record["cases"]]
+    run = record["repeats"][0]
+    rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
+    figures = {
+        rate: statistics.median(record["rates"]["nanoRFT"]),
+        "of_limit": record["share"],
+        "mfu": record.get("mfu"),
+        "step_ms": 1e3 * record["step_s"],
+        "peak_memory_gb": run["peak_memory_gb"],
+        "outside_s": run["outside_s"],
+        "loss": run["loss"],
+        "grad_norm": run["grad_norm"],
+        "settings": {name: record["settings"].get(name) for name in SETTINGS},
+    }
+    return [(record["what"], figures | record["parts"] | run["sampled"])]
+
+
+def case_figures(case):
+    """Return the figures of a case of bench.py's --stage=generate."""
+    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "decoding")
+    figures = {name: case[name] for name in names if name in case}
+    figures["of_limit"] = case["tokens_per_s"] / case["limit"]
+    parts = {part: case.get(f"{part}_s", 0.0) for part in ("prefill", "decode", "draw", "host")}
+    for part, seconds in parts.items():
+        figures[f"{part}_share"] = seconds / sum(parts.values())
+    return figures
+
+
+def compare(line, other):
+    """Add to a line how it differs from that of an earlier stage: in speed, in seconds outside of the steps
+    that count (of a compiled run, what compiling takes), and in the last loss, which fails it where both have
+    trained on the same."""
+    ours = line["figures"]
+    theirs = other["figures"]
+    rate = next((rate for rate in RATES if rate in ours and rate in theirs), None)
+    if not rate:
+        return
+    ours["beside"] = other["stage"]
+    ours["speedup"] = ours[rate] / theirs[rate]
+    ours["longer_outside_s"] = ours["outside_s"] - theirs["outside_s"]
+    if rate == "completions_per_s":
+        return
+    ours["loss_off"] = abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
+    if not ours["loss_off"] <= LOSS_OFF:
+        line["status"] = "failed"
+        line["error"] = f"its loss, {ours['loss']:.4f}, is not that of {other['stage']}, {theirs['loss']:.4f}"
+
+
+# --- the call ---
+
+def chosen(names):
+    """Return the Stages to run, the card's always among them. BadInput for a name that there is not."""
+    if names is None:
+        return STAGES
+    wanted = names.split(",")
+    known = [stage.name for stage in STAGES]
+    for name in wanted:
+        if name not in known:
+            raise BadInput(f"--only={names}: there is no stage {name!r}; choose from {', '.join(known)}.")
+    return [stage for stage in STAGES if stage.name in ("card", *wanted)]
+
+
+def check(cfg):
+    """Raise BadInput where nothing can be measured."""
+    config.at_least(cfg, 1, "seconds")
+    if cfg.device not in ("cuda", "cpu"):
+        raise BadInput(f"--device={cfg.device} is not known here: use cuda, or cpu to try the stages.")
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("PyTorch sees no CUDA GPU here: run this where there is one, with a CUDA build of "
+                       "PyTorch; python bench.py measures a CPU.")
+    version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
+    if version < [2, 11]:
+        raise BadInput(f"This takes PyTorch 2.11 or newer, and here is {torch.__version__}: update it.")
+
+
+def check_output(path):
+    """Make the output's folder. BadInput if the file is another's, or can't be written."""
+    try:
+        if path.exists() and path.stat().st_size:
+            read_lines(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except BadInput:
+        raise config.in_the_way(path, "studies.gpu.run's") from None
+    except OSError as e:
+        raise BadInput(f"{path} can't be written ({e.strerror}): name another file with --output=.") from None
+
+
+def run(cfg, stages, path):
+    """Run the stages, and return the lines of their checks."""
+    deadline = time.monotonic() + cfg.seconds
+    lines = []
+    first = {}                               # {stage: the first line of it that is ok}
+    with tempfile.TemporaryDirectory() as folder, open(path.with_suffix(".log"), "a") as log:
+        for stage in stages:
+            checks = run_stage(stage, cfg, deadline - time.monotonic(), log, folder)
+            with contextlib.closing(checks):
+                for line in checks:
+                    if line["status"] == "ok":
+                        first.setdefault(stage.name, line)
+                        if stage.beside in first:
+                            compare(line, first[stage.beside])
+                    append(path, line)
+                    lines.append(line)
+                    say(line)
+    return lines
+
+
+def say(line):
+    """Print a line for people; of tests only those that are not ok."""
+    clear()
+    if line["stage"] == "card":
+        print(heading(line), flush=True)
+    elif line["status"] != "ok":
+        print(f"{line['stage']}: {line['name']}: {line['status']}: {line['error']}", flush=True)
+    elif "pytest" not in line["command"]:
+        print(f"{line['stage']}: {line['name']}: {shown(line['figures'])}", flush=True)
+
+
+def main(argv):
+    cfg = config.load(Config, argv)
+    if cfg.table is not None:
+        print(table(read_lines(cfg.table)))
+        return 0
+    stages = chosen(cfg.only)
+    check(cfg)
+    path = Path(cfg.output).resolve()
+    check_output(path)
+    for number in (signal.SIGTERM, signal.SIGHUP):           # so that no process stays behind
+        signal.signal(number, signal.default_int_handler)
+    lines = run(cfg, stages, path)
+    print(f"\n{table(lines)}\n\nAll figures: {path}")
+    return int(any(line["status"] in FAILURES for line in lines))
+
+
+if __name__ == "__main__":
+    guard.run(main)

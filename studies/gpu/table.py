@@ -1,0 +1,105 @@
+"""The table of a run of studies.gpu.run, in Markdown, from the lines of its gpu.jsonl alone."""
+from collections import Counter
+
+# figure: how the table has it
+SHOWN = {
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "completions_per_s": "{:,.1f} completions/s",
+    "mfu": "MFU {:.1%}",
+    "of_limit": "{:.0%} of the limit",
+    "mbu": "MBU {:.0%}",
+    "tflops": "{:,.1f} TFLOP/s",
+    "gb_per_s": "{:,.0f} GB/s",
+    "of_nominal": "{:.0%} of nominal",
+    "ms": "{:.2f} ms",
+    "varied_ms": "{:.2f} at varied lengths",
+    "first_call_s": "first call {:.3f} s",
+    "step_ms": "a step {:,.2f} ms",
+    "floor_ms": "at least {:,.2f}",
+    "host_share": "host {:.0%}",
+    "rollout_s": "rollout {:.3f} s",
+    "update_s": "update {:.3f} s",
+    "peak_memory_gb": "{:.2f} GiB",
+    "busiest_2s": "busy {:.0%}",
+    "power_w": "{:.0f} W",
+    "speedup": "{:.2f} times {beside}",
+    "longer_outside_s": "{:+.1f} s for start and compiling",
+    "loss_off": "loss off by {:.2%}",
+    "over_generate": "{:.1f} times transformers' generate",
+}
+
+
+def shown(figures):
+    """Return figures as the table has them."""
+    texts = []
+    for key, text in SHOWN.items():
+        if figures.get(key) is not None:
+            texts.append(text.format(figures[key], beside=figures.get("beside")))
+    for name, share in list(figures.get("consumers", {}).items())[:4]:
+        texts.append(f"{name[:40]} {share:.0%}")
+    return ", ".join(texts)
+
+
+def table(lines):
+    """Return the table of a run: what it was measured on, then a row for each check. Of tests one row has how
+    many passed, and those that did not have their own."""
+    rows = []
+    if lines[0]["stage"] == "card":
+        rows = [heading(lines[0]), ""]
+        lines = lines[1:]
+    rows += ["| stage | check | result | s | by |", "|---|---|---|---|---|"]
+    by_stage = {}
+    for line in lines:
+        by_stage.setdefault(line["stage"], []).append(line)
+    for stage, checks in by_stage.items():
+        command = f"`{checks[0]['command']}`"
+        if any("::" in line["name"] for line in checks):
+            rows.append(row_of_tests(stage, checks, command))
+            checks = [line for line in checks if line["status"] in ("failed", "timeout")]
+            command = ""
+        for line in checks:
+            result = shown(line["figures"])
+            if line["status"] != "ok":
+                result = ", ".join(filter(None, (f"**{line['status']}**: {line['error']}", result)))
+            seconds = "" if line["seconds"] is None else f"{line['seconds']:.0f}"
+            rows.append(row(stage, line["name"].rpartition("::")[2], result, seconds, command))
+            command = ""                     # of the stage's other rows the same
+    return "\n".join(rows)
+
+
+def row(*cells):
+    cells = [" ".join(text.replace("|", "/").split())[:400] for text in cells]
+    return f"| {' | '.join(cells)} |"
+
+
+def row_of_tests(stage, checks, command):
+    """Return the row that sums up the tests of a stage, with the slowest first call of a kernel."""
+    counts = Counter(line["status"] for line in checks)
+    result = ", ".join(f"{n} {status}" for status, n in counts.items())
+    first_calls = []
+    for line in checks:
+        if "first_call_s" in line["figures"]:
+            first_calls.append((line["figures"]["first_call_s"], line["name"].rpartition("::")[2]))
+    if first_calls:
+        seconds, name = max(first_calls)
+        result += f"; slowest first call {seconds:.2f} s, {name}"
+    # of a stage that ran out of its time, its own line has all of it
+    seconds = max([sum(line["seconds"] or 0 for line in checks if "::" in line["name"]),
+                   *(line["seconds"] or 0 for line in checks if "::" not in line["name"])])
+    return row(stage, "tests", result, f"{seconds:.0f}", command)
+
+
+def heading(card):
+    """Return the sentence above a table: what it was measured on."""
+    if card["status"] != "ok":
+        return f"The card is not known: {card['status']}, {card['error']}."
+    about = card["figures"]
+    hardware = [f"{max(1, about['cards'])} × {card['name']}", f"{about['memory_gb']} GiB"]
+    if about["nominal"]:
+        hardware.append(f"nominal {about['nominal'][about['dtype']]:g} TFLOP/s in {about['dtype']}")
+        hardware.append(f"{about['nominal_tb_per_s']:g} TB/s")
+    if about["power_limit"]:
+        hardware.append(about["power_limit"])
+    versions = [f"{name} {about[name]}" for name in ("driver", "torch", "cuda", "cudnn") if about[name]]
+    return (f"{', '.join(hardware)}; {', '.join(versions)}; attention kernels {', '.join(about['kernels'])}; "
+            f"{about['date'][:10]}, commit {about['commit']}.")

@@ -1,0 +1,260 @@
+"""Whether the verifiers of reasoning-gym's generators can be trusted: `python -m studies.gym_audit [NAME ...]`
+prints a markdown table (generator, verdict, reason). What is audited is the reward of tasks/gym.py, the
+library's scorer within it; docs/gym_audit.md has what came out.
+
+A generator stands if its right answer earns 1 on ITEMS items, made again in a process with another order
+of sets; junk() earns 0 on the first JUNKED of them; no grade takes over MOST_SECONDS["grade"] or raises;
+and nothing that was said is compiled, as eval does. Junk that says the same as the right answer (`same`)
+is no junk. It is not asked whether another answer is right too: a generator with many right answers
+stands only if none of the junk is one of them.
+"""
+import contextlib
+import datetime
+import inspect
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from importlib.metadata import version
+
+from tasks import _numbers, gym
+
+ITEMS = 50
+JUNKED = 20                          # of them, which meet all of the junk
+DRAWS = 500                          # items whose questions are counted
+FEWEST = 0.75                        # share of them that must be different
+MOST_SECONDS = {"construction": 2.0, "item": 0.1, "grade": 0.05}
+MOST_OF_ALL = 60                     # seconds for all of a generator
+MEMORY = 3 * 2**30
+CANARY = "canary_7391"               # a name that is in nobody's code
+CODE = ("{c}", "__import__('os').getpid() or {c}", "exec('{c}=1')", "lambda {c}: {g}", "[{c} for {c} in [1]]",
+        "{c} + 1", "x**2 + {c}", "print({c})", "import os; {c}", "f(x)={c}", "while True: {c}",
+        "{g} if True else {c}", "({c} := 1)", "{g} # {c}", "[{g!r}, {c}]")
+PLAIN = ("", " ", "\n", "0", "1", "-1", "2", "10", "100", "1000000", "0.5", "3.14159", "1e308", "1e999999999",
+         "nan", "inf", "-inf", "1/0", "1/3", "0/0", "None", "null", "True", "False", "true", "yes", "no",
+         "[]", "[[]]", "{}", "()", "[null]", '""', "''", "?", ".", ",", "-", "a", "A", "answer",
+         "I don't know", "impossible", "the answer", "x", "\x00\x01\x02\xff", "\ud83d", "０", "٣", "½", "∞",
+         "🙂" * 40, "a" * 3999, "9" * 3999, "9" * 300, "[" * 3000, "(" * 3000, "1," * 1500, "0 " * 1900,
+         "a b " * 900, "\n" * 3000, "- " * 1500, "{\"a\":" * 500, "1+" * 1500 + "1", "2**2**2**2**2**2",
+         "9**9**9**9", "<think>", "%s %d {} {0}", "\\boxed{}", "```python\npass\n```", "A,B", "1,2",
+         "1 2\n3 4", "1=2")
+
+
+def same(said, right):
+    """Return whether two texts say the same: the same number, or texts that are alike but for case,
+    spaces, quotation marks, a full stop at the end, and how a number within them is written."""
+    number = _numbers.number(right)
+    if number is not None and _numbers.number(said) is not None:
+        return _numbers.number(said) == number
+    pieces = [re.split(r"[\s,]+", text.strip()) for text in (said, right)]
+    values = [[_numbers.number(piece) for piece in part] for part in pieces]
+    return gym.plain(said) == gym.plain(right) or (None not in values[0] and values[0] == values[1])
+
+
+def near(right):
+    """Return near misses of a right answer: an edit each."""
+    half = len(right) // 2
+    words = right.split()
+    found = [right[1:], right[:-1], right + right[-1], right[0] + right, right[::-1], right[:half],
+             right[half:], right[half:] + right[:half], right[:half] + right[half + 1:], right + "1",
+             "1" + right, right + "x", "-" + right, " ".join(words[::-1]), " ".join(words[1:]),
+             " ".join(words[:-1]), " ".join(words + words[-1:]),
+             "".join(str((int(c) + 1) % 10) if c in "0123456789" else c for c in right),
+             right.translate(str.maketrans("abcxyzABC", "bcayzxBCA"))]
+    for i, c in enumerate(right):            # the last digit another
+        if c in "0123456789":
+            found += [right[:i] + str((int(c) + step) % 10) + right[i + 1:] for step in (1, 9)]
+            break
+    number = _numbers.number(right)
+    if number is not None:
+        found += [str(float(n)) for n in (number + 1, number - 1, -number, 10 * number, number / 10,
+                                          number * 1001 / 1000, number + 1 / 1000)]
+    return found
+
+
+def around(right, other):
+    """Return right answers with something around that makes them none."""
+    return [f"The answer is {right}", f"{right} or {other}", f"not {right}", f"{right} {right}",
+            f"{right}, {other}", f"{other}\n{right}", f"{right}\n{other}", f"{right} because {other}",
+            f"I guess {right}?", f"{other} {right}", f"{right}/{other}", f"maybe {right}, maybe not"]
+
+
+def junk(question, right, others):
+    """Return completions, over a hundred kinds, that are wrong: as texts within tags, and as completions
+    whose tags are wrong."""
+    said = [*PLAIN, question, question[:200], question[-200:], *near(right),
+            *around(right, others[0] if others else "7"), *others]
+    said += [code.format(c=CANARY, g=right) for code in CODE]
+    found = [f"<answer>{text}</answer>" for text in said if not same(text, right)]
+    wrong = next((text for text in others if not same(text, right)), "junk")
+    return found + [right, f"Answer: {right}", f"<answer>{right}", f"{right}</answer>",
+                    f"<answer></answer>{right}", f"\\boxed{{{right}}}",
+                    f"<answer>{wrong}</answer><answer>{right}</answer>",
+                    f"<answer><answer>{right}</answer></answer>", f"</answer>{right}<answer>",
+                    f"<answer>{wrong} <answer>{right}</answer>", "x" * 10_000 + f"<answer>{right}</answer>"]
+
+
+COMPILED = []
+
+
+def listen(event, arguments):
+    """Note what is compiled or executed: a hook that sees eval, exec, and parsers that use them."""
+    if event == "compile" and arguments[0] is not None and CANARY in str(arguments[0]):
+        COMPILED.append(str(arguments[0])[:60])
+    if event in ("os.system", "subprocess.Popen"):
+        COMPILED.append(event)
+
+
+def clocked(function, *given):
+    start = time.perf_counter()
+    result = function(*given)
+    return time.perf_counter() - start, result
+
+
+def grade(question, completion):
+    """Return (seconds, score) of a completion; the better of two times where one is too long, for the
+    machine has others to serve."""
+    seconds, (score, parts) = clocked(gym.reward, question, completion)
+    if seconds > MOST_SECONDS["grade"]:
+        seconds = min(seconds, clocked(gym.reward, question, completion)[0])
+    return seconds, score if all(parts.values()) else 0.0
+
+
+def audit(name, other):
+    """Return the reason against a generator, None if it stands, and what else was measured, a dict."""
+    seen = {}
+    scorer = inspect.getsource(gym.library().factory.DATASETS[name][0].score_answer)
+    evaluates = re.search(r"\b(eval|exec|parse_expr)\(", scorer)
+    if evaluates and name not in gym.EXACT:
+        return f"its scorer calls {evaluates[1]}, which executes what was said as code", seen
+    seconds, data = clocked(gym.dataset, name)
+    if seconds > MOST_SECONDS["construction"]:
+        return f"constructing it takes {seconds:.1f} s", seen
+    items, times = [], []
+    for i in range(ITEMS):
+        index = 7919 * i + 1
+        seconds, item = clocked(data.__getitem__, index)
+        if seconds > MOST_SECONDS["item"]:
+            seconds = min(seconds, clocked(data.__getitem__, index)[0])
+        times.append(seconds)
+        right = item["answer"]
+        if not isinstance(right, str):
+            return "it has no right answer of its own", seen
+        if right.strip():
+            items.append({"question": item["question"].strip(), "answer": right.strip(),
+                          "generator": name, "index": index})
+        if max(times) > MOST_SECONDS["item"]:
+            return f"an item takes {1000 * max(times):.0f} ms to make", seen
+    lengths = sorted(len(q["question"]) for q in items)
+    seen |= {"item_ms": 1000 * sum(times) / len(times), "characters": lengths[len(items) // 2],
+             "answer": max(len(q["answer"]) for q in items)}
+    if not items:
+        return "its answers are empty", seen
+    texts = [q["question"] + q["answer"] for q in items]
+    if other.texts(name, [q["index"] for q in items]) != texts:
+        return "an item is not a function of its index: in another process it is another", seen
+    for q in items:
+        if grade(q, f"Well.\n<answer>{q['answer']}</answer>")[1] != 1.0:
+            return f"its own right answer {short(q['answer'])} is paid less than 1", seen
+    slowest, kinds = 0.0, 0
+    for i, q in enumerate(items[:JUNKED]):
+        others = [items[(i + step) % len(items)]["answer"] for step in range(1, 9)]
+        completions = junk(q["question"], q["answer"], others)
+        kinds = max(kinds, len(completions))
+        for completion in completions:
+            COMPILED.clear()
+            try:
+                seconds, score = grade(q, completion)
+            except RecursionError:
+                return f"its scorer recurses without end on {short(completion)}", seen
+            except Exception as e:
+                return f"its scorer raises {type(e).__name__} on {short(completion)}", seen
+            slowest = max(slowest, seconds)
+            if COMPILED:
+                return "its scorer evaluates what was said as code", seen
+            if score != 0:
+                return f"{short(completion)} is paid where {short(q['answer'])} is right", seen
+            if seconds > MOST_SECONDS["grade"]:
+                return f"grading {short(completion)} takes {1000 * seconds:.0f} ms", seen
+    different = len({data[(104729 * i + 3) % gym.N_ITEMS]["question"] for i in range(DRAWS)})
+    seen |= {"grade_ms": 1000 * slowest, "different": different / DRAWS, "kinds": kinds,
+             "guess": Counter(q["answer"] for q in items).most_common(1)[0][1] / len(items)}
+    if different < FEWEST * DRAWS:
+        return f"{DRAWS} items have only {different} different questions", seen
+    return None, seen
+
+
+def short(text):
+    text = text.removeprefix("<answer>").removesuffix("</answer>")
+    text = text if len(text) < 60 else f"{text[:28]}...{text[-28:]}"
+    return repr(text).replace("|", "\\|").replace("`", "")
+
+
+class Other:
+    """A process with another order of sets, which makes items again."""
+    CODE = ("import json, os, sys; from tasks import gym; out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1)\n"
+            "for line in sys.stdin:\n"
+            "    name, indices = json.loads(line)\n"
+            "    items = [gym.dataset(name)[i] for i in indices]\n"
+            "    texts = [e['question'].strip() + e['answer'].strip() for e in items]\n"
+            "    print(json.dumps(texts), file=out, flush=True)\n")
+
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, "-c", self.CODE], text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                        env=os.environ | {"PYTHONHASHSEED": "12345"})
+
+    def texts(self, name, indices):
+        """Return [question and answer] of a generator's items."""
+        self.process.stdin.write(json.dumps([name, indices]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def apart(name, other):
+    """Return what audit returns of a generator, from a process of its own that has no more than
+    MOST_OF_ALL seconds and MEMORY bytes."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        signal.alarm(MOST_OF_ALL)
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            try:
+                sys.addaudithook(listen)
+                found = audit(name, other)
+            except BaseException as e:
+                found = f"{type(e).__name__}: {' '.join(str(e).split())[:120]}", {}
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    return json.loads(said) if said else (f"it takes more than {MOST_OF_ALL} s, or {MEMORY // 2**30} GiB", {})
+
+
+def main(names):
+    """Print the table, of all generators where none is named. Return {generator: reason}."""
+    registered = sorted(gym.library().factory.DATASETS)
+    print(f"reasoning-gym {version('reasoning-gym')}, {len(registered)} generators, {datetime.date.today()}\n")
+    print("| generator | verdict | reason |\n|---|---|---|")
+    found, other = {}, Other()
+    for name in names or registered:
+        found[name], seen = apart(name, other)
+        rest = ", ".join(f"{key} {value:.3g}" for key, value in seen.items())
+        print(f"| {name} | {'left out' if found[name] else 'stands'} | {found[name] or rest} |", flush=True)
+    other.process.stdin.close()
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

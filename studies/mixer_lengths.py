@@ -1,0 +1,258 @@
+"""From which length on attention of linear cost is faster than softmax's fused kernel, and how near FAVOR+
+comes to softmax.
+
+    python -m studies.mixer_lengths
+    python -m studies.mixer_lengths --lengths=512,1024,2048 --rounds=3
+    python -m studies.mixer_lengths --errors
+    python -m studies.mixer_lengths --errors --run=out/quickstart/base --text=README.md
+
+A table of lengths: milliseconds and MiB of a forward and backward pass of one layer's attention, from
+queries, keys and values to gradients, and of a small model's step without its optimizer; and the length from
+which on a kind takes less time than PyTorch's fused kernel for softmax. Kinds take turns, and the median of
+the rounds counts; on a CPU each figure is a process's of its own, whose peak memory is what it has above that
+before the first call.
+
+--errors: the relative error |A' - A| / |A| of FAVOR+'s weights A' beside softmax's A, both causal, of rows
+that add up to 1, by the number of features; of random queries and keys, or those that a model with softmax
+attention has at the first tokens of a text.
+"""
+import itertools
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import hf
+from layers.linear_attention import favor_features, first_gain, mix, orthogonal_vectors
+from layers.ops import ATTENTION, repeat_heads
+from measure.runs import process
+from model import GPT, GPTConfig
+from runtime import config, guard, hardware
+from runtime.config import BadInput
+from studies.okadfa import numbers
+
+# softmax is PyTorch's fused kernel, softmax-math attention written out, which train.py takes on a CPU in bf16.
+KINDS = ("softmax", "softmax-math", "favor-sum", "favor-delta", "linear-sum", "linear-delta")
+D = 64                                       # channels a head
+FEATURES = (16, 64, 256, 1024, 4096, 16384)
+
+
+@dataclass
+class Config:
+    lengths: str = "512,1024,2048,4096,8192,16384"    # positions
+    kinds: str = ",".join(KINDS)
+    n_head: int = 4                          # of 64 channels
+    n_layer: int = 2                         # of the small model
+    features: int = 256                      # of favor
+    rounds: int = 5
+    dtype: str = "auto"
+    device: str = "auto"
+    errors: bool = False                     # measure FAVOR+'s errors, and no times
+    run: str | None = None                   # errors: of this model's queries and keys
+    text: str | None = None                  # errors: a file that the model reads
+    one: str | None = None                   # layer or model,KIND,LENGTH: measure that once, for the process
+                                             # that asked
+
+
+# --- how near ---
+
+def favor_errors(features=FEATURES, size=1.0, T=512, B=4):
+    """Return the relative error of FAVOR+'s weights for each number of features, at head size 64.
+
+    Queries and keys are what QK-norm gives with a gain of `size`: of random directions, and length 8 at 1.
+    """
+    torch.manual_seed(0)
+    q, k = (size * math.sqrt(D) * F.normalize(torch.randn(B, T, D), dim=-1) for _ in range(2))
+    return [favor_error(q, k, n) for n in features]
+
+
+def favor_error(q, k, n):
+    """Return |A' - A| / |A| of causal weights [B, T, T] of queries and keys [B, T, D], for n features."""
+    T, D = q.shape[1:]
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    exact = (q @ k.mT / math.sqrt(D)).masked_fill(future, -math.inf).softmax(-1)
+    vectors = orthogonal_vectors(n, D)
+    near = favor_features(q, vectors, own_maximum=True) @ favor_features(k, vectors, own_maximum=False).mT
+    near = near.masked_fill(future, 0)
+    near = near / near.sum(-1, keepdim=True)
+    return ((near - exact).norm() / exact.norm()).item()
+
+
+@torch.no_grad()
+def queries_and_keys(run, text):
+    """Return for each layer of a model queries and keys [H, T, D] of a text's first tokens, at most 512."""
+    found = hf.find(run)
+    model = found.load()
+    if found.config.mixer != "softmax":
+        raise BadInput(f"{run} has mixer={found.config.mixer}: give a model with softmax attention.")
+    ids = found.tokenizer().encode(Path(text).read_text()[:10**5])[:min(512, found.config.block_size)]
+    layers = []
+
+    def attend(q, k, v):
+        heads = q.shape[2]
+        layers.append((q[0].transpose(0, 1), repeat_heads(k.transpose(1, 2), heads)[0]))
+        return model.causal_attention(q, k, v)
+    model.hidden(torch.tensor([[int(i) for i in ids]]), None, [attend] * found.config.n_layer)
+    return layers
+
+
+def print_errors_of(run, text):
+    layers = queries_and_keys(run, text)
+    print(f"relative error of FAVOR+'s weights, {run}, {layers[0][0].shape[1]} tokens of {text}, "
+          f"{layers[0][0].shape[2]} channels a head, features: {', '.join(map(str, FEATURES))}")
+    torch.manual_seed(0)
+    for i, (q, k) in enumerate(layers):
+        errors = [favor_error(q, k, n) for n in FEATURES]
+        length = math.sqrt(q.square().sum(-1).mean() * k.square().sum(-1).mean())
+        print(f"  block {i}, |q||k| = {length:.1f}: {shown(errors)}", flush=True)
+
+
+def print_errors():
+    print(f"relative error of FAVOR+'s weights, {D} channels a head, 512 positions, features: "
+          f"{', '.join(map(str, FEATURES))}")
+    for size in (first_gain(shape_of(Config(), "favor-sum", 512)), 0.5, 0.7, 1.0):
+        errors = favor_errors(FEATURES, size)
+        print(f"  |q| = |k| = {size * math.sqrt(D):.1f}: {shown(errors)}", flush=True)
+
+
+def shown(errors):
+    return ", ".join(f"{error:.2f}" for error in errors)
+
+
+# --- how fast ---
+
+def shape_of(cfg, kind, T):
+    mixer, _, rule = kind.partition("-")
+    rule = "sum" if mixer == "softmax" else rule
+    return GPTConfig(vocab_size=257, block_size=T, n_layer=cfg.n_layer, n_head=cfg.n_head,
+                     n_embd=D * cfg.n_head, mixer=mixer, mixer_rule=rule,
+                     mixer_features=cfg.features)
+
+
+def layer_pass(cfg, hw, shape, T):
+    """Return a function that does a layer's attention both ways, as a training step has it."""
+    torch.manual_seed(0)
+    layer = GPT(shape, hw.attention).blocks[0].attention.to(hw.device)
+    x = torch.randn(1, T, shape.n_embd, device=hw.device, dtype=hw.torch_dtype)
+    like = {"device": hw.device, "dtype": hw.torch_dtype, "requires_grad": True}
+    heads = [torch.randn(1, T, cfg.n_head, D, **like) for _ in "qkv"]
+
+    def both_ways():
+        with hw.autocast():
+            if layer.mixer is None:
+                y = ATTENTION[hw.attention](*heads)
+            else:
+                y, _ = mix(*layer.mixer(x, *heads))
+        y.backward(y.detach())
+    return both_ways
+
+
+def model_pass(cfg, hw, shape, T):
+    torch.manual_seed(0)
+    model = GPT(shape, hw.attention).to(hw.device)
+    x = torch.randint(shape.vocab_size, (1, T), device=hw.device)
+
+    def both_ways():
+        with hw.autocast():
+            loss = model.loss(x, x)
+        (loss / T).backward()
+    return both_ways
+
+
+PASSES = {"layer": layer_pass, "model": model_pass}
+
+
+def measure(cfg, what, kind, T):
+    """Return (milliseconds, MiB) of a layer or model: the second of two passes."""
+    kernel = "math" if kind == "softmax-math" else "sdpa"
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False, attention=kernel)
+    both_ways = PASSES[what](cfg, hw, shape_of(cfg, kind, T), T)
+    if hw.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(hw.device)
+    _, before = hw.memory_gb()
+    for _ in range(2):
+        hw.wait()
+        clock = time.perf_counter()
+        both_ways()
+        hw.wait()
+        seconds = time.perf_counter() - clock
+    _, peak = hw.memory_gb()
+    return 1e3 * seconds, 1024 * (peak - before)
+
+
+def in_a_process(cfg, what, kind, T):
+    same = ("n_head", "n_layer", "features", "dtype", "device")
+    knobs = [f"--{name}={getattr(cfg, name)}" for name in same]
+    said = process(["-m", "studies.mixer_lengths"], [f"--one={what},{kind},{T}", *knobs])
+    return json.loads(said.strip().splitlines()[-1])
+
+
+def crossing(lengths, softmax, other):
+    """Return the first length from which on `other` takes less time at each, None if there is none."""
+    first = None
+    for T, slow, fast in zip(lengths, softmax, other):
+        if fast >= slow:
+            first = None
+        elif first is None:
+            first = T
+    return first
+
+
+def print_table(what, lengths, medians):
+    """medians: {kind: [(milliseconds, MiB) of each length]}"""
+    print(f"\n{what}: ms (MiB)")
+    print(f"{'':>14}" + "".join(f"{T:>18,}" for T in lengths) + "   faster from")
+    for kind, row in medians.items():
+        cells = "".join(f"{ms:>10,.1f} ({mib:>5,.0f})" for ms, mib in row)
+        found = ""
+        if kind.partition("-")[0] != "softmax" and "softmax" in medians:
+            times = [[ms for ms, _ in medians[name]] for name in ("softmax", kind)]
+            found = crossing(lengths, *times) or "none of these"
+        print(f"{kind:>14}{cells}   {found}", flush=True)
+
+
+def main(argv):
+    cfg = config.load(Config, argv)
+    kinds = cfg.kinds.split(",")
+    if cfg.one:
+        what, kind, T = cfg.one.split(",")
+        print(json.dumps(measure(cfg, what, kind, int(T))))
+        return 0
+    config.at_least(cfg, 1, "n_head n_layer features rounds")
+    if (cfg.run is None) != (cfg.text is None):
+        raise BadInput("--run and --text go together, a model and what it reads: give both, or neither.")
+    if cfg.errors and cfg.run:
+        print_errors_of(cfg.run, cfg.text)
+        return 0
+    if cfg.errors:
+        print_errors()
+        return 0
+    if not set(kinds) <= set(KINDS):
+        raise BadInput(f"--kinds={cfg.kinds} should be of {', '.join(KINDS)}: correct it.")
+    lengths = numbers(cfg.lengths, int, "lengths")
+    if min(lengths) < 1:
+        raise BadInput(f"--lengths={cfg.lengths} should be numbers of positions, above 0.")
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    print(f"{hw.name}, {hw.dtype}; one sequence, {cfg.n_head} heads of {D}, {cfg.features} features; "
+          f"the model has {cfg.n_layer} layers; median of {cfg.rounds} rounds")
+    found = {}
+    once = in_a_process if hw.device.type == "cpu" else measure
+    for _ in range(cfg.rounds):
+        for what, T, kind in itertools.product(PASSES, lengths, kinds):
+            found.setdefault((what, kind, T), []).append(once(cfg, what, kind, T))
+    for what in PASSES:
+        medians = {}
+        for kind in kinds:
+            columns = [zip(*found[what, kind, T]) for T in lengths]
+            medians[kind] = [[statistics.median(column) for column in pair] for pair in columns]
+        print_table(what, lengths, medians)
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)

@@ -1,0 +1,117 @@
+"""The objectives of grpo.py side by side, from one model, on the same questions: what each --loss_type comes to
+over several seeds.
+
+    bash runs/quickstart.sh
+    python -m studies.objectives out/quickstart/rft out/objectives
+
+With --mini_batches=4, for with one optimizer step a rollout no ratio moves, and dapo and cispo are the same (a
+test pins that). What is done already is not done again. The table has the accuracy on test questions, sampled at
+T = 1, and the difference from dapo of the same seed, both as means over seeds with Student's 95% interval; a
+difference whose interval holds 0 is a tie.
+"""
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from measure.runs import as_flags, process
+from runtime import config, guard
+from runtime.config import BadInput
+from studies.domains import over_seeds
+
+# name: its knobs. GRPO as published divides by the group's standard deviation; cispo clips far out
+OBJECTIVES = {
+    "dapo": {"loss_type": "dapo"},
+    "grpo": {"loss_type": "grpo", "advantage_scale": "group", "clip_high": 0.2},
+    "dr_grpo": {"loss_type": "dr_grpo", "clip_high": 0.2},
+    "cispo": {"loss_type": "cispo", "clip_high": 4.0},
+}
+
+
+@dataclass
+class Config:
+    folders: tuple = ()                      # the model to start from, and where the runs go
+    config: str = "config/grpo.py"
+    seeds: int = 5
+    mini_batches: int = 4
+    max_steps: int | None = None             # None: the config's
+    num_questions: int = 500                 # of split test
+    num_samples: int = 8                     # of each
+    ranks: int = 2                           # processes, a core each
+    device: str = "cpu"
+
+
+def learn(cfg, model, out, name, seed):
+    """Run grpo.py, or go on with a run that was stopped."""
+    knobs = as_flags(init_from=model, out_dir=out, seed=seed, resume="auto", mini_batches=cfg.mini_batches,
+                     device=cfg.device, **OBJECTIVES[name])
+    if cfg.max_steps:
+        knobs += as_flags(max_steps=cfg.max_steps)
+    process(["grpo.py"], [cfg.config, *knobs], cfg.ranks)
+    (out / "done").touch()
+
+
+def evaluate(cfg, model, folder, seed):
+    """Return {objective: eval.py's figures}, each compared with the first."""
+    path = folder / f"seed{seed}.json"
+    if not path.exists():
+        models = [folder / f"{name}{seed}" for name in OBJECTIVES] + [model]
+        said = process(["eval.py"], ["--compare", *models, "--json", *as_flags(
+            num_questions=cfg.num_questions, num_samples=cfg.num_samples, temperature=1, device=cfg.device,
+            task="unit_conversion", max_new_tokens=144)], cfg.ranks)
+        path.write_text(next(line for line in said.splitlines() if line.startswith("{")))
+    rows = json.loads(path.read_text())["models"]
+    return dict(zip([*OBJECTIVES, "before"], rows))
+
+
+def seconds(run):
+    """Return the seconds that a run's steps took, and how many of its tokens were clipped."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "clip_fraction" in line]
+    return steps[-1]["seconds"], fmean(line["clip_fraction"] for line in steps)
+
+
+def cell(value, low, high, sign=""):
+    return f"{100 * value:{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+
+
+def table(cfg, folder, found):
+    """Print a row an objective, and return them."""
+    print(f"\n{'':10}{'accuracy, %':>22}{'- dapo, points':>24}{'clipped':>10}{'seconds':>10}")
+    rows = {}
+    for name in OBJECTIVES:
+        accuracies = [of_seed[name]["accuracy"] for of_seed in found]
+        gains = [accuracy - of_seed["dapo"]["accuracy"] for accuracy, of_seed in zip(accuracies, found)]
+        spent, clipped = map(fmean, zip(*(seconds(folder / f"{name}{seed}") for seed in range(cfg.seeds))))
+        rows[name] = {"accuracy": over_seeds(accuracies), "difference": over_seeds(gains),
+                      "of_each_seed": accuracies, "clip_fraction": clipped, "seconds": spent}
+        tie = rows[name]["difference"][1] <= 0 <= rows[name]["difference"][2]
+        against = "" if name == "dapo" else cell(*rows[name]["difference"], "+") + (" tie" if tie else "")
+        print(f"{name:10}{cell(*rows[name]['accuracy']):>22}{against:>24}{clipped:>10.2%}{spent:>10.0f}")
+    before = found[0]["before"]["accuracy"]
+    print(f"before    {100 * before:.1f}; {cfg.seeds} seeds, {cfg.mini_batches} mini-batches.")
+    return rows
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="folders")
+    if len(cfg.folders) != 2:
+        raise BadInput("Which model, and where do the runs go? python -m studies.objectives out/quickstart/rft "
+                       "out/objectives")
+    if cfg.seeds < 2:
+        raise BadInput(f"--seeds={cfg.seeds} gives no interval: give at least 2.")
+    model, folder = map(Path, cfg.folders)
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in range(cfg.seeds):
+        for name in OBJECTIVES:              # in turn, so that a machine that drifts does so for all
+            out = folder / f"{name}{seed}"
+            if not (out / "done").exists():
+                learn(cfg, model, out, name, seed)
+                print(f"{name}, seed {seed}: {seconds(out)[0]:.0f} s", flush=True)
+    found = [evaluate(cfg, model, folder, seed) for seed in range(cfg.seeds)]
+    (folder / "summary.json").write_text(json.dumps(table(cfg, folder, found), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)

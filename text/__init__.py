@@ -1,0 +1,1 @@
+"""Texts, tokenizers, prompts, examples of fine-tuning, perplexity."""

@@ -1,0 +1,466 @@
+"""Texts to token files, once; and token files to batches that are a pure function of (seed, step)."""
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import time
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model import IGNORE
+from runtime.checkpoint import fsync, sha256, write_atomically
+from runtime.config import BadInput, read_json
+from runtime.progress import ProgressLine, clear, track
+from tasks import _pool
+from text import sources as texts
+from text.sources import SPLITS
+
+FORMAT = 2                           # of the prepared folder
+SHARD = 256                          # chunks of about texts.CHUNK that go into one token file
+SHARD_KEYS = {"file", "tokens", "words", "bytes"}                # "sha256" too, but not in old preparations
+
+
+# --- preparation: once per text and tokenizer ---
+
+def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
+    """Return the folder with the token ids of a dataset, train_*.bin and valid_*.bin, and meta.json; it is
+    made now unless it is there. BadInput if that can't be done.
+
+    dataset: what texts.find takes, a folder with nanoGPT's train.bin and val.bin, or task:NAME. Documents are
+    separated by the end-of-text token. Without a validation split the last tenth of the text, at most 10 MB,
+    is one. only: one split, as valid (of nanoGPT's files it is val.bin).
+    """
+    try:
+        if list(Path(dataset).glob("*.bin")):
+            if only not in (None, "valid"):
+                raise BadInput(f"Of token files only the split valid can be had, and {only} was asked for: "
+                               "leave it out.")
+            return adopt_bins(Path(dataset), tokenizer, data_dir)
+        if dataset.startswith("task:"):
+            sources = task_texts(dataset.removeprefix("task:"), only)
+        else:
+            sources = texts.find(dataset, text_key, only)
+        return prepare_texts(dataset, sources, tokenizer, Path(data_dir))
+    except OSError as e:
+        raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it "
+                       "readable, free some space, or choose another place with --data_dir=.") from None
+
+
+def task_texts(name, only):
+    """Return {split: sources} of the text that a task generates, as texts.find does."""
+    if only not in (None, *SPLITS):
+        raise BadInput(f"The text of the task {name} has no split {only}: choose another --split=.")
+    try:
+        task = _pool.load(name)
+        splits = [only] if only else SPLITS
+        sources = {split: [texts.Documents(task.documents(split))] for split in splits}
+    except (LookupError, ValueError, OSError) as e:
+        raise BadInput(str(e)) from e
+    return {"train": [], "valid": sources[only]} if only else sources
+
+
+def prepare_texts(dataset, sources, tokenizer, data_dir):
+    """Return the folder with the token ids of texts. sources: {split: [source]}, see text/sources.py.
+
+    Its name holds a digest of the texts, and meta.json is written when all else is there. Until then
+    partial.json counts the shards that are whole, so that a preparation which was killed goes on after them.
+    Two at the same time put the same content in place, each under temporary names of its own.
+    """
+    digest = hashlib.sha256(f"{FORMAT} {tokenizer.eos}".encode())
+    size = sum(source.size for split in SPLITS for source in sources[split])
+    with ProgressLine(f"reading {dataset}", size, "B") as line:
+        for split in SPLITS:
+            for source in sources[split]:
+                digest.update(f"{split} {source.size}\n".encode())
+                for block in source.raw():
+                    digest.update(block)
+                    line.add(len(block))
+    name = str(dataset) if ":" in str(dataset) else Path(dataset).resolve().stem
+    name = re.sub(r"\W+", "-", name)
+    folder = data_dir / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
+    for left in folder.glob("*.tmp-[0-9]*"):              # a writer that lives has written in the last hour
+        if time.time() - left.stat().st_mtime > 3600:
+            left.unlink(missing_ok=True)
+    if is_prepared(folder):
+        return folder
+
+    dtype = "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
+    meta = {"source": str(dataset), "sha256": digest.hexdigest(), **tokenizer.describe(), "dtype": dtype}
+    partial = read_or_empty(folder / "partial.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        shards = whole_shards(folder, partial.get(split, []), dtype)
+        for shards in tokenise(sources[split], tokenizer, folder, split, dtype, shards):
+            partial[split] = shards
+            write_atomically(folder / "partial.json", json.dumps(partial).encode())
+        totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "words", "bytes")}
+        meta[split] = {"shards": shards} | totals
+    write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    (folder / "partial.json").unlink(missing_ok=True)
+    return folder
+
+
+def is_prepared(folder):
+    """Tell whether a finished preparation stands there, with files as long as meta.json says."""
+    meta = read_or_empty(folder / "meta.json")
+    try:
+        return all(whole_shards(folder, meta[split]["shards"], meta["dtype"]) == meta[split]["shards"]
+                   for split in SPLITS)
+    except (KeyError, TypeError):
+        return False
+
+
+def whole_shards(folder, shards, dtype):
+    """Return the shards up to the first that is damaged: its file missing or not as it was written, or what
+    is said of it."""
+    itemsize = np.dtype(dtype).itemsize
+    whole = []
+    for shard in track(shards if isinstance(shards, list) else [], f"checking {folder}", "shards"):
+        try:
+            path = folder / shard["file"]
+            if path.stat().st_size != itemsize * shard["tokens"] or not SHARD_KEYS <= shard.keys():
+                break
+            if "sha256" in shard and shard["sha256"] != file_sha256(path, folder):
+                clear()
+                print(f"{path} is not as it was written, so it is made again.", flush=True)
+                break
+        except (KeyError, TypeError, OSError):
+            break
+        whole.append(shard)
+    return whole
+
+
+def file_sha256(path, folder):
+    """Return the SHA-256 of a token file. It is computed where its length or time has changed since it last
+    was, else it stands in checked.json of the folder: so a start costs nothing."""
+    checked = read_or_empty(folder / "checked.json")
+    stat = path.stat()
+    found = checked.get(path.name)
+    if isinstance(found, dict) and (found.get("bytes"), found.get("mtime_ns")) == (stat.st_size, stat.st_mtime_ns):
+        return found.get("sha256")
+    checked[path.name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256(path)}
+    with contextlib.suppress(OSError):       # a folder that may only be read: then it is computed each time
+        write_atomically(folder / "checked.json", json.dumps(checked, indent=1).encode())
+    return checked[path.name]["sha256"]
+
+
+def digest(folder):
+    """Return one SHA-256 for the token ids of both splits of a prepared folder."""
+    meta = read_json(folder / "meta.json", "delete it")
+    result = hashlib.sha256(meta["dtype"].encode())
+    for split in SPLITS:
+        result.update(split.encode())
+        for shard in meta[split]["shards"]:
+            result.update(file_sha256(folder / shard["file"], folder).encode())
+    return result.hexdigest()
+
+
+def read_or_empty(path):
+    """Return the JSON object in a file; {} if there is none that can be read: then it is written anew."""
+    try:
+        return read_json(path, "delete it")
+    except BadInput:
+        return {}
+
+
+# --- tokenising: text chunks to shards ---
+
+@dataclass
+class EncodedChunk:
+    ids: np.ndarray                          # [tokens], of the shard's dtype
+    words: int
+    bytes: int                               # of the text
+    source_bytes: float                      # on the disk, which the progress line counts
+    cpu_seconds: float
+
+
+def text_chunks(sources):
+    """Yield (fragments, bytes of their sources) of about CHUNK characters, the pieces that threads encode. A
+    fragment is (whether it begins a document, text as str or bytes, name of its source)."""
+    fragments = []
+    length = 0
+    source_bytes = 0.0
+    for source in sources:
+        for begins_document, text, n_bytes in source.fragments():
+            if text:
+                fragments.append((begins_document, text, source.name))
+            length += len(text)
+            source_bytes += n_bytes
+            if length >= texts.CHUNK:
+                yield fragments, source_bytes
+                fragments = []
+                length = 0
+                source_bytes = 0.0
+    if fragments:
+        yield fragments, source_bytes
+
+
+def encode_chunk(tokenizer, dtype, chunk):
+    """Return the EncodedChunk of what text_chunks yields: the end-of-text token before each document."""
+    start_time = time.thread_time()
+    fragments, source_bytes = chunk
+    eos = np.array([tokenizer.eos], dtype)
+    ids = []
+    words = 0
+    n_bytes = 0
+    for begins_document, text, name in fragments:
+        try:
+            text = text if isinstance(text, str) else text.decode()
+            encoded = text.encode()
+        except UnicodeDecodeError as e:
+            raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it "
+                           "first.") from None
+        except UnicodeEncodeError:                        # half of a surrogate pair, as JSON can spell it
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            encoded = text.encode()
+        if begins_document:
+            ids.append(eos)
+        ids.append(tokenizer.encode(text))
+        words += len(text.split())
+        n_bytes += len(encoded)
+    ids = np.concatenate(ids).astype(dtype)
+    return EncodedChunk(ids, words, n_bytes, source_bytes, time.thread_time() - start_time)
+
+
+def tokenise(sources, tokenizer, folder, split, dtype, shards):
+    """Write the token ids of a split to shards after those that are there; yield the list of all shards after
+    each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    encode = functools.partial(encode_chunk, tokenizer, dtype)
+    chunks = text_chunks(sources)
+    total = sum(source.size for source in sources)
+    skipped = sum(source_bytes for _, source_bytes in islice(chunks, SHARD * len(shards)))
+    start_time = time.perf_counter()
+    n_bytes = 0
+    cpu_seconds = 0.0
+    line = ProgressLine(f"tokenising {split}", total - skipped, "B")
+    with ThreadPoolExecutor(cores) as pool, line:                      # tiktoken releases the GIL
+        for first in chunks:
+            of_shard = chain([first], islice(chunks, SHARD - 1))
+            encoded = in_order(pool, encode, of_shard, ahead=3 * cores)
+            path = folder / f"{split}_{len(shards):05d}.bin"
+            shard, seconds = write_shard(path, encoded, not shards, line)
+            n_bytes += shard["bytes"]
+            cpu_seconds += seconds
+            shards = shards + [shard]
+            yield shards
+    if n_bytes >= 10 * texts.CHUNK:
+        speed = n_bytes / 1e6 / (time.perf_counter() - start_time)
+        limit = n_bytes / 1e6 / cpu_seconds * cores
+        print(f"{folder.name}, {split}: {n_bytes / 1e6:,.0f} MB tokenised at {speed:.1f} MB/s, "
+              f"{speed / limit:.0%} of what {cores} cores can ({limit:.1f} MB/s).", flush=True)
+
+
+def write_shard(path, encoded_chunks, begins_split, line):
+    """Write a token file, under a temporary name until it is whole. Return (what meta.json says of it,
+    seconds of CPU time that encoding took)."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    shard = {"file": path.name, "tokens": 0, "words": 0, "bytes": 0}
+    digest = hashlib.sha256()
+    cpu_seconds = 0.0
+    try:
+        with open(temporary, "wb") as file:
+            for chunk in encoded_chunks:
+                ids = chunk.ids
+                if begins_split and shard["tokens"] == 0:
+                    ids = ids[1:]                         # the end of a document that is not there
+                file.write(ids.tobytes())
+                digest.update(ids.tobytes())
+                shard["tokens"] += len(ids)
+                shard["words"] += chunk.words
+                shard["bytes"] += chunk.bytes
+                cpu_seconds += chunk.cpu_seconds
+                line.add(chunk.source_bytes)
+        fsync(temporary)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return shard | {"sha256": digest.hexdigest()}, cpu_seconds
+
+
+def in_order(pool, function, arguments, ahead):
+    """Yield results in the order of the arguments, which are drawn at most `ahead` before their result is
+    asked for."""
+    running = deque()
+    for argument in arguments:
+        running.append(pool.submit(function, argument))
+        if len(running) == ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
+def adopt_bins(path, tokenizer, data_dir):
+    """Return a folder whose meta.json points to nanoGPT's train.bin and val.bin (uint16, no header), used
+    where they lie. How many words they hold is not known."""
+    files = {"train": path / "train.bin", "valid": path / "val.bin"}
+    meta = {"source": str(path), **tokenizer.describe(), "dtype": "uint16"}
+    for split, file in files.items():
+        if not file.is_file():
+            raise BadInput(f"{path} has no {file.name}: a folder of token files needs train.bin and val.bin.")
+        length = file.stat().st_size // 2
+        ids = open_ids(file, np.uint16, length)
+        with ProgressLine(f"checking {file}"):
+            highest = max((int(ids[i:i + 2**24].max()) for i in range(0, length, 2**24)), default=0)
+        if highest >= tokenizer.n_vocab:
+            raise BadInput(f"{file} holds token id {highest}, and the tokenizer {tokenizer.name} ends at "
+                           f"{tokenizer.n_vocab - 1}: choose the --tokenizer= that wrote it.")
+        shard = {"file": str(file.resolve()), "tokens": length}
+        meta[split] = {"tokens": length, "shards": [shard]}
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    folder = Path(data_dir) / f"bins-{tokenizer.name}-{digest[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
+    return folder
+
+
+def open_ids(path, dtype, length):
+    """Return the ids [length] of a token file, memory-mapped; an empty file can't be."""
+    if length == 0:
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=length))
+
+
+# --- batches ---
+
+class TokenFile:
+    """The token ids of a split, its shards one after the other, memory-mapped; `words` and `bytes` are those
+    of its text, None if not known."""
+
+    def __init__(self, folder, split):
+        self.folder = Path(folder)
+        meta = read_json(self.folder / "meta.json", "delete it")
+        self.dtype = meta["dtype"]
+        self.shards = meta[split]["shards"]
+        self.words = meta[split].get("words")
+        self.bytes = meta[split].get("bytes")
+        self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards]).tolist()
+        self.opened = {}                                  # {shard: its ids}, once in each process
+
+    def __len__(self):
+        return self.starts[-1]
+
+    def __getitem__(self, where):
+        """Return the ids of a slice, int64 [stop - start]."""
+        start, stop, _ = where.indices(len(self))
+        shard = bisect_right(self.starts, start) - 1
+        parts = []
+        while start < stop:
+            end = min(stop, self.starts[shard + 1])
+            offset = self.starts[shard]
+            parts.append(self.shard_ids(shard)[start - offset:end - offset])
+            start = end
+            shard += 1
+        return np.concatenate(parts or [np.zeros(0, np.int64)], dtype=np.int64)
+
+    def shard_ids(self, shard):
+        if shard not in self.opened:
+            path = self.folder / self.shards[shard]["file"]
+            self.opened[shard] = open_ids(path, self.dtype, self.shards[shard]["tokens"])
+        return self.opened[shard]
+
+    def __getstate__(self):
+        return self.__dict__ | {"opened": {}}             # a loader process that is not forked opens its own
+
+
+class Windows(torch.utils.data.Dataset):
+    """`self[step]` is this rank's share of the step's batch, a list of micro-batches x, y [micro_batch, T], y
+    the successors of x.
+
+    A pure function of (seed, step): each epoch cuts the text into windows from an offset of its own and
+    visits them in an order of its own, every window once. Ranks take consecutive slices of the batch, so the
+    text of a step does not depend on how many there are. digest: of the text, which a run that is resumed
+    must find again.
+    """
+
+    def __init__(self, tokens, block_size, sequences_per_step, seed, rank=0, world_size=1, digest=""):
+        if len(tokens) <= block_size:
+            raise BadInput(f"The training text has {len(tokens)} tokens, too few for one block of "
+                           f"{block_size} and its successor: lower --block_size, or give more text.")
+        self.text = tokens
+        self.digest = digest
+        self.longest = block_size
+        self.seed = seed
+        self.per_step = sequences_per_step
+        self.micro_batch = sequences_per_step // world_size
+        self.mine = range(rank * self.micro_batch, (rank + 1) * self.micro_batch)
+        self.per_epoch = max(1, (len(tokens) - 1) // block_size - 1)
+        self.n_offsets = min(block_size, len(tokens) - self.per_epoch * block_size)
+        self.latest = (None, None, None)                  # (epoch, offset, order) asked for last
+        self.steps_per_epoch = self.per_epoch / self.per_step
+
+    def tokens(self, step):
+        """Return (positions, targets) of a step, all ranks together; the second is what its loss is divided
+        by."""
+        return self.per_step * self.longest, self.per_step * self.longest
+
+    def cut(self, epoch):
+        """Return (offset of the first window, order of the windows [per_epoch]) of an epoch."""
+        if self.latest[0] != epoch:
+            rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            offset = int(rng.integers(self.n_offsets))
+            self.latest = (epoch, offset, rng.permutation(self.per_epoch))
+        return self.latest[1:]
+
+    def __getitem__(self, step):
+        rows = []
+        for i in self.mine:
+            epoch, position = divmod(step * self.per_step + i, self.per_epoch)
+            offset, order = self.cut(epoch)
+            start = offset + int(order[position]) * self.longest
+            rows.append(self.text[start:start + self.longest + 1])
+        parts = torch.from_numpy(np.stack(rows)).split(self.micro_batch)
+        return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in parts]
+
+
+def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):
+    """Iterate over dataset[step] for the steps, in worker processes if there are any."""
+    return iter(torch.utils.data.DataLoader(
+        dataset, sampler=steps, batch_size=None, num_workers=num_workers, pin_memory=pin_memory,
+        prefetch_factor=prefetch if num_workers else None, worker_init_fn=ignore_signals))
+
+
+def ignore_signals(_):
+    """Leave Ctrl-C and torchrun's SIGTERM, which reach every process of a group, to the training process: it
+    decides, and ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):
+    """Yield this rank's batches of a pass over all (or the first `limit`) predicted tokens, once each, in
+    windows of block_size: x, y [batch_size, T].
+
+    Windows begin `stride` tokens apart, None: they do not overlap; where they do, the later one has IGNORE
+    for a target, as have positions past the end of the text, so every batch has the same shape.
+    """
+    predicted = len(tokens) - 1
+    if limit is not None:
+        predicted = min(limit, predicted)
+    stride = stride or block_size
+    n_windows = 0
+    if predicted > 0:
+        n_windows = 1 + -(-max(0, predicted - block_size) // stride)
+    windows = range(rank, n_windows, world_size)
+    for first in range(0, len(windows), batch_size):
+        x = np.zeros((batch_size, block_size), dtype=np.int64)
+        y = np.full((batch_size, block_size), IGNORE, dtype=np.int64)
+        for row, window in enumerate(windows[first:first + batch_size]):
+            start = window * stride
+            ids = tokens[start:min(start + block_size, predicted) + 1]
+            n = len(ids) - 1
+            x[row, :n] = ids[:-1]
+            y[row, :n] = ids[1:]
+            if window > 0:
+                y[row, :block_size - stride] = IGNORE
+        yield torch.from_numpy(x), torch.from_numpy(y)

@@ -1,0 +1,288 @@
+"""Questions with chosen answers, for fine-tuning: read, turned into ids of which some are trained on, and cut
+into batches that are a pure function of (seed, step)."""
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model import IGNORE
+from runtime.config import BadInput, parse_json
+from runtime.progress import track
+from text import prompts
+
+
+@dataclass
+class Example:
+    ids: np.ndarray                          # the whole sequence, [T + 1]
+    trained: np.ndarray                      # [T + 1], true where an id is an answer's, or its end: a target
+    question: str                            # examples of one question are held out together
+
+    @property
+    def length(self):
+        """Positions of a forward pass: the last id is a target only."""
+        return len(self.ids) - 1
+
+
+# --- reading ---
+
+def are(dataset, text_key="text"):
+    """Tell whether a dataset's name is that of a file of examples (.json, or .jsonl with prompts or messages)
+    and not of a text."""
+    path = Path(dataset)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return path.suffix == ".json" and not dataset.startswith("task:")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            row = parse_json(next((line for line in f if line.strip()), "{}"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(row, dict) or text_key in row:
+        return False
+    return "messages" in row or {"prompt", "completion"} <= row.keys()
+
+
+def read(dataset, tokenizer, form=None):
+    """Return the [Example] of a file. BadInput if it can't be read, or a row is no example.
+
+    .json    [[question, answer, reasoning], ...], what datagen.py writes: the reasoning is trained on, as the
+             very ids that were sampled where the log beside the file has them; or [[question, answer], ...]:
+             the answer alone, within <answer> tags;
+    .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; of
+             messages all of the assistant's are trained on.
+
+    form: of a question for a model without a chat template, None: as datagen.py asked, or prompts.PROMPT.
+    """
+    path = Path(dataset)
+    is_json = path.suffix == ".json"
+    rows = read_rows(path, lines=not is_json)
+    if not isinstance(rows, list) or not rows:
+        raise BadInput(f"{path} holds no example: give a --dataset= with some (datagen.py writes none if no "
+                       "question is solved).")
+    logged_form = None
+    sampled_ids = {}
+    if is_json:
+        logged_form, sampled_ids = read_log(path, tokenizer)
+    form = form or logged_form or prompts.PROMPT
+    examples = []
+    for number, row in enumerate(track(rows, f"tokenising {path}", "examples"), 1):
+        try:
+            if is_json:
+                examples.append(example_of_list(row, tokenizer, form, sampled_ids))
+            else:
+                examples.append(example_of_object(row, tokenizer))
+        except ValueError as e:
+            raise BadInput(f"Row {number} of {path} is no example ({e}): mend it.") from None
+    return examples
+
+
+def read_rows(path, lines=True):
+    """Return the list of what a file's lines hold as JSON; not by lines: what the whole does. BadInput if
+    that can't be read."""
+    where = path
+    try:
+        text = Path(path).read_text("utf-8")
+        if not lines:
+            return parse_json(text)
+        rows = []
+        for number, line in enumerate(text.split("\n"), 1):
+            where = f"Line {number} of {path}"
+            if line.strip():
+                rows.append(parse_json(line))
+        return rows
+    except (OSError, ValueError) as e:
+        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give "
+                       "another --dataset=.") from None
+
+
+def is_answer(value):
+    """Tell whether it is one: JSON's NaN and Infinity, as Python writes and reads them, are none."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def example_of_list(row, tokenizer, form, sampled_ids):
+    """Return the Example of [question, answer, reasoning] or [question, answer]; ValueError if it is neither.
+    sampled_ids: {(question, completion): ids}."""
+    is_example = (
+        isinstance(row, list) and len(row) in (2, 3)
+        and all(isinstance(text, str) for text in (row[0], *row[2:]))
+        and (len(row) == 3 or isinstance(row[1], str | int | float) and not isinstance(row[1], bool))
+        and is_answer(row[1])
+        and str(row[-1]).strip()
+    )
+    if not is_example:
+        raise ValueError("it should be [question, answer, reasoning], or [question, answer] with a text or a "
+                         "finite number as the answer")
+    question, answer, *reasoning = row
+    completion = reasoning[0] if reasoning else f"<answer>{answer}</answer>"
+    ids = sampled_ids.get((question, completion)) or tokenizer.encode(completion).tolist()
+    prompt = prompts.prompt_ids(tokenizer, question, form)
+    return example_of_parts([(prompt, False), (ids + [tokenizer.end], True)], question)
+
+
+def example_of_object(row, tokenizer):
+    """Return the Example of {"prompt", "completion"} or {"messages"}; ValueError if it is neither."""
+    row = row if isinstance(row, dict) else {}
+    question = row.get("prompt")
+    completion = row.get("completion")
+    if isinstance(question, str) and isinstance(completion, str):
+        prompt = tokenizer.prompt_ids(question)
+        return example_of_parts([(prompt, False), (tokenizer.answer_ids(completion), True)], question)
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
+        raise ValueError('it should be {"prompt": text, "completion": text} or '
+                         '{"messages": [{"role": ..., "content": ...}, ...]}')
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("none of its messages is the assistant's")
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    return example_of_parts(tokenizer.conversation(messages), asked[0] if asked else "")
+
+
+def is_message(value):
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def example_of_parts(parts, question):
+    """Return the Example of one part after the other. parts: [(ids, whether they are trained on)]."""
+    ids = [np.array(part, dtype=np.int64) for part, _ in parts]
+    trained = [np.full(len(part), is_trained) for part, is_trained in parts]
+    return Example(np.concatenate(ids), np.concatenate(trained), question)
+
+
+def attempts_path(output):
+    """Return where datagen.py logs what it sampled for a .json file."""
+    return Path(output).with_suffix(".attempts.jsonl")
+
+
+def read_form(dataset):
+    """Return the form of a question for a model without a chat template that a .json file is trained with: as
+    datagen.py asked, or prompts.PROMPT."""
+    try:
+        with open(attempts_path(dataset), encoding="utf-8") as f:
+            return parse_json(next(f), dict)["prompt"]
+    except (OSError, ValueError, KeyError, StopIteration):
+        return prompts.PROMPT
+
+
+def read_log(path, tokenizer):
+    """Return what datagen.py logged beside its output: (the form in which it asked, {(question, completion):
+    ids} of what it sampled with this tokenizer, without those of a token that ended it); encoding a
+    completion again could give other ids. (None, {}) without a log."""
+    try:
+        with open(attempts_path(path), encoding="utf-8") as f:
+            header = parse_json(next(f))
+            attempts = [parse_json(line) for line in f]
+        form = header["prompt"]
+        same_tokenizer = header["tokenizer"] == tokenizer.describe()
+        sampled_ids = {}
+        for attempt in attempts:
+            if attempt["verdict"] == "verified":
+                sampled_ids[attempt["question"], attempt["completion"]] = attempt["ids"]
+        if not same_tokenizer:
+            return form, {}
+        return form, {key: ids for key, ids in sampled_ids.items() if tokenizer.decode(ids) == key[1]}
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None, {}
+
+
+def hold_out(examples, share, seed):
+    """Return (examples to train on, examples held out): about that share of the questions, by a hash."""
+    train = []
+    held_out = []
+    for example in examples:
+        key = f"{seed} {example.question}".encode("utf-8", "replace")
+        number = int.from_bytes(hashlib.sha256(key).digest()[:4], "big")
+        (held_out if number < share * 2**32 else train).append(example)
+    return train, held_out
+
+
+# --- batches ---
+
+class Batches(torch.utils.data.Dataset):
+    """`self[step]` is this rank's share of a step's batch, a list of micro-batches x, y [rows, T] of about
+    equal lengths.
+
+    A pure function of (seed, step): an epoch visits every example once, in an order of its own, in steps of
+    as equal a number of examples as possible, at most `per_step`. A micro-batch has at most `rows` of them
+    and at most micro_batch * longest positions, where micro_batch is what train.py lowers if memory is short;
+    to sort by length first leaves few positions empty.
+    """
+
+    def __init__(self, examples, per_step, rows, seed, rank=0, world_size=1):
+        if not examples:
+            raise BadInput("No example is left to train on: give more, or raise --block_size.")
+        self.examples = examples
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.steps_per_epoch = -(-len(examples) // per_step)
+        self.longest = max(example.length for example in examples)
+        self.rows = rows
+        self.multiple = 1                                     # of which T is one; and of 8
+        self.micro_batch = rows
+        self.latest = (None, None)                            # (epoch, order) asked for last
+        digest = hashlib.sha256()
+        for example in examples:
+            digest.update(example.ids.tobytes() + example.trained.tobytes())
+        self.digest = digest.hexdigest()                      # what a run that is resumed must find again
+
+    def order(self, epoch):
+        """Return the order of the examples [n_examples] in an epoch."""
+        if self.latest[0] != epoch:
+            rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self.latest = (epoch, rng.permutation(len(self.examples)))
+        return self.latest[1]
+
+    def of_step(self, step):
+        """Return the examples of all ranks, longest first."""
+        epoch, k = divmod(step, self.steps_per_epoch)
+        first = len(self.examples) * k // self.steps_per_epoch
+        last = len(self.examples) * (k + 1) // self.steps_per_epoch
+        chosen = [self.examples[i] for i in self.order(epoch)[first:last]]
+        return sorted(chosen, key=lambda example: -example.length)
+
+    def tokens(self, step):
+        """Return (positions, targets) of a step, all ranks together; the second is what its loss is divided
+        by."""
+        chosen = self.of_step(step)
+        positions = sum(example.length for example in chosen)
+        targets = sum(int(example.trained[1:].sum()) for example in chosen)
+        return positions, targets
+
+    def __getitem__(self, step):
+        mine = self.of_step(step)[self.rank::self.world_size]
+        parts = []
+        while mine:
+            T = width(mine[0].length, self.longest, self.multiple)
+            n = max(1, min(self.rows, self.micro_batch * self.longest // T))
+            parts.append(padded(mine[:n], T))
+            mine = mine[n:]
+        if not parts:                                         # a rank too many
+            parts.append(nothing())
+        return parts
+
+
+def nothing():
+    """Return x, y of a micro-batch in which there is nothing to learn."""
+    return torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
+
+
+def width(length, longest, multiple=1):
+    """Return T of a micro-batch whose longest example has that length: the next multiple of 8 (and of
+    `multiple`, a power of 2), but no more than the `longest` of all data. For a product of a shape that it has not seen oneDNN takes half a
+    millisecond more; few shapes make fine-tuning on a CPU about 8% faster (NOTES.md)."""
+    multiple = max(8, multiple)
+    return min(longest, -(-length // multiple) * multiple)
+
+
+def padded(examples, T):
+    """Return x, y [rows, T]; y is IGNORE where nothing is trained on: prompts, and positions past an
+    example's end, by its length."""
+    x = np.zeros((len(examples), T), np.int64)
+    y = np.full((len(examples), T), IGNORE)
+    for row, example in enumerate(examples):
+        x[row, :example.length] = example.ids[:-1]
+        y[row, :example.length] = np.where(example.trained[1:], example.ids[1:], IGNORE)
+    return torch.from_numpy(x), torch.from_numpy(y)

@@ -1,0 +1,79 @@
+"""The loss of a model on a text or on chosen answers, over all ranks, and what it is called: perplexity, bits
+per byte."""
+import math
+
+import torch
+
+from runtime import distributed
+from runtime.progress import ProgressLine
+from text import data, examples
+
+
+def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, stride=None):
+    """Compute the loss of a text over all ranks, each token predicted once (data.complete_pass).
+
+    tokens: data.TokenFile. limit: only the first so many predicted tokens. Returns a dictionary: `loss` in
+    nats per token, `nll` in nats, `tokens` predicted (the first token of a text is context only),
+    `ppl_token`; where the text's words and bytes are known also these, `ppl_word` = exp(nll / words), words
+    being what white space separates, and `bits_per_byte`. With a limit, words and bytes are counted in
+    proportion.
+    """
+    batches = data.complete_pass(
+        tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride)
+    predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+    result = loss_of(model, batches, hardware, -(-predicted // distributed.world_size()))
+    if tokens.words:
+        share = result["tokens"] / (len(tokens) - 1)
+        words = share * tokens.words
+        n_bytes = share * tokens.bytes
+        result["words"] = round(words)
+        result["bytes"] = round(n_bytes)
+        result["ppl_word"] = exp(result["nll"] / words)
+        result["bits_per_byte"] = result["nll"] / n_bytes / math.log(2)
+    return result
+
+
+def examples_loss(model, held_out, batch_size, hardware):
+    """Compute the loss of the answers of examples.Examples over all ranks, as text_loss does."""
+    held_out = sorted(held_out, key=lambda example: example.length)
+    longest = held_out[-1].length
+    mine = held_out[distributed.rank()::distributed.world_size()]
+    batches = []
+    for first in range(0, len(mine), batch_size):
+        some = mine[first:first + batch_size]
+        batches.append(examples.padded(some, examples.width(some[-1].length, longest, hardware.length_multiple)))
+    targets = sum(int(example.trained[1:].sum()) for example in mine)
+    return loss_of(model, batches, hardware, targets)
+
+
+@torch.no_grad()
+def loss_of(model, batches, hardware, targets):
+    """Return {loss, nll, tokens, ppl_token} of batches (x, y), summed over all ranks. targets: about how many
+    this rank's batches have, for the progress line."""
+    training = model.training
+    model.eval()
+    nll = 0.0
+    n_tokens = 0
+    with ProgressLine("evaluating", targets, "tokens", count=lambda: n_tokens):
+        for x, y in distributed.in_step(model, batches, examples.nothing()):
+            with hardware.autocast():
+                nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
+            n_tokens += int((y != data.IGNORE).sum())
+    model.train(training)
+    nll, n_tokens = distributed.sum([nll, n_tokens])
+    return {"loss": nll / n_tokens, "nll": nll, "tokens": int(n_tokens), "ppl_token": exp(nll / n_tokens)}
+
+
+def exp(x):
+    """Return e**x, infinity where a float can't hold it."""
+    return math.exp(x) if x < 700 else math.inf
+
+
+def evaluation_line(result):
+    """Return a line for people of what text_loss gave."""
+    line = f"val loss {result['loss']:.4f} | perplexity {result['ppl_token']:.2f} a token"
+    if "ppl_word" in result:
+        if result["ppl_word"] < 1e6:         # of a model that has learnt a little; before that it says nothing
+            line += f", {result['ppl_word']:.2f} a word"
+        line += f" | {result['bits_per_byte']:.4f} bits/byte"
+    return line

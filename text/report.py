@@ -1,0 +1,82 @@
+"""What train.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
+line."""
+from runtime import distributed
+from runtime.log import duration, shown
+from runtime.run import not_by_default
+from text.perplexity import evaluation_line
+
+
+def start_up(cfg, run, model, dataset, about, num_workers, inherited):
+    """Return the paragraph that says what is about to happen, on what. model: as the loop calls it. about:
+    the data, for people. inherited: knobs that the model to start from has settled."""
+    hw = run.hardware
+    gpt = run.model
+    world = distributed.world_size()
+    sequences = cfg.sequences
+    micro_batch = run.state.micro_batch
+    asked_for = min(cfg.batch_size, sequences // world)
+    smaller = f" (for {asked_for}, which does not fit)" if micro_batch < asked_for else ""
+    accumulation = -(-sequences // (micro_batch * world))
+    steps_left = run.num_steps - run.step
+    epochs = steps_left / dataset.steps_per_epoch
+    time_left = ""
+    if model.rehearsed_s:
+        seconds = model.rehearsed_s * accumulation * steps_left
+        time_left = f", in about {duration(seconds)} without the optimizer's part"
+    tf32 = "on" if hw.tf32 else "off"
+    compiled = "on" if hw.compile else "off"
+    checkpointing = "on" if cfg.gradient_checkpointing else "off"
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
+    lines = [
+        f"{gpt.n_params():,} parameters ({gpt.n_params(embeddings=False):,} without embeddings), "
+        f"{gpt.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
+        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs{time_left}.",
+        f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
+        f"{hw.attention_kernel}, compile {compiled}, checkpointing {checkpointing}, {num_workers} loader "
+        f"processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
+        f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = "
+        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "
+        f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
+        f"Not by default: {not_by_default(cfg, inherited)}",
+    ]
+    return "\n".join(lines)
+
+
+def facts(run, dataset):
+    """Return what doctor.diagnose has to know of model and data."""
+    return {
+        "vocabulary": run.model.config.vocab_size,
+        "parameters": run.model.n_params(),
+        "steps_per_epoch": dataset.steps_per_epoch,
+    }
+
+
+def log_step(run, loss, lr, grad_norm, flops_per_token, **figures):
+    """Write a step's metrics and its line. Times are means of the steps since the last such line. figures:
+    more numbers for metrics.jsonl, tensors [] or floats."""
+    hw = run.hardware
+    state = run.state
+    seconds = run.timings.total() / run.timed_steps
+    tokens_per_s = run.timed_tokens / run.timed_steps / seconds
+    mfu = hw.mfu(tokens_per_s / distributed.world_size(), flops_per_token)
+    busy = hw.busy()
+    used, peak = hw.memory_gb()
+    timings = {f"{name}_s": total / run.timed_steps for name, total in run.timings.items()}
+    figures = {name: float(value) for name, value in figures.items()}
+    run.log.metrics(
+        step=run.step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens, seconds=state.seconds,
+        tokens_per_s=tokens_per_s, mfu=mfu, utilization=busy, memory_gb=used, peak_memory_gb=peak,
+        micro_batch=state.micro_batch, skipped_steps=state.skipped, moved=run.moved(), **figures, **timings)
+    run.log.say(
+        f"step {run.step}/{run.num_steps} | loss {loss:.4f} | lr {lr:.2e} | grad norm {grad_norm:.3f} | "
+        f"{tokens_per_s:,.0f} tokens/s | MFU {shown(mfu, '.1%')} | busy {shown(busy, '.0%')} | {peak:.2f} GB "
+        f"| ETA {duration(seconds * (run.num_steps - run.step))}")
+    run.reset_timings()
+
+
+def log_validation(run, result):
+    """Write the figures of an evaluation and its line."""
+    best = " | best so far" if run.new_best else ""
+    figures = {f"val_{name}": value for name, value in result.items()}
+    run.log.metrics(step=run.step, tokens=run.state.tokens, seconds=run.state.seconds, **figures)
+    run.log.say(f"step {run.step}/{run.num_steps} | {evaluation_line(result)}{best}")

@@ -1,0 +1,396 @@
+"""Where text comes from: .txt, .jsonl and .parquet files, folders of them, datasets of the Hugging Face hub.
+
+A source is a part of a split. It has a `name` for messages and a `size` (bytes on the disk, which the
+progress line counts); `divide(at)` cuts it in two after about `at` bytes; `raw()` yields the bytes that
+identify it, and `fragments()` yields (whether it begins a document, text as str or bytes, its share of the
+size) in pieces that tokenisation does not notice.
+"""
+import os
+import re
+from pathlib import Path
+
+from runtime.config import BadInput, parse_json
+from runtime.progress import ProgressLine
+from text import hub
+
+CHUNK = 2**20                        # bytes read, and tokenised, at a time
+SPLITS = ("train", "valid")
+VALID_NAMES = ("valid", "validation", "val", "dev")
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+KINDS = ".txt, .jsonl or .parquet"
+NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt",
+            ".safetensors")
+HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
+# Line ends at which GPT-2's pattern, and those that split off digits, always end a piece: cutting there
+# changes no token.
+SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-/:-~])")
+
+
+def find(dataset, text_key, only=None):
+    """Return {split: sources} of a file, a folder or a name on the hub, as docs/data.md says which file is
+    which split. BadInput if there are none. only: a split (train, valid or test), which is returned as valid,
+    with nothing to train on; of a single file it is all of it."""
+    path = Path(dataset)
+    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and path.suffix not in SUFFIXES
+    if path.exists():
+        texts = find_files(path, text_key)
+    elif dataset in HUB_NAMES or hub_name:
+        with ProgressLine(f"getting {dataset} from the Hugging Face hub"):
+            texts = find_on_hub(dataset, text_key)
+    else:
+        raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or "
+                       "a name on the Hugging Face hub (wikitext, org/name, org/name:config).")
+    if only and path.is_file():
+        return {"train": [], "valid": texts["train"]}
+    if only:
+        if not texts["valid"] and only != "test" and texts["train"]:
+            texts["train"], texts["valid"] = split_off_tail(texts["train"])
+        if not texts[only]:
+            raise BadInput(f"The dataset {dataset} has no text of the split {only}: choose another --split=.")
+        return {"train": [], "valid": texts[only]}
+    if not texts["train"]:
+        raise BadInput(f"The dataset {dataset} has held-out text and nothing to train on: add a train file.")
+    if not texts["valid"]:
+        texts["train"], texts["valid"] = split_off_tail(texts["train"])
+    return texts
+
+
+def find_files(path, text_key):
+    """Return {split: sources} of a file, or of the files in a folder, whose paths tell the split."""
+    if path.suffix in NOT_TEXT:
+        raise BadInput(f"{path} is not text as it stands: unpack or convert it to {KINDS}.")
+    if path.is_file():
+        files = [path]
+    else:
+        hidden = re.compile(r"(^|/)\.")
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()
+                       and not hidden.search(str(file.relative_to(path))))
+    files = [file for file in files if file.stat().st_size]      # empty: no text, whatever the format
+    if not files:
+        raise BadInput(f"The dataset {path} holds no text: give a {KINDS} file, or a folder of them.")
+    words = {}                               # {file: those of its path within the folder}
+    for file in files:
+        name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else ""
+        words[file] = set(re.split(r"[\W_]+", name))
+    valid = [file for file in files if words[file] & {*VALID_NAMES}]
+    test = [file for file in files if "test" in words[file]]
+    train = [file for file in files if "train" in words[file]]
+    train = train or [file for file in files if not words[file] & {*VALID_NAMES, "test"}]
+    return {split: [source_of(file, text_key) for file in of_split]
+            for split, of_split in (("train", train), ("valid", valid), ("test", test))}
+
+
+def source_of(path, text_key):
+    """Return the source of a file, by its suffix."""
+    if path.suffix == ".jsonl":
+        return JsonLines(path, text_key)
+    if path.suffix == ".parquet":
+        return Parquet(path, text_key)
+    return Text(path)
+
+
+def find_on_hub(name, text_key):
+    """Return {split: sources} of a dataset of the Hugging Face hub, or of its cache here."""
+    hub_answers = hub.answers()
+    if not hub_answers:
+        os.environ["HF_HUB_OFFLINE"] = "1"   # its cache at once, instead of after half a minute of retries
+    try:
+        import datasets
+    except ImportError:
+        raise BadInput(f"The dataset {name} is no file here, and a name on the hub needs the package "
+                       "datasets: pip install datasets, or give a path.") from None
+    repository, _, configuration = HUB_NAMES.get(name, name).partition(":")
+    try:
+        dataset = datasets.load_dataset(repository, configuration or None)
+    except Exception as e:                   # connection, name, configuration, format: it says which
+        silent = "" if hub_answers else ", which does not answer"
+        raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the "
+                       f"Hugging Face hub{silent} ({hub.reason(e)}): correct the name, or download the files "
+                       "where there is a network and give their path.") from None
+    lines = repository == "Salesforce/wikitext"
+    texts = {}
+    for split, hub_splits in (("train", ["train"]), ("valid", VALID_NAMES), ("test", ["test"])):
+        texts[split] = [HubRows(dataset[hub_split], f"{name} ({hub_split})", text_key, lines)
+                        for hub_split in hub_splits if hub_split in dataset]
+    if not any(texts.values()):
+        raise BadInput(f"The dataset {name} has no split 'train' (it has {', '.join(dataset)}): give files "
+                       "of your choice by path.")
+    return texts
+
+
+def split_off_tail(sources):
+    """Return (train, valid): the last tenth of the sources, at most 10 MB, goes to validation."""
+    total = sum(source.size for source in sources)
+    cut = total - min(total - total * 9 // 10, 10**7)         # bytes from here on
+    train = []
+    valid = []
+    for source in sources:
+        if cut <= 0:
+            valid.append(source)
+        elif cut >= source.size:
+            train.append(source)
+        else:
+            head, tail = source.divide(cut)
+            train.append(head)
+            valid.append(tail)
+        cut -= source.size
+    return train, valid
+
+
+def blocks(file, n_bytes):
+    """Yield the next n_bytes of an open file, CHUNK at a time."""
+    while n_bytes and (block := file.read(min(CHUNK, n_bytes))):
+        n_bytes -= len(block)
+        yield block
+
+
+def pieces(blocks):
+    """Yield one text, given in blocks of bytes, in pieces of about CHUNK cut where tokenisation does not
+    notice."""
+    rest = b""
+    for block in blocks:
+        rest += block
+        if len(rest) < CHUNK:
+            continue
+        cuts = [match.end() for match in SAFE_CUT.finditer(rest, max(0, len(rest) - CHUNK // 8))]
+        # Bounded memory comes before the last token of 8 MB.
+        if not cuts and len(rest) > 8 * CHUNK:
+            starts = [i for i in range(len(rest) - 4, len(rest)) if begins_character(rest[i])]
+            cuts = [rest.rfind(b"\n") + 1 or max(starts, default=len(rest))]
+        if cuts:
+            yield rest[:cuts[-1]]
+            rest = rest[cuts[-1]:]
+    if rest:
+        yield rest
+
+
+def begins_character(byte):
+    """Tell whether a character of UTF-8 begins with this byte; the others are 0b10xxxxxx."""
+    return byte & 0xC0 != 0x80
+
+
+class Documents:
+    """A list of texts in memory."""
+
+    def __init__(self, texts):
+        self.name = "the task's text"
+        self.texts = [text.encode() for text in texts]
+        self.size = sum(map(len, self.texts))
+
+    def raw(self):
+        return self.texts
+
+    def fragments(self):
+        return ((True, text, len(text)) for text in self.texts)
+
+
+class Text:
+    """Bytes start to stop of a .txt file: one document."""
+
+    def __init__(self, path, start=0, stop=None):
+        self.path = path
+        self.name = path
+        self.start = start
+        self.stop = path.stat().st_size if stop is None else stop
+
+    @property
+    def size(self):
+        return self.stop - self.start
+
+    def divide(self, at):
+        """Return the bytes before `at` and those from there on, as two Texts. Characters stay whole."""
+        at += self.start
+        with open(self.path, "rb") as f:
+            f.seek(at)
+            at += next((i for i, byte in enumerate(f.read(4)) if begins_character(byte)), 0)
+        return Text(self.path, self.start, at), Text(self.path, at, self.stop)
+
+    def raw(self):
+        with open(self.path, "rb") as f:
+            f.seek(self.start)
+            yield from blocks(f, self.size)
+
+    def fragments(self):
+        for i, piece in enumerate(pieces(self.raw())):
+            yield i == 0, piece, len(piece)
+
+
+class JsonLines(Text):
+    """Bytes start to stop of a .jsonl file: an object a line, its text_key a document."""
+
+    def __init__(self, path, key, start=0, stop=None):
+        super().__init__(path, start, stop)
+        self.key = key
+
+    def divide(self, at):
+        """Return the parts before and after the beginning of the line that holds byte `at`."""
+        at += self.start
+        with open(self.path, "rb") as f:
+            while at > self.start:
+                block_start = max(self.start, at - 2**16)
+                f.seek(block_start)
+                line_start = f.read(at - block_start).rfind(b"\n") + 1
+                if line_start:
+                    at = block_start + line_start
+                    break
+                at = block_start
+        return JsonLines(self.path, self.key, self.start, at), JsonLines(self.path, self.key, at, self.stop)
+
+    def raw(self):
+        yield self.key.encode()
+        yield from super().raw()
+
+    def fragments(self):
+        with open(self.path, "rb") as f:
+            f.seek(self.start)
+            position = self.start
+            while position < self.stop and (line := f.readline()):
+                if line.strip():
+                    yield True, self.text_of(line, position), len(line)
+                position += len(line)
+
+    def text_of(self, line, at):
+        """Return the text of a line, which begins at byte `at`; BadInput if it holds none."""
+        try:
+            row = parse_json(line)
+        except ValueError as e:
+            raise BadInput(f"{self.where(at)} is not JSON ({e}): a .jsonl file has one object a "
+                           "line.") from None
+        if not isinstance(row, dict) or self.key not in row:
+            has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
+            raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with "
+                           "--text_key=.")
+        text = row[self.key]
+        if not isinstance(text, str | None):
+            raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(text).__name__}, not "
+                           "a text: choose another --text_key=.")
+        return text or ""
+
+    def where(self, at):
+        """Return the file and the number of the line that begins at byte `at`, for a message."""
+        before = sum(block.count(b"\n") for block in Text(self.path, 0, at).raw())
+        return f"{self.path}, line {before + 1},"
+
+
+class Rows:
+    """Rows start to stop of a table with a column of texts, a document each; `width` is a row's share of the
+    size."""
+
+    def check_columns(self, columns):
+        """Raise BadInput unless the column is there and holds text. columns: {name: pyarrow type}."""
+        column_type = str(columns.get(self.key))
+        if self.key not in columns:
+            raise BadInput(f"{self.name} has no column '{self.key}' (it has {', '.join(columns)}): name the "
+                           "text's with --text_key=.")
+        if not re.match("(dictionary<values=)?(large_)?string", column_type):
+            raise BadInput(f"{self.name}: the column '{self.key}' holds {column_type}, not text: choose "
+                           "another --text_key=.")
+
+    @property
+    def size(self):
+        return int((self.stop - self.start) * self.width)
+
+    def fragments(self):
+        for texts in self.batches():
+            for text in texts:
+                yield True, text or "", self.width
+
+
+class Parquet(Rows):
+    """Rows of a .parquet file, decoded a few thousand at a time."""
+
+    def __init__(self, path, key, start=0, stop=None):
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise BadInput(f"{path} needs the package pyarrow: pip install pyarrow.") from None
+        self.path = path
+        self.name = path
+        self.key = key
+        self.start = start
+        try:
+            file = pyarrow.parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as e:
+            raise self.unreadable(e) from None
+        with file:
+            rows = file.metadata.num_rows
+            self.check_columns({field.name: field.type for field in file.schema_arrow})
+        self.stop = rows if stop is None else stop
+        self.width = path.stat().st_size / max(1, rows)
+
+    def unreadable(self, error):
+        """Return the BadInput for what pyarrow raised."""
+        return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it "
+                        "again, or take it out.")
+
+    def divide(self, at):
+        row = self.start + int(at / self.width)
+        return Parquet(self.path, self.key, self.start, row), Parquet(self.path, self.key, row, self.stop)
+
+    def raw(self):
+        yield f"{self.key} {self.start} {self.stop}".encode()
+        yield from Text(self.path).raw()
+
+    def batches(self):
+        """Yield lists of texts, None where a row has none."""
+        import pyarrow.parquet
+        first = 0                            # row of what is read next
+        try:
+            # Without buffer_size it would read a column of a group at once.
+            with pyarrow.parquet.ParquetFile(self.path, buffer_size=CHUNK) as file:
+                for group in range(file.num_row_groups):
+                    rows = file.metadata.row_group(group).num_rows
+                    if first >= self.stop or first + rows <= self.start:
+                        first += rows
+                        continue
+                    for batch in file.iter_batches(512, [group], [self.key], use_threads=False):
+                        offset = max(0, self.start - first)
+                        length = max(0, self.stop - first - offset)
+                        yield batch.column(0).slice(offset, length).to_pylist()
+                        first += len(batch)
+        except (pyarrow.ArrowException, OSError) as e:
+            raise self.unreadable(e) from None
+
+
+class HubRows(Rows):
+    """Rows of a dataset that the package datasets has brought here. With `lines` they are the lines of one
+    text (WikiText's rows are, and have lost what the empty ones held, a blank)."""
+
+    def __init__(self, dataset, name, key, lines=False, start=0, stop=None):
+        self.dataset = dataset
+        self.name = name
+        self.key = key
+        self.lines = lines
+        self.start = start
+        self.stop = len(dataset) if stop is None else stop
+        self.check_columns({field.name: field.type for field in dataset.features.arrow_schema})
+        self.width = dataset.data.nbytes / max(1, len(dataset))
+
+    def divide(self, at):
+        row = self.start + int(at / self.width)
+        return (HubRows(self.dataset, self.name, self.key, self.lines, self.start, row),
+                HubRows(self.dataset, self.name, self.key, self.lines, row, self.stop))
+
+    def batches(self):
+        """Yield lists of texts, None where a row has none."""
+        column = self.dataset.select_columns([self.key])
+        rows = column.select(range(self.start, self.stop)).with_format("arrow")
+        for batch in rows.iter(2048):
+            yield batch.column(0).to_pylist()
+
+    def raw(self):
+        for texts in self.batches():
+            for text in texts:
+                yield f"{len(text or '')} {text}".encode()
+
+    def fragments(self):
+        if not self.lines:
+            yield from super().fragments()
+            return
+        for i, piece in enumerate(pieces(self.joined_lines())):
+            yield i == 0, piece, len(piece)
+
+    def joined_lines(self):
+        for lines in self.batches():
+            yield "".join((line or " ").rstrip("\n") + "\n" for line in lines).encode()
