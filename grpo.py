@@ -37,7 +37,7 @@ from rollouts.pipeline import (Pipeline, WorstCase, ask, few_shot_of, logprobs_o
                                requests_of, round_up, stop_strings_of, zero_variance)
 from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
 from rollouts.reference import Reference
-from runtime import config, distributed, guard, hardware, kernels, memory, optim, parallel as sharding
+from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
 from runtime.config import BadInput
 from runtime.log import check_installed
 from runtime.run import Run, adapt, check_task, check_training, claim
@@ -527,8 +527,6 @@ def build_model(cfg, hw, shape, found, resuming, device):
 def fit_update(cfg, run, worst, context):
     """Return the model as the update calls it, with micro-batches that fit the memory."""
     hw = run.hardware
-    num_prompts = math.ceil(worst.answers(run.state.micro_batch) / cfg.k_samples)
-    kernels.choose(run, num_prompts, worst.prompt, fixed_shapes=False)
 
     def attempt(tokens):
         model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
@@ -543,8 +541,8 @@ def fit_update(cfg, run, worst, context):
 
 
 def make_engine(cfg, run, stream, worst, context, tokenizer, task):
-    """Return the Engine, with as many samples in flight as fit beside the update. That number, and how it
-    decodes, are kept with the checkpoints, since they decide the last bits."""
+    """Return the Engine, with as many samples in flight as fit beside the update. That number is kept
+    with the checkpoints, since it decides the last bits."""
     hw = run.hardware
     dtype = hw.sampling_dtype
     rows = worst.rows(run.state.micro_batch, context)
@@ -556,8 +554,7 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
         engine = Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic,
-                        tokenizer.decode, cuda_graphs=cfg.cuda_graphs, decoding=stream.state.decoding)
-    engine.decoding = stream.state.decoding = distributed.on_main(lambda: engine.decoding)
+                        tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
     return engine
 
 
@@ -625,7 +622,7 @@ def main(argv):
         run.log.say(start_up(cfg, run, stream, pipeline, about))
         settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
                                   "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs,
-                                  "decoding": engine.decoding}
+                                  "attention": hw.attention_name(run.model.config)}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
                         facts=facts(run, found, pipeline))
         return train(cfg, run, wrapped, pipeline, stream, valid, reference, surgery)

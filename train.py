@@ -27,7 +27,7 @@ import torch
 import hf
 from experimental import feedback, orthogonality
 from model import GPT, GPTConfig, blank
-from runtime import config, distributed, guard, hardware, kernels, memory, optim, parallel as sharding
+from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
 from runtime.config import BadInput
 from runtime.distributed import CUDA_GRAPHS
 from runtime.log import check_installed
@@ -331,7 +331,6 @@ def compile_and_fit(cfg, run, dataset):
     where torch.compile fails, they go on without it."""
     hw = run.hardware
     share = cfg.sequences // distributed.world_size()
-    kernels.choose(run, run.state.micro_batch, dataset.longest, is_text(dataset))
 
     def attempt(micro_batch):
         passes = min(2, -(-share // micro_batch))
@@ -458,7 +457,8 @@ def main(argv):
         wrapped = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
         run.log.say(start_up(cfg, run, wrapped, dataset, about, workers(cfg, hw), inherited))
-        settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw)}
+        settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw),
+                                  "attention": hw.attention_name(run.model.config)}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings, facts=facts(run, dataset))
         return train(cfg, run, wrapped, dataset, held_out)
 

@@ -23,14 +23,13 @@ import torch
 import torch.nn as nn
 from torch.nn.attention import sdpa_kernel
 
-from engine.cuda_graph import CUDAGraph
-from engine.decoding import choose as choose_decoding
+from engine.gpu import CUDAGraph, has_varlen_attention
 from engine.kv_cache import KVCache, prefill_tokens, slots_that_fit
 from engine.sampler import Sampling, StopStrings, draw, stream, uniform
 from engine.state_cache import StateCache
 from layers.ops import SDPA_WITH_MASK
 from model import merged_weights, on_meta
-from runtime import kernels, memory, vitals
+from runtime import hardware, memory, vitals
 
 SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
 ACT_AS = None                                # cuda: take a GPU's branches on a CPU, as tests do
@@ -122,7 +121,7 @@ class Engine:
     decode: ids -> text, needed for stop strings.
     poll: steps between two polls of the results.
     device: of weights and cache; None: the model's.
-    decoding: mask | length, how a GPU attends in a step; "": what is faster (engine/decoding.py).
+    decoding: mask | length, how a GPU attends in a step (engine/gpu.py); length falls back to mask where it can't be had.
     deterministic: every product has the same shape whoever is in the batch, so that a sample is the same bit
     for bit, in company or alone (at the same `slots` and `context`). Otherwise its noise is, and its
     log-probabilities are up to rounding: 1e-5 in fp32 without TF32; in bf16 now and then another token is
@@ -131,7 +130,7 @@ class Engine:
 
     @torch.inference_mode(False)
     def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None,
-                 deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None, decoding=""):
+                 deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None, decoding="mask"):
         self.config = model.config
         self.device = device or model.head_weight.device
         self.kind = ACT_AS or self.device.type
@@ -156,7 +155,8 @@ class Engine:
         if slots is None:
             slots = slots_that_fit(self.config, self.context, self.dtype, self.device)
         self.allocate(slots)
-        self.decoding = choose_decoding(self, decoding)
+        by_length = self.kind == "cuda" and self.dtype != torch.float32 and self.config.mixer == "softmax"
+        self.decoding = decoding if by_length and not deterministic and has_varlen_attention() else "mask"
 
     def build_model(self):
         """Make a model of the engine's own, whose weights load() fills in."""
@@ -165,7 +165,7 @@ class Engine:
             attention = "math"
         if self.device.type == "cuda":
             capability = torch.cuda.get_device_capability(self.device)
-            attention = "sdpa" if kernels.shares_heads(capability, self.dtype) else "sdpa_repeated"
+            attention = "sdpa" if hardware.shares_heads(capability, self.dtype) else "sdpa_repeated"
         self.model = on_meta(self.config, attention)
         self.head = Packed() if Packed.works(self.kind, self.dtype) else None
         if self.head:
@@ -269,7 +269,7 @@ class Engine:
             lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
             attentions = self.cache.prefill(slots, lengths)
             # Whatever kernel training was given, in another dtype perhaps.
-            with kernels.varied() if self.kind == "cuda" else nullcontext():
+            with hardware.sdpa_order() if self.kind == "cuda" else nullcontext():
                 self.model.hidden(x, None, attentions)
 
     def decode_step(self, B, groups, sampling):

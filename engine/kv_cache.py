@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.decoding import ByLength
+from engine.gpu import ByLength
 from engine.state_cache import state_bytes
 from layers.linear_attention import n_features
 from layers.ops import ATTENTION

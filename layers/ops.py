@@ -49,7 +49,7 @@ def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
 
     Without a mask S is T, and it is causal. A mask [B, 1, T, S] of 0 and -inf is added to the scores and has
     to hide later keys itself: the last key is the last position's own.
-    repeat: have key heads repeated for a kernel that can't share them (runtime/kernels.py).
+    repeat: have key heads repeated for a kernel that can't share them (runtime/hardware.py).
     """
     H = q.shape[2]
     q = q.transpose(1, 2)

@@ -27,7 +27,7 @@ def start_up(cfg, run, stream, pipeline, about):
     lines = [
         f"{run.model.n_params():,} parameters, {trainable:,} of them trained, from {cfg.init_from}; {about}.",
         f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "
-        f"{hw.attention_kernel}, compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, "
+        f"{hw.attention_name(run.model.config)}, compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, "
         f"micro-batches of {run.state.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).",
         f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x "
         f"{cfg.mini_batches} optimizer steps on them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "

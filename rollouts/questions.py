@@ -93,7 +93,6 @@ class StreamState:
     solved: dict = field(default_factory=dict)       # {number of a question, as a text: epoch in which
                                              # all its samples were right}
     slots: int = 0                           # samples in flight, as many as fit
-    decoding: str = ""                       # how a GPU attends in a decoding step: the faster way
 
 
 class QuestionStream:

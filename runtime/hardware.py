@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime import distributed, kernels
+from runtime import distributed
 from runtime.config import BadInput
 
 # Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, as the
@@ -39,6 +41,16 @@ PEAKS = {
 # share a listed card's name, not its speed
 OTHER_CARDS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")
 
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# Before this version cuDNN's attention has given NaN gradients at some lengths.
+CUDNN_VERSION = 91500
+PROCESS_WIDE = contextlib.ExitStack()        # settings that hold until the process ends
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -61,7 +73,7 @@ class Hardware:
     tf32: bool
     compile: bool
     attention: str                   # sdpa | sdpa_repeated | math, for ops.ATTENTION
-    attention_kernel: str            # for people: which kernels sdpa may take
+    attention_kernels: list          # of sdpa on a GPU, in the order of preference; elsewhere [attention]
     peaks: dict                      # dense TFLOP/s by format, one device; {} if not known
     bandwidth: float | None          # of its memory, TB/s; None if not known
     busy_since: tuple = (0.0, 0.0)   # wall clock and CPU time when `busy` was last asked, s
@@ -104,9 +116,14 @@ class Hardware:
             "device": self.name,
             "dtype": self.dtype,
             "tf32": self.tf32,
-            "attention": self.attention_kernel,
             "compile": self.compile,
         }
+
+    def attention_name(self, config):
+        """Return how a model with that GPTConfig attends, for the log."""
+        if config.mixer != "softmax":
+            return f"{config.mixer} ({config.mixer_rule})"
+        return " > ".join(self.attention_kernels)
 
     def autocast(self):
         """Return the context in which matrix products are computed in dtype; weights stay fp32."""
@@ -165,7 +182,7 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
           keep_memory=True, fixed_shapes=False):
     """Return the Hardware of this process: choose by what is there, obey what is asked for, and raise
     BadInput for what can't be had. keep_memory: on a CPU, see keep_freed_memory. fixed_shapes: of all
-    batches, see kernels.rule."""
+    batches, see attention_order."""
     kind = device.split(":")[0]
     if kind == "auto":
         if torch.cuda.is_available():
@@ -211,36 +228,85 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
         torch.use_deterministic_algorithms(True)
     if kind == "cuda" and not fixed_shapes:
         expand_segments()
-    backend, kernel = choose_attention(attention, device, capability, dtype, fixed_shapes)
+    backend, kernels = choose_attention(attention, device, capability, dtype, fixed_shapes)
     if compile is None:
         compile = kind == "cuda"
     if compile and distributed.local_world_size() > 1:        # read when the compiler is imported
         threads = max(1, min(32, os.cpu_count()) // distributed.local_world_size())
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", f"{threads}")
-    return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernel, *peaks(name))
+    return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernels, *peaks(name))
 
 
 def choose_attention(attention, device, capability, dtype, fixed_shapes):
-    """Return (a name in ops.ATTENTION; for people, which kernels it may take). flash, cudnn and efficient name
-    one of sdpa's GPU kernels. BadInput for one that is not to be had."""
+    """Return (a name in ops.ATTENTION, the list of kernels that it may take). flash, cudnn and efficient name one
+    of sdpa's GPU kernels. BadInput for a kernel that this device lacks."""
     kind = device.partition(":")[0]
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
     if attention == "auto" and kind == "cpu" and dtype == "bf16":
-        return "math", "math"                                 # see ops.ATTENTION for what that buys
+        return "math", ["math"]                               # see ops.ATTENTION for what that buys
     if attention == "math":
-        return "math", "math"
+        return "math", ["math"]
     if kind != "cuda":
-        return "sdpa", "sdpa"
-    shares_heads = kernels.shares_heads(capability, DTYPES[dtype]) and attention != "efficient"
-    backend = "sdpa" if shares_heads else "sdpa_repeated"
+        return "sdpa", ["sdpa"]
+    shared = shares_heads(capability, DTYPES[dtype]) and attention != "efficient"
+    backend = "sdpa" if shared else "sdpa_repeated"
     if attention == "sdpa":
-        torch.compiler.config.cache_key_tag = "attention by PyTorch"          # see kernels.use
-        return backend, "sdpa"
-    names = kernels.rule(attention, capability, dtype, fixed_shapes)
-    kernels.settle(device)
-    kernels.use(names)
-    return backend, " > ".join(names)
+        torch.compiler.config.cache_key_tag = "attention by PyTorch"          # see use_attention
+        return backend, ["sdpa"]
+    names = attention_order(attention, capability, dtype, fixed_shapes)
+    warm_up_sdpa(device)
+    use_attention(names)
+    return backend, names
+
+
+def attention_order(attention, capability, dtype, fixed_shapes):
+    """Return the names of the kernels that a GPU may take, in their order. BadInput for one that it lacks.
+
+    attention: auto, or a name. capability: the card's. dtype: bf16 | fp16 | fp32. fixed_shapes: whether
+    batches always have the same shape, for cuDNN builds a plan for each new one (a second in a public
+    report, forward and backward; not measured here). What is asked for by name goes to math where it has no
+    kernel, as for lengths of 0 and 1.
+    """
+    has_flash = capability >= (8, 0) and dtype != "fp32"
+    if attention in ("flash", "cudnn") and not has_flash:
+        raise BadInput(f"--attention={attention} needs bf16 or fp16 on a GPU of compute capability 8.0, and "
+                       f"this is {dtype} on {capability[0]}.{capability[1]}: use auto.")
+    if attention != "auto":
+        return [attention, "math"]
+    names = ["flash", "efficient", "math"] if has_flash else ["efficient", "math"]
+    if has_flash and fixed_shapes and (torch.backends.cudnn.version() or 0) > CUDNN_VERSION:
+        # On Hopper it is the fastest, on Ampere usually not.
+        names.insert(0 if capability[0] == 9 else 1, "cudnn")
+    return names
+
+
+def use_attention(names):
+    """Have PyTorch take the first of these kernels that can do what is asked, in this process; in the end
+    math, which can all."""
+    names = list(dict.fromkeys([*names, "math"]))
+    PROCESS_WIDE.close()
+    PROCESS_WIDE.enter_context(sdpa_order(names))
+    # Compiled code that is kept on the disk has one kernel in it, and its key does not say which.
+    torch.compiler.config.cache_key_tag = f"attention {names}"
+
+
+def warm_up_sdpa(device):
+    """Call attention once: on Hopper PyTorch's first call brings an order of its own, over what was asked."""
+    x = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device=device)
+    F.scaled_dot_product_attention(x, x, x)
+
+
+def sdpa_order(names=("flash", "efficient", "math")):
+    """Return the context in which these kernels are taken, in their order. The default is for shapes that
+    vary, in any dtype."""
+    return sdpa_kernel([SDPA[name] for name in names], set_priority=True)
+
+
+def shares_heads(capability, dtype):
+    """Tell whether a fused kernel shares key heads among query heads: flash does. Others need them repeated,
+    or PyTorch takes math without a word, whose scores take a GiB at 16 x 1,024 tokens and 15 heads."""
+    return capability >= (8, 0) and dtype != torch.float32
 
 
 def expand_segments():

@@ -55,7 +55,6 @@ class TrainState:
     lr_factor: float = 1.0                   # halved by a roll-back
     skipped: int = 0                         # optimizer steps whose gradients were not finite
     stale: int = 0                           # evaluations since the best
-    attention: str = ""                      # the kernels of a GPU that were found to be fastest, in their order
     evaluation_due: bool = False             # of this step: what is saved at a signal is saved before it
 
 

@@ -17,8 +17,8 @@ from runtime import memory
 @pytest.fixture(autouse=True, params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
     """Every test runs twice, the second time through what a GPU's engine does, with graphs that are recorded."""
-    monkeypatch.setattr("engine.ACT_AS", request.param)
-    monkeypatch.setattr("engine.CUDAGraph", Recorded)
+    monkeypatch.setattr("engine.generate.ACT_AS", request.param)
+    monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
     Recorded.made.clear()
     return request.param
 
@@ -50,8 +50,8 @@ on_a_gpu = pytest.mark.parametrize("acting", ["cuda"], indirect=True)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape, groups, acting, monkeypatch):
     if groups:
-        monkeypatch.setattr("kv_cache.GROUP", 2)
-        monkeypatch.setattr("engine.SORT_EVERY", 3)
+        monkeypatch.setattr("engine.kv_cache.GROUP", 2)
+        monkeypatch.setattr("engine.generate.SORT_EVERY", 3)
     model = make(**SHAPES[shape])
     lengths = [(7 * i) % 40 + 1 for i in range(20)]
     engine = Engine(model, slots=6, sampling=Sampling(temperature=0))
@@ -75,8 +75,8 @@ def test_a_prompt_that_waits_for_slots_and_a_sorted_batch_keep_their_own_keys(mo
     model, together = make(), {}
     requests = [Request(p, num_samples=9, key=i, max_new_tokens=5 + 7 * i) for i, p in enumerate(prompts(6))]
     for group, every in ((10**6, 10**6), (2, 2)):
-        monkeypatch.setattr("kv_cache.GROUP", group)
-        monkeypatch.setattr("engine.SORT_EVERY", every)
+        monkeypatch.setattr("engine.kv_cache.GROUP", group)
+        monkeypatch.setattr("engine.generate.SORT_EVERY", every)
         found = {(s.request.key, s.index): s for s in Engine(model, slots=5, poll=1 + (group == 2)).generate(requests)}
         for key, s in found.items():
             together.setdefault(key, s)
@@ -262,26 +262,17 @@ def test_attention_by_lengths_is_that_by_a_mask(monkeypatch, shape):
 
 
 @on_a_gpu
-def test_decoding_by_lengths_is_taken_if_it_agrees_and_is_faster(monkeypatch):
-    monkeypatch.setattr("decoding.is_there", lambda: True)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    times, model = {"mask": 1.0, "length": 0.8}, make(n_head=4, n_kv_head=2)
-    monkeypatch.setattr("decoding.Once.seconds", lambda self: times["length" if hasattr(self.reading, "lengths") else "mask"])
+def test_decoding_by_lengths_is_an_option_of_16_bits(monkeypatch):
+    model = make(n_head=4, n_kv_head=2)
 
     def chosen(**knobs):
-        engine = Engine(model, slots=5, **dict(dtype=torch.bfloat16) | knobs)
-        assert not engine.cache.storage.any()              # it was used, and is empty again
-        return engine.decoding
-    assert chosen() == "length"
-    assert chosen(deterministic=True) == chosen(dtype=torch.float32) == chosen(decoding="mask") == "mask"
-    assert chosen(decoding="length", dtype=torch.float32) == "mask"                   # of a run that was in bf16
-    times["length"] = 0.95                                 # a little faster is noise
+        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | knobs).decoding
+    monkeypatch.setattr("engine.generate.has_varlen_attention", lambda: True)
     assert chosen() == "mask" and chosen(decoding="length") == "length"
-    times["length"] = 0.5
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda *a, **k: 1.1 * varlen_attn(*a, **k))
-    assert chosen() == "mask"                              # and wrong
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda *a, **k: torch.ops.aten.bmm(None))
-    assert chosen() == "mask"                              # and missing
+    assert chosen(decoding="length", deterministic=True) == chosen(decoding="length", dtype=torch.float32) == "mask"
+    monkeypatch.setattr("engine.generate.has_varlen_attention", lambda: False)
+    assert chosen(decoding="length") == "mask"
+
 
 
 # of a recorded step: views, and what does nothing in evaluation or to what is as it should be
@@ -455,7 +446,7 @@ def test_a_tiny_temperature_is_greedy():
 
 def test_top_p_alone_counts_the_mass_of_all_ids(monkeypatch):
     """Also of those outside the likeliest among which it looks."""
-    monkeypatch.setattr("sampler.TOP_P_AMONG", 4)
+    monkeypatch.setattr("engine.sampler.TOP_P_AMONG", 4)
     p = torch.tensor([0.3, 0.2, 0.11, 0.09] + [0.03] * 10)
     u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     for top_p, allowed in ((0.45, 2), (0.55, 3), (0.95, 4)):

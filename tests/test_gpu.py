@@ -10,7 +10,7 @@ import torch
 from conftest import largest_difference, metrics, trained, weights
 from layers.ops import ATTENTION
 from model import GPT, GPTConfig, IGNORE, Prompts
-from runtime import distributed, kernels, optim
+from runtime import distributed, hardware, optim
 from test_engine import SHAPES
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +58,7 @@ def wait(card):
 def compare_attention(way, dtype, kv_heads, T, card, mask, record_property):
     """Results and gradients beside those in fp64 of the same rounded inputs, which lie in memory as the model has them."""
     kind, kernel = WAYS[way]
-    if kernel == "cudnn" and (torch.backends.cudnn.version() or 0) <= kernels.CUDNN_VERSION:
+    if kernel == "cudnn" and (torch.backends.cudnn.version() or 0) <= hardware.CUDNN_VERSION:
         pytest.skip(f"cuDNN {torch.backends.cudnn.version()} is not asked for attention")
     torch.manual_seed(T)
     B, heads, D = 2, 6, 64
@@ -69,7 +69,7 @@ def compare_attention(way, dtype, kv_heads, T, card, mask, record_property):
     wait(card)
     start = time.perf_counter()
     try:
-        with kernels.varied([kernel]) if kernel else kernels.varied():
+        with hardware.sdpa_order([kernel]) if kernel else hardware.sdpa_order():
             y = ATTENTION[kind](queries, *keys_values.chunk(2, dim=2), **({} if mask is None else {"mask": mask}))
             found = [y, *torch.autograd.grad(y, (queries, keys_values), dy)]
     except RuntimeError as e:

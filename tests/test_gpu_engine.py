@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from engine import Engine, Request, Sampling, decoding
+from engine import Engine, Request, Sampling
+from engine.gpu import has_varlen_attention
 from recorded import Recorded
 from test_engine import SHAPES, make, prompts
 
@@ -15,8 +16,8 @@ GREEDY = Sampling(temperature=0)
 def acting(card, monkeypatch):
     """Where the CPU stands in for a GPU, it takes a GPU's branches, with graphs that are recorded."""
     if card.type == "cpu":
-        monkeypatch.setattr("engine.ACT_AS", "cuda")
-        monkeypatch.setattr("engine.CUDAGraph", Recorded)
+        monkeypatch.setattr("engine.generate.ACT_AS", "cuda")
+        monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
 
 
 def on(card, **knobs):
@@ -47,7 +48,7 @@ def test_a_refilled_batch_is_the_cpu_s(shape, graphs, card, monkeypatch):
     engine = Engine(on(card, **SHAPES[shape]), slots=5, sampling=GREEDY, cuda_graphs=graphs)
     found = samples_of(engine)
     assert bool(engine.graphs) == graphs
-    monkeypatch.setattr("engine.ACT_AS", None)
+    monkeypatch.setattr("engine.generate.ACT_AS", None)
     assert_same(found, samples_of(Engine(make(**SHAPES[shape]), slots=5, sampling=GREEDY)))
 
 
@@ -86,7 +87,7 @@ def test_deterministic_in_company_is_alone_bit_for_bit(dtype, card):
                          ids=["fp32", "bf16", "bf16 by lengths"])
 def test_log_probabilities_are_those_of_training(dtype, way, card, record_property):
     """In bf16 on average: now and then a single one is off by a tenth."""
-    if way == "length" and not (card.type == "cuda" and decoding.is_there()):
+    if way == "length" and not (card.type == "cuda" and has_varlen_attention()):
         pytest.skip("PyTorch has no attention by lengths here")
     model = on(card, n_head=4, n_kv_head=2, n_embd=128)
     engine = Engine(model, 5, dtype=dtype, decoding=way)

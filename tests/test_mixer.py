@@ -383,19 +383,18 @@ def test_activations_are_counted():
     assert loss.requires_grad and memory.saved_for_backward(model, hardware.setup("cpu", dtype="fp32"), 2, 150) == pytest.approx(real, rel=0.02)
 
 
-def test_no_kernel_is_chosen_for_it():
-    from runtime import kernels
-    run = type("Run", (), {"hardware": hardware.setup("cpu"), "model": make("favor", "delta")})
-    kernels.choose(run, 4, 64, True)
-    assert run.hardware.attention_kernel == "favor (delta)"
+def test_the_log_names_the_kind_of_attention():
+    hw = hardware.setup("cpu")
+    assert hw.attention_name(make("favor", "delta").config) == "favor (delta)"
+    assert hw.attention_name(GPTConfig(vocab_size=10)) == " > ".join(hw.attention_kernels)
 
 
 # --- the engine ---
 
 @pytest.fixture(params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
-    monkeypatch.setattr("engine.ACT_AS", request.param)
-    monkeypatch.setattr("engine.CUDAGraph", Recorded)
+    monkeypatch.setattr("engine.generate.ACT_AS", request.param)
+    monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
     return request.param
 
 

@@ -32,7 +32,7 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
         f"{gpt.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
         f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
-        f"{hw.attention_kernel}, compile {compiled}, checkpointing {checkpointing}, {num_workers} loader "
+        f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, {num_workers} loader "
         f"processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
         f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = "
         f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "

@@ -19,17 +19,22 @@ from importlib.metadata import version
 from typing import Literal
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
-from engine import Engine, decoding
-from layers.ops import ATTENTION
+from engine import Engine
+from engine.gpu import CUDAGraph
+from layers.ops import ATTENTION, SDPA_WITH_MASK
 from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
 from measure.report import outcome, tell
 from measure.synthetic import SHAPES
 from model import GPTConfig, blank
-from runtime import config, guard, hardware, kernels
+from runtime import config, guard, hardware
 
 PACKAGES = ("numpy", "triton", "tokenizers", "safetensors", "transformers", "pytest", "nvidia-ml-py")
-CALLS = 20                                   # of a kernel that count
+CALLS = 20                                   # of a kernel that count; in a graph, as many as a model has layers
+# relative error of results and gradients beside those in fp64, at most; fp32 may be TF32
+TOLERANCES = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+TOLERANCE = 0.03                             # of attention by lengths beside the mask's result, in bf16
 
 
 @dataclass
@@ -55,13 +60,53 @@ def installed(package):
     return version(package) if importlib.util.find_spec(module) else None
 
 
+def random_inputs(hw, shape):
+    """Return q [B, T, H, D], k and v [B, T, K, D], which take gradients, and a gradient of the result."""
+    B, T, H, K, D = shape
+    drawn = {"generator": torch.Generator(hw.device).manual_seed(T), "device": hw.device}
+    *inputs, dy = (torch.randn(B, T, heads, D, dtype=hw.torch_dtype, **drawn) for heads in (H, K, K, H))
+    return [x.requires_grad_() for x in inputs], dy
+
+
+def results(attend, inputs, dy):
+    """Return attention's result and the gradients of its inputs."""
+    y = attend(*inputs)
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+def disagreement(attend, inputs, dy):
+    """Return what is off beside attention in fp64, None if nothing is. Of two rows at most."""
+    tolerance = TOLERANCES[dy.dtype]
+    inputs = [x[:2].detach().requires_grad_() for x in inputs]
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    exact = results(ATTENTION["math"], exact_inputs, dy[:2].double())
+    for name, ours, expected in zip(("y", "dq", "dk", "dv"), results(attend, inputs, dy[:2]), exact):
+        error = ((ours.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+        if not error <= tolerance:           # NaN is no agreement either
+            return f"{name} is off by {error:.1%}"
+    return None
+
+
+def time_calls(attend, hw, inputs, dy, calls):
+    """Return the seconds of each of so many forward and backward passes."""
+    hw.wait()
+    seconds = []
+    for _ in range(calls):
+        clock = time.perf_counter()
+        results(attend, inputs, dy)
+        hw.wait()
+        seconds.append(time.perf_counter() - clock)
+    return seconds
+
+
 def attention_kernels(hw):
     """Return the names of the attention kernels that do a forward and backward pass of a small batch."""
     found = []
-    for name in kernels.SDPA:
+    for name in hardware.SDPA:
         try:
-            with kernels.varied([name]):
-                kernels.results(ATTENTION[hw.attention], *kernels.random_inputs(hw, (2, 64, 4, 4, 64)))
+            with hardware.sdpa_order([name]):
+                inputs, dy = random_inputs(hw, (2, 64, 4, 4, 64))
+                results(ATTENTION[hw.attention], inputs, dy)
             hw.wait()
         except RuntimeError:
             continue
@@ -117,28 +162,31 @@ def time_attention(hw, shape):
     lengths have it."""
     B, T, H, K, D = shape
     attend = ATTENTION[hw.attention]
-    inputs, dy = kernels.random_inputs(hw, shape)
-    seconds = kernels.time_calls(attend, hw, inputs, dy, CALLS + 1)
+    inputs, dy = random_inputs(hw, shape)
+    seconds = time_calls(attend, hw, inputs, dy, CALLS + 1)
     steady = statistics.median(seconds[1:])
-    varied = [kernels.random_inputs(hw, (B, max(1, T * part // 4), H, K, D)) for part in (4, 3, 2)]
+    varied = []
+    for part in (4, 3, 2):
+        inputs, dy = random_inputs(hw, (B, max(1, T * part // 4), H, K, D))
+        varied += time_calls(attend, hw, inputs, dy, CALLS + 1)
     flops = 14 * B * H * T * T * D / 2       # two products forward and five backward, the causal half
     return {
         "ms": 1e3 * steady,
         "first_call_s": seconds[0],
-        "varied_ms": 1e3 * kernels.time_kernel(attend, hw, varied, 0.0, False),
+        "varied_ms": 1e3 * statistics.fmean(varied[1:]),
         "tflops": flops / steady / 1e12,
     }
 
 
 def check_attention(cfg, hw):
     shape = tuple(map(int, cfg.shape))
-    for name in kernels.SDPA:
+    for name in hardware.SDPA:
         figures = {}
         status = "ok"
         problem = None
         try:
-            with kernels.varied([name]):
-                problem = kernels.disagreement(ATTENTION[hw.attention], *kernels.random_inputs(hw, shape))
+            with hardware.sdpa_order([name]):
+                problem = disagreement(ATTENTION[hw.attention], *random_inputs(hw, shape))
                 figures = time_attention(hw, shape)
         except RuntimeError as e:
             problem = str(e).strip().splitlines()[0]
@@ -148,21 +196,62 @@ def check_attention(cfg, hw):
         tell(**outcome(name, status, figures=figures, error=problem))
 
 
+def both_ways(engine):
+    """Return {mask or length: Once} of rows of random lengths, for which the cache's first layer is filled."""
+    drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}
+    on_device = {"device": engine.device} | drawn
+    B = engine.slots
+    c = engine.config
+    positions = torch.randint(engine.context, (B,), **on_device)
+    q = torch.randn(B, 1, c.n_head, c.head_dim, dtype=engine.dtype, **on_device)
+    keys, values = (cache[0, :B].normal_(**drawn) for cache in (engine.cache.k, engine.cache.v))
+    return {way: Once(way, engine, q, keys, values, positions) for way in ("mask", "length")}
+
+
+class Once:
+    """A layer's attention in one of the ways, outside of a step."""
+
+    def __init__(self, way, engine, q, keys, values, positions):
+        self.device = engine.device
+        self.cache = engine.cache
+        self.inputs = q, keys, values
+        self.reading = self.cache.reading(positions, self.cache.length, way)
+
+    def attend(self):
+        with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
+            return self.cache.attend(*self.inputs, self.reading)
+
+    def repeat(self):
+        for _ in range(CALLS):
+            self.attend()
+
+    def seconds(self):
+        """Return the median seconds of a graph of CALLS calls, for one by one they would wait for Python."""
+        graph = CUDAGraph(self.repeat, self.device, [])
+        seconds = []
+        for _ in range(6):
+            clock = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize(self.device)
+            seconds.append(time.perf_counter() - clock)
+        return statistics.median(seconds[1:])
+
+
 def check_decoding(cfg, hw):
-    """Time what the engine chooses from, for models of one layer with the heads of GPT-2 and SmolLM2-360M:
+    """Time both ways to attend in a decoding step, for models of one layer with the heads of GPT-2 and SmolLM2-360M:
     the attention of CALLS layers, of rows that have from 1 to all positions."""
     for name, slots, context in (("gpt2", 64, 192), ("gpt2", 512, 192), ("smollm2-360m", 256, 1024)):
         model = blank(GPTConfig(**SHAPES[name] | {"n_layer": 1}), device=hw.device)
         engine = Engine(model, slots, context, dtype=hw.sampling_dtype, decoding="mask")
         expected = None
-        for way, once in decoding.both_ways(engine).items():
+        for way, once in both_ways(engine).items():
             case = f"{name}, {engine.slots} rows of up to {engine.context}, {way}"
             try:
                 found = once.attend().float()
                 expected = found if expected is None else expected
                 error = ((found - expected).norm() / expected.norm()).item()
-                figures = {"ms": 1e3 * once.seconds(), "calls": decoding.CALLS, "off_mask": error}
-                problem = None if error <= decoding.TOLERANCE else f"off by {error:.1%} from the mask's"
+                figures = {"ms": 1e3 * once.seconds(), "calls": CALLS, "off_mask": error}
+                problem = None if error <= TOLERANCE else f"off by {error:.1%} from the mask's"
                 tell(**outcome(case, "failed" if problem else "ok", figures=figures, error=problem))
             except Exception as e:           # no such kernel here, or none that a graph can hold
                 expected_to_run = way == "mask" and hw.device.type == "cuda"
