@@ -74,7 +74,8 @@ def test_two_jobs_are_submitted(tmp_path):
     script = ["bash", ROOT / "runs/slurm_domains.sh"]
     subprocess.run([*script, "--parallel=fsdp"], env=env, check=True)
     jobs = (tmp_path / "jobs").read_text().splitlines()
-    assert [line.split("grpo.py ")[1] for line in jobs] == [f"config/six_domains_{m}.py --parallel=fsdp" for m in ("mixed", "pcgrad")]
+    pcgrad = "--surgery=pcgrad --surgery_buffers=bf16 --out_dir=out/six_domains_pcgrad"
+    assert [line.split("grpo.py config/six_domains_mixed.py ")[1] for line in jobs] == ["--parallel=fsdp", f"{pcgrad} --parallel=fsdp"]
     assert all("runs/slurm_multinode.sh" in line and "--nodes=1" in line for line in jobs)
     refused = subprocess.run([*script, "--out_dir=x"], env=env, capture_output=True, text=True)
     assert refused.returncode == 2 and "leave it out" in refused.stderr
