@@ -5,7 +5,6 @@
 import json
 import sys
 from pathlib import Path
-from statistics import fmean
 
 import matplotlib
 
@@ -14,7 +13,6 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from doctor.band import block_mean, departures
 from studies.domains import draw_cosines, draw_transfer
 
 OURS = "#1b7837"
@@ -67,32 +65,6 @@ def grpo():
     save(figure, "grpo")
 
 
-def bands():
-    """Draw the bands of the quickstart's first and last rung, and the fresh seeds that are no part of them."""
-    panels = [("quickstart_base", "loss", "base: loss, nats a token"),
-              ("quickstart_grpo", "reward", "RL: reward of a step's samples"),
-              ("quickstart_grpo", "val_accuracy", "RL: held-out questions right"),
-              ("quickstart_grpo", "entropy", "RL: entropy, nats a token")]
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 3.2))
-    for panel, (name, key, title) in zip(axes, panels):
-        recipe = recorded(f"bands/{name}")
-        found = recipe["band"][key]
-        middles = [fmean(steps) for steps in found["steps"]]
-        panel.fill_between(middles, found["low"], found["high"], color=OURS, alpha=0.2, linewidth=0)
-        for figures in recipe["fresh"].values():
-            values = dict(zip(figures[key]["steps"], figures[key]["runs"][0]))
-            means = [block_mean(key, steps, values) for steps in found["steps"]]
-            left = departures(key, found, values)
-            panel.plot(middles, means, color="#b2182b" if left else "black", linewidth=1.2 if left else 0.7)
-        panel.set_title(title, loc="left", fontsize=9)
-        panel.set_xlabel("step")
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yscale("log")
-    axes[0].set_yticks([0.2, 0.5, 1, 5], ["0.2", "0.5", "1", "5"])
-    axes[0].minorticks_off()
-    save(figure, "bands")
-
-
 def shakespeare():
     """Draw the validation loss against wall time, ours and nanoGPT's, from the start of Python."""
     runs = recorded("shakespeare_cpu")
@@ -142,7 +114,6 @@ def domains():
 if __name__ == "__main__":
     quickstart()
     grpo()
-    bands()
     shakespeare()
     shakespeare_on_a_gpu()
     domains()

@@ -2,7 +2,7 @@
 
     python -m doctor.plot out/a out/b
     python -m doctor.plot out/a --x=time --output=a.png
-    python -m doctor.plot out/a --expected                    in the band of its recipe (doctor/expected.py)
+    python -m doctor.plot out/a --expected=quickstart_grpo    beside the seeds of a recipe (expected/seeds)
 
 Knobs, as --key=value:
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from doctor import expected
-from doctor.band import block_mean
 from runtime import config, guard
-from runtime.config import BadInput
+from runtime.config import BadInput, read_json
 from runtime.metrics import read_run
+
+SEEDS = Path(__file__).parent.parent / "expected" / "seeds"
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Config:
     x: Literal["steps", "tokens", "time"] = "steps"  # time: minutes in training steps, without evaluations
                                              # and saves
     output: str | None = None                        # None: curves.png in the first run's folder
-    expected: bool = False                           # the band in which a run of its recipe should lie, too
+    expected: str | None = None              # NAME of expected/seeds: shade the range of its seeds
 
 
 # x: (its key in metrics.jsonl, scale, label)
@@ -68,10 +68,29 @@ def points(lines, key, x_key):
     return xs, ys
 
 
-def draw(runs, x, output, bands=None, dpi=120):
+def recorded(name):
+    """Return the figures of a recipe's seeds, {key of metrics.jsonl: {steps: [T], runs: [seeds][T]}}."""
+    names = sorted(path.stem for path in SEEDS.glob("*.json"))
+    if name not in names:
+        raise BadInput(f"--expected={name} names no recorded seeds: choose {', '.join(names)}.")
+    return read_json(SEEDS / f"{name}.json", "restore it")["figures"]
+
+
+def beside_seeds(lines, figures):
+    """Return a run's last figures with the least and the most of the seeds at the same step, for people."""
+    parts = []
+    for key, figure in figures.items():
+        values = dict(zip(*points(lines, key, "step")))
+        for step, seeds in reversed(list(zip(figure["steps"], zip(*figure["runs"])))):
+            if step in values:
+                parts.append(f"{key} {values[step]:.3g} at step {step}, seeds {min(seeds):.3g} to {max(seeds):.3g}")
+                break
+    return "; ".join(parts) or "no step in common with the seeds"
+
+
+def draw(runs, x, output, figures=None, dpi=120):
     """Draw a panel a figure, a colour a run; dots are evaluations. runs: {name: lines of metrics}. output: a
-    path, or a binary file. bands: {name: {key: the band of a run's figure}}, with the run's means in the band's
-    blocks as crosses."""
+    path, or a binary file. figures: of a recipe's seeds (see `recorded`), whose range is shaded."""
     try:
         from matplotlib import ticker
         from matplotlib.figure import Figure
@@ -86,15 +105,14 @@ def draw(runs, x, output, bands=None, dpi=120):
     figure = Figure(figsize=size, layout="constrained")        # without pyplot, which has a notebook's backend
     axes = figure.subplots(2, columns, sharex=True)
     for (title, curves, y_scale), axis in zip(panels, axes.flat):
-        if bands and "loss" in curves:       # of which a band is a share
-            y_scale = "log"
         axis.set_title(title, loc="left", fontsize=10)
+        for key in curves.keys() & (figures or {}).keys():
+            seeds = list(zip(*figures[key]["runs"]))
+            axis.fill_between(figures[key]["steps"], list(map(min, seeds)), list(map(max, seeds)), color="gray",
+                              alpha=0.25, linewidth=0, label="seeds" if key != "val_loss" else None)
         for i, (name, lines) in enumerate(runs.items()):
             for key, style in curves.items():
                 xs, ys = points(lines, key, x_key)
-                band = (bands or {}).get(name, {}).get(key)
-                if band:
-                    draw_band(axis, key, band, dict(zip(xs, ys)), f"C{i % 10}")
                 if xs:
                     label = f"{name}, validation" if key == "val_loss" else name
                     axis.plot([x * x_scale for x in xs], ys, style, color=f"C{i % 10}", linewidth=1.2,
@@ -114,51 +132,29 @@ def draw(runs, x, output, bands=None, dpi=120):
     figure.savefig(output, dpi=dpi)
 
 
-def draw_band(axis, key, band, values, color):
-    """Draw the band of a figure, at the middle of each block of steps, and where the run's own means lie.
-    values: {step: the run's figure}."""
-    middles = [(steps[0] + steps[-1]) / 2 for steps in band["steps"]]
-    label = "expected" if key != "val_loss" else None
-    axis.fill_between(middles, band["low"], band["high"], color=color, alpha=0.15, linewidth=0, label=label)
-    means = [block_mean(key, steps, values) for steps in band["steps"]]
-    inside = [(middle, mean) for middle, mean in zip(middles, means) if mean is not None]
-    if inside:
-        axis.plot(*zip(*inside), "x", color=color, markersize=6)
-
-
 def check_output(path):
     """Raise BadInput if a file is there that matplotlib did not draw, which signs all but .jpg."""
     if Path(path).exists() and b"Matplotlib" not in Path(path).read_bytes():
         raise config.in_the_way(path, "a picture of matplotlib's")
 
 
-def bands_of(cfg):
-    """Return {run: {key: band}} of the runs that have one, and say of each how it lies in it."""
-    if cfg.x != "steps":
-        raise BadInput(f"--expected is about steps, not --x={cfg.x}: leave one of them out.")
-    known = expected.recipes()
-    found = {}
-    for name in map(str, cfg.runs):
-        run = expected.open_run(name)
-        verdict = expected.judge(run, known=known)
-        print(expected.sentence(verdict, known))
-        if verdict["verdict"] != "no band":
-            found[name] = expected.bands_for(run, known[verdict["recipe"]])
-    return found
-
-
 def main(argv):
     cfg = config.load(Config, argv, positional="runs")
     if not cfg.runs:
         raise BadInput("Which runs? python -m doctor.plot out/a out/b")
+    if cfg.expected and cfg.x != "steps":
+        raise BadInput(f"--expected is about steps, not --x={cfg.x}: leave one of them out.")
+    figures = recorded(cfg.expected) if cfg.expected else None
     output = cfg.output or Path(cfg.runs[0]) / "curves.png"
     try:
         check_output(output)
         runs = {str(run): read_run(run) for run in cfg.runs}
-        draw(runs, cfg.x, output, bands_of(cfg) if cfg.expected else None)
+        draw(runs, cfg.x, output, figures)
     except (OSError, ValueError) as e:                    # no such folder, no such format
         reason = getattr(e, "strerror", None) or e
         raise BadInput(f"{output} could not be written ({reason}): choose another --output=.") from None
+    for name, lines in runs.items() if figures else ():
+        print(f"{name}: {beside_seeds(lines, figures)}.")
     print(output)
     return 0
 

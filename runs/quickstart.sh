@@ -38,7 +38,7 @@ timed evaluation compare "$out/greedy.txt"
 timed evaluation compare "$out/sampled.txt" --num_samples=8 --temperature=1
 "$python" -m runs.summary "$out"
 echo
-"$python" -m doctor.expected "$out/base" "$out/rft" "$out/grpo" || true             # a verdict, and no reason to fail
+for stage in base rft grpo; do "$python" -m doctor.plot "$out/$stage" --expected=quickstart_$stage; done
 
 echo; echo "What the last model writes:"
 "$python" sample.py "$out/grpo" --prompt="Question: How many gram are there per 6 kg?

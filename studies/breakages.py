@@ -1,10 +1,10 @@
 """Breaks the quickstart's reinforcement learning on purpose, in ways that touch the reward, and prints what the
-doctor (doctor/diagnose.py) said and where the run left the band of its recipe (doctor/expected.py).
+doctor (doctor/diagnose.py) said.
 
     python -m studies.breakages out/quickstart/rft out/breakages
     python -m studies.breakages out/quickstart/rft out/breakages --only="nothing_paid stale_engine"
 
-A run ends once both have spoken, or at its last step. What is done already is not done again.
+A run ends once the doctor has spoken, or at its last step. What is done already is not done again.
 
 Knobs, as --key=value:
 """
@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from doctor import expected
 from doctor.diagnose import Doctor
 from measure.runs import ROOT, as_flags
 from runtime import config, guard
@@ -59,7 +58,6 @@ BROKEN = {
     "by_lot": ("a reward that is drawn by lot, not on the list",
                "import random\n    return float(random.random() < 0.5), {}", {}),
 }
-RECIPE = "quickstart_grpo"
 
 
 @dataclass
@@ -86,20 +84,9 @@ def spoil(name):
         grpo.Sampling = lambda temperature, **others: sampling(0.7 * temperature, **others)
 
 
-def judge(out):
-    """Return (the doctor's findings, the departure from the band that came first or None, the last step)."""
-    run = expected.open_run(out)
-    verdict = expected.judge(run, RECIPE)
-    return Doctor(read_lines(out)).findings, next(iter(verdict["left"]), None), run.last_step
-
-
-def is_found_out(out):
-    """Tell whether both have spoken of a run, which may not have logged a step yet."""
-    try:
-        findings, left, _ = judge(out)
-    except BadInput:
-        return False
-    return bool(findings and left)
+def findings_of(out):
+    """Return the doctor's findings about a run, which may not have logged a step yet."""
+    return Doctor(read_lines(out)).findings
 
 
 def broken_run(cfg, name):
@@ -119,7 +106,7 @@ def broken_run(cfg, name):
                                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
         while process.poll() is None:
             time.sleep(5)
-            if is_found_out(out):
+            if findings_of(out):
                 process.send_signal(signal.SIGTERM)
                 process.wait()
     if process.returncode not in (0, 143):
@@ -140,14 +127,13 @@ def main(argv):
                        f"out/breakages; --only= takes {', '.join(BROKEN)}.")
     with ThreadPoolExecutor(cfg.jobs) as pool:
         list(pool.map(lambda name: broken_run(cfg, name), names))
-    print("| broken | what was said | left the band |\n|---|---|---|")
+    print("| broken | the doctor said |\n|---|---|")
     summary = {}
     for name in names:
-        findings, left, last = judge(Path(cfg.folders[1]) / name)
+        findings = findings_of(Path(cfg.folders[1]) / name)
         summary[name] = [finding.as_json() for finding in findings]
         said = "; ".join(f"step {finding.since}, `{finding.name}`: {finding.sentence}" for finding in findings)
-        where = expected.describe(left) if left else f"not by step {last}"
-        print(f"| {BROKEN[name][0]} | {said or 'nothing'} | {where} |")
+        print(f"| {BROKEN[name][0]} | {said or 'nothing'} |")
     (Path(cfg.folders[1]) / "summary.json").write_text(json.dumps(summary, indent=1))
     return 0
 

@@ -15,6 +15,7 @@ Knobs, as --key=value:
 import datetime
 import json
 import math
+import os
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +23,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from measure.ceilings import git_commit
+from measure.ceilings import cpu_name, git_commit
 from measure.runs import ROOT, as_flags, logged_process
 from runtime import checkpoint, config, guard
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 from runtime.metrics import read_lines
-from studies.bands import machine
 from text import data
 from text.tokenizer import Tokenizer
 
@@ -356,7 +357,7 @@ def main(argv):
     print("\n".join(lines), flush=True)
     about = {
         "command": ["python", "-m", "studies.okadfa", *argv],
-        "machine": machine(),
+        "machine": f"{os.cpu_count()} cores, {cpu_name()}, torch {torch.__version__}",
         "commit": git_commit(),
         "date": datetime.date.today().isoformat(),
         "knobs": asdict(cfg),

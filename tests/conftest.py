@@ -86,6 +86,43 @@ def metrics(out_dir, key="loss"):
     return {line["step"]: line[key] for line in lines if key in line}
 
 
+# Options that a curve does not depend on, or by no more than rounding: of the folder, the machine, the log.
+NOT_OF_THE_CURVE = set(
+    "out_dir data_dir init_from resume overwrite eval_only seed batch_size gradient_accumulation_steps "
+    "device dtype tf32 compile compile_mode attention cuda_graphs gradient_checkpointing loss_chunks "
+    "parallel sum_locally step_timeout deterministic fused_adamw keep_memory num_workers pin_memory prefetch "
+    "slots tokens_per_micro_batch offload_reference surgery_buffers reward_workers reward_pool timeout "
+    "eval_interval shown_questions log_interval save_interval keep_last save_only_model tensorboard wandb "
+    "diagnose".split())
+
+
+def seeds(name):
+    """The recorded seeds of a recipe: {knobs, seeds, figures: {key: {steps: [T], runs: [seeds][T]}}, ...}."""
+    return json.loads((ROOT / f"expected/seeds/{name}.json").read_text())
+
+
+def options_of_the_curve(saved):
+    """The options that a run's curves depend on, with the sequences of a step for how they are cut."""
+    options = {name: value for name, value in saved.items() if name not in NOT_OF_THE_CURVE}
+    if "batch_size" in saved:
+        options["sequences"] = saved["batch_size"] * saved["gradient_accumulation_steps"]
+    return options
+
+
+def near_the_seeds(name, key, values):
+    """Whether the means of a curve {step: value} over the first and the second half of its steps lie in the seeds'
+    range, widened by its width on both sides."""
+    figure = seeds(name)["figures"][key]
+    at = [i for i, step in enumerate(figure["steps"]) if step in values]
+    near = True
+    for part in (at[:len(at) // 2], at[len(at) // 2:]):
+        means = [sum(row[i] for i in part) / len(part) for row in figure["runs"]]
+        mean = sum(values[figure["steps"][i]] for i in part) / len(part)
+        width = max(max(means) - min(means), 0.01 * abs(mean))
+        near = near and min(means) - width <= mean <= max(means) + width
+    return near
+
+
 def unknown(out_dir):
     """The files of a run's folder that runtime.checkpoint.WRITTEN does not list."""
     from runtime import checkpoint

@@ -10,8 +10,7 @@ import pytest
 
 import grpo
 import train
-from conftest import ROOT
-from doctor import band, expected
+from conftest import ROOT, metrics, near_the_seeds, options_of_the_curve, seeds
 from runtime import config
 from studies import countdown as runs_countdown
 from tasks import countdown_search
@@ -21,18 +20,9 @@ RECORD = json.loads((ROOT / "expected/countdown.json").read_text())
 
 def seed_0(name, key):
     """Return what the run of seed 0 had under `key`: {step: value}."""
-    recorded = expected.recipes()[name]
+    recorded = seeds(name)
     figures = recorded["figures"][key]
     return dict(zip(figures["steps"], figures["runs"][recorded["seeds"].index(0)]))
-
-
-def departures(name, key, values):
-    """Return where values, {step: value}, leave the band that a recipe's seeds have up to the last step."""
-    recorded = expected.recipes()[name]["figures"][key]
-    steps = [step for step in recorded["steps"] if step <= max(values)]
-    found = band.band(key, steps, [row[:len(steps)] for row in recorded["runs"]])
-    assert found["steps"]
-    return band.departures(key, found, values)
 
 
 def test_the_base_begins_as_recorded(tmp_path):
@@ -40,10 +30,9 @@ def test_the_base_begins_as_recorded(tmp_path):
     train.main([str(ROOT / "config/countdown.py"), "--dataset=task:countdown_search:3-4,20,400,4000",
                 f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'base'}", "--max_steps=50",
                 "--lr_schedule=constant", "--eval_tokens=1024", "--device=cpu"])
-    values = expected.series(expected.open_run(tmp_path / "base"), "loss")
-    worse = {step: value + 1 for step, value in values.items()}
-    assert departures("countdown_base", "loss", values) == []
-    assert departures("countdown_base", "loss", worse)
+    values = metrics(tmp_path / "base")
+    assert near_the_seeds("countdown_base", "loss", values)
+    assert not near_the_seeds("countdown_base", "loss", {step: value + 1 for step, value in values.items()})
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +50,9 @@ def tuned(tmp_path_factory):
 
 def test_tuning_on_verified_searches_goes_as_recorded(tuned):
     """Closer to seed 0 than the other seeds are."""
-    values = expected.series(expected.open_run(tuned), "loss")
+    values = metrics(tuned)
     recorded = seed_0("countdown_rft", "loss")
-    assert departures("countdown_rft", "loss", values) == []
+    assert near_the_seeds("countdown_rft", "loss", values)
     assert values == pytest.approx({step: recorded[step] for step in (1, 10, 20)}, abs=0.004)
 
 
@@ -74,7 +63,7 @@ def test_reinforcement_learning_begins_as_recorded(tuned):
                f"--out_dir={tuned.parent / 'grpo'}", "--max_steps=2", "--lr_schedule=constant",
                "--eval_questions=1", "--device=cpu"])
     for key, near in (("reward", {"abs": 0.1}), ("entropy", {"rel": 0.25})):
-        values = expected.series(expected.open_run(tuned.parent / "grpo"), key)
+        values = metrics(tuned.parent / "grpo", key)
         recorded = seed_0("countdown_grpo", key)
         assert [values[step] for step in (1, 2)] == pytest.approx([recorded[step] for step in (1, 2)], **near)
 
@@ -82,12 +71,12 @@ def test_reinforcement_learning_begins_as_recorded(tuned):
 @pytest.mark.parametrize("name, module, file", [("countdown_base", train, "countdown.py"),
                                                 ("countdown_rft", train, "countdown_rft.py"),
                                                 ("countdown_grpo", grpo, "countdown_grpo.py")])
-def test_the_bands_are_of_the_recipe_as_it_stands(name, module, file):
+def test_the_seeds_are_of_the_recipe_as_it_stands(name, module, file):
     """In each knob that the file sets, but for the folder of rft.json."""
-    recorded = expected.recipes()[name]
+    recorded = seeds(name)
     assert recorded["seeds"] == [0, 1, 2]
-    usual = expected.knobs_of(dataclasses.asdict(module.Config()))
-    here = expected.knobs_of(dataclasses.asdict(config.load(module.Config, [str(ROOT / "config" / file)])))
+    usual = options_of_the_curve(dataclasses.asdict(module.Config()))
+    here = options_of_the_curve(dataclasses.asdict(config.load(module.Config, [str(ROOT / "config" / file)])))
     set_there = {key for key in here if here[key] != usual[key]} - {"dataset"}
     assert len(set_there) > 3
     assert {key: here[key] for key in set_there} == {key: recorded["knobs"][key] for key in set_there}

@@ -61,8 +61,7 @@ RUN = {
     "python -m doctor out/base out/grpo --json": "",
     "python -m doctor.plot out/a out/b": "",
     "python -m doctor.plot out/a out/b --x=time": "",
-    "python -m doctor.expected out/quickstart/grpo": "",
-    "python -m doctor.plot out/quickstart/grpo --expected": "",
+    "python -m doctor.plot out/quickstart/grpo --expected=quickstart_grpo": "",
     "python -m studies.countdown --teachers=out/teachers.json": "--num_questions=20",
 }
 HUB = "it downloads a model or a dataset"
@@ -96,13 +95,8 @@ EXCUSED = {
     "bash runs/domains.sh": "half an hour; tests/test_domains_script.py looks at its parts",
     "bash runs/domains.sh --seeds=\"0 1 2\" --pcgrad --single": "the same",
     "torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py": "eight GPUs' work; tests/test_configs.py looks at the file",
-    "python -m studies.bands quickstart --seeds=\"0 1 2 3 4\"": "three quarters of an hour; tests/test_expected.py runs what it calls",
     "python -m studies.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
     "python -m studies.breakages out/quickstart/rft out/breakages": "seventeen runs; tests/test_diagnose.py has what they break",
-    "python -m studies.bands cpu_small --dataset=input.txt": "the same, in minutes",
-    "python -m studies.bands quickstart --seeds=\"5 6\" --add=true": "the same",
-    "python -m studies.bands quickstart --seeds=\"7 8\" --fresh=true": "the same",
-    "python -m studies.bands quickstart out/seed0 out/seed1 out/seed2": "tests/test_expected.py does, with runs that it makes up",
     "bash runs/gpu.sh": "a GPU's work; tests/test_gpu_driver.py tries it on a CPU",
     "bash runs/gpu.sh 120 --only=correctness,engine": "the same",
     "python -m studies.gpu.run --table=bench_results/gpu.jsonl": "tests/test_gpu_driver.py does",
@@ -173,15 +167,13 @@ def test_a_newcomer_s_commands(folder, monkeypatch, capsys):
         name, *argv = words
         monkeypatch.setattr(sys, "argv", words)
         if name == "doctor.plot":
-            for run in ("a", "b"):
-                (folder / "out" / run).exists() or (folder / "out" / run).symlink_to(folder / "out/book")
+            for run, of in (("a", "out/book"), ("b", "out/book"), ("quickstart", "out")):
+                (folder / "out" / run).exists() or (folder / "out" / run).symlink_to(folder / of)
             plot.main(argv)
             continue
-        if name == "doctor.diagnose":
+        if name == "doctor":
             assert diagnose.main(argv) in (0, 3)
             continue
-        if name == "doctor.expected":
-            (folder / "out/quickstart").symlink_to(folder / "out")
         code = importlib.import_module(name.removesuffix(".py")).main(argv)
         empty = name == "datagen.py" and code == 1                         # so small a model solves nothing
         assert code in (0, None) or empty, (command, capsys.readouterr())

@@ -70,6 +70,18 @@ def test_a_file_that_matplotlib_did_not_draw_is_not_drawn_over(tmp_path):
         assert (tmp_path / name).read_bytes() == b"precious"
 
 
+def test_a_run_is_drawn_and_told_beside_the_seeds_of_a_recipe(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    rows = [{"step": step, "reward": 0.9, "entropy": 0.01} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert curves.main([str(tmp_path), "--expected=quickstart_grpo"]) == 0
+    seeds = [row[2] for row in curves.recorded("quickstart_grpo")["reward"]["runs"]]
+    assert f"{tmp_path}: reward 0.9 at step 3, seeds {min(seeds):.3g} to {max(seeds):.3g}; " in capsys.readouterr().out
+    for knobs, words in ((["--expected=nothing"], "choose chess_mini"), (["--expected=cpu_small", "--x=time"], "is about steps")):
+        with pytest.raises(BadInput, match=words):
+            curves.main([str(tmp_path), *knobs])
+
+
 def test_what_can_not_be_drawn_is_one_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "config": {}}) + "\n" + '{"step": 1, "lo')
     for arguments, words in (((), "Which runs"), ((tmp_path / "none",), "not the folder of a run"), ((tmp_path,), "no step yet"),
