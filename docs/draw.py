@@ -5,6 +5,7 @@
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
