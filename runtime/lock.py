@@ -71,18 +71,6 @@ def open_locked(path, place, knob):
         file.close()
 
 
-def is_held(path):
-    """Tell whether a process holds a lock; False where the file system has none."""
-    try:
-        with open(path) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (OSError, AttributeError):        # no such file, no locks, no fcntl
-        pass
-    return False
-
-
 def release(path):
     """Let go of a lock, and remove its file."""
     file = held.pop(Path(path).resolve(), None)

@@ -72,7 +72,7 @@ def test_a_file_that_matplotlib_did_not_draw_is_not_drawn_over(tmp_path):
 
 def test_a_run_is_drawn_and_told_beside_the_seeds_of_a_recipe(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    rows = [{"step": 0, "config": {}}, *({"step": step, "reward": 0.9, "entropy": 0.01} for step in (1, 2, 3))]
+    rows = [{"step": 0, "config": {}}, *({"step": step, "loss": 0.0, "reward": 0.9, "entropy": 0.01} for step in (1, 2, 3))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert curves.main([str(tmp_path), "--expected=quickstart_grpo"]) == 0
     seeds = [row[2] for row in curves.recorded("quickstart_grpo")["reward"]["runs"]]
