@@ -51,9 +51,7 @@ def shape_knobs(script, shape):
     # from knobs that may be handed over
     derived = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()
     names = [field.name for field in fields(script) if hasattr(c, field.name)]
-    knobs = {name: getattr(c, name) for name in names if name not in derived | {"dropout"}}
-    knobs["bias"] = c.qkv_bias
-    return knobs
+    return {name: getattr(c, name) for name in names if name not in derived | {"dropout"}}
 
 
 def write_data(cfg, folder, script_args, shape):
