@@ -85,6 +85,7 @@ class Config:
     position: Literal["rope", "learned"] = "rope"
     qk_norm: bool = True                     # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu", "gelu_tanh", "swiglu"] = "relu2"
+    bias: bool = False                       # of all linear layers
     tied_head: bool = False                  # the head shares the embedding's weights
     logit_softcap: float = 0.0               # e.g. 15; 0: off
     mixer: Literal["softmax", "favor", "linear"] = "softmax"         # attention; favor, linear: of linear cost
@@ -163,7 +164,7 @@ class Config:
 
 
 ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position", "qk_norm",
-                "mlp", "tied_head", "logit_softcap", "mixer", "mixer_rule", "mixer_features"]
+                "mlp", "bias", "tied_head", "logit_softcap", "mixer", "mixer_rule", "mixer_features"]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
@@ -220,7 +221,7 @@ def knobs_of(model):
     saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
     if not saved.keys() >= set(knobs):                        # Hugging Face's, or a run of grpo.py
         shape = distributed.on_main(lambda: hf.find(model)).config
-        described = {k: getattr(shape, k) for k in ARCHITECTURE}
+        described = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE}
         saved = described | {"block_size": min(1024, shape.block_size)} | saved
     return {k: saved[k] for k in knobs}
 
@@ -228,8 +229,9 @@ def knobs_of(model):
 def architecture(cfg, tokenizer):
     """Return the GPTConfig that the knobs describe."""
     knobs = {k: getattr(cfg, k) for k in [*ARCHITECTURE, "block_size", "dropout"]}
+    bias = knobs.pop("bias")
     try:
-        return GPTConfig(vocab_size=tokenizer.n_vocab, **knobs)
+        return GPTConfig(vocab_size=tokenizer.n_vocab, qkv_bias=bias, o_bias=bias, mlp_bias=bias, **knobs)
     except ValueError as e:
         raise BadInput(f"{e}: change one of them.") from None
 

@@ -51,7 +51,9 @@ def shape_knobs(script, shape):
     # from knobs that may be handed over
     derived = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()
     names = [field.name for field in fields(script) if hasattr(c, field.name)]
-    return {name: getattr(c, name) for name in names if name not in derived | {"dropout"}}
+    knobs = {name: getattr(c, name) for name in names if name not in derived | {"dropout"}}
+    knobs["bias"] = c.qkv_bias
+    return knobs
 
 
 def write_data(cfg, folder, script_args, shape):
