@@ -17,7 +17,7 @@ first_line()                             # --help, or a word, before the seconds
 import hf
 from engine import Engine, Request, Sampling
 from runtime import config, distributed, guard, hardware
-from runtime.progress import ProgressLine
+from runtime.progress import track
 from text.prompts import context_of
 
 
@@ -124,8 +124,8 @@ def main(argv):
         engine.check(Request(prompt))
         requests = [Request(prompt, count, 0, cfg.max_new_tokens, first)] if count else []
         samples = []
-        with ProgressLine("sampling", count, "samples", count=lambda: len(samples)):
-            samples.extend(engine.generate(requests))
+        for sample in track(engine.generate(requests), "sampling", "samples", count):
+            samples.append(sample)
     except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
     texts = distributed.gather([(sample.index, tokenizer.text_of(sample.ids)) for sample in samples])

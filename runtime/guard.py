@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime import distributed, lock, progress
+from runtime import distributed, lock
 from runtime.checkpoint import is_full
 from runtime.config import BadInput
 
@@ -92,7 +92,6 @@ def exit_code(main, argv):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     finally:
-        progress.stop()
         lock.release_all()                   # of a run that was refused before it began, too
 
 

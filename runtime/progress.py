@@ -1,5 +1,4 @@
-"""What a user waits for, on the last line of the terminal: what it is, how far it has come, how long it will
-take.
+"""A progress line on the terminal, drawn by tqdm, for work that takes longer than DELAY seconds.
 
     with ProgressLine("evaluating", n_tokens, "tokens") as line:
         for x, y in batches:
@@ -7,182 +6,91 @@ take.
             line.add(len(x))
     for row in track(rows, "reading", "rows"):
         ...
-    with ProgressLine("compiling"):          # nothing to count: how long so far
+    with ProgressLine("compiling"):          # nothing to count: the name alone
         ...
 
-What has taken DELAY seconds gets its line, which is erased at its end, so that what is quick shows nothing. A
-thread draws it: counting costs the loop an addition. Nothing is drawn, and no thread started, where standard
-error is no terminal, and on ranks but the first. Of lines within lines the innermost that has a total is
-drawn, or else the innermost. Who prints meanwhile calls clear() before. Imports no torch, for tasks draw
-questions with it.
+The line is erased at its end. Nothing is drawn, and tqdm is not imported, where standard error is no terminal,
+on all ranks but the first, and after never(). Imports no torch, since tasks draw questions with it.
 """
 import contextlib
 import os
 import sys
 import threading
-import time
 
 from runtime.usage import is_first_rank
 
-DELAY = 2.0                          # seconds that something takes before it has a line
-TICK = 0.25                          # seconds between two drawings
+DELAY = 2.0                          # seconds before a line is drawn
+FORM = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {rate_fmt}{postfix}, ETA {remaining}"
+shared = False                       # the terminal belongs to the process that started this one
 
 
 class ProgressLine:
-    """Something that takes its time, from `with` to its end.
+    """A line with a name from `with` to its end. total, unit: of the things that are counted (None: nothing is), B
+    for bytes. note: a function that gives a few words more."""
 
-    what: for people. total: of what is counted; None: nothing is. unit: its name, B for bytes. count: a
-    function that tells how many are done, where nobody calls add(). note: a function that gives a few words
-    more. Both are called by another thread, when the line is drawn.
-    """
-
-    def __init__(self, what, total=None, unit="", count=None, note=None):
-        self.what = what
+    def __init__(self, name, total=None, unit="", note=None):
+        self.name = name
         self.total = total
         self.unit = unit
-        self.count = count
         self.note = note
-        self.done = 0
-        self.began = time.monotonic()
+        self.bar = None
 
     def __enter__(self):
-        self.began = time.monotonic()
         if is_watched():
-            SCREEN.begin(self)
+            from tqdm import tqdm
+            in_bytes = self.unit == "B"
+            self.bar = tqdm(desc=self.name, total=self.total, unit="B" if in_bytes else f" {self.unit}",
+                            unit_scale=in_bytes, delay=DELAY, leave=False, dynamic_ncols=True, position=0, file=sys.stderr,
+                            bar_format=FORM if self.total else "{desc} ...")
+            self.timer = threading.Timer(DELAY, self.draw)    # nothing may be counted until then
+            self.timer.daemon = True
+            self.timer.start()
         return self
 
     def __exit__(self, *_):
-        SCREEN.end(self)
+        if self.bar is not None:
+            self.timer.cancel()
+            self.bar.close()
+            self.bar = None
+
+    def draw(self):
+        self.bar.delay = 0                   # or close() would leave the line
+        self.bar.refresh()
 
     def add(self, n=1):
-        self.done += n
-
-    def text(self):
-        """Return the line as it is now."""
-        seconds = max(1e-9, time.monotonic() - self.began)
-        done = self.count() if self.count else self.done
-        parts = [f"{duration(seconds)} so far"]
-        if self.total:
-            done = min(done, self.total)     # some totals are estimates
-            if done:
-                speed = done / seconds
-                parts = [per_second(speed, self.unit), f"ETA {duration((self.total - done) / speed)}"]
-            unit = "" if self.unit == "B" else f" {self.unit}"
-            parts.insert(0, f"{amount(done, self.unit)} of {amount(self.total, self.unit)}{unit} "
-                            f"({done / self.total:.0%})")
-        if self.note:
-            parts.append(self.note())
-        return f"{self.what}: {', '.join(filter(None, parts))}"
+        if self.bar is not None:
+            if self.note:
+                self.bar.set_postfix_str(self.note(), refresh=False)
+            self.bar.update(n)
 
 
-def track(values, what, unit, total=None):
-    """Yield the values, with a line that counts those that have been dealt with. total: if they are no
-    list."""
-    with ProgressLine(what, len(values) if total is None else total, unit) as line:
+def track(values, name, unit, total=None):
+    """Yield the values, with a line that counts those that are done. total: if they are no list."""
+    with ProgressLine(name, len(values) if total is None else total, unit) as line:
         for value in values:
             yield value
             line.add()
 
 
-class Screen:
-    """The last line of the terminal, and all ProgressLines that are under way."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.lines = []                      # the innermost last
-        self.drawn = ""                      # what stands there
-        self.free_until = 0.0                # not to be drawn on before
-        self.ended = None                    # an Event that ends the thread
-        self.file = None
-        self.off = False                     # in this process
-
-    def begin(self, line):
-        with self.lock:
-            self.lines.append(line)
-            if len(self.lines) == 1:
-                self.file = sys.stderr
-                self.ended = threading.Event()
-                threading.Thread(target=self.redraw, args=[self.ended], daemon=True).start()
-
-    def end(self, line):
-        with self.lock:
-            if line in self.lines:
-                self.lines.remove(line)
-                self.erase()
-            if not self.lines and self.ended:
-                self.ended.set()
-
-    def redraw(self, ended):
-        while not ended.wait(TICK):
-            with self.lock:
-                if not ended.is_set() and time.monotonic() >= self.free_until:
-                    self.draw()
-
-    def draw(self):
-        drawn_if_begun_by = time.monotonic() - DELAY
-        lines = [line for line in self.lines if line.began <= drawn_if_begun_by]
-        if not lines or others_draw():
-            self.erase()
-            return
-        line = next((line for line in reversed(lines) if line.total), lines[-1])
-        text = line.text()[:columns(self.file) - 1]
-        if text != self.drawn:
-            self.write("\r" + text.ljust(len(self.drawn)))
-            self.drawn = text
-
-    def erase(self):
-        if self.drawn:
-            self.write("\r" + " " * len(self.drawn) + "\r")
-            self.drawn = ""
-
-    def write(self, text):
-        with contextlib.suppress(OSError, ValueError):        # the terminal was closed
-            self.file.write(text)
-            self.file.flush()
-
-
-SCREEN = Screen()
-
-
 def clear():
-    """Erase the line, for what is about to be printed: it comes back below that."""
-    with SCREEN.lock:
-        SCREEN.erase()
-        SCREEN.free_until = time.monotonic() + TICK
-
-
-def stop():
-    """Erase the line, and end all that an exception has left under way."""
-    for line in list(SCREEN.lines):
-        SCREEN.end(line)
+    """Erase the lines, for text that is about to be printed: they come back below it."""
+    tqdm = sys.modules.get("tqdm")
+    for bar in list(tqdm.tqdm._instances) if tqdm else ():
+        with contextlib.suppress(OSError, ValueError):        # the terminal was closed
+            bar.clear()
 
 
 def never():
     """Draw nothing in this process: the terminal is another's, which started it."""
-    SCREEN.off = True
+    global shared
+    shared = True
 
 
 def is_watched():
     """Tell whether there is someone to look at a line that this process draws."""
     is_terminal = bool(sys.stderr) and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return is_terminal and is_first_rank() and not SCREEN.off
+    return is_terminal and is_first_rank() and not shared
 
-
-def others_draw():
-    """Tell whether a library has drawn a bar of its own there, for a download say; all use tqdm for that."""
-    tqdm = sys.modules.get("tqdm.std")
-    return bool(tqdm) and len(tqdm.tqdm._instances) > 0
-
-
-def columns(terminal):
-    """Return how many characters fit a line of a terminal; 80 if it does not tell."""
-    found = 0
-    with contextlib.suppress(OSError, ValueError):
-        found = os.get_terminal_size(terminal.fileno()).columns
-    return found or 80
-
-
-# --- numbers for people ---
 
 def duration(seconds):
     """Write seconds: 5s, 3m20s, 2h05m."""
@@ -192,22 +100,3 @@ def duration(seconds):
     if seconds < 3600:
         return f"{seconds // 60}m{seconds % 60:02d}s"
     return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-def amount(n, unit):
-    """Write a number: 12,345; of bytes 1.2 GB."""
-    if unit != "B":
-        return f"{n:,.0f}"
-    for size, name in ((1e9, "GB"), (1e6, "MB")):
-        if n >= size:
-            return f"{n / size:.1f} {name}"
-    return f"{n / 1e3:.1f} kB"
-
-
-def per_second(speed, unit):
-    """Write a speed: 31/s, 2.5/s, 31.0 MB/s; below one a second the time of each."""
-    if unit == "B":
-        return f"{amount(speed, unit)}/s"
-    if speed < 1:
-        return f"{duration(1 / speed)} each"
-    return f"{speed:,.1f}/s" if speed < 10 else f"{speed:,.0f}/s"

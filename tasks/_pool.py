@@ -25,7 +25,7 @@ from typing import NamedTuple
 import tasks
 from runtime import progress
 from runtime.config import BadInput
-from runtime.progress import ProgressLine
+from runtime.progress import ProgressLine, track
 from tasks import said
 
 MEMORY = 4 * 2**30                   # bytes of address space that a worker may have
@@ -197,10 +197,6 @@ def default_workers():
     return max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def n_done(futures):
-    return sum(future.done() for future in futures)
-
-
 class Pool:
     """Grades completions of the task `spec`, in the order of submission, the same whatever the kind.
 
@@ -267,7 +263,7 @@ class Pool:
         if wait or time.monotonic() - self.handed_over > PATIENCE:
             self.flush()
         if wait:
-            with ProgressLine("verifying", len(self.pending), "answers", count=lambda: n_done(self.pending)):
+            with ProgressLine(f"verifying {len(self.pending):,} answers"):
                 # the last is awaited first: one waking instead of many
                 for future in reversed(self.pending):
                     future.result()
@@ -280,10 +276,9 @@ class Pool:
     def score(self, pairs):
         """List of the Grades of [(question, completion)]. What was submitted before waits for collect()."""
         futures = []
-        with ProgressLine("verifying", len(pairs), "answers", count=lambda: n_done(futures)):
-            for question, completion in pairs:
-                futures.append(self._put(question, completion))
-            return [self._take(future) for future in futures]
+        for question, completion in pairs:
+            futures.append(self._put(question, completion))
+        return [self._take(future) for future in track(futures, "verifying", "answers")]
 
     def close(self):
         """End the workers at once; what they have not graded is lost."""

@@ -29,11 +29,12 @@ def distinct(draw, split, seed, n=None, most=None):
         if wanted > share:
             raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most {share:.0f}: "
                              "lower --num_questions.")
-    with ProgressLine(f"drawing {split} questions", wanted, "questions", count=lambda: len(found)):
+    with ProgressLine(f"drawing {split} questions", wanted, "questions") as line:
         while len(found) < wanted and idle < PATIENCE:
             asked, question = draw(rng)
             if split_of(asked) == split:
                 idle = idle + 1 if asked in found else 0
+                line.add(asked not in found)
                 found.setdefault(asked, question)
     return list(found.values())
 

@@ -54,11 +54,13 @@ def loss_of(model, batches, hardware, targets):
     model.eval()
     nll = 0.0
     n_tokens = 0
-    with ProgressLine("evaluating", targets, "tokens", count=lambda: n_tokens):
+    with ProgressLine("evaluating", targets, "tokens") as line:
         for x, y in distributed.in_step(model, batches, examples.nothing()):
             with hardware.autocast():
                 nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
-            n_tokens += int((y != data.IGNORE).sum())
+            n = int((y != data.IGNORE).sum())
+            n_tokens += n
+            line.add(n)
     model.train(training)
     nll, n_tokens = distributed.sum([nll, n_tokens])
     return {"loss": nll / n_tokens, "nll": nll, "tokens": int(n_tokens), "ppl_token": exp(nll / n_tokens)}
