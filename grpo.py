@@ -137,8 +137,6 @@ class Config:
                                              # and a copy in sampling's dtype
     sum_locally: bool = False                # with fsdp, hybrid: exchange the gradients once an optimizer step, not at
                                              # each micro-step; then each rank has all of them
-    step_timeout: float = 3600.0             # seconds after which several ranks end that no longer come from one
-                                             # part of a step (an evaluation, say) to the next; 0: never
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     seed: int = 0
     # evaluation, log, checkpoints
@@ -193,7 +191,7 @@ def check(cfg):
     config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots "
                             "inner_epochs mini_batches overlong_tokens max_steps tokens_per_micro_batch "
                             "eval_questions log_interval save_interval keep_last")
-    config.at_least(cfg, 0, "step_timeout seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown "
+    config.at_least(cfg, 0, "seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown "
                             "weight_decay beta1 beta2 muon_momentum grad_clip lora_rank eval_interval "
                             "shown_questions skip_solved")
     config.at_least(cfg, 0.01, "timeout temperature")

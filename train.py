@@ -117,8 +117,6 @@ class Config:
                                              # of every tensor: of all ranks' (fsdp) or of a node's (hybrid)
     sum_locally: bool = False                # with fsdp, hybrid: exchange the gradients once a step, not at each
                                              # micro-step; then each rank has all of them
-    step_timeout: float = 3600.0             # seconds after which several ranks end that no longer come from one
-                                             # part of a step (an evaluation, say) to the next; 0: never
     deterministic: bool = False              # refuse kernels whose result varies from run to run
     seed: int = 0
     # evaluation, log, checkpoints
@@ -172,7 +170,7 @@ def check(cfg):
     config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size "
                             "max_steps eval_tokens gradient_accumulation_steps eval_interval log_interval "
                             "save_interval keep_last prefetch mixer_features")
-    config.at_least(cfg, 0, "step_timeout seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
+    config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
                             "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience "
                             "lora_rank valid_share num_epochs")
     config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")

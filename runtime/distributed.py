@@ -17,7 +17,7 @@ from runtime.config import BadInput
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that record a step, and can't accumulate
 LAST_WORDS = 60.0                    # seconds in which a rank may save when its torchrun was killed
-LONGEST_WAIT = datetime.timedelta(days=1)            # of the other ranks in an exchange; runtime/watch.py asks sooner
+STEP_TIMEOUT = datetime.timedelta(hours=1)           # of an exchange within a step: one that takes longer hangs
 
 # the group that waits for what the first rank does alone: tokenising may take hours
 patient = None
@@ -37,7 +37,7 @@ def init():
         if "TORCHELASTIC_RUN_ID" in os.environ:
             threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=LONGEST_WAIT, store=store, rank=rank(), world_size=world_size())
+        dist.init_process_group(backend, timeout=STEP_TIMEOUT, store=store, rank=rank(), world_size=world_size())
         patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
@@ -94,6 +94,15 @@ def sum(values):
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
+
+
+def most(number):
+    """The largest of all ranks' whole numbers."""
+    if not dist.is_initialized():
+        return number
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def any(flag):
@@ -225,7 +234,7 @@ class TrainedModel(nn.Module):
         gets in which others have more micro-batches."""
         n = len(micro_batches)
         if self.is_sharded:
-            n = max(gather(n))
+            n = most(n)
         for i in range(n):
             is_last = i == n - 1
             if self.ddp:

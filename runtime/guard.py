@@ -64,6 +64,12 @@ def run(main, argv=None):
         if e.alone and distributed.world_size() > 1:
             os._exit(1)
         code = 1
+    except RuntimeError as e:
+        if "imed out" not in str(e) or distributed.world_size() == 1:
+            raise
+        print(f"error: Rank {distributed.rank()} waited more than {distributed.STEP_TIMEOUT} for another rank, which hangs: "
+              "look at its log, and resume with --init_from=resume.", file=sys.stderr, flush=True)
+        os._exit(1)                          # not through an exchange that would wait again
     except KeyboardInterrupt:                # a second Ctrl-C, or one where there is nothing to save
         print("error: interrupted.", file=sys.stderr, flush=True)
         os._exit(130)

@@ -127,7 +127,7 @@ def mesh_of(device_type, parallel):
     mesh = dist.init_device_mesh(device_type, tuple(shape), mesh_dim_names=("nodes", "cards")[-len(shape):])
     if parallel == "hybrid":                 # groups of its own, which would wait for half an hour
         for dimension in range(len(shape)):
-            dist.distributed_c10d._set_pg_timeout(distributed.LONGEST_WAIT, mesh.get_group(dimension))
+            dist.distributed_c10d._set_pg_timeout(distributed.STEP_TIMEOUT, mesh.get_group(dimension))
     return mesh
 
 

@@ -36,7 +36,6 @@ from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
 from runtime.log import Log
-from runtime.watch import Watch
 from text import examples
 
 # in the run folder, until the next checkpoint: what is to be different
@@ -88,7 +87,6 @@ class Run:
         self.stopping = False                # one of the ranks was asked to stop
         self.val_loss = None                 # of this step, if it was evaluated
         self.new_best = False
-        self.watch = Watch(0)
 
     @property
     def step(self):
@@ -126,7 +124,6 @@ class Run:
             tokenizer.save(cfg.out_dir)
 
     def __enter__(self):
-        self.watch = Watch(self.cfg.step_timeout)
         self.stop = StopSignal()
         self.stopping = self.stop.requested()             # before a Retry, say
         return self
@@ -147,7 +144,6 @@ class Run:
         finally:
             if isinstance(error, Failure | Retry) and (error.alone or distributed.is_main()):
                 self.log.note(str(error))
-            self.watch.end()
             if error is not None and not isinstance(error, Retry):
                 self.log.say_findings()
             self.log.close(failed=error is not None)
@@ -177,7 +173,6 @@ class Run:
         self.val_loss = None
         self.new_best = False
         self.clock = time.perf_counter()
-        self.watch.at(self.step, "the beginning")
 
     def reset_timings(self):
         self.timings = Counter()             # {part of a step: seconds}, in `timed_steps` steps
@@ -193,7 +188,6 @@ class Run:
         self.timings[name] += clock - self.clock
         self.state.seconds += clock - self.clock
         self.clock = clock
-        self.watch.at(self.step, f"what follows {name}")
 
     def optimizer_step(self, lr, **batch):
         """Clip the gradients and move the weights. Returns the norm of the gradients before clipping. If they
