@@ -13,7 +13,6 @@ G groups, K samples a group. Knobs, as --key=value:
 import dataclasses
 import hashlib
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +32,8 @@ from experimental.pcgrad import Surgery
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
-from rollouts.pipeline import (Pipeline, WorstCase, ask, few_shot_of, logprobs_of, micro_batches, padded,
-                               requests_of, round_up, stop_strings_of, zero_variance)
+from rollouts.batch import WorstCase, logprobs_of, micro_batches, padded, round_up
+from rollouts.pipeline import Pipeline, ask, few_shot_of, requests_of, stop_strings_of, zero_variance
 from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
 from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
@@ -125,7 +124,7 @@ class Config:
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32. The
                                              # engine samples in bf16 or fp32
-    tokens_per_micro_batch: int = 16384      # positions of a forward pass, see rollout.token_cost; less while
+    tokens_per_micro_batch: int = 16384      # positions of a forward pass, see batch.token_cost; less while
                                              # they don't fit the memory
     compile: bool = False                    # torch.compile of the update
     gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second

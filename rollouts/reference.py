@@ -2,7 +2,7 @@
 import contextlib
 
 from model import adapters_off, blank
-from rollouts.pipeline import logprobs_of
+from rollouts.batch import logprobs_of
 from runtime import checkpoint, parallel
 
 

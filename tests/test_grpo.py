@@ -28,6 +28,7 @@ from conftest import ROOT, environment, flags, largest_difference, metrics, trai
 from engine import Engine, Request, Sample
 from model import GPT, GPTConfig, IGNORE
 from rollouts import pipeline as rollout, questions
+from rollouts.batch import micro_batches, padded
 from rollouts.pipeline import Completion
 from runtime import checkpoint, config, guard, optim
 from runtime.config import BadInput
@@ -411,7 +412,7 @@ def test_what_is_trained_on_follows_from_lengths_alone():
     """Padding id 0 and the end of text, 256, are ids like any other where they were sampled."""
     rollouts = some_rollouts()
     rollouts += [Completion(list(r.prompt), [1, 256], [-1.0, -1.0], True) for r in rollouts[:5]]          # prompts that stand there already
-    batch = rollout.padded(rollouts)
+    batch = padded(rollouts)
     for i, r in enumerate(rollouts):
         n, g = len(r.ids), batch.prefixes.of[i]
         assert batch.prefixes.lengths[g] == len(r.prompt) - 1 and batch.prefixes.ids[g, :batch.prefixes.lengths[g]].tolist() == r.prompt[:-1]
@@ -423,19 +424,19 @@ def test_what_is_trained_on_follows_from_lengths_alone():
         assert batch.advantages[i].item() == pytest.approx(r.advantage)
     assert batch.x.shape == batch.y.shape == (45, max(len(r.ids) for r in rollouts)) and (batch.y == IGNORE).any(1).sum() >= 30
     assert batch.prefixes.ids.shape == (len({tuple(r.prompt[:-1]) for r in rollouts}), max(len(r.prompt) for r in rollouts) - 1)
-    assert rollout.padded([Completion([3], [0], [-1.0], True), Completion([4], [0, 256], [-1.0, -2.0], False)]).y.tolist() == [[0, IGNORE], [0, 256]]
-    assert rollout.padded([Completion([3], [0], [-1.0], True)]).prefixes.ids.shape == (1, 0)
+    assert padded([Completion([3], [0], [-1.0], True), Completion([4], [0, 256], [-1.0, -2.0], False)]).y.tolist() == [[0, IGNORE], [0, 256]]
+    assert padded([Completion([3], [0], [-1.0], True)]).prefixes.ids.shape == (1, 0)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 64, 100, 10**6])
 def test_micro_batches_keep_to_their_tokens_and_lose_nothing(tokens):
     rollouts = some_rollouts(1)
     rollouts += [dataclasses.replace(r) for r in rollouts]
-    parts = rollout.micro_batches(rollouts, tokens)
+    parts = micro_batches(rollouts, tokens)
     assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, rollouts))
-    cells = [rollout.padded(part).x.numel() + rollout.padded(part).prefixes.ids.numel() for part in parts]
+    cells = [padded(part).x.numel() + padded(part).prefixes.ids.numel() for part in parts]
     assert all(n <= tokens or len(part) == 1 for n, part in zip(cells, parts))
-    assert len(parts) == {1: 80, 10**6: 1}.get(tokens, len(parts)) and rollout.micro_batches([], tokens) == []
+    assert len(parts) == {1: 80, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
     if tokens == 100:                        # sorted, so that little is padding, and a prompt stands there once
         assert sum(cells) < 1.2 * sum(len(r.prompt) + len(r.ids) - 1 for r in rollouts)
 
@@ -446,7 +447,7 @@ def test_micro_batches_hold_equal_lengths_or_a_prompt_s_samples_whatever_takes_l
     rng = random.Random(0)
     rollouts = [Completion([g] * P, [1] * rng.randrange(20, 20 + spread), [], True) for g in range(24) for _ in range(8)]
     rng.shuffle(rollouts)
-    batches = [rollout.padded([dataclasses.replace(r, logprobs=None) for r in part]) for part in rollout.micro_batches(rollouts, 4096)]
+    batches = [padded([dataclasses.replace(r, logprobs=None) for r in part]) for part in micro_batches(rollouts, 4096)]
     assert sum(b.x.numel() + b.prefixes.ids.numel() for b in batches) < bound * sum(P - 1 + len(r.ids) for r in rollouts)
     if P > 1:
         assert sum(len(b.prefixes.ids) for b in batches) <= 24 + len(batches)
@@ -471,8 +472,8 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
     found = {}
     for how in ("repeated", "alone", "once", "in parts"):
         model.zero_grad()
-        for part in {"once": [rollouts], "in parts": rollout.micro_batches(rollouts, 60)}.get(how, [[r] for r in rollouts]):
-            batch = rollout.padded(part)
+        for part in {"once": [rollouts], "in parts": micro_batches(rollouts, 60)}.get(how, [[r] for r in rollouts]):
+            batch = padded(part)
             if how == "repeated":
                 whole, n = torch.tensor([part[0].prompt + part[0].ids]), len(part[0].ids)
                 y = torch.cat((torch.full((1, whole.shape[1] - n), IGNORE), batch.y[:, :n]), 1)[:, 1:]
@@ -497,12 +498,12 @@ def test_in_bf16_loss_and_gradient_are_within_5_percent_of_fp32_s(kind):
                 for i in range(24) for _ in range(2)]
     model = tiny(trained=True, **kind)
     with torch.no_grad():
-        batch = rollout.padded([dataclasses.replace(r, logprobs=[0.0] * 10) for r in rollouts])
+        batch = padded([dataclasses.replace(r, logprobs=[0.0] * 10) for r in rollouts])
         for r, row in zip(rollouts, model.token_logprobs(batch.x, batch.y, 1.0, batch.prefixes)[0].tolist()):
             r.logprobs = row
         for p in model.parameters():
             p.add_(0.005 * torch.randn_like(p))
-    batch = rollout.padded(rollouts)
+    batch = padded(rollouts)
     for dtype in (torch.float32, torch.bfloat16):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -580,7 +581,7 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
             assert completion.prompt == [number, 0, 256] and completion.ids == said and completion.finished == (reason == "stop")
             assert completion.trained == (reason == "stop" or overlong != "mask")
             assert completion.reward == 0.25 * len(text) - (punished if overlong == "penalty" else 0) and (f"question {number}", text) in judge.asked
-            y = rollout.padded([completion]).y[0].tolist()
+            y = padded([completion]).y[0].tolist()
             assert y == (said if completion.trained else [IGNORE] * len(said))
 
 

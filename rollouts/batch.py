@@ -1,0 +1,171 @@
+"""Completions as padded batches: micro-batches of about equal cost, the largest there can be, and log-probabilities.
+
+Shapes: B rows, T tokens of the longest completion, G prefixes of at most P tokens, N targets.
+"""
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from model import IGNORE, Prompts
+from rollouts.pipeline import Completion
+from runtime import distributed
+
+
+@dataclass
+class Batch:
+    """Completions that continue prefixes, each of which stands there once; column t is a completion's t-th
+    token. Elsewhere y is IGNORE and the numbers are 0."""
+    x: torch.Tensor                          # [B, T] ids: a prompt's last, and the completion's but for the last
+    y: torch.Tensor                          # [B, T] ids of the completions, where they are trained on
+    sampled_logprobs: torch.Tensor           # [B, T] of y: the engine's,
+    trainer_logprobs: torch.Tensor           # the trainer's before the step (0 if not needed),
+    reference_logprobs: torch.Tensor         # and the reference's (0 without one)
+    advantages: torch.Tensor                 # [B]
+    trained: torch.Tensor                    # [N]: where in y.flatten() the targets are
+    prefixes: Prompts                        # ids [G, P], lengths [G], which of them a row continues [B]
+
+    def to(self, device):
+        def move(tensor):
+            return tensor.to(device, non_blocking=True)
+        *tensors, prefixes = vars(self).values()
+        return Batch(*map(move, tensors), Prompts(*map(move, prefixes)))
+
+
+def padded(completions, multiple=1):
+    """Return the Batch of some Completions; of none, a row in which nothing is trained on. Masks come from
+    lengths: a completion's last token, be it the end of text, is trained on. P and T are rounded up to a
+    multiple."""
+    completions = completions or [Completion([0, 0], [0], [0.0], True, trained=False)]
+    B = len(completions)
+    P, T = widths(completions, multiple)
+    x = np.zeros((B, T), np.int64)
+    y = np.full((B, T), IGNORE)
+    logprobs = np.zeros((3, B, T), np.float32)
+    for row, c in enumerate(completions):
+        n = len(c.ids)
+        x[row, :n] = c.prompt[-1:] + c.ids[:-1]
+        if c.trained:
+            y[row, :n] = c.ids
+        for kind, values in enumerate((c.logprobs, c.trainer_logprobs, c.reference_logprobs)):
+            logprobs[kind, row, :n] = 0.0 if values is None else values
+
+    numbers = {}                             # {prefix: its number}
+    of_row = [numbers.setdefault(c.prefix, len(numbers)) for c in completions]
+    lengths = [len(prefix) for prefix in numbers]
+    ids = np.zeros((len(numbers), P), np.int64)
+    for number, prefix in enumerate(numbers):
+        ids[number, :len(prefix)] = prefix
+    return Batch(
+        torch.from_numpy(x), torch.from_numpy(y), *torch.from_numpy(logprobs),
+        torch.tensor([c.advantage for c in completions]), torch.from_numpy(np.flatnonzero(y != IGNORE)),
+        Prompts(torch.from_numpy(ids), torch.tensor(lengths), torch.tensor(of_row)))
+
+
+def token_cost(n_prefixes, longest_prefix, rows, T):
+    """Return what a forward pass of rows of T ids after so many prefixes takes, in positions: those of the
+    linear layers, padding included, and an eighth of the keys and values that attention copies for each row,
+    which is about their share of a position's memory."""
+    return n_prefixes * longest_prefix + rows * T + rows * (longest_prefix + T) / 8
+
+
+def widths(completions, multiple):
+    """Return P and T of a batch of them, rounded up to a multiple."""
+    P = max(len(c.prefix) for c in completions)
+    T = max(len(c.ids) for c in completions)
+    return round_up(P, multiple), round_up(T, multiple)
+
+
+def round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def cost_of(completions, multiple=1):
+    """Return the token_cost of a batch of them."""
+    P, T = widths(completions, multiple)
+    return token_cost(len({c.prefix for c in completions}), P, len(completions), T)
+
+
+def micro_batches(completions, tokens, multiple=1):
+    """Return lists of Completions whose token_cost, with lengths rounded up to a multiple, is at most
+    `tokens`, or of a single one if that alone has more. In the order that costs less: those of about equal
+    lengths together, for less padding, or those of a prompt, whose prefix then stands in one list."""
+    longest = {}                             # {prefix: the length of the longest completion after it}
+    for c in completions:
+        longest[c.prefix] = max(longest.get(c.prefix, 0), len(c.ids))
+
+    def by_length(c):
+        return -len(c.ids), c.prompt
+
+    def by_prompt(c):
+        return -longest[c.prefix], c.prompt, -len(c.ids)
+    ways = [cut(sorted(completions, key=order), tokens, multiple) for order in (by_length, by_prompt)]
+    return min(ways, key=lambda parts: sum(cost_of(part, multiple) for part in parts))
+
+
+def cut(completions, tokens, multiple=1):
+    """Return lists of Completions that follow one another, each of a token_cost of at most `tokens`."""
+    parts = []
+    prefixes = set()
+    P = 0
+    T = 0
+    for c in completions:
+        prefixes = prefixes | {c.prefix}
+        P = max(P, round_up(len(c.prefix), multiple))
+        T = max(T, round_up(len(c.ids), multiple))
+        if not parts or token_cost(len(prefixes), P, len(parts[-1]) + 1, T) > tokens:
+            parts.append([])
+            prefixes = {c.prefix}
+            P, T = widths([c], multiple)
+        parts[-1].append(c)
+    return parts
+
+
+@dataclass
+class WorstCase:
+    """Micro-batches of the longest prompts and answers there can be."""
+    prompt: int                              # tokens
+    answer: int
+    k_samples: int
+    most: int                                # answers of an optimizer step, a rank
+
+    @property
+    def cost(self):
+        """Of one answer, in tokens of a micro-batch."""
+        return token_cost(1 / self.k_samples, self.prompt, 1, self.answer)
+
+    def answers(self, tokens):
+        """Return how many answers a micro-batch of so many tokens holds."""
+        return min(self.most, max(1, int(tokens // self.cost)))
+
+    def rows(self, tokens, context):
+        """Return how many sequences of that context take as many positions."""
+        return math.ceil(self.answers(tokens) * self.cost / context)
+
+    def smaller(self, tokens):
+        """Return the tokens of a micro-batch of half the answers; None if one of them is all it holds."""
+        if self.answers(tokens) > 1:
+            return math.ceil(self.answers(tokens) // 2 * self.cost)
+        return math.ceil(self.cost) if tokens > math.ceil(self.cost) else None
+
+    def inputs(self, tokens, temperature, device):
+        """Return what GPT.token_logprobs is given in such a micro-batch."""
+        n = self.answers(tokens)
+        n_prompts = math.ceil(n / self.k_samples)
+        x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
+        ids = torch.zeros(n_prompts, self.prompt, dtype=torch.long, device=device)
+        of_row = torch.arange(n, device=device) // self.k_samples
+        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row)
+
+
+@torch.no_grad()
+def logprobs_of(model, hw, completions, tokens, temperature):
+    """Yield (Completion, log-probabilities of its ids under the model), in micro-batches of at most so many
+    `tokens`. Of a sharded model every rank must call."""
+    for part in distributed.in_step(model, micro_batches(completions, tokens, hw.length_multiple), []):
+        batch = padded(part, hw.length_multiple).to(hw.device)
+        with hw.autocast():
+            logprobs, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes, batch.trained)
+        for c, row in zip(part, logprobs.cpu().numpy()):
+            yield c, row[:len(c.ids)].tolist()
