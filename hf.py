@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model import GPTConfig, LoRA, add_lora, blank, load_adapters, merged, scaled
+from layers.lora import LoRA, add_lora, load_adapters, merged
+from model import GPTConfig, blank, scaled
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track

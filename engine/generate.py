@@ -27,8 +27,9 @@ from engine.gpu import CUDAGraph, has_varlen_attention
 from engine.kv_cache import KVCache, prefill_tokens, slots_that_fit
 from engine.sampler import Sampling, StopStrings, draw, stream, uniform
 from engine.state_cache import StateCache
+from layers.lora import merged_weights
 from layers.ops import SDPA_WITH_MASK
-from model import merged_weights, on_meta
+from model import on_meta
 from runtime import hardware, memory, vitals
 
 SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position

@@ -8,7 +8,7 @@ to the mean loss of a step. λ rises linearly from 0 over the first orthogonalit
 The gradient, 4 (W W^T - I) W / k, is added once a step, after those of all micro-steps and ranks."""
 import torch
 
-from model import whole
+from layers.lora import whole
 from runtime import parallel
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import hf
 import tasks
+from layers.lora import add_lora
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
 from measure.runs import ROOT, WARM_UP, Work, a_peer, a_run, as_flags, in_turn, median_parts, raw, steps_alone
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
-from model import GPTConfig, add_lora, on_meta
+from model import GPTConfig, on_meta
 from runtime import checkpoint, config, hardware
 from runtime.config import BadInput
 from text.tokenizer import Tokenizer

@@ -1,7 +1,8 @@
 """The model that training began with, which grpo.py's KL term compares with (--beta)."""
 import contextlib
 
-from model import adapters_off, blank
+from layers.lora import adapters_off
+from model import blank
 from rollouts.batch import logprobs_of
 from runtime import checkpoint, parallel
 

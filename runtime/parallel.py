@@ -9,7 +9,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from model import whole
+from layers.lora import whole
 from runtime import distributed
 from runtime.config import BadInput
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 import tasks
-from model import adapters, add_lora
+from layers.lora import adapters, add_lora
 from runtime import checkpoint, distributed, lock, memory, optim, parallel, vitals
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
@@ -467,7 +467,7 @@ def not_by_default(cfg, inherited=()):
 
 
 def lora(cfg):
-    """What model.add_lora is given; None without."""
+    """The arguments of layers.lora.add_lora; None without."""
     if not cfg.lora_rank:
         return None
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")}

@@ -1,7 +1,7 @@
 """What doctor.diagnose has to know of the weights beside a step's figures."""
 import torch
 
-from model import merged_weights
+from layers.lora import merged_weights
 
 NUMBERS = 256                                # of each matrix
 

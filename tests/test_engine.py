@@ -10,7 +10,8 @@ from conftest import ROOT, environment
 from engine import Engine, Request, Sampling
 from engine.kv_cache import cache_bytes
 from engine.sampler import draw, invert, stream, uniform
-from model import GPT, GPTConfig, add_lora, merged
+from layers.lora import add_lora, merged
+from model import GPT, GPTConfig
 from recorded import Recorded
 from runtime import memory
 

@@ -18,7 +18,8 @@ import sample
 import train
 from conftest import ROOT, environment
 from engine import Sampling
-from model import GPT, GPTConfig, adapters, add_lora
+from layers.lora import adapters, add_lora
+from model import GPT, GPTConfig
 from rollouts import questions
 from runtime import checkpoint, config, guard, hardware
 from runtime.config import BadInput

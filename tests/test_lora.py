@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 import hf
-from model import GPT, LINEARS, LoRA, adapters, adapters_off, add_lora, load_adapters, merged
+from layers.lora import LINEARS, LoRA, adapters, adapters_off, add_lora, load_adapters, merged
+from model import GPT
 from runtime import optim
 from runtime.config import BadInput
 from test_model import GPT2, LLAMA, QWEN, ids, tiny

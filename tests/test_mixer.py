@@ -24,7 +24,8 @@ from engine import Engine, Request, Sampling
 from engine.kv_cache import cache_bytes
 from layers import linear_attention
 from layers.linear_attention import mix, mix_step
-from model import GPT, GPTConfig, add_lora, merged
+from layers.lora import add_lora, merged
+from model import GPT, GPTConfig
 from recorded import Recorded
 from rollouts import pipeline
 from rollouts.pipeline import Completion
