@@ -74,7 +74,7 @@ EXCUSED = {
     "python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --optimizer=adamw --learning_rate=2e-5": HUB,
     "python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --optimizer=adamw --learning_rate=2e-4 --lora_rank=16": HUB,
     "python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive": HUB,
-    "python eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512 --json": HUB,
+    "python eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512": HUB,
     "python train.py config/a100_production.py": HUB,
     "python train.py config/a100_production.py --dataset=FOLDER": "a GPU's work; tests/test_configs.py looks at the file",
     "torchrun --nproc_per_node=8 train.py config/a100_mega.py": HUB,
