@@ -12,7 +12,7 @@ num_questions = 2560                     # which 80 steps ask once each
 max_new_tokens = 773                     # with the longest question, the 800 positions that the model has
 
 temperature = 1.0
-mini_batches = 2                         # optimizer steps on each rollout: a point ahead, at no cost (NOTES.md)
+mini_batches = 2                         # steps on each rollout: a point ahead, at no cost (docs/notes.md)
 learning_rate = 5e-4
 lr_schedule = "linear"                   # steps are noisy: the last ones average over them
 warmup_steps = 10

@@ -11,9 +11,9 @@ tokenizer = "bytes"
 block_size = 64
 
 n_layer = 4
-n_head = 2               # two heads of 64 are cheaper than four of 32, at the same loss (NOTES.md)
+n_head = 2               # two heads of 64 are cheaper than four of 32, at the same loss (docs/notes.md)
 n_embd = 128
-mlp_hidden = 256         # half of the usual width: faster, and no worse at equal steps (NOTES.md)
+mlp_hidden = 256         # half of the usual width: faster, and no worse at equal steps (docs/notes.md)
 norm = "layernorm"       # has a fused CPU kernel for both directions, RMSNorm has not
 
 batch_size = 24

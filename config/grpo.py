@@ -10,7 +10,7 @@ task = "unit_conversion"
 num_questions = 3200                     # each asked once: of questions that come again it learns the answers by heart
 max_new_tokens = 144
 
-temperature = 1.3                        # at 1 the samples of a group soon agree, and what the model could do already suffers (NOTES.md)
+temperature = 1.3                        # at 1 the samples of a group soon agree, and what the model could do already suffers (docs/notes.md)
 learning_rate = 5e-4
 lr_schedule = "linear"                   # steps are noisy: the last ones average over them
 warmup_steps = 10

@@ -68,7 +68,7 @@ class RowGroup(NamedTuple):
 class KVCache:
     """Keys and values k, v [L, slots + 1, K, T, D]; the last row is of a prompt some of whose samples wait.
 
-    If it `grows`, T follows what is read: a CPU reads whole rows in bf16 faster than parts (NOTES.md).
+    If it `grows`, T follows what is read: a CPU reads whole rows in bf16 faster than parts (docs/notes.md).
     kind: of the device, cpu, cuda or mps. backend: of ATTENTION, for prompts. graphs: whether steps are
     recorded as CUDA graphs.
     """
@@ -215,7 +215,7 @@ class KVCache:
 
         The G queries of a key head are the rows of one product: its cache is read once and not repeated.
         On a CPU the products are written out: in bf16 at least twice the speed of PyTorch's fused kernel
-        (NOTES.md).
+        (docs/notes.md).
         """
         if isinstance(reading, ByLength):
             return reading.attend(q, keys, values)

@@ -142,7 +142,7 @@ class StopStrings:
     def may_complete(self, ids):
         """Return whether a stop string may end in each of ids [B, steps], whose text has its last character.
 
-        Decoding the text of every row after every step took 2-9% of the time of a small model (NOTES.md).
+        Decoding every row after every step took 2-9% of the time of a small model (docs/notes.md).
         """
         for i in np.unique(ids[self.has_last[ids] < 0]):
             text = self.decode([i])

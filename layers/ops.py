@@ -71,7 +71,7 @@ def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
 def math_attention(q, k, v, mask=None, dropout=0.0):
     """Return the same as sdpa_attention, with its two products written out.
 
-    On a CPU in bf16 that is several times faster at short lengths (NOTES.md).
+    On a CPU in bf16 that is several times faster at short lengths (docs/notes.md).
     """
     if not dropout and not torch.compiler.is_compiling():
         return AttentionInParts.apply(q, k, v, mask)
@@ -94,7 +94,7 @@ class AttentionInParts(torch.autograd.Function):
 
     Their scores stay in the processor's cache, and most of those that are masked are never computed. Query
     heads that share a key head are rows of one product. Both ways, 5 x 800 positions of 4 heads of 32 with
-    one key head, in bf16: 33 ms instead of 54 (a Zen 5 core; NOTES.md).
+    one key head, in bf16: 33 ms instead of 54 (a Zen 5 core; docs/notes.md).
     """
 
     @staticmethod

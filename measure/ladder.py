@@ -149,7 +149,7 @@ def print_rows(table, unit, ladder, losses, log):
     if losses:
         compared = "Loss: of the last step; off fp32: from that of the first row in fp32, ! above 5%."
     log(f"{gain}Speeds are medians of steps, then of runs; ratios\n"
-        "are of the fastest steps of all runs, which repeat best (NOTES.md); "
+        "are of the fastest steps of all runs, which repeat best (docs/notes.md); "
         f"of turns: least and most of the same for the runs of a turn.\n{compared}")
 
 

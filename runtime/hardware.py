@@ -328,7 +328,7 @@ def cpu_multiplies_bf16():
 
 def keep_freed_memory():
     """Let glibc reuse freed tensors instead of giving their pages back, to be faulted in again at the next
-    step. NOTES.md has what that buys."""
+    step. docs/notes.md has what that buys."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc

@@ -14,7 +14,7 @@ from runtime.guard import Failure
 from runtime.progress import ProgressLine
 
 GIB = 2**30
-# peak resident set over the arithmetic below: 1.0 to 1.6 in six shapes (NOTES.md)
+# peak resident set over the arithmetic below: 1.0 to 1.6 in six shapes (docs/notes.md)
 CPU_SLACK = 1.6
 
 

@@ -243,7 +243,7 @@ class Pool:
         """Queue a completion. question: a dict that JSON can hold. RuntimeError if the pool is closed.
 
         Workers get HAND_OVER of them at a time: on a CPU every process that wakes stops the threads that
-        sample, which one at a time costs a small model up to a tenth of its speed (NOTES.md).
+        sample, which one at a time costs a small model up to a tenth of its speed (docs/notes.md).
         """
         if self.ended:
             raise self.ended

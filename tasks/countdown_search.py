@@ -16,7 +16,7 @@ line, which begins with the numbers that are left then, the new one last; going 
 earlier state again. Of two numbers all results are tried, each marked as below, above or at the target. The
 completion ends in `answer:`, the steps that make the target, the last one first, and a full stop.
 
-Four things of this form are there for the model (NOTES.md has their numbers). A question begins with a word,
+Four things of this form are there for the model (numbers: docs/notes.md). A question begins with a word,
 since in a text a document comes after the token that ends the one before, and in sampling after nothing: a
 target in the first place was found in training by that token, and in sampling not at all. Each line has the
 target, so that what is compared with it stands near, and each result has its mark: to compare is learnt from
@@ -272,7 +272,8 @@ def targets_of(split):
     """Return the targets of a split: of all, in the order of a hash, every fifth is for the test, since a
     model is far better at some than at others, and every tenth for validation. (There are so few that a hash
     of each by itself would not deal out such shares.) The lowest and the highest are always trained on: where
-    10 was not, each 10 in training was below its target, and was marked so in the test, too (NOTES.md)."""
+    10 was not, each 10 in training was below its target, and was marked so in the test, too
+    (docs/notes.md)."""
     order = sorted(range(LOWEST, HIGHEST + 1), key=lambda n: hashlib.sha256(f"target {n}".encode()).digest())
     dealt = {"test": {*order[::5]} - {LOWEST, HIGHEST}, "valid": {*order[1::10]} - {LOWEST, HIGHEST}}
     return frozenset(dealt.get(split) or {*order} - dealt["test"] - dealt["valid"])

@@ -272,7 +272,7 @@ def nothing():
 def width(length, longest, multiple=1):
     """Return T of a micro-batch whose longest example has that length: the next multiple of 8 (and of
     `multiple`, a power of 2), but no more than the `longest` of all data. For a product of a shape that it has not seen oneDNN takes half a
-    millisecond more; few shapes make fine-tuning on a CPU about 8% faster (NOTES.md)."""
+    millisecond more; few shapes make fine-tuning on a CPU about 8% faster (docs/notes.md)."""
     multiple = max(8, multiple)
     return min(longest, -(-length // multiple) * multiple)
 
