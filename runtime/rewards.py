@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from runtime.progress import ProgressLine
 from tasks import said
 
 MEMORY = 4 * 2**30                   # bytes of address space that a worker may have
+LIMIT = f"(a reward worker may have {MEMORY / 2**30:g} GiB of memory)"
 LOADING = 120.0                      # seconds that a task may take to load
 MOST_AT_ONCE = 16                    # items that a quick worker is given in one go
 # seconds an item: one that takes longer is given one at a time, for another may have the next
@@ -138,8 +140,8 @@ def main(spec, folder=".", only_try=False):
         task = tasks.load(spec)
     except (Exception, SystemExit) as e:
         plain = isinstance(e, LookupError | ValueError | OSError)
-        write(str(e) if plain else f"The task {spec} can't be loaded ({said(e)}): mend it, or choose "
-                                   "another.")
+        write(with_limit(str(e) if plain else f"The task {spec} can't be loaded ({said(e)}): mend it, or choose "
+                                              "another."))
         return
     write(None)
     for line in items:
@@ -149,7 +151,13 @@ def main(spec, folder=".", only_try=False):
             graded = grade(task, question, completion)
             if os.getpid() != me:                # a copy that the verifier forked and forgot
                 os._exit(1)
-            write(graded)
+            write(graded._replace(error=graded.error and with_limit(graded.error)))
+
+
+def with_limit(error):
+    """An error's text, with the limit of a worker's memory if it speaks of memory."""
+    sentence = error.removesuffix(".")
+    return f"{sentence} {LIMIT}{error[len(sentence):]}" if re.search("(?i)memory|alloc", error) else error
 
 
 def watch_over_worker():
@@ -447,7 +455,7 @@ class Worker:
             try:
                 data = data[os.write(self.process.stdin.fileno(), data):]
             except BrokenPipeError:
-                raise EOFError("the worker died") from None
+                raise EOFError(f"the worker died {LIMIT}") from None
 
     def read(self, timeout):
         """The next line. TimeoutError if none comes for that many seconds, EOFError if none will."""
@@ -455,7 +463,7 @@ class Worker:
             self.wait(self.process.stdout, select.POLLIN, timeout)
             data = os.read(self.process.stdout.fileno(), 2**16)
             if not data:
-                raise EOFError("the worker died")
+                raise EOFError(f"the worker died {LIMIT}")
             self.inbox += data
         line, _, self.inbox = self.inbox.partition(b"\n")
         return line

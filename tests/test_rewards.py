@@ -185,7 +185,7 @@ def test_one_that_hangs_is_killed_and_its_neighbours_are_graded(pool):
 def test_one_that_dies_is_replaced_and_its_neighbours_are_graded(pool):
     before = dict(pool.counts)
     texts = ["exit", "fine", "segfault", "exit"] + 20 * ["fine"]
-    died = Grade(0.0, {}, "", "the worker died")
+    died = Grade(0.0, {}, "", "the worker died (a reward worker may have 4 GiB of memory)")
     assert pool.score([({}, t) for t in texts]) == [FINE if t == "fine" else died for t in texts]
     assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 3, "timeouts": 0, "restarts": 3}
 
@@ -195,7 +195,8 @@ def test_what_a_verifier_raises_is_an_error_and_no_zero(pool, mischief):
     texts = ["raise", "quit", "memory", "score nan", "score inf", "score 1.5", "score -1", "score x", "score 0", "score 0.5"]
     grades = pool.score([({}, t) for t in texts])
     errors = [g.error for g in grades]
-    assert errors[0] == r"ValueError: no \ud800 verdict" and errors[1] == "SystemExit: enough" and errors[2] == "MemoryError"
+    assert errors[0] == r"ValueError: no \ud800 verdict" and errors[1] == "SystemExit: enough" and \
+        errors[2] == "MemoryError (a reward worker may have 4 GiB of memory)"
     assert all(error.startswith("ValueError") for error in errors[3:8]) and errors[8:] == [None, None]
     assert all(g[:3] == (0.0, {}, "") for g in grades[:8]) and [g.score for g in grades[8:]] == [0.0, 0.5]
     assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 8, "timeouts": 0, "restarts": 0}
@@ -261,6 +262,23 @@ def test_a_task_that_ends_the_process_on_import_is_a_sentence(tmp_path, monkeypa
     assert "mine.py" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_reward_may_have_processes_of_its_own(tmp_path):
+    """Which import its file under the name that its functions are pickled with."""
+    (tmp_path / "sums.py").write_text("""
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+def double(text):
+    return 2 * int(text)
+def reward(question, completion):
+    with ProcessPoolExecutor(1, mp_context=get_context(question["start"])) as pool:
+        return pool.submit(double, completion).result() / 2
+""")
+    (tmp_path / "json.py").write_text((tmp_path / "sums.py").read_text())     # the name of another module
+    for name, start in (("sums", "spawn"), ("sums", "fork"), ("json", "fork")):
+        with Pool(str(tmp_path / f"{name}.py"), 1) as pool:
+            assert pool.score([({"start": start}, "1")])[0][:4:3] == (1.0, None), (name, start)
+
+
 def test_what_a_verifier_prints_or_forks_is_no_grade(mischief, capfd):
     grades = grade_all(mischief, ["print", "fork", "fine"])
     assert [g.signature for g in grades] == ["print", "fork", "fine"] and not any(g.error for g in grades)
@@ -286,10 +304,12 @@ def test_a_path_begins_where_the_pool_was_made(mischief, tmp_path, monkeypatch):
     (tmp_path / "tasks").mkdir()                             # hides nothing of ours
     with Pool("mischief.py", workers=1) as pool:
         monkeypatch.chdir(tmp_path)
-        assert [g.error for g in pool.score([({}, "exit"), ({}, "fine")])] == ["the worker died", None]
+        died, fine = pool.score([({}, "exit"), ({}, "fine")])
+        assert died.error.startswith("the worker died") and fine.error is None
 
 
 @pytest.mark.parametrize("body, sentence", [
+    ("bytes(6 * 2**30)", "MemoryError.* .a reward worker may have 4 GiB of memory.\\.$"),
     ("import nothing_of_that_name", "nothing_of_that_name"), ("raise ValueError('Say a level.')", "Say a level."),
     ("import os; os._exit(0)", "the worker died"), ("import sys; sys.exit()", "SystemExit")])
 def test_a_task_that_can_not_be_loaded_says_so_at_once(tmp_path, body, sentence):
