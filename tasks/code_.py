@@ -7,7 +7,7 @@ more steps. Two in ten worked examples carry a slip. Where a list is indexed, mo
 import re
 
 from tasks import _answers, _questions
-from tasks._steps import Steps, completion, follows, plain, with_a_slip
+from tasks._steps import Steps, completion, follows, with_a_slip
 
 INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as "
                "`x: 7 + 5 = 12.` Then give what it prints within <answer></answer>.")
@@ -187,10 +187,9 @@ def documents(split, seed=0, argument=None):
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct),
     and whether before it stands each step that leads there, and no other equation (reasoned)."""
-    found = _answers.ANSWER.search(completion[:2000])
-    answer = re.sub("^print |[\"']", "", plain(found[1])) if found else ""
+    answer = re.sub("^print |[\"']", "", _answers.words(completion[:2000]))
     steps = Steps()
     worked(question, steps)
-    parts = {"answered": answer != "", "correct": answer == plain(question["answer"]),
+    parts = {"answered": answer != "", "correct": _answers.same(answer, question["answer"]),
              "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
     return float(parts["correct"]), parts

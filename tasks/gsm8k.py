@@ -80,4 +80,4 @@ def documents(split, argument=None):
 
 
 def reward(question, completion):
-    return _answers.grade(question, completion, tolerance=1e-3, prefix="$")
+    return _answers.grade(question, completion)
