@@ -7,6 +7,7 @@ from runtime.config import BadInput
 
 # how a question is put to a model without a chat template; a task may have a form of its own
 PROMPT = "Question: {}\n"
+MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]")        # of a conversation that is put into a template already
 
 
 def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
@@ -23,6 +24,15 @@ def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
     return min(positions, longest + max_new_tokens)
 
 
+def check_unmarked(tokenizer, text):
+    """ValueError for a prompt that is in a chat's template already, and would be put into one once more."""
+    marks = [mark for mark in MARKS if mark in text]
+    if marks and tokenizer.template["name"] != "plain":
+        raise ValueError(f"the prompt {text[:40]!r} holds {marks[0]}, as a chat's template writes it, and would be put "
+                         'into the template once more: give the user\'s text alone, or of examples {"messages"} as '
+                         "docs/rft.md does")
+
+
 def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
     """Return the list of the ids after which the answer begins.
 
@@ -35,4 +45,5 @@ def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
         for example, completion in examples:
             text += form.replace("{}", example) + f"{completion}\n\n"
         return tokenizer.prompt_ids(text + form.replace("{}", question))
+    check_unmarked(tokenizer, question)
     return tokenizer.prompt_ids(question, instruction, examples)

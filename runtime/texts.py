@@ -313,7 +313,7 @@ class JsonLines(Text):
         if not isinstance(row, dict) or self.key not in row:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
             raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with "
-                           "--text_key=.")
+                           '--text_key=, or to train on answers write {"prompt", "completion"} or {"messages"}.')
         text = row[self.key]
         if not isinstance(text, str | None):
             raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(text).__name__}, not "
