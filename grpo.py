@@ -314,19 +314,20 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
 
 
 def check_domains(stream, asked, positions):
-    """BadInput for a task that is left without a question to train on, or with one, or for fewer questions than
-    a step asks. asked: {name of a task: its questions before those that are too long were left out}."""
+    """BadInput for a task that is left without a question to train on, or with one, or for fewer questions
+    than a step asks. asked: {name of a task: its questions before those that are too long were left out}."""
     for domain, numbers in stream.numbers.items():
         if not asked[domain]:
             raise BadInput(f"There is no question of {domain} to train on: raise --num_questions, or give another "
                            "--dataset= if there is one, or leave that task out.")
         if len(numbers) < min(2, asked[domain]):
-            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} is longer than --max_prompt_tokens, or "
-                           f"fills the {positions} positions of the model: lower --few_shot, or choose another task or model.")
+            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} is longer than "
+                           f"--max_prompt_tokens, or fills the {positions} positions of the model: lower "
+                           "--few_shot, or choose another task or model.")
     if len(stream) < stream.cfg.prompts_per_step <= asked.total():
-        raise BadInput(f"Only {len(stream)} of {asked.total()} prompts are no longer than --max_prompt_tokens and the "
-                       f"{positions} positions of the model allow, and a step asks {stream.cfg.prompts_per_step}: lower "
-                       "--few_shot or --prompts_per_step.")
+        raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
+                       f"{positions} positions of the model, and a step asks {stream.cfg.prompts_per_step}: "
+                       "lower --few_shot or --prompts_per_step.")
 
 
 # --- a step ---

@@ -71,8 +71,8 @@ def unseen_questions(task, split, n, seed=0):
 
 def say_copies(n, source):
     if n:
-        print(f"Questions of {source} that have the text of an earlier one are left out, whatever their answers: {n}.",
-              flush=True)
+        print(f"Questions of {source} that repeat the text of an earlier one are left out, whatever their "
+              f"answers: {n}.", flush=True)
 
 
 def read_questions(path, n_valid):

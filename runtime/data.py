@@ -307,9 +307,9 @@ def adopt_bins(path, tokenizer, data_dir):
         if not file.is_file():
             raise BadInput(f"{path} has no {file.name}: a folder of token files needs train.bin and val.bin.")
     if (path / "meta.pkl").exists():
-        raise BadInput(f"The token ids in {path} are of the alphabet in its meta.pkl, as nanoGPT's character data "
-                       "are: give the text that they were made of (its input.txt), or take meta.pkl away if "
-                       f"they are ids of --tokenizer={tokenizer.name}.")
+        raise BadInput(f"The token ids in {path} belong to the alphabet in its meta.pkl, as in nanoGPT's "
+                       "character data: give the text that they were made of (its input.txt), or remove "
+                       f"meta.pkl if they are ids of --tokenizer={tokenizer.name}.")
     dtype = "uint16"
     for wider in ("uint32", "uint64"):       # as uint16 a zero, or three, would follow every id
         if all(are_ids(file, wider, tokenizer.n_vocab) for file in files.values()):

@@ -116,8 +116,8 @@ def example_of_list(row, tokenizer, form, sampled_ids):
         and str(row[-1]).strip()
     )
     if not is_example:
-        raise ValueError(other_form(row) or "it should be [question, answer, reasoning], or [question, answer] with a "
-                                            "text or a finite number as the answer")
+        raise ValueError(other_form(row) or "it should be [question, answer, reasoning], or [question, "
+                                            "answer] with a text or a finite number as the answer")
     question, answer, *reasoning = row
     completion = reasoning[0] if reasoning else f"<answer>{answer}</answer>"
     ids = sampled_ids.get((question, completion)) or tokenizer.encode(completion).tolist()
@@ -127,23 +127,21 @@ def example_of_list(row, tokenizer, form, sampled_ids):
 
 def example_of_object(row, tokenizer):
     """Return the Example of {"prompt", "completion"} or {"messages"}; ValueError if it is neither."""
-    if other_form(row):
-        raise ValueError(other_form(row))
-    row = row if isinstance(row, dict) else {}
-    question = row.get("prompt")
-    completion = row.get("completion")
+    found = row if isinstance(row, dict) else {}
+    question = found.get("prompt")
+    completion = found.get("completion")
     if isinstance(question, str) and isinstance(completion, str):
         prompts.check_unmarked(tokenizer, question)
         prompt = tokenizer.prompt_ids(question)
         return example_of_parts([(prompt, False), (tokenizer.answer_ids(completion), True)], question)
-    messages = row.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if not is_message(message):
-            raise ValueError(f"its message {str(message)[:80]} should have a role and a content that are texts: leave it "
-                             'out, or give it one')
+    messages = found.get("messages")
     if not isinstance(messages, list):
-        raise ValueError('it should be {"prompt": text, "completion": text} or '
-                         '{"messages": [{"role": ..., "content": ...}, ...]}')
+        raise ValueError(other_form(row) or 'it should be {"prompt": text, "completion": text} or '
+                                            '{"messages": [{"role": ..., "content": ...}, ...]}')
+    for message in messages:
+        if not is_message(message):
+            raise ValueError(f"its message {str(message)[:80]} should have a role and a content that are "
+                             "texts; give it both, or leave it out")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("none of its messages is the assistant's")
     asked = [message["content"] for message in messages if message["role"] == "user"]
@@ -151,20 +149,23 @@ def example_of_object(row, tokenizer):
 
 
 def other_form(row):
-    """Return the sentence about a row in a form of others, with the expression that converts it; None for a row
-    that is none of them."""
+    """Return the name of the form that a row of other projects has, with the expression that converts it;
+    None for any other row."""
     if isinstance(row, list) and row and all(isinstance(turn, dict) and "role" in turn for turn in row):
-        return 'a list of turns: write {"messages": row} in its place'
-    if not isinstance(row, dict) or "messages" in row:
+        return 'a list of turns: write {"messages": row} in its place, in a .jsonl file'
+    if not isinstance(row, dict):
         return None
     if isinstance(row.get("conversations"), list):
-        return ("ShareGPT's form: write " '{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], '
-                'm["from"]), "content": m["value"]} for m in row["conversations"]]} in its place, in a .jsonl file')
+        return ("ShareGPT's form: write "
+                '{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]), '
+                '"content": m["value"]} for m in row["conversations"]]} in its place, in a .jsonl file')
     if {"instruction", "output"} <= row.keys():
-        return ("Alpaca's form: write " r'{"prompt": "\n".join(filter(None, [row["instruction"], row.get("input")])), '
+        return ("Alpaca's form: write "
+                r'{"prompt": "\n".join(filter(None, [row["instruction"], row.get("input")])), '
                 '"completion": row["output"]} in its place, in a .jsonl file')
     if isinstance(row.get("prompt"), list) and "completion" in row:
-        return 'a prompt and a completion of turns: write {"messages": row["prompt"] + row["completion"]} in its place'
+        return ('a prompt and a completion of turns: write {"messages": row["prompt"] + row["completion"]} '
+                "in its place, in a .jsonl file")
     return None
 
 
@@ -233,8 +234,8 @@ def record_of(line):
 
 
 def log_beside(dataset):
-    """Yield the header and the records of the log beside a .json file, if there is one. BadInput for a line that
-    is not as it was written: questions would be asked in another form, or answers have other ids."""
+    """Yield the header and the records of the log beside a .json file, if there is one. BadInput for a line
+    that is not as it was written: questions would be asked in another form, or answers have other ids."""
     path = attempts_path(dataset)
     number = 1
     try:
@@ -244,8 +245,9 @@ def log_beside(dataset):
     except FileNotFoundError:
         return
     except (OSError, ValueError) as e:
-        raise BadInput(f"Line {number} of {path} can't be read ({getattr(e, 'strerror', None) or e}): restore it, or "
-                       "move it elsewhere and give with --prompt= the form in which the questions were asked.") from None
+        reason = getattr(e, "strerror", None) or e
+        raise BadInput(f"Line {number} of {path} can't be read ({reason}): restore the file, or move it "
+                       "elsewhere and give the form of its questions with --prompt=.") from None
 
 
 def read_form(dataset):
@@ -263,9 +265,10 @@ def read_log(path, tokenizer):
     for attempt in attempts:
         if attempt["verdict"] == "verified":
             sampled_ids[attempt["question"], attempt["completion"]] = attempt["ids"]
+    form = header.get("prompt")
     if header.get("tokenizer") != tokenizer.describe():
-        sampled_ids = {}
-    return header.get("prompt"), {key: ids for key, ids in sampled_ids.items() if tokenizer.decode(ids) == key[1]}
+        return form, {}
+    return form, {key: ids for key, ids in sampled_ids.items() if tokenizer.decode(ids) == key[1]}
 
 
 def hold_out(examples, share, seed):

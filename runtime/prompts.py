@@ -7,7 +7,7 @@ from runtime.config import BadInput
 
 # how a question is put to a model without a chat template; a task may have a form of its own
 PROMPT = "Question: {}\n"
-MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]")        # of a conversation that is put into a template already
+MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]")        # of chat templates
 
 
 def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
@@ -25,12 +25,12 @@ def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
 
 
 def check_unmarked(tokenizer, text):
-    """ValueError for a prompt that is in a chat's template already, and would be put into one once more."""
+    """ValueError for a prompt that a chat template has been applied to, where one would be applied again."""
     marks = [mark for mark in MARKS if mark in text]
     if marks and tokenizer.template["name"] != "plain":
-        raise ValueError(f"the prompt {text[:40]!r} holds {marks[0]}, as a chat's template writes it, and would be put "
-                         'into the template once more: give the user\'s text alone, or of examples {"messages"} as '
-                         "docs/rft.md does")
+        raise ValueError(f"the prompt {text[:40]!r} holds {marks[0]}, so a chat template has been applied to "
+                         "it, and the model's would be applied again; give the user's text alone, or convert "
+                         'examples to {"messages"} as docs/rft.md shows')
 
 
 def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):

@@ -2,8 +2,9 @@
 
 A source is a part of a split. It has a `name` for messages and a `size` (bytes on the disk, which the
 progress line counts); `divide(at, low, high)` returns the sources before and after about `at` bytes, and no
-fewer than `low` or more than `high`; `raw()` yields the bytes that identify it, and `fragments()` yields (whether it begins a document, text as str or bytes, its share of the
-size) in pieces that tokenisation does not notice.
+fewer than `low` or more than `high`; `raw()` yields the bytes that identify it, and `fragments()` yields
+(whether it begins a document, text as str or bytes, its share of the size) in pieces that tokenisation does
+not notice.
 """
 import codecs
 import os
@@ -86,11 +87,12 @@ def find_files(path, text_key):
     test = [file for file in files if "test" in words[file]]
     train = [file for file in files if "train" in words[file]]
     train = train or [file for file in files if not words[file] & {*VALID_NAMES, "test"}]
-    left_out = [str(file.relative_to(path)) for file in found if file not in {*train, *valid, *test}]
+    used = {*train, *valid, *test}
+    left_out = [str(file.relative_to(path)) for file in found if file not in used]
     if left_out:
         more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-        print(f"Left out of {path}: {', '.join(left_out[:5])}{more} (empty, or not {KINDS}, or not marked train as "
-              "others are).", flush=True)
+        print(f"Left out of {path}: {', '.join(left_out[:5])}{more} (empty, or not {KINDS}, or not marked "
+              "train as others are).", flush=True)
     return {split: [source_of(file, text_key) for file in of_split]
             for split, of_split in (("train", train), ("valid", valid), ("test", test))}
 
@@ -194,7 +196,8 @@ def begins_character(byte):
 
 def within(name, text, share):
     """Return the first `share` of a document, and the rest, as the sources of a split, which is said."""
-    print(f"{name}: a document holds so much of the text that the split for validation is within it.", flush=True)
+    print(f"{name}: one document holds so much of the text that the validation split begins within it.",
+          flush=True)
     cut = int(len(text) * share)
     return Documents([text[:cut]], name), Documents([text[cut:]], name)
 
@@ -268,8 +271,8 @@ class JsonLines(Text):
         """Divide at the beginning of the line that holds byte `at`, or at its end, or within its text."""
         low += self.start
         high += self.start
-        wanted = self.start + at
-        at = wanted
+        target = self.start + at
+        at = target
         with open(self.path, "rb") as f:
             while at > self.start:
                 block_start = max(self.start, at - 2**16)
@@ -284,7 +287,7 @@ class JsonLines(Text):
         for cut in (at, at + len(line)):
             if low <= cut <= high:
                 return [self.part(self.start, cut)], [self.part(cut, self.stop)]
-        head, tail = within(self.path, self.text_of(line, at), (wanted - at) / len(line))
+        head, tail = within(self.path, self.text_of(line, at), (target - at) / len(line))
         return [self.part(self.start, at), head], [tail, self.part(at + len(line), self.stop)]
 
     def part(self, start, stop):
@@ -313,7 +316,7 @@ class JsonLines(Text):
         if not isinstance(row, dict) or self.key not in row:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
             raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with "
-                           '--text_key=, or to train on answers write {"prompt", "completion"} or {"messages"}.')
+                           '--text_key=, or to train on answers write {"prompt", "completion"} rows.')
         text = row[self.key]
         if not isinstance(text, str | None):
             raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(text).__name__}, not "

@@ -24,7 +24,8 @@ ASKED = ("Write an expression with the numbers {numbers} that equals {target}. U
 
 def check(argument):
     path = Path(argument or "")
-    if argument is not None and not (path.is_file() and path.suffix.lower() in (".jsonl", ".ndjson", ".parquet")):
+    suffix = path.suffix.lower()
+    if argument is not None and not (path.is_file() and suffix in (".jsonl", ".ndjson", ".parquet")):
         raise ValueError(f"There is no file {argument}: countdown_think:FILE is a .jsonl or .parquet with "
                          'rows {"target", "nums"}.')
 

@@ -260,7 +260,7 @@ def test_copies_of_a_question_are_asked_once(tmp_path, capsys):
                                      "    return [{'question': q, 'answer': i} for q in ('ab' if split == 'train' else '') for i in range(20)]\n")
     found, dropped = unseen_questions(tasks.load(str(tmp_path / "own.py")), "train", "auto")
     assert found == [{"question": "a", "answer": 0}, {"question": "b", "answer": 0}] and dropped == 0
-    assert "own.py that have the text of an earlier one are left out, whatever their answers: 38." in capsys.readouterr().out
+    assert "own.py that repeat the text of an earlier one are left out, whatever their answers: 38." in capsys.readouterr().out
 
 
 def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):

@@ -602,7 +602,7 @@ def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path, capsys):
     other = write(tmp_path, "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows + rows[:1]), "r.jsonl")
     again, same_held = questions.read_questions(other, 100)
     assert {q["question"] for q in same_held} == {q["question"] for q in held} and len(again) == len(train)
-    assert capsys.readouterr().out == f"Questions of {other} that have the text of an earlier one are left out, whatever their answers: 1.\n"
+    assert capsys.readouterr().out == f"Questions of {other} that repeat the text of an earlier one are left out, whatever their answers: 1.\n"
 
 
 # --- what a run trains on ---
