@@ -320,15 +320,20 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
 
 
 def check_domains(stream, asked, positions):
-    """BadInput for a task that is left without a question to train on. asked: the names of the tasks that had
-    some before those that are too long were left out."""
+    """BadInput for a task that is left without a question to train on, or with one, or for fewer questions
+    than a step asks. asked: {name of a task: its questions before those that are too long were left out}."""
     for domain, numbers in stream.numbers.items():
-        if not numbers and domain not in asked:
+        if not asked[domain]:
             raise BadInput(f"There is no question of {domain} to train on: raise --num_questions, or give another "
                            "--dataset= if there is one, or leave that task out.")
-        if not numbers:
-            raise BadInput(f"Every prompt of {domain} is longer than --max_prompt_tokens, or fills the {positions} "
-                           "positions of the model: lower --few_shot, or choose another task or model.")
+        if len(numbers) < min(2, asked[domain]):
+            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} is longer than "
+                           f"--max_prompt_tokens, or fills the {positions} positions of the model: lower "
+                           "--few_shot, or choose another task or model.")
+    if len(stream) < stream.cfg.prompts_per_step <= asked.total():
+        raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
+                       f"{positions} positions of the model, and a step asks {stream.cfg.prompts_per_step}: "
+                       "lower --few_shot or --prompts_per_step.")
 
 
 # --- a step ---
@@ -591,7 +596,7 @@ def main(argv):
         pairs = with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions)
         stream = QuestionStream(cfg, pairs, task)
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
-    check_domains(stream, {task.of(question).name for question in questions}, positions)
+    check_domains(stream, Counter(task.of(question).name for question in questions), positions)
     longest = max(len(request.ids) for _, request in stream.pairs + valid)
     context = context_of(longest, cfg.max_new_tokens, positions)
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"

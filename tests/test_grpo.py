@@ -599,7 +599,7 @@ def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
     assert grpo.penalty(grpo.Config(max_new_tokens=100), 100) == 0
 
 
-def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path):
+def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path, capsys):
     rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i} for i in range(200)]
     path = write(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "q.jsonl")
     train, held = questions.read_questions(path, 100)
@@ -611,6 +611,7 @@ def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path):
     other = write(tmp_path, "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows + rows[:1]), "r.jsonl")
     again, same_held = questions.read_questions(other, 100)
     assert {q["question"] for q in same_held} == {q["question"] for q in held} and len(again) == len(train)
+    assert capsys.readouterr().out == f"Questions of {other} that repeat the text of an earlier one are left out, whatever their answers: 1.\n"
 
 
 # --- what a run trains on ---
@@ -1295,15 +1296,23 @@ def test_tasks_that_have_nothing_to_ask_are_refused(learn, tmp_path):
     refusal(learn, "fills the 32 positions", task=write(tmp_path, TASK.replace('PROMPT = "{}"', f'PROMPT = "{"x" * 40}{{}}"'), "c.py"))
 
 
+def test_a_single_question_that_fits_is_refused(learn, tmp_path):
+    """That of the worked example, before which it does not stand."""
+    task = write(tmp_path, TASK + "\ndef examples(n):\n    return [('the 0', 't' * 30)]\n", "shown.py")
+    refusal(learn, "shown.py but one is longer", task=task, few_shot=1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_path, watched):
     rows = [{"prompt": "the " + "x" * n, "answer": 3} for n in range(20, 34)]
     dataset = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl")
-    out = learn(dataset=dataset, prompts_per_step=8)
+    out = learn(dataset=dataset)
     kept = {len(q["question"]) for q in questions.read_questions(dataset, 200)[0]}
     short = {n for n in kept if n < 32}
     assert f"{len(short)} questions of" in learn.said and f"{len(kept - short)} too long left out" in learn.said and len(lines(out)) == 4
     assert len(short) > 5 and {len(s.request.ids) for s in watched.samples} == short and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)
-    learn("short", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26, max_steps=1)
+    refusal(learn, "and a step asks 8: lower", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26)
+    learn("short", dataset=dataset, prompts_per_step=2, max_prompt_tokens=26, max_steps=1)
     assert f"{len([n for n in kept if n <= 26])} questions of" in learn.said
 
 
