@@ -175,9 +175,9 @@ def broken_verifier(run):
     said = f", the last: {short(example)}" if example else ""
     if late > errors / 2:
         return (f"The verifier took too long for {late:.0f} of the last {run.samples():,} samples, which "
-                f"count as wrong: make it faster, or raise --timeout={run.knobs.get('timeout')}.")
-    return (f"The verifier failed for {errors:.0f} of the last {run.samples():,} samples, which count as "
-            f"wrong{said}: mend reward(question, completion).")
+                f"are not trained on: make it faster, or raise --timeout={run.knobs.get('timeout')}.")
+    return (f"The verifier failed for {errors:.0f} of the last {run.samples():,} samples, which are not "
+            f"trained on{said}: mend reward(question, completion).")
 
 
 # Beyond which the engine's log-probabilities are off by more than rounding, nats a token

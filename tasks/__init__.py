@@ -46,6 +46,14 @@ RESERVED = "is a name that tasks/__init__.py reserves"
 OWN = r"(?s)(.+?\.py)(?::(.*))?"
 
 
+class NotAScore(ValueError):
+    """A reward returned no number in [0, 1]. score: the number, NaN if it is none."""
+
+    def __init__(self, sentence, score):
+        super().__init__(sentence)
+        self.score = score
+
+
 def own_files(spec):
     """Give the paths of the .py files that `load` would execute."""
     found = [re.fullmatch(OWN, part) for part in parts_of(spec) if part.partition(":")[0] not in NAMES]
@@ -304,7 +312,7 @@ class Task:
         return _equations.signature(completion)
 
     def reward(self, question, completion):
-        """(score, {part name: bool}); ValueError for a score that is none."""
+        """(score, {part name: bool}); NotAScore if it is not in [0, 1]."""
         result = self.score(question, completion)
         whole = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         score, parts = result if whole else (result, None)
@@ -313,7 +321,7 @@ class Task:
         except (TypeError, ValueError):
             score = float("nan")
         if not 0 <= score <= 1:
-            raise ValueError(f"The task {self.name} gave the score {str(result)[:80]}: a score is a number from 0 to 1.")
+            raise NotAScore(f"The task {self.name} gave the score {str(result)[:80]}: a score is a number from 0 to 1.", score)
         return score, {"correct": score == 1} if parts is None else {name: bool(value) for name, value in parts.items()}
 
     @staticmethod

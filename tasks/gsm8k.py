@@ -21,7 +21,7 @@ def check(argument):
 def rows(path):
     """The questions of a .jsonl file."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} can't be read ({e}): make it a readable .jsonl file.") from None
     found = []
