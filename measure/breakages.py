@@ -40,6 +40,7 @@ BROKEN = {
     "all_paid": ("a verifier that finds everything right", "return 1.0, {}", {}),
     "verifier_fails": ("a verifier that fails at one answer in four",
                        "return 1 / (len(completion) % 4 > 0) * score, parts", {}),
+    "constant": ("0.4 are paid to everything", "return 0.4, {}", {}),
     "any_answer": ("any answer is paid", "return float(parts['answered']), {}", {}),
     "always_a_part": ("0.4 are paid to every answer",
                       "return 0.4 + 0.6 * score, parts | {'polite': True}", {}),
@@ -48,13 +49,13 @@ BROKEN = {
     "other_prompt": ("questions in another form", HONEST + "\nPROMPT = 'Q: {}\\nA: '", {}),
     "too_slow": ("--learning_rate=1e-9", HONEST, {"learning_rate": 1e-9}),
     "too_fast": ("--learning_rate=0.05", HONEST, {"learning_rate": 0.05}),
+    "too_hot": ("--temperature=3", HONEST, {"temperature": 3.0}),
     "copies": ("--temperature=0.01", HONEST, {"temperature": 0.01}),
     "stale_engine": ("the engine keeps its first weights", HONEST, {}),
     "other_distribution": ("the engine samples at 0.7 times the temperature", HONEST, {}),
     # not on the doctor's list: tried to see what is said then
     "wrong_sign": ("what is wrong is paid, not on the list", "return 1 - score, {}", {}),
     "held_back": ("--beta=10, not on the list", HONEST, {"beta": 10.0}),
-    "too_hot": ("--temperature=3, not on the list", HONEST, {"temperature": 3.0}),
     "by_lot": ("a reward that is drawn by lot, not on the list",
                "import random\n    return float(random.random() < 0.5), {}", {}),
 }
