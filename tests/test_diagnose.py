@@ -152,6 +152,8 @@ def test_right_answers_are_tried_on_another_question(tmp_path):
                 c.grade = grade
             assert grpo_log.paid_elsewhere(SimpleNamespace(pool=pool), groups) == share
             assert grpo_log.paid_elsewhere(SimpleNamespace(pool=pool), groups[:1]) is None
+        doctor = Doctor([START, *lines(5, zero_variance=1.0, pass_at_1=1.0, paid_elsewhere=float(share))])
+        assert ("too easy" in doctor.findings[0].sentence) == (not share)
 
 
 def test_a_prompt_of_another_form_is_named(base, tmp_path, capsys):
