@@ -42,6 +42,7 @@ BROKEN = {
                        "return 1 / (len(completion) % 4 > 0) * score, parts", {}),
     "constant": ("0.4 are paid to everything", "return 0.4, {}", {}),
     "any_answer": ("any answer is paid", "return float(parts['answered']), {}", {}),
+    "wrong_sign": ("what is wrong is paid", "return 1 - score, {}", {}),
     "always_a_part": ("0.4 are paid to every answer",
                       "return 0.4 + 0.6 * score, parts | {'polite': True}", {}),
     "by_length": ("the length is paid", "return min(len(completion), 400) / 400, {}", {}),
@@ -54,7 +55,6 @@ BROKEN = {
     "stale_engine": ("the engine keeps its first weights", HONEST, {}),
     "other_distribution": ("the engine samples at 0.7 times the temperature", HONEST, {}),
     # not on the doctor's list: tried to see what is said then
-    "wrong_sign": ("what is wrong is paid, not on the list", "return 1 - score, {}", {}),
     "held_back": ("--beta=10, not on the list", HONEST, {"beta": 10.0}),
     "by_lot": ("a reward that is drawn by lot, not on the list",
                "import random\n    return float(random.random() < 0.5), {}", {}),
