@@ -195,9 +195,24 @@ def vitals(cfg, run, pipeline, groups, metrics):
         found["sample"] = completions[0].text[:300]
     if metrics["errors"]:
         found["error"] = next((c.grade.error for c in completions if c.grade.error), None)
+    if metrics["zero_variance"] >= 0.9:
+        found["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
     if metrics["truncated"] >= 0.5 and (run.step == 1 or run.step % (5 * cfg.log_interval) == 0):
         found["ends_later"] = ends_later(cfg, run, pipeline, completions)
     return found
+
+
+def paid_elsewhere(pipeline, groups):
+    """Return the share of eight paid answers that get the same score for another question; None if none is
+    paid."""
+    answers = []
+    for group, other in zip(groups, groups[1:] + groups[:1]):
+        best = max(group, key=lambda c: c.grade.score)
+        if best.grade.score and best.question != other[0].question:
+            answers.append((best, other[0].question))
+    grades = pipeline.pool.score([(question, c.text) for c, question in answers[:8]])
+    same = [grade.score == c.grade.score for grade, (c, _) in zip(grades, answers) if not grade.error]
+    return fmean(same) if same else None
 
 
 def ends_later(cfg, run, pipeline, completions):
