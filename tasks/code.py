@@ -186,11 +186,11 @@ def documents(split, seed=0, argument=None):
 
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct),
-    and whether before it stands each step that leads there, and no other equation (reasoned)."""
+    and whether before it stand the steps that lead there, in their order, and no other number (reasoned)."""
     found = _answers.ANSWER.search(completion[:2000])
-    answer = re.sub("^print |[\"']", "", plain(found[1])) if found else ""
+    answer = re.fullmatch(r"""(?:print )?(["']?)(.*)\1""", plain(found[1]))[2] if found else ""
     steps = Steps()
     worked(question, steps)
     parts = {"answered": answer != "", "correct": answer == plain(question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"])}
     return float(parts["correct"]), parts

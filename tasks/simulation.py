@@ -4,6 +4,8 @@ rule, a ball under cups that are swapped. The state after each step is the reaso
 The argument is a level, 0 to 2 (default 1): 0 stacks, lamps and cups alone, for a model of a million
 parameters that learns for minutes; 1 two to four steps; 2 about twice as many. Two in ten worked examples
 carry a slip. Most of those with a stack take from its wrong end, as if it were a queue."""
+import re
+
 from tasks import _answers, _questions
 from tasks._steps import Steps, completion, follows, plain, with_a_slip
 
@@ -12,6 +14,7 @@ INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` o
 WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 TINY = ("stack", "lamps", "cups")    # kinds of level 0
 LETTERS = "abcdefghkmnpqrstuvwxyz"
+STEP = re.compile(r"[0-9=]|^(?:push|pop|swap)\b")    # a sentence with this is a step
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those with a stack that take it for a queue
 
@@ -164,11 +167,12 @@ def documents(split, seed=0, argument=None):
 
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct),
-    and whether before it stands each state on the way, and no other equation (reasoned)."""
+    and whether before it stand the states on the way, in their order, and no others (reasoned)."""
     found = _answers.ANSWER.search(completion[:2000])
-    answer = plain(found[1]).strip("()") if found else ""
+    answer = plain(found[1]) if found else ""
+    answer = answer[1:-1] if answer[:1] + answer[-1:] == "()" else answer
     steps = Steps()
     worked(question, steps)
     parts = {"answered": answer != "", "correct": answer == question["answer"].strip("()"),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"], STEP)}
     return float(parts["correct"]), parts

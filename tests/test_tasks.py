@@ -619,6 +619,45 @@ def test_some_equation_leads_from_the_question_to_the_answer(stories):
         assert tasks.load("countdown").reward(q, f"{text} <answer>7 * 3 + 25</answer>")[1]["reasoned"] == honest, text
 
 
+def converted(n, answer, frm, to):
+    return {"question": f"Convert {n} {frm} to {to}.", "answer": answer, "n": n, "from": frm, "to": to, "level": 3}
+
+
+@pytest.mark.parametrize("q, honest, false", [
+    (converted("6", "6000", "kg", "gram"),
+     ["We know that 1 kg = 1000 grams, so 6 * 1000 = 6000.", "1 kg = 1000. 6 * 1000 = 6000 = 6000 gram. 6 kg = 6000.",
+      "- 1 kg = 1000 g\n- 6 kg * 1000 gram per kg = 6000 gram"],
+     ["So 1 kg = 100 gram, 6 * 1000 = 6000", "1 kg = 100. 6 * 1000 = 6000", "1 ee = 1000 gram. 6 * 1000 = 6000", "1 hour = 60 km. 6 * 1000 = 6000"]),
+    (converted("36", "10", "km/h", "m/s"),
+     ["1 km/h = 1000 metres per hour. 1 m/s = 3600 meters / hour. 36 * 1000 / 3600 = 10", "1 m/s = 3.6 km/h. 36 / 3.6 = 10. 36 km/h = 10 m/s",
+      "36 km/h = 36 km per hour = 36 * 1000 / 3600 = 10 m/s"],
+     ["10 m/s = 3600 m per hour. 36 * 1000 / 3600 = 10", "So 1 m/s = 360 m per hour. 36 / 3.6 = 10", "1 km/h = 1000 m every hour. 36 / 3.6 = 10",
+      "36 foo = 10 bar. 36 / 3.6 = 10"]),
+    (converted("3", "91.3125", "month", "day"),
+     ["1 month = 30.4375 days. 3 * 30.4375 = 91.3125", "1 year = 365.25 day and 1 year = 12 months. 365.25 / 12 = 30.4375. 3 * 30.4375 = 91.3125",
+      "3 months * 30.4375 = 91.3125 days"],
+     [f"{fact}. 3 * 30.4375 = 91.3125" for fact in ("1 month = 31 days", "3 months = 3 * 31 days", "1 year = 366 day", "2 centuries = 36525 days")]),
+    (converted("20", "68", "celsius", "fahrenheit"),
+     ["F = C * 9 / 5 + 32. 20 * 9 / 5 = 36. 36 + 32 = 68. 20 °C = 68 °F. 20 degrees celsius = 68 Fahrenheit"],
+     ["20 * 9 / 5 = 36. 36 + 32 = 68. 21 celsius = 68 fahrenheit", "20 * 9 / 5 = 36. 36 + 32 = 68. 20 °C = 69 °F"])], ids=["mass", "speed", "calendar", "temperature"])
+def test_facts_of_conversions_are_true_or_not_kept(q, honest, false):
+    task = tasks.load("unit_conversion:3")
+    for text, kept in [*((text, True) for text in honest), *((text, False) for text in false)]:
+        assert task.verified(*task.reward(q, f"{text}\n<answer>{q['answer']}</answer>")) == kept, text
+
+
+@pytest.mark.parametrize("spec", LEVELS)
+def test_a_fact_that_is_ten_times_too_large_is_not_kept(spec):
+    task, kept, n = tasks.load(spec), 0, 0
+    for q in task.questions("train", n=300):
+        right = task.solution(q)
+        assert task.verified(*task.reward(q, right))
+        false = re.sub(r"1 (\S+ = )", r"10 \1", right)
+        n += false != right
+        kept += false != right and task.verified(*task.reward(q, false))
+    assert kept == 0 and n > 200
+
+
 @pytest.mark.parametrize("right, value, loose, exact", [
     ("0.001", "0.00149", False, False), ("0.0003", "0", False, False), ("0.0003", "-0.0004", False, False), ("0.0003", "1e-300", False, False),
     ("0.0003", "0.0003", True, True), ("0.0003", "0.00031", True, False), ("0.001", "0.0010009", True, True), ("0", "0", True, True),
