@@ -58,8 +58,8 @@ def with_a_slip(worked, question, rng):
 
 
 def follows(steps, reasoning, answer, form=NUMBERED):
-    """Return whether the Steps, in their order, are all sentences of a reasoning that have the form of a step: a regular
-    expression that matches somewhere, when the answer is taken out of the sentence."""
+    """Return whether the Steps, in their order, are all sentences of a reasoning that have a step's form.
+    form: matches somewhere in such a sentence when the answer is taken out."""
     expected = sentences(str(steps))
     said = re.compile(rf"(?<!\w){re.escape(plain(answer))}(?!\w)")
     written = [sentence for sentence in sentences(reasoning)

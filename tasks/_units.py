@@ -41,8 +41,9 @@ CALENDAR = {"month": 1, "year": 12, "decade": 120, "century": 1200}
 
 SIZES = {unit: (quantity, Fraction(size)) for added in UNITS for quantity, sizes in added.items()
          for unit, size in sizes.items() if quantity != "temperature"}
-LENGTHS, TIMES = ({unit: size for unit, (kind, size) in SIZES.items() if kind == quantity} for quantity in ("length", "time"))
-SPEEDS = {f"{far}/{long}": ("speed", size * 18 / 5 / time) for far, size in LENGTHS.items() for long, time in TIMES.items()}
+# In metres per hour, of lengths in millimetres and times in seconds.
+SPEEDS = {f"{far}/{long}": ("speed", length * 18 / 5 / time) for far, (kind, length) in SIZES.items()
+          for long, (other, time) in SIZES.items() if (kind, other) == ("length", "time")}
 MEANS = {f"mean-{unit}": SIZES[unit] for unit in CALENDAR}       # which do have a length
 SIZES |= {unit: ("calendar", Fraction(size)) for unit, size in CALENDAR.items()}
 SIZES |= {"cent": ("money", Fraction(1)), "dollar": ("money", Fraction(100))}

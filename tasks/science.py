@@ -236,17 +236,18 @@ def reward(question, completion):
 
 
 def reasoned(question, text):
-    """Return whether a text has the equations of the solution, no false one, and the weekdays counted with numbers. Those
-    of a unit are to be the solution's in their order: all sums of exponents would have them among others."""
+    """Return whether a text has the equations of the solution, no false one, and the weekdays counted with
+    numbers. For a unit it has no others, in no other order: all sums of exponents would contain them."""
     right, found = solution(question), list(_equations.read(text))
     spelled, needed = ([e.spelled for e in equations] for equations in (found, _equations.read(right)))
     days, needed_days = (set(COUNTED.findall(t.casefold())) for t in (text, right))
-    leads = spelled == needed if question["kind"] == "unit" else set(needed) <= set(spelled) and needed_days <= days
-    return leads and all(e.true for e in found)
+    if question["kind"] == "unit" and spelled != needed:
+        return False
+    return all(e.true for e in found) and set(needed) <= set(spelled) and needed_days <= days
 
 
 def facts(question, text):
-    """Yield of each fact that a text states in the form of a solution's, and that is no equation, whether it is true."""
+    """Yield for each fact of a text that has a solution's form, and is no equation, whether it is true."""
     kind, given = question.get("kind"), question.get("given")
     if kind == "unit":
         for name, numbers in VECTOR.findall(text):
@@ -254,7 +255,8 @@ def facts(question, text):
     elif kind == "atoms":
         _, counts, _, n = given
         for of_one, count, element in ATOMS.findall(text):
-            yield element not in counts or int(count) in (counts[element], counts[element] if of_one else n * counts[element])
+            in_one = counts.get(element)
+            yield not in_one or int(count) == in_one or not of_one and int(count) == n * in_one
     elif kind == "motion":
         form, a, t, *u = given
         values = {form[0]: question["answer"], form[4]: a, "t": t} | ({"u": u[0], "a": a} if u else {})

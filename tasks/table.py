@@ -208,25 +208,28 @@ def reasoned(question, completion, value):
 
 
 def fits(question, text):
-    """Return whether the numbers that stand with names and columns in a text are theirs, and where a cell is asked for,
-    no other row is written."""
+    """Return whether the numbers that a text gives to names and columns are theirs, and where a cell is asked
+    for, it has no other row."""
     kind, rows, columns, right = (question[key] for key in ("kind", "rows", "columns", "answer"))
     asked, column = rows[question["row"]], columns[question["column"]]
     if kind == "join":
         found = {word for sentence in sentences(text) for word in WORD.findall(sentence)}
-        return not found & {*NAMES, *CODES, *COLUMNS} - {*asked, column} and {*filter(str.isdecimal, found)} <= {right}
+        others = {*NAMES, *CODES, *COLUMNS} - {*asked, column}
+        return not found & others and {*filter(str.isdecimal, found)} <= {right}
     table = {name: dict(zip(columns, numbers)) for name, *numbers in rows}
     for sentence in sentences(text):
         first, *others = re.split(" ?, ?", sentence)
         if others and all(map(str.isdecimal, others)):           # a row, or the numbers of a sum
             if first in NAMES and others != [*map(str, table.get(first, {}).values())]:
                 return False
-            if first.isdecimal() and sorted(map(int, [first, *others])) != sorted(row[column] for row in table.values()):
+            values = sorted(row[column] for row in table.values())
+            if first.isdecimal() and sorted(map(int, [first, *others])) != values:
                 return False
         names = asked[:1] if kind == "cell" else []
         for clause in re.split("[,;]", sentence):
             words = WORD.findall(clause.partition("=")[0])
-            named, labels = ([*dict.fromkeys(word for word in words if word in known)] for known in (NAMES, COLUMNS))
+            named = [*dict.fromkeys(word for word in words if word in NAMES)]
+            labels = [*dict.fromkeys(word for word in words if word in COLUMNS)]
             numbers = [int(word) for word in words if word.isdecimal() and int(word) != question.get("bound")]
             names = named or names
             theirs = [table.get(name, {}).get(label) for name in names for label in labels or [column]]

@@ -362,19 +362,22 @@ def reward(question, completion):
     parts = {"answered": value is not None,
              "correct": value is not None and _numbers.close(value, right, LOOSE),
              "exact": value is not None and _numbers.close(value, right, EXACT),
-             "reasoned": _answers.reasoned(question, with_units(completion), value) and all(facts(question, completion))}
+             "reasoned": (_answers.reasoned(question, with_units(completion), value)
+                          and all(facts(question, completion)))}
     return float(parts["correct"]), parts
 
 
 def with_units(text):
-    """Return a text with the units that only this task gives a size: `m per hour` as m/hour, a month as a mean-month."""
+    """Return a text with the units that have a size in this task alone: `m per hour` as m/hour, a month as a
+    mean-month."""
     text = RATE.sub(lambda rate: "/".join(map(canonical, rate.groups())), text)
     return OF_MEAN_LENGTH.sub(lambda unit: f"mean-{canonical(unit[0])}", text)
 
 
 def facts(question, completion):
-    """Yield for each fact, `1 year = 365.25 day`, of two amounts with nothing to compute, whether it is true. One whose units can't be
-    read is not; degrees are read in the fact that answers the question. A number on the right without a unit has the one asked for."""
+    """Yield whether it is true for each fact, two amounts with nothing to compute: `1 year = 365.25 day`.
+    One whose units can't be read is not; degrees are read in the fact that answers the question. A number on
+    the right without a unit has the one that is asked for."""
     n_asked, unit, answer, unit_asked = (question.get(key, "") for key in ("n", "from", "answer", "to"))
     text = with_units(_answers.before_answer(completion)).replace("°", " ").replace("degrees ", "")
     for statement in _equations.BREAK.split(_numbers.normal(_equations.joined(text))):

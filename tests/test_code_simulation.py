@@ -113,30 +113,31 @@ def test_steps_in_another_order_and_every_possible_step_are_not_kept(name, guess
     for q in task.questions("train", n=400):
         steps = Steps()
         task.module.worked(q, steps)
-        for way, texts in enumerate((every_state(q, steps), steps.texts[::-1], steps.texts * 2, steps.texts[:-1])):
-            if texts != steps.texts:
-                grade = task.reward(q, f"Reasoning: {' '.join(texts)}\nAnswer: <answer>{q['answer']}</answer>")
+        right = steps.texts
+        for way, texts in enumerate((every_state(q, steps), right[::-1], right * 2, right[:-1])):
+            if texts != right:
+                text = f"Reasoning: {' '.join(texts)}\nAnswer: <answer>{q['answer']}</answer>"
                 tried[way, q["kind"]] += 1
-                kept += [texts] * task.verified(*grade)
+                kept += [text] * task.verified(*task.reward(q, text))
     assert not kept and all(tried[0, kind] > 30 for kind in guessed) and sum(tried.values()) > 1000
 
 
 @pytest.mark.parametrize("name", ["code:0", "code", "code:2", "simulation:0", "simulation", "simulation:2"])
 def test_harmless_differences_are_kept_and_what_is_false_is_not(name):
     task = tasks.load(name)
-    for split in ("train", "test"):
-        for q in task.questions(split, n=150):
-            right, answer = task.solution(q), q["answer"]
-            reasoning = right.partition("\n")[0].removeprefix("Reasoning: ")
-            end = f"\nAnswer: <answer>{answer}</answer>"
-            points = "\n".join(f"{i}. {step}." for i, step in enumerate(reasoning.removesuffix(".").split(". "), 1))
-            for text in (reasoning, f"I go through it. {reasoning} So it is {answer}.", points, f"Reasoning:\n{points}",
-                         reasoning.replace(". ", "\n"), reasoning.upper(), f"<think>\n{reasoning}\n</think>"):
-                assert task.verified(*task.reward(q, text + end)), text
-            for text in (f"{reasoning}{end[:9]} 1 + 1 = 3.{end[9:]}", f"{reasoning} 1 ＋ 1 ＝ 3.{end}",
-                         f"{reasoning} 1 north (2, 1).{end}", f"Swap 1 2: 3. {reasoning}{end}", f"{reasoning[:-1]}.5.{end}",
-                         f"{reasoning} It is 0{answer}, or 77.{end}"):
-                assert not task.reward(q, text)[1]["reasoned"], text
+    for q in task.questions("train", n=150) + task.questions("test", n=150):
+        answer = q["answer"]
+        right = task.solution(q).partition("\n")[0].removeprefix("Reasoning: ")
+        end = f"\nAnswer: <answer>{answer}</answer>"
+        points = "\n".join(f"{i}. {step}" for i, step in enumerate(right.removesuffix(".").split(". "), 1))
+        for text in (right, f"I go through it. {right} So it is {answer}.", points, f"Reasoning:\n{points}",
+                     right.replace(". ", "\n"), right.upper(), f"<think>\n{right}\n</think>"):
+            assert task.verified(*task.reward(q, text + end)), text
+        for text in (f"{right}{end[:9]} 1 + 1 = 3.{end[9:]}", f"{right} 1 ＋ 1 ＝ 3.{end}",
+                     f"{right[:-1]}.5.{end}", f"{right} 1 north (2, 1).{end}", f"Swap 1 2: 3. {right}{end}",
+                     f"{right} It is 0{answer}, or 77.{end}"):
+            assert not task.reward(q, text)[1]["reasoned"], text
+
 
 
 def test_answers_may_have_two_quotation_marks_or_parentheses_and_not_one():
@@ -144,5 +145,6 @@ def test_answers_may_have_two_quotation_marks_or_parentheses_and_not_one():
     for text, score in ((f"'{q['answer']}'", 1.0), (f"'{q['answer']}", 0.0), (f"{q['answer']}\"", 0.0)):
         assert tasks.load("code").reward(q, f"<answer>{text}</answer>")[0] == score
     q = next(q for q in tasks.load("simulation").questions("train", n=500) if q["kind"] == "robot")
-    for text, score in ((q["answer"], 1.0), (q["answer"][1:-1], 1.0), (q["answer"][:-1], 0.0), (q["answer"][1:], 0.0)):
+    place = q["answer"]
+    for text, score in ((place, 1.0), (place[1:-1], 1.0), (place[:-1], 0.0), (place[1:], 0.0)):
         assert tasks.load("simulation").reward(q, f"<answer>{text}</answer>")[0] == score

@@ -50,7 +50,7 @@ def test_logic_rows_that_are_not_the_question_s_are_no_reasoning():
     task = tasks.load("logic")
     for q in drawn("logic", 100)["odd"]:
         rows, right = q["given"][0], task.solution(q)
-        every = [" ".join(row) for pair in map(set, rows) for row in product(sorted(pair), repeat=len(rows[0]))]
+        every = [" ".join(row) for pair in rows for row in product(sorted(set(pair)), repeat=len(pair))]
         assert not task.reward(q, f"{'. '.join(every)}. {right}")[1]["reasoned"]
         listed = q["question"].partition(": ")[2].rstrip("?.")
         assert task.verified(*task.reward(q, f"{listed}.\nSmall things first.\n{right}"))
