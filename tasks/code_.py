@@ -184,10 +184,10 @@ def documents(split, seed=0, argument=None):
 
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct),
-    and whether before it stands each step that leads there, and no other equation (reasoned)."""
+    and whether before it stand the steps that lead there, in their order, and no other number (reasoned)."""
     answer = _numbers.unwrapped(_answers.words(completion[:2000]).removeprefix("print "))
     steps = Steps()
     worked(question, steps)
     parts = {"answered": answer != "", "correct": _answers.same(answer, question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"])}
     return float(parts["correct"]), parts

@@ -24,7 +24,8 @@ SAYINGS = {                          # whether it is so; i, you: whether the spe
 COLOURS = ("red", "blue", "green", "pink")
 CASES = ((True, True), (True, False), (False, True), (False, False))
 HEADING = re.compile(r"^[ \t]*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILINE)
-CLAIM = re.compile("[=>:]")          # a sentence with one of these is a step
+# A sentence with a sign, or of sizes or colours alone, is a step.
+CLAIM = re.compile(rf"[=<>:]|^(?:(?:big|small|{'|'.join(COLOURS)})(?: |$)){{2,}}$")
 TINY = ("truth", "order", "rules", "unknown")        # kinds of level 0
 WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of unknown
 

@@ -14,6 +14,7 @@ INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` o
 WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 TINY = ("stack", "lamps", "cups")    # kinds of level 0
 LETTERS = "abcdefghkmnpqrstuvwxyz"
+STEP = re.compile(r"[0-9=]|^(?:push|pop|swap)\b")    # a sentence with this is a step
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those with a stack that take it for a queue
 
@@ -175,10 +176,10 @@ def is_right(said, right):
 
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct),
-    and whether before it stands each state on the way, and no other equation (reasoned)."""
+    and whether before it stand the states on the way, in their order, and no others (reasoned)."""
     answer = _answers.words(completion[:2000])
     steps = Steps()
     worked(question, steps)
     parts = {"answered": answer != "", "correct": is_right(answer, question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"], STEP)}
     return float(parts["correct"]), parts

@@ -175,9 +175,14 @@ def test_a_choice_is_paid_by_what_it_gives_up():
 
 
 def test_what_is_said_without_looking_earns_next_to_nothing(environments, policies):
-    """A copy of the question's position with the tail that most moves have earned 0.27 once, five legal moves 0.52."""
+    """A copy of the question's position with the tail that most moves have earned 0.27 once, one with side
+    and counters moved on 0.136, five legal moves 0.52."""
     rng = random.Random(0)
     for q in environments["test"]:
+        board, side, castling, _, clock, number = q["fen"].split()
+        turned, after = f"{board} {'wb'[side == 'w']} {castling} -", int(number) + (side == "b")
+        for tail in (f"{clock} {number}", f"0 {after}", f"{int(clock) + 1} {after}"):
+            assert chess_world.reward(q, f"{turned} {tail}+0.001+0+0")[0] == 0.0
         assert chess_world.reward(q, f"{q['fen']}+0.001+0+0")[0] == 0.0
     scores, informed = [], []
     for q in policies["test"]:

@@ -46,6 +46,16 @@ def test_math_and_logic_gold_is_paid_mistakes_are_not_and_both_are_short(spec):
             assert task.reward(q, f"<answer>other</answer> {answer}")[0] == 0.0 == task.reward(q, q["answer"])[0]
 
 
+def test_logic_rows_that_are_not_the_question_s_are_no_reasoning():
+    task = tasks.load("logic")
+    for q in drawn("logic", 100)["odd"]:
+        rows, right = q["given"][0], task.solution(q)
+        every = [" ".join(row) for pair in rows for row in product(sorted(set(pair)), repeat=len(pair))]
+        assert not task.reward(q, f"{'. '.join(every)}. {right}")[1]["reasoned"]
+        listed = q["question"].partition(": ")[2].rstrip("?.")
+        assert task.verified(*task.reward(q, f"{listed}.\nSmall things first.\n{right}"))
+
+
 @pytest.mark.parametrize("spec, least", [("math", "percent"), ("logic", "unknown")])
 def test_math_and_logic_have_three_in_ten_documents_wrong(spec, least):
     task, rng = tasks.load(spec), random.Random(1)

@@ -626,6 +626,52 @@ def test_some_equation_leads_from_the_question_to_the_answer(stories):
         assert tasks.load("countdown").reward(q, f"{text} <answer>7 * 3 + 25</answer>")[1]["reasoned"] == honest, text
 
 
+CONVERTED = {    # (from, to): number, its equation, facts that are true, and that are false or can't be read
+    ("kg", "gram"): (
+        "6", "6 * 1000 = 6000",
+        ["We know that 1 kg = 1000 grams, so", "1 kg = 1000. 6 kg = 6000.", "6 kg * 1000 g per kg = 6000 gram."],
+        ["So 1 kg = 100 gram.", "1 kg = 100.", "1 ee = 1000 gram.", "1 hour = 60 km."]),
+    ("km/h", "m/s"): (
+        "36", "36 / 3.6 = 10",
+        ["1 km/h = 1000 metres per hour, 1 m/s = 3600 meters / hour.", "1 m/s = 3.6 km/h. 36 km/h = 10 m/s.",
+         "36 km/h = 36 km per hour = 36 * 1000 / 3600 = 10 m/s."],
+        ["10 m/s = 3600 m per hour.", "So 1 m/s = 360 m per hour.", "1 km/h = 1000 m every hour.",
+         "36 foo = 10 bar."]),
+    ("month", "day"): (
+        "3", "3 * 30.4375 = 91.3125",
+        ["1 month = 30.4375 days.", "1 year = 365.25 day and 1 year = 12 months.",
+         "3 months * 30.4375 = 91.3125 days."],
+        ["1 month = 31 days.", "3 months = 3 * 31 days.", "1 year = 366 day.", "2 centuries = 36525 days."]),
+    ("celsius", "fahrenheit"): (
+        "20", "20 * 9 / 5 + 32 = 68",
+        ["F = C * 9 / 5 + 32.", "20 °C = 68 °F.", "20 degrees celsius = 68 Fahrenheit."],
+        ["21 celsius = 68 fahrenheit.", "20 °C = 69 °F."]),
+}
+
+
+@pytest.mark.parametrize("units", CONVERTED, ids="-".join)
+def test_facts_of_conversions_are_true_or_not_kept(units):
+    n, equation, honest, false = CONVERTED[units]
+    answer = equation.partition(" = ")[2]
+    q = {"question": "", "answer": answer, "n": n, "from": units[0], "to": units[1], "level": 3}
+    task = tasks.load("unit_conversion:3")
+    kept = [fact for fact in honest + false
+            if task.verified(*task.reward(q, f"{fact} {n} is known. {equation}.\n<answer>{answer}</answer>"))]
+    assert kept == honest
+
+
+@pytest.mark.parametrize("spec", LEVELS)
+def test_a_fact_that_is_ten_times_too_large_is_not_kept(spec):
+    task, kept, n = tasks.load(spec), 0, 0
+    for q in task.questions("train", n=300):
+        right = task.solution(q)
+        assert task.verified(*task.reward(q, right))
+        false = re.sub(r"1 (\S+ = )", r"10 \1", right)
+        n += false != right
+        kept += false != right and task.verified(*task.reward(q, false))
+    assert kept == 0 and n > 200
+
+
 @pytest.mark.parametrize("right, value, loose, exact", [
     ("0.001", "0.00149", False, False), ("0.0003", "0", False, False), ("0.0003", "-0.0004", False, False), ("0.0003", "1e-300", False, False),
     ("0.0003", "0.0003", True, True), ("0.0003", "0.00031", True, False), ("0.001", "0.0010009", True, True), ("0", "0", True, True),
