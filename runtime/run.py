@@ -535,7 +535,7 @@ def prompt_form(cfg):
             return tasks.load(cfg.dataset.removeprefix("task:")).prompt
     except (LookupError, OSError, ValueError):                # which will be said by who needs it
         return None
-    if Path(cfg.dataset).suffix != ".json":
+    if Path(cfg.dataset).suffix.lower() != ".json":
         return None
     return cfg.prompt or examples.read_form(cfg.dataset)
 

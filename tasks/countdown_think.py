@@ -25,7 +25,8 @@ ASKED = ("Write an expression with the numbers {numbers} that equals {target}. U
 
 def check(argument):
     path = Path(argument or "")
-    if argument is not None and not (path.is_file() and path.suffix in (".jsonl", ".parquet")):
+    suffix = path.suffix.lower()
+    if argument is not None and not (path.is_file() and suffix in (".jsonl", ".ndjson", ".parquet")):
         raise ValueError(f"There is no file {argument}: countdown_think:FILE is a .jsonl or .parquet with "
                          'rows {"target", "nums"}.')
 
@@ -33,11 +34,11 @@ def check(argument):
 def rows(path):
     """Yield the rows of a file. ValueError if it can't be read."""
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             parquet = load_package("pyarrow.parquet")
             yield from parquet.read_table(path, columns=["target", "nums"]).to_pylist()
         else:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:
                 yield from (json.loads(line) for line in file if line.strip())
     except ImportError as e:
         raise ValueError(f"{path} can't be read, since {e}.") from None

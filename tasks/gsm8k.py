@@ -22,7 +22,7 @@ def check(argument):
 def rows(path):
     """The questions of a .jsonl file."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} can't be read ({e}): make it a readable .jsonl file.") from None
     found = []
@@ -80,4 +80,4 @@ def documents(split, argument=None):
 
 
 def reward(question, completion):
-    return _answers.grade(question, completion, tolerance=1e-3, prefix="$")
+    return _answers.grade(question, completion)

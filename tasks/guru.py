@@ -17,7 +17,7 @@ from runtime.usage import load_package
 from tasks import _numbers, _questions
 
 INSTRUCTION = "Think step by step. Then give the answer alone within <answer></answer>."
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+ANSWER = re.compile(r"<answer ?>(.*?)</answer ?>", re.IGNORECASE | re.DOTALL)
 BOXED = re.compile(r"\\boxed\s?\{")
 EXECUTED = ("codegen", "livecodebench", "humaneval", "mbpp", "leetcode", "taco", "primeintellect", "ifeval")
 FOLDERS = {"train": "train", "test": "test", "eval": "test", "offline_eval": "test", "online_eval": "valid",

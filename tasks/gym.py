@@ -16,7 +16,8 @@ from tasks import _numbers, _questions
 
 INSTRUCTION = ("Think step by step. Then give the answer alone, in the form that is asked for, within "
                "<answer></answer>.")
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+ANSWER = re.compile(r"<answer ?>(.*?)</answer ?>", re.IGNORECASE | re.DOTALL)
+DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 LONGEST = 4_000                      # characters of an answer that are read
 N_ITEMS = 1_000_000                  # of a generator: its indices; some make a list of them all
 
@@ -168,11 +169,16 @@ def is_right(question, said):
     """Return whether an answer earns the library's full score. Where the right one is a number, what was
     said must be that number and nothing else, which is asked first: some of the scorers round, or find a
     number anywhere."""
-    exact = _numbers.number(question["answer"])
+    right = question["answer"]
+    if _numbers.unwrapped(right) == right:   # else the signs around it may belong to it
+        said = _numbers.unwrapped(said)
+    exact = _numbers.number(right)
     if exact is not None and _numbers.number(said) != exact:
         return False
+    if DECIMAL.fullmatch(right) and question["generator"] != "base_conversion":
+        said = right                         # not all scorers read 21.0 or +21
     if question["generator"] in EXACT:
-        return plain(said) == plain(question["answer"])
+        return plain(said) == plain(right)
     item = entry(question["generator"], question["index"])
     if item["question"].strip() != question["question"]:
         raise ValueError("the installed reasoning-gym makes another question of this index: install the "

@@ -247,8 +247,7 @@ def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is the right word (correct),
     and whether before it stand all steps that lead there, and none that is not among them (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
-    found = _answers.ANSWER.search(completion)
-    answer = plain(_numbers.unwrapped(found[1])) if found else ""
+    answer = _answers.words(completion)
     steps = {plain(step) for step in KINDS[question["kind"]][1](question["given"])[0]}
     reasoning = HEADING.sub("", _answers.before_answer(completion))
     written = {plain(text) for text in re.split(r"[.\n]", reasoning)}

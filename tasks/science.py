@@ -82,7 +82,8 @@ def unit(steps, names, words):
 def exponents(text):
     """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None of another text."""
     found = dict.fromkeys(BASES, 0)
-    for i, part in enumerate(_numbers.normal(text.translate(SUPERSCRIPTS)).strip().removesuffix(".").split("/")):
+    text = _numbers.normal(_numbers.unwrapped(text).translate(SUPERSCRIPTS))
+    for i, part in enumerate(text.strip().removesuffix(".").split("/")):
         for token in part.replace("*", " ").split() or ["nothing"]:
             factor = FACTOR.fullmatch(token)
             if not factor and token != "1":
@@ -220,9 +221,11 @@ def reward(question, completion):
     completion = completion[:_numbers.LONGEST_TEXT]
     text = _answers.before_answer(completion)
     if question.get("kind") in ("unit", "weekday"):
-        read = exponents if question["kind"] == "unit" else plain
-        found = _answers.ANSWER.search(completion)
-        value, right = read(found[1]) if found else None, read(question["answer"])
+        if question["kind"] == "unit":
+            found = _answers.ANSWER.search(completion)
+            value, right = exponents(found[1]) if found else None, exponents(question["answer"])
+        else:
+            value, right = _answers.words(completion), plain(question["answer"])
         is_reasoned = len(text) <= LONGEST and reasoned(question, text)
     else:
         value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])

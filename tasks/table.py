@@ -10,7 +10,7 @@ which 9 comes after 45, most take the order of texts."""
 import re
 
 from tasks import _answers, _equations, _numbers, _questions
-from tasks._steps import Steps, completion, plain, with_a_slip
+from tasks._steps import Steps, completion, with_a_slip
 
 INSTRUCTION = ("Read the cells that matter in short steps such as `cup: cost 45, size 8.`, `cup 45 > 20` or "
                "`12 + 45 = 57.` Then give the number or the name alone within <answer></answer>.")
@@ -166,8 +166,7 @@ def reward(question, completion):
     the text before it has the steps that lead there, and no false equation or comparison (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     if question.get("kind") == "which":
-        found = _answers.ANSWER.search(completion)
-        value, right = plain(found[1]) if found else "", question["answer"]
+        value, right = _answers.words(completion), question["answer"]
         parts = {"answered": value != "", "correct": value == right}
     else:
         value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])

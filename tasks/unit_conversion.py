@@ -328,7 +328,7 @@ def from_files(path):
 def rows(path):
     """The questions of a file [[question, answer], ...]."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} can't be read ({type(e).__name__}: {e}): make it a JSON list of [question, answer].") from None
     if not isinstance(raw, list) or not raw:

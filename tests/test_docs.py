@@ -97,7 +97,7 @@ EXCUSED = {
     "torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py": "eight GPUs' work; tests/test_configs.py looks at the file",
     "python -m measure.bands quickstart --seeds=\"0 1 2 3 4\"": "three quarters of an hour; tests/test_expected.py runs what it calls",
     "python -m measure.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
-    "python -m measure.breakages out/quickstart/rft out/breakages": "seventeen runs; tests/test_diagnose.py has what they break",
+    "python -m measure.breakages out/quickstart/rft out/breakages": "eighteen runs; tests/test_diagnose.py has what they break",
     "python -m measure.bands cpu_small --dataset=input.txt": "the same, in minutes",
     "python -m measure.bands quickstart --seeds=\"5 6\" --add=true": "the same",
     "python -m measure.bands quickstart --seeds=\"7 8\" --fresh=true": "the same",

@@ -18,6 +18,7 @@ import grpo
 import hf
 import questions
 import sample
+import tasks
 import train
 from conftest import ROOT, environment
 from engine import Sampling
@@ -282,6 +283,21 @@ def test_examples(tmp_path, name, text, words):
 def test_questions(tmp_path, text, words):
     (tmp_path / "questions.jsonl").write_text(text)
     sentence(lambda: questions.read_questions(tmp_path / "questions.jsonl", 4), words)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    def write(name, text):
+        (tmp_path / name).write_text(text, "utf-8-sig")
+        return tmp_path / name
+    assert config.load(train.Config, [str(write("own.py", "n_layer = 3"))]).n_layer == 3
+    pairs = [examples.read(write(name, text), Tokenizer("bytes")) for name, text in (
+        ("a.json", '[["q", 1, "r"]]'), ("a.jsonl", '{"prompt": "q", "completion": "r"}'))]
+    assert [bytes(example.ids[example.trained][:1].tolist()) for (example,) in pairs] == [b"r", b"r"] and examples.are(str(tmp_path / "a.jsonl"))
+    assert len(questions.read_questions(write("q.jsonl", '{"prompt": "a", "answer": 1}'), 0)[0]) == 1
+    for spec, text in (("unit_conversion", '[["How many gram are there per 6 kg?", 6000]]'), ("gsm8k", '{"question": "1 + 1?", "answer": "#### 2"}'),
+                       ("countdown_think", '{"target": 3, "nums": [1, 2]}\n' * 30)):
+        path = write(f"{spec}.{'json' if spec == 'unit_conversion' else 'JSONL'}", text)
+        assert tasks.load(f"{spec}:{path}").questions("train", 0, 1, fewer=True)
 
 
 def test_notes_of_an_earlier_run_that_are_none_are_passed_over(tmp_path):
