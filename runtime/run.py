@@ -117,8 +117,8 @@ class Run:
         return self
 
     def say_rates(self, resuming):
-        """Say if a resumed run's next step has another learning rate than by its checkpoint's config, and if no
-        step has the full rate."""
+        """Say if a resumed run's next step has another learning rate than its checkpoint's config gives it, and
+        if no step has the full rate."""
         cfg = dataclasses.asdict(self.cfg)
         before = checkpoint.read_meta(self.cfg.out_dir, self.step).get("config") if resuming else None
         planned = self.state.num_steps
@@ -133,8 +133,8 @@ class Run:
                              f"{old:.2e} before these changed: {', '.join(changes) or 'the data'}.")
         if (cfg["warmup_steps"] or 0) > self.num_steps:
             most = rate(cfg, self.num_steps - 1, self.num_steps)
-            self.log.say(f"--warmup_steps={cfg['warmup_steps']} is more than the {self.num_steps} steps of the "
-                         f"run: its learning rate rises to {most:.2e} and not to {cfg['learning_rate']:.2e}.")
+            self.log.say(f"--warmup_steps={cfg['warmup_steps']} is more than the {self.num_steps} steps of "
+                         f"the run: its learning rate rises to {most:.2e} and not to {cfg['learning_rate']:.2e}.")
 
     def write_folder(self, tokenizer, resuming):
         cfg = self.cfg
