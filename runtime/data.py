@@ -455,6 +455,7 @@ def ignore_signals(_):
     decides, and ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):

@@ -14,6 +14,7 @@ from runtime import config, expected, guard
 from runtime.band import block_mean
 from runtime.config import BadInput
 from runtime.metrics import read_run
+from runtime.usage import load_package
 
 
 @dataclass
@@ -72,11 +73,10 @@ def draw(runs, x, output, bands=None, dpi=120):
     path, or a binary file. bands: {name: {key: the band of a run's figure}}, with the run's means in the band's
     blocks as crosses."""
     try:
-        from matplotlib import ticker
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput("runtime.plot needs a package that is not installed: pip install "
-                       "matplotlib.") from None
+        ticker = load_package("matplotlib.ticker")
+        Figure = load_package("matplotlib.figure").Figure
+    except ImportError as e:
+        raise BadInput(f"Nothing can be drawn, since {e}.") from None
     x_key, x_scale, x_label = X_AXES[x]
     of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
     panels = GRPO_PANELS if of_grpo else PANELS

@@ -88,7 +88,7 @@ class Screen:
     """The last line of the terminal, and all ProgressLines that are under way."""
 
     def __init__(self):
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()        # the garbage collector may end a loop's line at any moment
         self.lines = []                      # the innermost last
         self.drawn = ""                      # what stands there
         self.free_until = 0.0                # not to be drawn on before

@@ -16,6 +16,7 @@ from pathlib import Path
 from runtime import hub
 from runtime.config import BadInput, parse_json
 from runtime.progress import ProgressLine
+from runtime.usage import load_package
 
 CHUNK = 2**20                        # bytes read, and tokenised, at a time
 SPLITS = ("train", "valid")
@@ -118,10 +119,10 @@ def find_on_hub(name, text_key):
     if not hub_answers:
         os.environ["HF_HUB_OFFLINE"] = "1"   # its cache at once, instead of after half a minute of retries
     try:
-        import datasets
-    except ImportError:
-        raise BadInput(f"The dataset {name} is no file here, and a name on the hub needs the package "
-                       "datasets: pip install datasets, or give a path.") from None
+        datasets = load_package("datasets")
+    except ImportError as e:
+        raise BadInput(f"The dataset {name} is no file here, and a name on the hub can't be looked up, since "
+                       f"{e}, or give a path.") from None
     repository, _, configuration = HUB_NAMES.get(name, name).partition(":")
     try:
         dataset = datasets.load_dataset(repository, configuration or None)
@@ -382,10 +383,10 @@ class Parquet(Rows):
 
     def __init__(self, path, key, start=0, stop=None):
         try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise BadInput(f"{path} needs the package pyarrow: pip install pyarrow.") from None
+            pyarrow = load_package("pyarrow")
+            load_package("pyarrow.parquet")
+        except ImportError as e:
+            raise BadInput(f"{path} can't be read, since {e}.") from None
         self.path = path
         self.name = path
         self.key = key

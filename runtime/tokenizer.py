@@ -12,6 +12,7 @@ import tiktoken
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, check_type, read_json
 from runtime.progress import ProgressLine
+from runtime.usage import load_package
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -324,9 +325,9 @@ class TokenizerJson:
 
     def __init__(self, path):
         try:
-            import tokenizers
-        except ImportError:
-            raise BadInput(f"{path} needs the package tokenizers: pip install tokenizers.") from None
+            tokenizers = load_package("tokenizers")
+        except ImportError as e:
+            raise BadInput(f"{path} can't be read, since {e}.") from None
         try:
             self.content = path.read_bytes()
             self.hf = tokenizers.Tokenizer.from_buffer(self.content)

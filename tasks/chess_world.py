@@ -24,13 +24,15 @@ from itertools import islice
 from statistics import fmean
 
 from runtime.progress import track
+from runtime.usage import load_package
 from tasks import _questions
 
 try:
-    import chess
-    from rapidfuzz.distance import Levenshtein
-except ImportError:                  # check() says so
-    chess = None
+    chess = load_package("chess")
+    Levenshtein = load_package("rapidfuzz.distance").Levenshtein
+    problem = None
+except ImportError as e:             # check() says so
+    problem = str(e)
 
 PROMPT, STOP = "{}", "\n"
 INSTRUCTION = ("A line that begins with A: holds a chess position, a move and the last moves; answer with the new position, the reward "
@@ -60,8 +62,8 @@ LOST = 3.0                           # pawns more than that, and evaluations or 
 def check(argument):
     if argument not in (None, "A", "P"):
         raise ValueError(f"The argument of chess_world is A, the environment, or P, the policy, and {argument or 'nothing'} was given.")
-    if chess is None:
-        raise ValueError("The task chess_world needs two packages: pip install chess rapidfuzz.")
+    if problem:
+        raise ValueError(f"The task chess_world needs chess and rapidfuzz, and {problem}.")
 
 
 # --- the environment ---

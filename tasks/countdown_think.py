@@ -12,6 +12,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+from runtime.usage import load_package
 from tasks import _numbers, _questions, countdown
 
 PROMPT = "{}\n"
@@ -34,13 +35,13 @@ def rows(path):
     """Yield the rows of a file. ValueError if it can't be read."""
     try:
         if path.suffix.lower() == ".parquet":
-            import pyarrow.parquet
-            yield from pyarrow.parquet.read_table(path, columns=["target", "nums"]).to_pylist()
+            parquet = load_package("pyarrow.parquet")
+            yield from parquet.read_table(path, columns=["target", "nums"]).to_pylist()
         else:
             with open(path, encoding="utf-8-sig") as file:
                 yield from (json.loads(line) for line in file if line.strip())
-    except ImportError:
-        raise ValueError("To read parquet files a library is missing: pip install pyarrow.") from None
+    except ImportError as e:
+        raise ValueError(f"{path} can't be read, since {e}.") from None
     except (OSError, ValueError) as e:       # pyarrow's are among these
         reason = str(e).splitlines()[0][:120]
         raise ValueError(f"{path} can't be read ({reason}): make it a readable .jsonl or .parquet.") from None
@@ -49,11 +50,9 @@ def rows(path):
 def downloaded():
     own = "or give a local file, countdown_think:FILE"
     try:
-        import datasets
-        return datasets.load_dataset(HUB, split="train")
-    except ImportError:
-        raise ValueError("To download countdown_think's questions a library is missing: pip install "
-                         f"datasets, {own}.") from None
+        return load_package("datasets").load_dataset(HUB, split="train")
+    except ImportError as e:
+        raise ValueError(f"{HUB} can't be downloaded, since {e}, {own}.") from None
     except Exception as e:                   # whatever network, cache or hub say
         reason = str(e).split("\n")[0][:200]
         raise OSError(f"{HUB} can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "

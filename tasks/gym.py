@@ -11,6 +11,7 @@ import functools
 import io
 import re
 
+from runtime.usage import load_package
 from tasks import _numbers, _questions
 
 INSTRUCTION = ("Think step by step. Then give the answer alone, in the form that is asked for, within "
@@ -95,7 +96,6 @@ EXCLUDED = {
     "word_ladder": "it makes no more than a few items of one seed",
     "zebra_puzzles": "an item takes 124 ms to make",
 }
-MISSING = "The task gym needs a library that is missing: pip install reasoning-gym."
 
 
 def check(argument):
@@ -115,10 +115,9 @@ def check(argument):
 def library():
     """Return the module reasoning_gym, which takes seconds to import; ValueError if it is not installed."""
     try:
-        import reasoning_gym
-    except ImportError:
-        raise ValueError(MISSING) from None
-    return reasoning_gym
+        return load_package("reasoning_gym", "reasoning-gym")
+    except ImportError as e:
+        raise ValueError(f"The task gym can't be asked, since {e}.") from None
 
 
 @functools.cache

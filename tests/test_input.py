@@ -3,7 +3,9 @@ import dataclasses
 import hashlib
 import json
 import math
+import runpy
 import shutil
+import sys
 import time
 
 import pytest
@@ -21,10 +23,12 @@ import train
 from conftest import ROOT, environment
 from engine import Sampling
 from model import GPT, GPTConfig, add_lora, adapters
-from runtime import checkpoint, config, examples, guard, hardware, prompts
+from runtime import checkpoint, config, examples, guard, hardware, plot, prompts, texts
 from runtime.config import BadInput
+from runtime.log import check_installed
 from runtime.run import Run
-from runtime.tokenizer import Tokenizer
+from runtime.tokenizer import Tokenizer, TokenizerJson
+from tasks import countdown_think, gsm8k, guru, gym
 
 DEEP = "[" * 100_000
 JUNK = (None, "two", [], [[1]], {}, -1, 0, 1.5, 10**12, 10**40, True, math.nan)
@@ -155,7 +159,7 @@ def test_every_script_refuses_an_edited_run_folder(run, main):
     assert not list(run.parent.glob("run-*")) and not run.with_suffix(".json").exists()
 
 
-@pytest.mark.parametrize("key, value", [("val_loss", "two"), ("val_loss", []), ("sha256", None), ("sha256", [])])
+@pytest.mark.parametrize("key, value", [("val_loss", "two"), ("val_loss", []), ("val_loss", 10**400), ("sha256", None), ("sha256", [])])
 def test_an_edited_meta_json_is_a_damaged_checkpoint(run, key, value):
     edited(run / "checkpoints/step_00000004/meta.json", key, [value])
     assert checkpoint.best(run) is None and checkpoint.damage(run, 4) == "meta.json is missing or unreadable"
@@ -321,6 +325,41 @@ def test_a_note_keeps_what_no_checkpoint_holds_yet(tmp_path):
     run.take_over_note()
     found = run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
     assert found == (4, 0.5, True, "bf16")
+
+
+# --- packages ---
+
+NEEDS = {
+    "tokenizers": lambda folder: TokenizerJson(folder / "tokenizer.json"),
+    "matplotlib": lambda folder: plot.draw({}, "steps", folder / "a.png"),
+    "datasets": lambda folder: texts.find_on_hub("org/name", "text"),
+    "pyarrow": lambda folder: texts.Parquet(folder / "a.parquet", "text"),
+    "reasoning-gym": lambda folder: gym.library(),
+    "datasets ": lambda folder: gsm8k.downloaded(),
+    "datasets  ": lambda folder: countdown_think.downloaded(),
+    "pyarrow ": lambda folder: list(countdown_think.rows(folder / "a.parquet")),
+    "pyarrow  ": lambda folder: guru.rows(folder / "a.parquet"),
+    "chess": lambda folder: runpy.run_path(str(ROOT / "tasks/chess_world.py"))["check"](None),
+    "wandb": lambda folder: check_installed(False, True),
+}
+
+
+@pytest.mark.parametrize("package", NEEDS)
+def test_a_package_that_is_installed_and_fails_is_not_called_missing(tmp_path, monkeypatch, package):
+    name = package.strip().replace("-", "_")
+    for module in [*sys.modules]:
+        if module.partition(".")[0] == name:
+            monkeypatch.delitem(sys.modules, module)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise ImportError('numpy 1.19 is too old')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fails = rf"the package {package.strip()} is installed, but its import fails \(numpy 1.19 is too old\)"
+    with pytest.raises((BadInput, ValueError), match=fails):
+        NEEDS[package](tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises((BadInput, ValueError), match=f"the package {package.strip()} is missing: pip install {package.strip()}"):
+        NEEDS[package](tmp_path)
 
 
 # --- knobs ---

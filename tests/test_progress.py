@@ -269,6 +269,20 @@ with Pool({str(tmp_path / "slow.py")!r}, workers=1) as pool:
 
 # --- what takes long ---
 
+def test_a_loop_that_was_given_up_may_be_collected_at_any_moment(terminal):
+    """While a line begins, say: its lock is held then, by the same thread."""
+    loop = track([1, 2], "counting", "sheep")
+    next(loop)
+
+    def collect():
+        with progress.SCREEN.lock:
+            loop.close()
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive() and not progress.SCREEN.lines
+
+
 def test_preparing_a_text(terminal, text, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "CHUNK", 2000)
     blocks = texts.blocks
