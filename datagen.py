@@ -107,38 +107,6 @@ def grade_of(record):
     return Grade(record["score"], record["parts"], record["signature"], record["error"])
 
 
-# Of a record: keys, their types, and the least number.
-RECORD = {
-    "number": (int, 0), "sample": (int, 0), "question": (str, None), "answer": (object, None),
-    "completion": (str, None), "ids": (list, None), "logprob": (int | float, None), "verdict": (str, None),
-    "score": (int | float, 0), "parts": (dict, None), "signature": (str, None), "error": (str | None, None),
-}
-OTHERS = {"seed", "kept", "after_close"}
-
-
-def line_of(record):
-    """Return the line of a record, with a checksum."""
-    return json.dumps(record | {"checksum": config.checksum(record)}) + "\n"
-
-
-def record_of(line):
-    """Return the record that a line of the log holds. ValueError if it is not as it was written."""
-    record = config.parse_json(line, dict)
-    expected = record.pop("checksum", None)              # logs from before there was one lack it
-    if expected not in (None, config.checksum(record)):
-        raise ValueError("it fails its checksum")
-    unknown = record.keys() - RECORD.keys() - OTHERS
-    if unknown:                                          # "checksum" too, if a bit of it is wrong
-        raise ValueError(f"it has a {min(unknown)}")
-    for key, (kind, least) in RECORD.items():
-        value = record.get(key)
-        if key not in record or not isinstance(value, kind) or least is not None and value < least:
-            raise ValueError(f"its {key} is {value!r}")
-    if record["score"] > 1 or not all(type(i) is int and i >= 0 for i in record["ids"]):
-        raise ValueError("its score or one of its ids is out of range")
-    return record
-
-
 class Attempts:
     """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what
     ranks have added to it since in files of their own, which the next to open it puts together. A line that a
@@ -174,7 +142,7 @@ class Attempts:
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines):
             try:
-                row = record_of(line) if number > 0 else config.parse_json(line)
+                row = examples.record_of(line) if number > 0 else examples.header_of(line)
                 if number > 0 and not (row["number"] in self.numbers and row["sample"] in self.samples):
                     raise ValueError(f"there is no sample {row['sample']} of a question {row['number']}")
             except ValueError as e:
@@ -184,7 +152,7 @@ class Attempts:
                                    f"{anew}another --output=.") from None
                 break                        # the last, cut short, or nothing after the last end of line
             if number == 0:
-                self.check_header(path, row if isinstance(row, dict) else {})
+                self.check_header(path, row)
             elif not (row["error"] or "").startswith(("timed out", "the worker died")):      # those may fare better
                 self.records[row["number"], row["sample"]] = row
 
@@ -210,13 +178,13 @@ class Attempts:
                        "--overwrite to begin anew, or another --output=.")
 
     def write(self):
-        lines = [json.dumps(self.header) + "\n", *(line_of(self.records[key]) for key in sorted(self.records))]
-        write_atomically(self.path, "".join(lines).encode())
+        rows = [self.header, *(self.records[key] for key in sorted(self.records))]
+        write_atomically(self.path, "".join(map(examples.line_of, rows)).encode())
 
     def part(self, rank):
         """A new file for what a rank adds."""
         file = open(f"{self.path}.part{rank}", "w", encoding="utf-8")
-        file.write(json.dumps(self.header) + "\n")
+        file.write(examples.line_of(self.header))
         return file
 
 
@@ -310,7 +278,7 @@ class Share:
             self.records[completion.key][completion.index] = record
             self.new.append(record)
             self.verified += record["verdict"] == "verified"
-            self.file.write(line_of(record))
+            self.file.write(examples.line_of(record))
         if completions:
             self.file.flush()
 

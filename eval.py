@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runtime.usage import first_line
+from runtime.usage import end_with_reader, first_line
 
 first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
@@ -296,6 +296,8 @@ def main(argv):
             raise BadInput("--output= is for answers to a task: leave it out, or give --task= instead of "
                            "--dataset=.")
         check_output(cfg.output)
+    else:
+        end_with_reader()
     distributed.init()
     figures = evaluate_task(cfg) if cfg.task else evaluate_text(cfg)
     if cfg.json:

@@ -13,6 +13,7 @@ G groups, K samples a group. Knobs, as --key=value:
 import dataclasses
 import hashlib
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +32,8 @@ from engine import Engine, Sampling, slots_that_fit
 from experimental.pcgrad import Surgery
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
-from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
 from rollouts.batch import WorstCase, logprobs_of, micro_batches, padded, round_up
+from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
 from rollouts.pipeline import Pipeline, ask, few_shot_of, requests_of, stop_strings_of, zero_variance
 from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
 from rollouts.reference import Reference
@@ -87,7 +88,8 @@ class Config:
                                              # see `normaliser`; cispo: also how its ratio is clipped
     advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in
                                              # the group, as in GRPO
-    clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low,
+    clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low (not of
+                                             # cispo)
     clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2; cispo takes about
                                              # 4)
     beta: float = 0.0                        # weight of the KL divergence from the model that training began
@@ -157,7 +159,7 @@ class Config:
     reward_pool: Literal["process", "thread", "serial"] = "process"       # only a process can be stopped if
                                              # it hangs
     timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an
-                                             # error, worth 0
+                                             # error: it has no reward and is not trained on
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
     # speed: bench.py --ladder measures what each of these buys
@@ -206,6 +208,9 @@ def check(cfg):
     if cfg.prompts_per_step % (world * cfg.mini_batches):
         raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with "
                        f"{cfg.mini_batches} mini-batches: change --prompts_per_step.")
+    if cfg.loss_type == "cispo" and cfg.clip_low != Config.clip_low:
+        raise BadInput("--clip_low has no effect with --loss_type=cispo, which clips the ratio from above alone: "
+                       "leave it out.")
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
         raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than "
                        f"--max_new_tokens={cfg.max_new_tokens}: lower it.")
@@ -222,15 +227,17 @@ def check(cfg):
 # --- the objective ---
 
 def advantages(rewards, scale="none"):
-    """Return how much better each sample is than the mean of its group, float64 [G, K], from rewards [G, K];
-    exactly 0 in a group of zero variance. scale group: in standard deviations, as GRPO has it, which weighs
-    easy and hard questions more (Dr. GRPO, Liu et al. 2025)."""
+    """Return the difference of each reward to the mean of its group, float64 [G, K], from rewards [G, K]; exactly
+    0 in a group of equal rewards. NaN is a completion that could not be graded: it has no part in the mean, and
+    the advantage 0. scale group: in standard deviations (of the K samples, without Bessel's correction), as in
+    GRPO, which weighs easy and hard questions more (Dr. GRPO, Liu et al. 2025)."""
     rewards = rewards.double()
-    result = rewards - rewards.mean(1, keepdim=True)
+    result = rewards - rewards.nanmean(1, keepdim=True)
     if scale == "group":
-        result = result / (rewards.std(1, correction=0, keepdim=True) + 1e-4)
-    zero_variance = rewards.amax(1) == rewards.amin(1)       # where the mean is off by its rounding
-    return result.masked_fill(zero_variance[:, None], 0.0)
+        result = result / (result.square().nanmean(1, keepdim=True).sqrt() + 1e-4)
+    first = rewards.nan_to_num(-math.inf).amax(1, keepdim=True)
+    equal = (rewards == first) | rewards.isnan()             # then the mean is off by its rounding
+    return result.masked_fill(equal.all(1, keepdim=True), 0.0).nan_to_num(0.0)
 
 
 def normaliser(loss_type, tokens, sequences, max_new_tokens):
@@ -311,15 +318,20 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
 
 
 def check_domains(stream, asked, positions):
-    """BadInput for a task that is left without a question to train on. asked: the names of the tasks that had
-    some before those that are too long were left out."""
+    """BadInput for a task that is left without a question to train on, or with one, or for fewer questions
+    than a step asks. asked: {name of a task: its questions before those that are too long were left out}."""
     for domain, numbers in stream.numbers.items():
-        if not numbers and domain not in asked:
+        if not asked[domain]:
             raise BadInput(f"There is no question of {domain} to train on: raise --num_questions, or give another "
                            "--dataset= if there is one, or leave that task out.")
-        if not numbers:
-            raise BadInput(f"Every prompt of {domain} is longer than --max_prompt_tokens, or fills the {positions} "
-                           "positions of the model: lower --few_shot, or choose another task or model.")
+        if len(numbers) < min(2, asked[domain]):
+            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} is longer than "
+                           f"--max_prompt_tokens, or fills the {positions} positions of the model: lower "
+                           "--few_shot, or choose another task or model.")
+    if len(stream) < stream.cfg.prompts_per_step <= asked.total():
+        raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
+                       f"{positions} positions of the model, and a step asks {stream.cfg.prompts_per_step}: "
+                       "lower --few_shot or --prompts_per_step.")
 
 
 # --- a step ---
@@ -355,8 +367,8 @@ def grade(cfg, run, pipeline, completions, positions):
     pipeline.graded(wait=True)
     groups = {position: [None] * cfg.k_samples for position in positions}
     for c in completions:
-        c.reward = c.grade.score - penalty(cfg, len(c.ids))
-        c.trained = c.finished or cfg.overlong != "mask"
+        c.reward = math.nan if c.grade.error else c.grade.score - penalty(cfg, len(c.ids))
+        c.trained = not c.grade.error and (c.finished or cfg.overlong != "mask")
         groups[c.key][c.index] = c
     run.lap("reward")
     return groups
@@ -502,8 +514,10 @@ def evaluate(cfg, run, pipeline, valid):
     grades, texts = ask(pipeline, questions, requests, sampling=greedy, shown=cfg.shown_questions)
     result = accuracy(grades)
     domains = by_domain(pipeline.task, questions, grades)
-    rewards = {name: fmean(grade.score for row in rows for grade in row) for name, rows in domains.items()}
-    result["reward"] = fmean(rewards.values())
+    rewards = []
+    for rows in domains.values():
+        rewards.append(fmean([grade.score for row in rows for grade in row if not grade.error] or [0.0]))
+    result["reward"] = fmean(rewards)
     log_evaluation(run, result, domains, questions, grades, texts)
     # Of steps that do as well, the last is best.
     run.record_validation(1 - result["reward"] - 1e-9 * run.step)
@@ -577,7 +591,7 @@ def main(argv):
         pairs = with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions)
         stream = QuestionStream(cfg, pairs, task)
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
-    check_domains(stream, {task.of(question).name for question in questions}, positions)
+    check_domains(stream, Counter(task.of(question).name for question in questions), positions)
     longest = max(len(request.ids) for _, request in stream.pairs + valid)
     context = context_of(longest, cfg.max_new_tokens, positions)
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"

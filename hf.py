@@ -23,6 +23,33 @@ from text.tokenizer import Tokenizer
 
 # Buffers that older files hold beside the weights: masks and rotary frequencies.
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+# Keys of config.json that change a computation of transformers and that model.py does not compute, each with
+# the value that changes nothing.
+NEUTRAL = {
+    "add_cross_attention": False,
+    "is_causal": True,
+    "layer_types": None,
+    "partial_rotary_factor": 1.0,
+    "per_layer_config": None,
+    "quantization_config": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "transformers_weights": None,            # another file than model.safetensors
+    "use_sliding_window": False,
+}
+# Names that GPT-2's keys have too. transformers prefers these.
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+# {type of rotary positions: the keys it needs}
+ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 
 
 # --- configurations ---
@@ -32,9 +59,9 @@ def read_config(hf_config):
     compute."""
     kind = hf_config.get("model_type")
     if kind == "gpt2":
-        unscaled = not hf_config.get("scale_attn_weights", True)
-        refuse(hf_config | {"unscaled attention": unscaled},
-               "scale_attn_by_inverse_layer_idx", "add_cross_attention", "unscaled attention")
+        refuse(hf_config)
+        aliases = GPT2_ALIASES.keys() & hf_config.keys()
+        hf_config = hf_config | {GPT2_ALIASES[alias]: hf_config[alias] for alias in aliases}
         return GPTConfig(
             vocab_size=hf_config["vocab_size"],
             block_size=hf_config["n_positions"],
@@ -54,21 +81,8 @@ def read_config(hf_config):
     if kind not in ("llama", "qwen2", "qwen3"):
         raise BadInput(f"The model type {kind} is not known here: gpt2, llama, qwen2 and qwen3 are.")
     other_layers = set(hf_config.get("layer_types") or ()) - {"full_attention"}
-    refuse(hf_config | {"layer_types": other_layers}, "use_sliding_window", "layer_types")
-
-    rope = hf_config.get("rope_parameters")
-    if not rope:
-        rope = (hf_config.get("rope_scaling") or {}) | {"rope_theta": hf_config.get("rope_theta", 10000.0)}
-    scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
-    scaling["rope_type"] = rope.get("rope_type") or rope.get("type", "default")
-    if scaling["rope_type"] not in ("default", "linear", "llama3"):
-        raise BadInput(f"Rotary positions of type {scaling['rope_type']} are not known here: default, linear "
-                       "and llama3 are.")
-    unknown = scaling.keys() - inspect.signature(scaled).parameters.keys()
-    if unknown and scaling["rope_type"] != "default":
-        raise BadInput(f"config.json scales rotary positions with {min(unknown)}, which model.py does not "
-                       "know: choose another model.")
-
+    refuse(hf_config | {"layer_types": other_layers})
+    rope_theta, rope_scaling = read_rope(hf_config)
     attention_bias = hf_config.get("attention_bias") or False
     return GPTConfig(
         vocab_size=hf_config["vocab_size"],
@@ -76,28 +90,55 @@ def read_config(hf_config):
         n_layer=hf_config["num_hidden_layers"],
         n_head=hf_config["num_attention_heads"],
         n_embd=hf_config["hidden_size"],
-        n_kv_head=hf_config.get("num_key_value_heads"),
-        head_dim=hf_config.get("head_dim"),
+        n_kv_head=hf_config.get("num_key_value_heads", None if kind == "llama" else 32),
+        head_dim=hf_config.get("head_dim", 128 if kind == "qwen3" else None),
         mlp_hidden=hf_config["intermediate_size"],
         norm="rmsnorm",
         norm_eps=hf_config.get("rms_norm_eps", 1e-6),
         position="rope",
-        rope_theta=rope["rope_theta"],
-        rope_scaling=None if scaling["rope_type"] == "default" else scaling,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         qk_norm=kind == "qwen3",
         mlp=translate(hf_config, "hidden_act", {"silu": "swiglu", "relu": "relu2"}),
         qkv_bias=kind == "qwen2" or attention_bias,
         o_bias=kind != "qwen2" and attention_bias,
-        mlp_bias=hf_config.get("mlp_bias") or False,
+        mlp_bias=kind == "llama" and hf_config.get("mlp_bias") or False,
         tied_head=hf_config.get("tie_word_embeddings", False))
 
 
-def refuse(hf_config, *keys):
-    """Raise BadInput if config.json switches one of these on."""
-    for key in keys:
-        if hf_config.get(key):
-            raise BadInput(f"config.json has {key}={hf_config[key]}, which model.py does not compute: choose "
-                           "another model.")
+def read_rope(hf_config):
+    """Return rope_theta and rope_scaling of a GPTConfig. Where keys of config.json contradict one another,
+    transformers' choice counts."""
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    outside = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    rope = {key: hf_config.get(key, value) for key, value in outside.items()} | rope
+    refuse(rope)
+    del rope["partial_rotary_factor"]
+    rope_theta = rope.pop("rope_theta")
+    old_name = rope.pop("type", "default")
+    kind = rope.pop("rope_type", old_name)
+    if kind not in ROPE_NEEDS:
+        raise BadInput(f"Rotary positions of type {kind} are not known here: default, linear and llama3 are.")
+    missing = set(ROPE_NEEDS[kind]) - rope.keys()
+    if missing:
+        raise BadInput(f"config.json has rotary positions of type {kind} without {min(missing)}: restore it.")
+    unknown = rope.keys() - inspect.signature(scaled).parameters.keys()
+    if unknown:
+        raise BadInput(f"config.json has rotary positions with {min(unknown)}, which model.py does not know: "
+                       "choose another model.")
+    if kind == "llama3":
+        positions = "original_max_position_embeddings"
+        rope[positions] = ({positions: hf_config["max_position_embeddings"]} | rope | hf_config)[positions]
+    return rope_theta, None if kind == "default" else rope | {"rope_type": kind}
+
+
+def refuse(hf_config):
+    """Raise BadInput if config.json has another value than NEUTRAL."""
+    for key, neutral in NEUTRAL.items():
+        value = hf_config.get(key, neutral)
+        if value != neutral and (value or neutral):
+            raise BadInput(f"config.json has {key}={str(value)[:80]}, which model.py does not compute: "
+                           "choose another model.")
 
 
 def translate(hf_config, key, known):
@@ -242,8 +283,10 @@ class Found:
             name = "gpt2" if tiktoken else self.folder
         tokenizer = Tokenizer(name)
         if tokenizer.n_vocab > self.config.vocab_size:
+            last = tokenizer.decode([tokenizer.n_vocab - 1])
             raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in "
-                           f"{self.folder} {self.config.vocab_size}: give the model's own with --tokenizer=.")
+                           f"{self.folder} {self.config.vocab_size}, none for {last!r}: give the model's own "
+                           "with --tokenizer=, or resize it with transformers' resize_token_embeddings().")
         return tokenizer
 
     @property
@@ -285,6 +328,7 @@ def find(path_or_name, step=None):
         raise BadInput(f"{folder} is a run's folder without its model.json: put that back, or give another run.")
     else:
         folder = folder if folder.is_dir() else download(str(path_or_name))
+        refuse_others(folder)
         about = read_json(folder / "config.json", "give the folder of a model")
     try:
         shape = GPTConfig(**about["architecture"]) if is_run else read_config(about)
@@ -295,6 +339,20 @@ def find(path_or_name, step=None):
     if is_run:
         step = step or checkpoint.choose(folder)
     return Found(folder, shape, about, step if is_run else None)
+
+
+def refuse_others(folder):
+    """Raise BadInput for a run's checkpoint and for PEFT's adapters, alone or beside a model."""
+    if not (folder / "config.json").exists():
+        for run in folder.resolve().parents[:2]:
+            if (run / "model.json").exists():
+                raise BadInput(f"{folder} is a part of the run in {run}: give that folder.")
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        base = read_json(adapter, "get it again").get("base_model_name_or_path")
+        raise BadInput(f"{folder} holds a PEFT adapter of {base or 'a model'} ({adapter.name}), which is not "
+                       "read here: merge it with peft's merge_and_unload(), save that model, and give its "
+                       "folder.")
 
 
 def to_resume(out_dir, weights_suffice=False):
@@ -382,11 +440,16 @@ def with_gpt2_prefix(name):
 
 
 def read_tensors(folder):
-    """Return {name: function that reads the tensor} of model.safetensors, or of the shards that its index
-    names."""
+    """Return {name: function that reads the tensor} of model.safetensors, or if there is none, of the shards
+    that the index names."""
     index = folder / "model.safetensors.index.json"
     shards = {"": "model.safetensors"}
-    if index.exists():
+    if not (folder / "model.safetensors").exists():
+        if not index.exists():
+            others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".gguf")]
+            others = f" ({others[0]} is not read here)" if others else ""
+            raise BadInput(f"{folder} lacks model.safetensors{others}: get that file, or write it with "
+                           "save_pretrained() of transformers.")
         shards = read_json(index, "get it again").get("weight_map")
     if not isinstance(shards, dict):
         raise BadInput(f"{index} does not say which file holds which tensor: get it again.")

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.usage import first_line
+from runtime.usage import end_with_reader, first_line
 
 first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
 
@@ -102,6 +102,7 @@ def main(argv):
     config.at_least(cfg, 1, "num_samples")
     config.at_most(cfg, 10**6, "num_samples")
     config.check_sampling(cfg)
+    end_with_reader()
     distributed.init()
     rank = distributed.rank()
     world = distributed.world_size()

@@ -353,7 +353,6 @@ def train(cfg, run, model, dataset, held_out):
     dataset.multiple = hw.length_multiple
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
-    warmup = min(50, run.num_steps // 10) if cfg.warmup_steps is None else cfg.warmup_steps
     flops_per_token = run.model.flops_per_token(dataset.longest)
     nothing = [tensor.to(hw.device) for tensor in examples.nothing()]
 
@@ -384,8 +383,8 @@ def train(cfg, run, model, dataset, held_out):
         run.lap("forward_backward")
 
         # The step of the optimizers.
-        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, warmup, cfg.lr_schedule,
-                         cfg.cooldown)
+        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
+                         cfg.lr_schedule, cfg.cooldown)
         lr *= run.state.lr_factor
         penalty = orthogonality.add_gradients(cfg, run)                # {} without it
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)

@@ -92,13 +92,40 @@ def short(text, most=160):
 
 # --- reinforcement learning ---
 
+HOT = 1.5                                    # temperature above which a model writes noise
+
+
+def at_first(run, key):
+    """Return a figure of the first logged step; 0 if it has none."""
+    return number(run.steps[0].get(key)) or 0.0
+
+
+def too_hot(run):
+    """Return the advice for a temperature at which a model can't write its own text; None below."""
+    temperature = run.knobs.get("temperature", 1)
+    if temperature <= HOT:
+        return None
+    return f"at --temperature={temperature:g} the model writes noise: sample at 1"
+
+
+def go_back(run):
+    """Return the advice for a policy that was better at first."""
+    return ("go back to a checkpoint from before, and lower "
+            f"--learning_rate={run.knobs.get('learning_rate')} to a third, or --grad_clip; if the reward falls "
+            "at any rate, the sign of the loss, the advantage or the reward is wrong")
+
+
 def never_right(run):
     """No sample is ever right, and nothing else is paid for either."""
     if run.mean("pass_at_1") != 0 or (run.mean("reward") or 0) > 0.05 or run.samples() < ENOUGH:
         return None
     answered = run.mean("parts/answered")
-    why = ""
-    if answered is not None and answered < 0.5:
+    first = at_first(run, "pass_at_1")
+    if too_hot(run):
+        why = f": {too_hot(run)}"
+    elif first > 0.1:
+        why = f", while {first:.0%} were at first: {go_back(run)}"
+    elif answered is not None and answered < 0.5:
         why = (f", and only {answered:.0%} have an answer at all: the form is not what the verifier reads. "
                "Fine-tune on verified answers first (datagen.py, config/rft.py), or show worked examples "
                "with --few_shot=4")
@@ -120,7 +147,12 @@ def never_ends(run):
         return None
     limit = run.knobs.get("max_new_tokens")
     later = run.last("ends_later")
-    if later is None:
+    first = at_first(run, "truncated")
+    if too_hot(run):
+        what = too_hot(run)
+    elif first < 0.25 and (run.mean("reward") or 0) <= at_first(run, "reward"):
+        what = f"{first:.0%} did at first, and the reward is no better for it, so {go_back(run)}"
+    elif later is None:
         what = "raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end"
     elif later:
         what = f"of a few that were let go on {later:.0%} ended: raise --max_new_tokens"
@@ -150,14 +182,18 @@ def groups_alike(run):
     right = run.mean("pass_at_1")
     if share is None or right is None or share < 0.9:
         return None
-    first = run.values("pass_at_1", run.steps)[0]
+    first = at_first(run, "pass_at_1")
     others = "or have others drawn instead with --dynamic_sampling=true"
-    if right > 0.5:
+    if (run.mean("paid_elsewhere") or 0) > 0.9:
+        why = ("an answer is paid as much for another question, so the reward does not depend on the answer: "
+               "grade a right and a wrong one by hand")
+        why += "" if right > 0.5 else ", and ask easier questions if the right one is paid more"
+    elif right > 0.5:
         why = ("all are solved: the questions are too easy by now. Ask harder ones, let solved ones rest "
                f"with --skip_solved=2, or stop here, {others}")
     elif first > 0.1 and right < first / 4:
-        why = (f"none is solved, while {first:.0%} were right at first: the policy has collapsed. Go back to "
-               f"a checkpoint from before, and lower --learning_rate={run.knobs.get('learning_rate')}")
+        why = (f"none is solved, while {first:.0%} were right at first, so the policy has collapsed: "
+               f"{go_back(run)}")
     else:
         why = ("none is solved: the questions are too hard. Ask easier ones, raise --k_samples, or "
                f"fine-tune on verified answers first, {others}")
@@ -175,9 +211,9 @@ def broken_verifier(run):
     said = f", the last: {short(example)}" if example else ""
     if late > errors / 2:
         return (f"The verifier took too long for {late:.0f} of the last {run.samples():,} samples, which "
-                f"count as wrong: make it faster, or raise --timeout={run.knobs.get('timeout')}.")
-    return (f"The verifier failed for {errors:.0f} of the last {run.samples():,} samples, which count as "
-            f"wrong{said}: mend reward(question, completion).")
+                f"are not trained on: make it faster, or raise --timeout={run.knobs.get('timeout')}.")
+    return (f"The verifier failed for {errors:.0f} of the last {run.samples():,} samples, which are not "
+            f"trained on{said}: mend reward(question, completion).")
 
 
 # Beyond which the engine's log-probabilities are off by more than rounding, nats a token
@@ -250,8 +286,7 @@ def reward_fell(run):
     noise = math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(rewards)) / 2)       # of one step's reward
     if now >= best / 2 or best - now < 0.05 + 5 * noise * math.sqrt(2 / FEWEST):
         return None
-    return (f"The reward has fallen from {best:.2f} to {now:.2f}: go back to a checkpoint from before, and lower "
-            f"--learning_rate={run.knobs.get('learning_rate')} to a third, or --grad_clip.")
+    return f"The reward has fallen from {best:.2f} to {now:.2f}: {go_back(run)}."
 
 
 def same_samples(run):
@@ -375,6 +410,17 @@ def loss_spikes(run):
             "broken text there.")
 
 
+def loss_rises(run):
+    """The loss of a model from scratch rises from the first step on, by small steps."""
+    losses = run.values("loss", run.steps)
+    begin = losses[:FEWEST + 1]
+    if (len(begin) <= FEWEST or run.knobs.get("init_from") != "scratch" or begin != sorted(begin)
+            or min(losses) < begin[0] or losses[-1] < 1.02 * begin[0] or (run.mean("moved") or 0) > 0.05):
+        return None
+    return (f"The loss rises from the first step on ({begin[0]:.2f} to {losses[-1]:.2f}), though steps are "
+            "small: the sign of the loss or of its gradient is wrong, or the learning rate is far too large.")
+
+
 def not_learning(run):
     """The loss stays where it was at the first step."""
     losses = run.values("loss", run.steps)
@@ -390,19 +436,33 @@ def not_learning(run):
 
 
 def validation_rises(run):
-    """The validation loss rises while that of training falls."""
-    losses = [number(line.get("val_loss")) for line in run.evaluations]
+    """The validation loss rises while that of training falls. Before the first step it is that of knowing
+    nothing."""
+    vocabulary = run.facts.get("vocabulary")
+    per_epoch = run.facts.get("steps_per_epoch")
+    even = math.log(vocabulary) if vocabulary else math.inf
+    steps = [0] + [line["step"] for line in run.evaluations]
+    losses = [even] + [number(line.get("val_loss")) for line in run.evaluations]
     training = run.values("loss", run.steps)
-    if len(losses) < 2 or None in losses or len(training) < 2:
+    if steps[-1] == 0 or None in losses or len(training) < 2:
         return None
+    now = losses[-1]
     best = min(losses[:-1])
-    i = losses.index(best)
-    since = [line for line in run.steps if line["step"] <= run.evaluations[i]["step"]]
-    if losses[-1] < best * 1.01 + 0.005 or not since or training[-1] >= number(since[-1]["loss"]):
+    at = steps[losses.index(best)]
+    before = [number(line["loss"]) for line in run.steps if line["step"] <= at] or training[:1]
+    if now < best * 1.01 + 0.005 or training[-1] >= min(before[-1], even):
         return None
-    return (f"The validation loss rises ({best:.3f} at step {run.evaluations[i]['step']}, now "
-            f"{losses[-1]:.3f}) while that of training falls: the text is learnt by heart. Stop with "
-            "--patience=2, give more text, or --dropout=0.1.")
+    risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while that of training "
+             f"falls (to {training[-1]:.3f})")
+    worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * even), math.inf)
+    if per_epoch and worse <= 10 * per_epoch and now > even:
+        return (f"{risen}, above that of knowing nothing (ln {vocabulary:,} = {even:.2f}): the labels or the "
+                "evaluation are wrong, or the validation text is of another kind.")
+    if per_epoch and steps[-1] <= per_epoch:
+        return (f"{risen}, though no text has been seen twice: the labels or the evaluation are wrong, the "
+                "validation text is of another kind, or "
+                f"--learning_rate={run.knobs.get('learning_rate')} is too large.")
+    return f"{risen}: the text is learnt by heart. Stop with --patience=2, give more text, or --dropout=0.1."
 
 
 def text_repeated(run):
@@ -459,8 +519,8 @@ RL = (
     part_always_paid, few_questions, slower_than_before,
 )
 TRAINING = (
-    bad_start, loss_spikes, not_learning, rate_too_small, validation_rises, text_repeated, slower_than_before,
-    waits_for_data, low_mfu,
+    bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
+    slower_than_before, waits_for_data, low_mfu,
 )
 
 # What a check finds explains what these would say
@@ -473,8 +533,10 @@ EXPLAINS = {
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "never_right": ("groups_alike", "part_never_paid"),
     "same_samples": ("groups_alike",),
+    "reward_fell": ("lengths_run_away",),
     "bad_start": ("not_learning",),
-    "loss_spikes": ("not_learning",),
+    "loss_spikes": ("not_learning", "validation_rises"),
+    "loss_rises": ("loss_spikes", "not_learning"),
     "rate_too_small": ("not_learning",),
     "validation_rises": ("text_repeated",),
 }

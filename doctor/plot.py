@@ -13,6 +13,7 @@ from typing import Literal
 from runtime import config, guard
 from runtime.config import BadInput, read_json
 from runtime.metrics import read_run
+from runtime.usage import load_package
 
 SEEDS = Path(__file__).parent.parent / "expected" / "seeds"
 
@@ -92,11 +93,10 @@ def draw(runs, x, output, figures=None, dpi=120):
     """Draw a panel a figure, a colour a run; dots are evaluations. runs: {name: lines of metrics}. output: a
     path, or a binary file. figures: of a recipe's seeds (see `recorded`), whose range is shaded."""
     try:
-        from matplotlib import ticker
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput("doctor.plot needs a package that is not installed: pip install "
-                       "matplotlib.") from None
+        ticker = load_package("matplotlib.ticker")
+        Figure = load_package("matplotlib.figure").Figure
+    except ImportError as e:
+        raise BadInput(f"Nothing can be drawn, since {e}.") from None
     x_key, x_scale, x_label = X_AXES[x]
     of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
     panels = GRPO_PANELS if of_grpo else PANELS

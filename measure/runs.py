@@ -211,9 +211,8 @@ def chart(path, title, rates, unit):
     so and return None."""
     try:
         import matplotlib
-    except ImportError:
-        print("The chart is left out, because matplotlib is not installed: pip install matplotlib, to have "
-              "it.")
+    except ImportError as e:
+        print(f"The chart is left out, since matplotlib can't be imported ({e}).")
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,5 +1,6 @@
 """What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
 line."""
+import math
 from collections import Counter
 from statistics import fmean
 
@@ -54,31 +55,35 @@ def flops(model, completions):
 def counted(groups):
     """Return sums over groups of Completions."""
     completions = [c for group in groups for c in group]
+    graded = [c for c in completions if not c.grade.error]
     return Counter(
         samples=len(completions),
+        graded=len(graded),
         groups=len(groups),
-        reward=sum(c.reward for c in completions),
-        reward_squared=sum(c.reward**2 for c in completions),
-        right=sum(c.grade.score == 1 for c in completions),
+        reward=sum(c.reward for c in graded),
+        reward_squared=sum(c.reward**2 for c in graded),
+        right=sum(c.grade.score == 1 for c in graded),
         solved=sum(any(c.grade.score == 1 for c in group) for group in groups),
         zero_variance=sum(map(zero_variance, groups)),
         completion_tokens=sum(len(c.ids) for c in completions),
         prompt_tokens=sum(len(c.prompt) for c in completions),
         truncated=sum(not c.finished for c in completions),
-        errors=sum(c.grade.error is not None for c in completions),
+        errors=len(completions) - len(graded),
         timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
     )
 
 
 def shares(cfg, total):
-    """Return the metrics that are means over samples, or groups, of sums that `counted` gave."""
+    """Return the metrics that are means over samples, or groups, of sums that `counted` gave. Rewards are means
+    over the samples that could be graded, NaN without one."""
     n = max(1, total["samples"])
+    graded = total["graded"] or math.nan
     groups = max(1, total["groups"])
-    mean_reward = total["reward"] / n
+    mean_reward = total["reward"] / graded
     return {
         "reward": mean_reward,
-        "reward_std": max(0.0, total["reward_squared"] / n - mean_reward**2) ** 0.5,
-        "pass_at_1": total["right"] / n,
+        "reward_std": max(0.0, total["reward_squared"] / graded - mean_reward**2) ** 0.5,
+        "pass_at_1": total["right"] / graded,
         f"pass_at_{cfg.k_samples}": total["solved"] / groups,
         "zero_variance": total["zero_variance"] / groups,
         "groups": total["groups"],
@@ -139,7 +144,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     return {
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
-        **{name: total[name] / n for name in sorted(total) if name.startswith("parts/")},
+        **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
         "entropy": total["entropy"] / learnt,
@@ -190,9 +195,24 @@ def vitals(cfg, run, pipeline, groups, metrics):
         found["sample"] = completions[0].text[:300]
     if metrics["errors"]:
         found["error"] = next((c.grade.error for c in completions if c.grade.error), None)
+    if metrics["zero_variance"] >= 0.9:
+        found["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
     if metrics["truncated"] >= 0.5 and (run.step == 1 or run.step % (5 * cfg.log_interval) == 0):
         found["ends_later"] = ends_later(cfg, run, pipeline, completions)
     return found
+
+
+def paid_elsewhere(pipeline, groups):
+    """Return the share of eight paid answers that get the same score for another question; None if none is
+    paid."""
+    answers = []
+    for group, other in zip(groups, groups[1:] + groups[:1]):
+        best = max(group, key=lambda c: c.grade.score)
+        if best.grade.score and best.question != other[0].question:
+            answers.append((best, other[0].question))
+    grades = pipeline.pool.score([(question, c.text) for c, question in answers[:8]])
+    same = [grade.score == c.grade.score for grade, (c, _) in zip(grades, answers) if not grade.error]
+    return fmean(same) if same else None
 
 
 def ends_later(cfg, run, pipeline, completions):

@@ -81,7 +81,7 @@ class Completion:
     text: str = ""                           # without what follows the task's stop
     grade: Grade | None = None
     # of grpo.py
-    reward: float = 0.0
+    reward: float = 0.0                      # NaN if it could not be graded
     advantage: float = 0.0
     trained: bool = True                     # whether the loss looks at it
     trainer_logprobs: list | None = None     # of ids, by the model that is trained before this step
@@ -94,8 +94,9 @@ class Completion:
 
 
 def zero_variance(group):
-    """Tell whether all Completions of a group have the same reward: no gradient comes from them."""
-    return len({c.reward for c in group}) == 1
+    """Tell whether all Completions of a group that could be graded have the same score. A penalty for length
+    does not make them differ."""
+    return len({c.grade.score for c in group if not c.grade.error}) <= 1
 
 
 class Pipeline:

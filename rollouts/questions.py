@@ -48,9 +48,14 @@ def plain(text):
 
 @task_errors()
 def unseen_questions(task, split, n, seed=0):
-    """Return (questions of a split to train on, how many were dropped because they, or ones that read the
-    same, stand in the test split)."""
-    questions = questions_of(task, split, n, seed)
+    """Return (questions of a split to train on, each text once; how many were dropped because they, or ones
+    that read the same, stand in the test split)."""
+    drawn = questions_of(task, split, n, seed)
+    by_text = {}
+    for question in drawn:
+        by_text.setdefault((question.get("domain"), question["question"]), question)
+    questions = [*by_text.values()]
+    say_copies(len(drawn) - len(questions), task.name)
     try:
         test = {plain(q["question"]) for q in task.questions("test")}
     except ValueError as e:
@@ -64,16 +69,24 @@ def unseen_questions(task, split, n, seed=0):
     return kept, len(questions) - len(kept)
 
 
+def say_copies(n, source):
+    if n:
+        print(f"Questions of {source} that repeat the text of an earlier one are left out, whatever their "
+              f"answers: {n}.", flush=True)
+
+
 def read_questions(path, n_valid):
     """Return (questions to train on, questions for validation) of a .jsonl file; the latter a tenth by a
     hash, n_valid at most."""
     questions = {}
+    number = 0
     for number, row in enumerate(read_rows(path), 1):
         text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
         if not isinstance(text, str) or "answer" not in row or not is_answer(row["answer"]):
             raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}, and the '
                            'answer not NaN.')
         questions.setdefault(text, row | {"question": text})
+    say_copies(number - len(questions), path)
     tenth = [text for text in questions
              if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
     valid = [questions.pop(text) for text in tenth[:n_valid]]

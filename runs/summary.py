@@ -70,8 +70,8 @@ def main(folder):
     try:
         draw(summary, intervals, folder / "summary.png")
         print(f", {folder / 'summary.png'}")
-    except ImportError:
-        print("; no picture without matplotlib.")
+    except ImportError as e:
+        print(f"; there is no picture, since matplotlib can't be imported ({e}).")
 
 
 if __name__ == "__main__":

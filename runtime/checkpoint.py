@@ -28,7 +28,9 @@ import os
 import pickle
 import re
 import shutil
+import stat
 import struct
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -36,7 +38,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from runtime import lock
-from runtime.config import BadInput, parse_json, read_sealed, seal
+from runtime.config import LARGEST, BadInput, parse_json, read_sealed, seal
 from runtime.progress import ProgressLine
 
 # All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
@@ -197,7 +199,8 @@ def read_meta(out_dir, step):
     digests = meta.get("sha256")
     if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
         return {}
-    return meta if type(meta.get("val_loss")) in (float, int, type(None)) else {}
+    loss = meta.get("val_loss")
+    return meta if loss is None or type(loss) is float or type(loss) is int and abs(loss) <= LARGEST else {}
 
 
 def best(out_dir, last=math.inf):
@@ -355,6 +358,18 @@ def is_run(folder):
         return False
 
 
+def check_kinds(out_dir):
+    """BadInput if a name of a run's is a link, through which it would write or remove files elsewhere, or a
+    FIFO, at which it would wait: a folder may be a stranger's."""
+    is_folder = {pattern.partition("/")[0]: "/" in pattern for pattern in WRITTEN}
+    for path in sorted(Path(out_dir).iterdir()) if Path(out_dir).is_dir() else ():
+        for name in is_folder:
+            kind, is_it = ("folder", stat.S_ISDIR) if is_folder[name] else ("plain file", stat.S_ISREG)
+            if fnmatch(path.name, name) and not is_it(path.lstat().st_mode):
+                raise BadInput(f"{path} is a link or otherwise no {kind}, and a run writes there: move it "
+                               "elsewhere, or choose another --out_dir=.")
+
+
 def check_replaceable(out_dir, overwrite):
     """BadInput if a folder holds a run that may not be replaced, or what is not a run's."""
     folder = Path(out_dir)
@@ -387,6 +402,9 @@ def open_run(out_dir, config, model, overwrite=False, resume=False):
     is to be overwritten or resumed, and one that holds other files by the names of a run's."""
     folder = Path(out_dir)
     try:
+        check_kinds(out_dir)
+        if (folder / lock.NAME).exists():
+            lock.take(folder / lock.NAME, out_dir)            # a run that writes there is not one to replace
         if not resume:
             check_replaceable(out_dir, overwrite)             # before anything of ours is in the folder
         folder.mkdir(parents=True, exist_ok=True)

@@ -190,7 +190,7 @@ def read_file(path):
         raise BadInput(f"There is no config file {path}.")
     names = {"__file__": path}
     try:
-        exec(compile(Path(path).read_text(), path, "exec"), names)
+        exec(compile(Path(path).read_bytes(), path, "exec"), names)
     except Exception as e:
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
         where = f" at line {lines[-1] if lines else e.lineno}" if lines or isinstance(e, SyntaxError) else ""

@@ -1,5 +1,6 @@
 """What keeps a run safe: its exit codes, the way back after what went wrong, the signals that ask it to
 stop."""
+import errno
 import gc
 import os
 import signal
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime import distributed, lock
+from runtime import distributed, lock, usage
 from runtime.checkpoint import is_full
 from runtime.config import BadInput
 
@@ -37,30 +38,31 @@ def run(main, argv=None):
     """Call main(argv) and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else.
     Under torchrun one rank speaks for all that have the same to say; a failure ends the rank that has it at once, for others may
     be waiting for it. argv: the command line's if None."""
+    usage.protect_output()
+    usage.Output.ends = False
+    if signal.getsignal(signal.SIGINT) == usage.interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = exit_code(main, sys.argv[1:] if argv is None else argv)
     except BadInput as e:
         if distributed.is_first_to_say(str(e)):
-            print(f"error: {e}", file=sys.stderr, flush=True)
+            say_error(e)
         code = 2
-    except PermissionError as e:             # of whatever file, and on whichever rank
-        print(f"error: {e.filename} can't be opened ({e.strerror}): change its permissions, or choose "
-              "another.",
-              file=sys.stderr, flush=True)
-        if distributed.world_size() > 1:
-            os._exit(2)
-        code = 2
-    except OSError as e:
-        if not is_full(e):
+    except OSError as e:                     # of whatever file, and on whichever rank
+        if isinstance(e, PermissionError) or e.errno in (errno.EROFS, errno.ELOOP):
+            say_error(f"{e.filename} can't be opened ({e.strerror}): change its permissions, or choose "
+                      "another.")
+        elif is_full(e):
+            say_error(f"{e.filename or 'A file'} could not be written ({e.strerror}): free some space, and "
+                      "start again; what was saved before is as it was.")
+        else:
             raise
-        print(f"error: {e.filename or 'A file'} could not be written ({e.strerror}): free some space, and start again; "
-              "what was saved before is as it was.", file=sys.stderr, flush=True)
         if distributed.world_size() > 1:
             os._exit(2)
         code = 2
     except Failure as e:
         if e.alone or distributed.is_main():
-            print(f"error: {e}", file=sys.stderr, flush=True)
+            say_error(e)
         if e.alone and distributed.world_size() > 1:
             os._exit(1)
         code = 1
@@ -71,10 +73,14 @@ def run(main, argv=None):
               "look at its log, and resume with --init_from=resume.", file=sys.stderr, flush=True)
         os._exit(1)                          # not through an exchange that would wait again
     except KeyboardInterrupt:                # a second Ctrl-C, or one where there is nothing to save
-        print("error: interrupted.", file=sys.stderr, flush=True)
+        say_error("interrupted.")
         os._exit(130)
     distributed.close()
     sys.exit(code)
+
+
+def say_error(sentence):
+    print(f"error: {usage.one_line(sentence)}", file=sys.stderr, flush=True)
 
 
 def exit_code(main, argv):
@@ -85,7 +91,9 @@ def exit_code(main, argv):
     try:
         while True:
             try:
-                return main(argv)
+                code = main(argv)
+                sys.stdout.flush()           # here, where what fails is said
+                return code
             except Retry as e:
                 if e.alone and distributed.world_size() > 1:
                     raise Failure(str(e)) from None
@@ -102,13 +110,15 @@ def exit_code(main, argv):
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM set `received` instead of ending the process; a second Ctrl-C does end it. What was
-    received counts for later StopSignals of the process too, so that a Retry does not lose it."""
+    """Ctrl-C, SIGTERM and SIGHUP set `received` instead of ending the process; a second Ctrl-C does end it.
+    `received` counts for later StopSignals of the process too, so that a Retry does not lose it."""
     received = None
 
     def __init__(self):
         signal.signal(signal.SIGTERM, self.note)
         signal.signal(signal.SIGINT, self.note)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:                # nohup's
+            signal.signal(signal.SIGHUP, self.note)
 
     @classmethod
     def note(cls, number, frame):
@@ -121,7 +131,7 @@ class StopSignal:
         return distributed.any(self.received is not None)
 
     def exit_code(self):
-        """Return 130 after Ctrl-C, 143 after SIGTERM, as a shell reports them."""
+        """Return 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, as a shell reports them."""
         return 128 + (self.received or signal.SIGTERM)
 
 

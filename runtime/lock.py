@@ -27,7 +27,7 @@ def take(path, place, knob="--out_dir="):
     """Lock a file, which is made if need be and says who holds it. BadInput if another process holds it, or
     if it is something else; a warning where the file system has no locks. What this process holds it may take
     again. place, knob: what is locked, and the flag that names it, for people."""
-    path = Path(path).resolve()
+    path = resolved(path)
     if path in held:
         return
     file = open_locked(path, place, knob)
@@ -43,9 +43,13 @@ def open_locked(path, place, knob):
     """Return the lock file of that path, open and locked."""
     began = time.monotonic()
     while True:
-        file = open(path, "a+", encoding="utf-8", errors="replace")
-        file.seek(0)
-        holder = file.readline().strip()
+        try:
+            file = open(path, "a+", encoding="utf-8", errors="replace", opener=open_own)
+            file.seek(0)
+            holder = file.readline().strip()
+        except OSError as e:
+            raise BadInput(f"{path}, the lock of {place}, can't be opened ({e.strerror or e}): mend that, or "
+                           f"choose another {knob}.") from None
         if holder and not holder.startswith(FIRST_WORDS):
             file.close()
             raise in_the_way(path, "a lock of ours", knob)
@@ -71,9 +75,18 @@ def open_locked(path, place, knob):
         file.close()
 
 
+def resolved(path):
+    return Path(os.path.realpath(Path(path).parent), Path(path).name)
+
+
+def open_own(path, flags):
+    """Open a file through no link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def release(path):
     """Let go of a lock, and remove its file."""
-    file = held.pop(Path(path).resolve(), None)
+    file = held.pop(resolved(path), None)
     if file:
         Path(path).unlink(missing_ok=True)
         file.close()

@@ -1,6 +1,5 @@
 """metrics.jsonl for programs, training.log and the terminal for people."""
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -9,17 +8,21 @@ from pathlib import Path
 from doctor.diagnose import Doctor
 from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput, parse_json
-from runtime.metrics import read_lines
+from runtime.config import BadInput
+from runtime.metrics import parse_line, read_lines
 from runtime.progress import duration         # for those who log
+from runtime.usage import load_package, visible
 
 
 def check_installed(tensorboard, wandb):
     """Raise BadInput if a package that a flag asks for is missing: before a run folder is touched."""
-    for package, wanted in (("tensorboard", tensorboard), ("wandb", wandb)):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise BadInput(f"--{package} needs a package that is not installed: pip install {package}, or "
-                           "leave it out.")
+    for package, module, wanted in (("tensorboard", "torch.utils.tensorboard", tensorboard),
+                                    ("wandb", "wandb", wandb)):
+        try:
+            if wanted:
+                load_package(module, package)
+        except ImportError as e:
+            raise BadInput(f"--{package} can't be used, since {e}, or leave it out.") from None
 
 
 class Log:
@@ -90,9 +93,9 @@ class Log:
         unreadable = []
         for number, line in enumerate(lines, 1):
             try:
-                if parse_json(line, dict)["step"] <= step:
+                if parse_line(line)["step"] <= step:
                     kept.append(line + b"\n")
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 if number < len(lines):
                     unreadable.append(number)
         write_atomically(path, b"".join(kept))
@@ -117,7 +120,7 @@ class Log:
     def say(self, text):
         if self.main:
             progress.clear()
-            print(text, flush=True)
+            print(visible(text), flush=True)
             self.append("training.log", text)
 
     def note(self, text):
@@ -145,7 +148,7 @@ class Log:
         a checkpoint will say so."""
         try:
             with open(self.folder / name, "a", encoding="utf-8", errors="backslashreplace") as f:
-                f.write(line + "\n")
+                f.write(visible(line) + "\n")
         except OSError as e:
             print(f"{self.folder / name} could not be written ({e.strerror}).", flush=True)
 

@@ -1,7 +1,10 @@
 """Reads what a run has logged in metrics.jsonl: an object a line, of a step, an evaluation or the run's start."""
+import contextlib
 from pathlib import Path
 
-from runtime.config import BadInput, parse_json
+from runtime.config import LARGEST, BadInput, parse_json
+
+OBJECTS = ("config", "settings", "facts", "finding")
 
 
 def read_lines(run):
@@ -10,13 +13,20 @@ def read_lines(run):
     path = Path(run) / "metrics.jsonl"
     lines = []
     for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
-        try:
-            values = parse_json(line, dict)
-        except ValueError:
-            continue
-        if isinstance(values.get("step"), int):
-            lines.append(values)
+        with contextlib.suppress(ValueError):
+            lines.append(parse_line(line))
     return lines
+
+
+def parse_line(line):
+    """Return the dictionary of a line. ValueError if it is none that a run writes."""
+    values = parse_json(line, dict)
+    if type(values.get("step")) is not int:
+        raise ValueError("it has no step")
+    for name, value in values.items():
+        if name in OBJECTS and not isinstance(value, dict) or type(value) is int and abs(value) > LARGEST:
+            raise ValueError(f"its {name} is not one that a run writes")
+    return values
 
 
 def check_run(run):

@@ -201,7 +201,9 @@ def state_to_come(optimizers):
 def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):
     """Return the learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to
     min_lr, or constant, or wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al.
-    2024)."""
+    2024). warmup_steps: None for a tenth of the steps, at most 50."""
+    if warmup_steps is None:
+        warmup_steps = min(50, max_steps // 10)
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
     start = warmup_steps

@@ -20,6 +20,7 @@ there is a checkpoint to go back to, the note retry.json says what is to be diff
 """
 import copy
 import dataclasses
+import math
 import os
 import socket
 import time
@@ -36,10 +37,13 @@ from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
 from runtime.log import Log
+from runtime.usage import one_line
 from text import examples
 
 # in the run folder, until the next checkpoint: what is to be different
 NOTE = "retry.json"
+# what the learning rate depends on: what optim.lr_at is given, and the number of steps
+RATE = ("learning_rate", "min_lr", "warmup_steps", "lr_schedule", "cooldown", "max_steps", "num_epochs")
 
 
 @dataclass
@@ -48,6 +52,7 @@ class TrainState:
     batch_size: int                          # the config's, for which micro_batch was found
     micro_batch: int                         # sequences (grpo.py: tokens) of a micro-step, as many as fit
     step: int = 0                            # optimizer steps done (grpo.py: rollouts)
+    num_steps: int = 0                       # of the whole run, as it was planned; 0: not noted, in old runs
     tokens: int = 0                          # positions seen in them
     data: str = ""                           # digest of the examples, or questions, that are trained on
     seconds: float = 0.0                     # in optimizer steps
@@ -72,7 +77,7 @@ class Run:
         self.model = model
         self.optimizers = optimizers
         self.num_steps = num_steps
-        self.state = TrainState(cfg.batch_size, micro_batch, data=data)
+        self.state = TrainState(cfg.batch_size, micro_batch, num_steps=num_steps, data=data)
         self.stage_state = stage_state
         self.scaler = hardware.scaler()
         self.nonfinite = NonFinite()
@@ -106,7 +111,28 @@ class Run:
             parallel.write_on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
         self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), cfg.diagnose)
+        self.say_rates(resuming)
         return self
+
+    def say_rates(self, resuming):
+        """Say if a resumed run's next step has another learning rate than its checkpoint's config gives it, and
+        if no step has the full rate."""
+        cfg = dataclasses.asdict(self.cfg)
+        before = checkpoint.read_meta(self.cfg.out_dir, self.step).get("config") if resuming else None
+        planned = self.state.num_steps
+        self.state.num_steps = self.num_steps
+        if before and planned and self.step < self.num_steps:
+            old = rate(cfg | before, self.step, planned)
+            new = rate(cfg, self.step, self.num_steps)
+            if not math.isclose(old, new):
+                changes = [f"{name} from {before[name]} to {cfg[name]}" for name in RATE
+                           if before.get(name) != cfg.get(name)]
+                self.log.say(f"The learning rate of step {self.step + 1} is {new:.2e}, and would have been "
+                             f"{old:.2e} before these changed: {', '.join(changes) or 'the data'}.")
+        if (cfg["warmup_steps"] or 0) > self.num_steps:
+            most = rate(cfg, self.num_steps - 1, self.num_steps)
+            self.log.say(f"--warmup_steps={cfg['warmup_steps']} is more than the {self.num_steps} steps of "
+                         f"the run: its learning rate rises to {most:.2e} and not to {cfg['learning_rate']:.2e}.")
 
     def write_folder(self, tokenizer, resuming):
         cfg = self.cfg
@@ -312,6 +338,9 @@ class Run:
         for."""
         with checkpoint.loading(f"The checkpoint of step {step} in {self.cfg.out_dir}"):
             self.load(step)
+        if self.step > self.num_steps:
+            raise BadInput(f"The run in {self.cfg.out_dir} has done {self.step} steps, and --max_steps or "
+                           f"--num_epochs asks for {self.num_steps}: raise it, or leave it out.")
         self.take_over_note()
         self.scaler = self.hardware.scaler()
         if self.scaler_state and self.scaler.is_enabled():
@@ -447,6 +476,11 @@ def load_weights(model, weights):
         parallel.fill(tensor, weights[name], name)
 
 
+def rate(knobs, step, num_steps):
+    """Return the learning rate of a step by a config's schedule."""
+    return optim.lr_at(step, num_steps, *(knobs[name] for name in RATE[:5]))
+
+
 def update(instance, values):
     """Set those fields of a dataclass instance that are among the values."""
     for field in dataclasses.fields(instance):
@@ -462,7 +496,7 @@ def not_by_default(cfg, inherited=()):
     changed = []
     for name, value in dataclasses.asdict(cfg).items():
         if value != getattr(type(cfg), name) and name not in inherited:
-            changed.append(f"{name}={value}")
+            changed.append(one_line(f"{name}={value}"))
     return ", ".join(changed) or "-"
 
 
@@ -495,7 +529,7 @@ def prompt_form(cfg):
             return tasks.load(cfg.dataset.removeprefix("task:")).prompt
     except (LookupError, OSError, ValueError):                # which will be said by who needs it
         return None
-    if Path(cfg.dataset).suffix != ".json":
+    if Path(cfg.dataset).suffix.lower() != ".json":
         return None
     return cfg.prompt or examples.read_form(cfg.dataset)
 
@@ -506,6 +540,7 @@ def claim(out_dir):
     def look():
         if not (Path(out_dir) / "config.json").exists():
             return "nothing"
+        checkpoint.check_kinds(out_dir)
         lock.take(Path(out_dir) / lock.NAME, out_dir)
         checkpoint.tidy(out_dir)
         try:
@@ -546,7 +581,8 @@ def check_task(cfg, argv):
 
 def check_training(cfg):
     """BadInput for knobs that train.py and grpo.py share and that don't go together."""
-    if cfg.init_from not in ("scratch", "resume") and Path(cfg.out_dir).resolve() == Path(cfg.init_from).resolve():
+    same = os.path.realpath(cfg.out_dir) == os.path.realpath(cfg.init_from)
+    if cfg.init_from not in ("scratch", "resume") and same:
         raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
                        "its run with --init_from=resume.")
     if cfg.sum_locally and cfg.parallel == "ddp":

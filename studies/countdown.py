@@ -307,9 +307,9 @@ def main(argv):
     try:
         draw(summary, intervals, learning_curve(folder / "grpo/metrics.jsonl"), folder / "summary.png")
         print(f", {folder / 'summary.png'}")
-    except ImportError:
+    except ImportError as e:
         print()
-        print("No picture without matplotlib: pip install matplotlib.", file=sys.stderr)
+        print(f"There is no picture, since matplotlib can't be imported ({e}).", file=sys.stderr)
     return 0
 
 

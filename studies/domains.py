@@ -180,8 +180,8 @@ def main(argv):
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     try:
         import matplotlib
-    except ImportError:
-        print("No pictures without matplotlib: pip install matplotlib.", file=sys.stderr)
+    except ImportError as e:
+        print(f"There are no pictures, since matplotlib can't be imported ({e}).", file=sys.stderr)
         return 0
     matplotlib.use("Agg")
     if found:

@@ -39,8 +39,19 @@ from tasks._mixture import due
 
 PROMPT = "Question: {}\n"
 SPLITS = ("train", "valid", "test")
-NAMES = [m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")]
+# {task: module}; a module that would hide one of the standard library's ends in "_"
+MODULES = {name.removesuffix("_"): name for _, name, _ in pkgutil.iter_modules(__path__) if name[0] != "_"}
+NAMES = list(MODULES)
+RESERVED = "is a name that tasks/__init__.py reserves"
 OWN = r"(?s)(.+?\.py)(?::(.*))?"
+
+
+class NotAScore(ValueError):
+    """A reward returned no number in [0, 1]. score: the number, NaN if it is none."""
+
+    def __init__(self, sentence, score):
+        super().__init__(sentence)
+        self.score = score
 
 
 def own_files(spec):
@@ -87,19 +98,19 @@ def load(spec):
 def load_one(spec):
     name, colon, argument = spec.partition(":")
     if name in NAMES:
-        return Task(spec, importlib.import_module(f"tasks.{name}"), argument if colon else None)
+        return Task(spec, importlib.import_module(f"tasks.{MODULES[name]}"), argument if colon else None)
     own = re.fullmatch(OWN, spec)
     if not own:
         raise LookupError(f"There is no task {name}; there is {', '.join(NAMES)}, or give the path of a .py file of yours.")
     file, argument = own.groups()
     if not Path(file).is_file():
         raise FileNotFoundError(f"There is no file {file}: a task is a name or the path of a .py file with a function reward.")
-    found = importlib.util.spec_from_file_location(str(Path(file).resolve()), file)
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module                     # dataclasses look their module up there
     folder = str(Path(file).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)                          # last: its neighbours hide no module of ours
+    found = importlib.util.spec_from_file_location(module_name(Path(file).resolve()), file)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module                     # dataclasses and pickle look their module up there
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as e:
@@ -107,11 +118,21 @@ def load_one(spec):
     return Task(spec, module, argument)
 
 
+def module_name(path):
+    """Return the name under which a file can be imported, so that pickle finds its functions in any process.
+    If another module has it, return one made of the path, which only this process and its forks know."""
+    try:
+        known = importlib.util.find_spec(path.stem)
+        if known and known.origin and Path(known.origin).resolve() == path:
+            return path.stem
+    except (ImportError, ValueError):                    # a name with a dot, or a module without a spec
+        pass
+    return re.sub(r"\W", "_", str(path))
+
+
 def files_of(task):
     """A task's file and those of its neighbours that it imports, and that these import; all of a package."""
     found = [Path(task.module.__file__)]
-    if task.module.__name__.startswith("tasks."):        # `import math` in one of ours is not tasks/math.py
-        return found
     for file in found:
         with contextlib.suppress(SyntaxError):               # of a neighbour that may never be imported
             for node in ast.walk(ast.parse(file.read_bytes())):
@@ -161,13 +182,13 @@ class Task:
         self.domains = []                                # of a mixture, its tasks
         self.weights = {name: 1}
         self.score = self.call("reward")
-        try:
-            inspect.signature(self.score).bind({}, "")
-        except TypeError as e:
-            raise ValueError(f"The reward of the task {name} can't be called as reward(question, completion) "
-                             f"({e}): let it take these two.") from None
-        except ValueError:                               # some built-in functions don't say what they take
-            pass
+        self.must_take("reward(question, completion)", self.score, {}, "")
+        if hasattr(module, "signature"):
+            self.must_take("signature(completion)", self.call("signature"), "")
+        for hook, text in (("PROMPT", self.prompt), ("STOP", self.stop or ""), ("INSTRUCTION", self.instruction or "")):
+            if not isinstance(text, str) or hook == "PROMPT" and "{}" not in text:
+                raise ValueError(f"{hook} of the task {name} is {str(text)[:80]!r}: {hook} {RESERVED} for a text"
+                                 f"{' with {} for the question' * (hook == 'PROMPT')}, so rename yours.")
 
     @property
     def files(self):
@@ -176,6 +197,17 @@ class Task:
     def of(self, question):
         """The Task that a question belongs to, as a mixture has it."""
         return self
+
+    def must_take(self, form, function, *given):
+        """ValueError unless a function can be called with these."""
+        try:
+            inspect.signature(function).bind(*given)
+        except TypeError as e:
+            name = form.partition("(")[0]
+            raise ValueError(f"The {name} of the task {self.name} can't be called as {form} ({e}): {name}() "
+                             f"{RESERVED}, so let it take these, or rename yours.") from None
+        except ValueError:                               # some built-in functions don't say what they take
+            pass
 
     def takes(self, function, keyword):
         try:
@@ -188,7 +220,8 @@ class Task:
         """The module's function, with the argument and those options that it takes."""
         found = getattr(self.module, function, None)
         if not callable(found):
-            raise ValueError(f"The task {self.name} has no {function}: write a function {function} in its file, or use another task.")
+            raise ValueError(f"The task {self.name} has no {function}: write a function {function} in its file, where "
+                             "nothing else may have that name, or use another task.")
         return partial(found, **{k: v for k, v in (options | {"argument": self.argument}).items() if self.takes(found, k)})
 
     def sentence(self, name, function, *given):
@@ -199,7 +232,7 @@ class Task:
             if self.module.__name__.startswith("tasks."):
                 raise
             what = said(e, self.module.__file__)
-            raise ValueError(f"{name}() of the task {self.name} failed ({what}): mend it.") from e
+            raise ValueError(f"{name}() of the task {self.name} failed ({what}): {name}() {RESERVED}, so mend it, or rename yours.") from e
 
     def ask(self, kind, name, *given, **options):
         """The list or the str that the module's function gives; `sentence` if it can't."""
@@ -274,10 +307,12 @@ class Task:
 
     def signature(self, completion):
         """Two solutions with the same signature are the same solution; of a task that does not say, the equations decide."""
-        return self.call("signature")(completion) if hasattr(self.module, "signature") else _equations.signature(completion)
+        if hasattr(self.module, "signature"):
+            return self.ask(str, "signature", completion)
+        return _equations.signature(completion)
 
     def reward(self, question, completion):
-        """(score, {part name: bool}); ValueError for a score that is none."""
+        """(score, {part name: bool}); NotAScore if it is not in [0, 1]."""
         result = self.score(question, completion)
         whole = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         score, parts = result if whole else (result, None)
@@ -286,7 +321,7 @@ class Task:
         except (TypeError, ValueError):
             score = float("nan")
         if not 0 <= score <= 1:
-            raise ValueError(f"The task {self.name} gave the score {str(result)[:80]}: a score is a number from 0 to 1.")
+            raise NotAScore(f"The task {self.name} gave the score {str(result)[:80]}: a score is a number from 0 to 1.", score)
         return score, {"correct": score == 1} if parts is None else {name: bool(value) for name, value in parts.items()}
 
     @staticmethod

@@ -3,8 +3,9 @@ import re
 from fractions import Fraction
 
 from tasks import _equations, _numbers
+from tasks._steps import plain
 
-ANSWER = re.compile(r"<answer>([^<]{0,200})</answer>", re.IGNORECASE)
+ANSWER = re.compile(r"<answer ?>([^<]{0,200})</answer ?>", re.IGNORECASE)
 HOW_MANY = re.compile(r"\bhow many ([^\W\d_]{1,40})", re.IGNORECASE)
 WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
                  "eighteen nineteen".split(), range(1, 20)))
@@ -14,11 +15,22 @@ WORDS |= {"hundred": 100, "thousand": 1000, "million": 1_000_000, "dozen": 12, "
           "double": 2, "thrice": 3, "triple": 3, "minute": 60, "hour": 60, "day": 24, "week": 7, "year": 12}
 
 
-def answer(completion, unit=None, prefix=""):
-    """Return the number in the first <answer>...</answer>, a Fraction, or None if there is none. unit, prefix: see
-    _numbers.number."""
+def answer(completion, unit=None):
+    """Return the number in the first <answer>...</answer>, a Fraction, or None. unit: see _numbers.number."""
     found = ANSWER.search(completion)
-    return _numbers.number(found[1], unit, prefix) if found else None
+    return _numbers.number(found[1], unit) if found else None
+
+
+def words(completion):
+    """Return the text in the first <answer>...</answer> as words are compared, "" if there is none."""
+    found = ANSWER.search(completion)
+    return plain(_numbers.normal(_numbers.unwrapped(found[1]))) if found else ""
+
+
+def same(said, right):
+    """Return whether a text is the right one: as a number where that is one."""
+    value = _numbers.number(right)
+    return plain(said) == plain(right) if value is None else _numbers.number(said) == value
 
 
 def before_answer(completion):
@@ -56,14 +68,14 @@ def reasoned(question, completion, value, numbers=None):
     return _equations.reasoned(before_answer(completion), answers, known)
 
 
-def grade(question, completion, tolerance=0.0, prefix=""):
-    """Return (score, parts) of a completion whose answer should be a number: whether there is one (answered), whether it is
-    the right one up to that share of it (correct), and whether the text before it has equations, all of them true, that
-    lead from the question's numbers to the answer (reasoned)."""
+def grade(question, completion):
+    """Return (score, parts) of a completion whose answer should be a number: whether there is one (answered),
+    whether it is exactly the right one (correct), and whether the text before it has equations, all of them
+    true, that lead from the question's numbers to the answer (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
-    value = answer(completion, asked_unit(question), prefix)
+    value = answer(completion, asked_unit(question))
     right = Fraction(question["answer"].replace(",", ""))
     parts = {"answered": value is not None,
-             "correct": value is not None and _numbers.close(value, right, tolerance),
+             "correct": value == right,
              "reasoned": reasoned(question, completion, value)}
     return float(parts["correct"]), parts

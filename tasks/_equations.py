@@ -42,8 +42,8 @@ RATES = {"per", "a", "an", "each", "every", "apiece"}        # after them, a uni
 
 # values: readings, of which `100 - 30%` has two, floats that may be infinite or NaN. spelled: in one way for all.
 # literals: the numbers in it. step: the place value of the last digit of a single number with decimals, else 0.
-# whole: it is of whole numbers that are not divided. cut: a parenthesis that was never opened ended it; open: some stay open.
-Expression = namedtuple("Expression", "values spelled literals operators percent step whole open cut")
+# cut: a parenthesis that was never opened ended it; open: some stay open.
+Expression = namedtuple("Expression", "values spelled literals operators percent step open cut")
 # One side of an equals sign. left, right: the Expressions that it is to what follows and what precedes it, or None.
 # units: of these two, a known unit, "" for none, None for words that are no known unit. label: words come first.
 Side = namedtuple("Side", "left right left_unit right_unit label")
@@ -106,7 +106,10 @@ def forms_of(number):
 
 
 def near(a, b, step=0.0):
-    """Whether two numbers are equal but for TOLERANCE, or for rounding to a digit of the value `step`."""
+    """Whether two numbers are equal but for TOLERANCE, or for rounding to a digit of the value `step`; of whole numbers
+    nothing is rounded."""
+    if float(a).is_integer() and float(b).is_integer():
+        return a == b
     difference, larger = abs(a - b), max(abs(a), abs(b))
     return difference <= TOLERANCE * larger or difference <= 0.500001 * step and difference <= ROUNDED * larger
 
@@ -168,8 +171,6 @@ def link(left, right, chained):
         return None
     right_values = (*b.values, 100 * b.values[0]) if b.percent and not b.operators else b.values    # 50 / 200 * 100 = 25%
     true = any(near(f * x, y, max(f * a.step, b.step)) for f in factors for x in a.values for y in right_values)
-    if factors == [1.0] and all(e.whole for e in (a, b)):
-        true = a.values == b.values                  # there is nothing to round
     operands = [n for e in (a, b) if e.operators for n in e.literals]
     results = [n for e in (a, b) if not e.operators for n in e.literals] or [*a.values, *b.values, *b.literals]
     return Equation(a.values[0], b.values[0], true, bool(operands), f"{a.spelled}={b.spelled}", operands, results)
@@ -322,10 +323,8 @@ def evaluate(tokens, relative=False):
         return None
     total, product, _, _, operators, start, first = stack[-1]
     value = total + product if math.isfinite(total + product) else math.nan
-    signs, numbers = spelled[start:], literals[first:]
-    whole = not {"/", "%"} & {*signs} and all(number.is_integer() for number in numbers)
-    return Expression((value,), "".join(signs), numbers, operators, spelled[-1] == "%", 0.0 if operators else step,
-                      whole, len(stack) > 1, cut)
+    return Expression((value,), "".join(spelled[start:]), literals[first:], operators, spelled[-1] == "%",
+                      0.0 if operators else step, len(stack) > 1, cut)
 
 
 def operand(frame, value):

@@ -19,21 +19,30 @@ GROUPS = rf"[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]{{1,3}}(?:[ {SPACES}][0-9
 NUMBER = rf"(?:{GROUPS}|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{{1,3}}(?!\w))?|\.[0-9]+"
 SIGN = r"(?P<sign>[-+]?)\s?"
 NUMERIC = re.compile(rf"{SIGN}(?P<digits>{NUMBER})(?:\s?[*x]\s?10\^(?P<power>[-+]?[0-9]{{1,3}}))?\.?")
+# a decimal comma, where it can't separate thousands: `1,5`, `0,125`, `1.000,99`
+COMMA = re.compile(rf"{SIGN}(?![1-9][0-9]{{0,2}},[0-9]{{3}}\.?$)(?P<whole>[0-9]+|[0-9]{{1,3}}(?:\.[0-9]{{3}})+)"
+                   r",(?P<decimals>[0-9]+)\.?")
 POWER = re.compile(rf"{SIGN}10\^(?P<power>[-+]?[0-9]{{1,3}})\.?")
-RATIO = re.compile(rf"{SIGN}(?:(?P<whole>[0-9]{{1,12}})[+ ])?(?P<above>[0-9]{{1,12}})\s?/\s?(?P<below>[0-9]{{1,12}})\.?")
-WITH_UNIT = re.compile(r"(?P<number>.*[0-9)])\s?(?P<unit>%|[^\W\d_][\w/]*)\.?")
-WRAPPED = re.compile(r"\*\*(.*)\*\*|\\boxed\{(.*)\}|\\\((.*)\\\)|\\\[(.*)\\\]|\$(.*)\$")
+RATIO = re.compile(rf"{SIGN}(?P<open>\()?(?:(?P<whole>[0-9]{{1,12}})[+ ])?(?P<above>[0-9]{{1,12}})\s?/\s?"
+                   r"(?P<below>[0-9]{1,12})(?(open)\))\.?")
+LABEL = re.compile(r"^(?:[a-zA-Z]\s?)?=\s?")       # `x = 11`, `= 11`
+CURRENCIES = "$€£ "
+WITH_UNIT = re.compile(r"(?P<number>.*[0-9)$])\s{0,2}(?P<unit>%|[^\W\d_][\w/]*)\.?")
+WRAPPED = re.compile(r"(?:\*\*(.*)\*\*|\*(.*)\*|`(.*)`|\"(.*)\"|'(.*)'|“(.*)”|\\boxed\{(.*)\}|\\\((.*)\\\)|"
+                     r"\\\[(.*)\\\]|\$(.*)\$)\.?", re.DOTALL)
 
 # --- characters ---
 
 SAME = str.maketrans({"⋅": "*", "∙": "*", "·": "*", "×": "*", "✕": "*", "✖": "*", "∗": "*", "＊": "*", "÷": "/", "∕": "/",
                       "⁄": "/", "−": "-", "–": "-", "‒": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-", "＋": "+",
                       "＝": "=", "≈": "=", "≃": "=", "≅": "="})
-FRACTION = re.compile(r"\\[dt]?frac\s?\{([^{}]{0,200})\}\s?\{([^{}]{0,200})\}")
+FRACTION = re.compile(r"(?:(?<![\w.,^])([0-9]{1,12})\s?)?\\[cdt]?frac\s?(?:\{([^{}]{0,200})\}|([0-9]))\s?"
+                      r"(?:\{([^{}]{0,200})\}|([0-9]))")
 BRACED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\s?\{([^{}]{0,200})\}")
 TEX = {"times": "*", "cdot": "*", "ast": "*", "div": "/", "approx": "=", "simeq": "=", "left": "", "right": "", ",": "",
        ";": " ", "!": "", "quad": " ", "%": "%", "$": "$", "(": " ", ")": " ", "[": " ", "]": " "}
 COMMAND = re.compile(r"\\(times|cdot|ast|div|approx|simeq|left|right|quad)(?![a-zA-Z])|\\([,;!%$()\[\]])")
+BRACES = re.compile(r"\^\{([^{}]{0,20})\}| ?\{, ?\}|,\\!\s*")       # 10^{3}, 1{,}000, 1,\! 000
 FRACTION_CHARACTER = re.compile(f"([0-9]{{0,12}})([{''.join(VULGAR)}])")
 
 
@@ -42,29 +51,43 @@ def normal(text):
     sign -, \\frac{1}{2} and ½ (1/2), ≈ =."""
     if not text.isascii():
         text = FRACTION_CHARACTER.sub(lambda m: f"({m[1]}{'+' if m[1] else ''}{VULGAR[m[2]]})", text.translate(SAME))
+    if "{" in text or "\\!" in text:
+        text = BRACES.sub(lambda m: "," if m[1] is None else f"^{m[1]}", text)
     if "\\" in text:
         for _ in range(4):                           # what is nested deeper stays as it is
             before = text
-            text = BRACED.sub(r" \1 ", FRACTION.sub(r"((\1)/(\2))", text))
+            text = BRACED.sub(r" \1 ", FRACTION.sub(fraction, text))
             if text == before:
                 break
         text = COMMAND.sub(lambda m: TEX[m[1] or m[2]], text)
-    return text.replace("{,}", ",")
+    return text
+
+
+def fraction(found):
+    """Return TeX's fraction with a slash; a mixed number, 2\\frac{1}{2}, as (2+1/2)."""
+    whole = found[1] or ""
+    above, below = ((found[i] or found[i + 1] or "").strip() for i in (2, 4))
+    if not re.fullmatch("-?[0-9]{1,12}/[0-9]{1,12}", f"{above}/{below}"):
+        return f"{whole}(({above})/({below}))"
+    is_mixed = whole and 0 < int(above) < int(below)
+    return f"({whole}+{above}/{below})" if is_mixed else f"{whole}({above}/{below})"
 
 
 # --- a text that is a number ---
 
-def number(text, unit=None, prefix=""):
+def number(text, unit=None):
     """Return the exact value, a Fraction, of a text that is a number as a whole, or None if it is none. Of several
     numbers (`5 or 6`) none is chosen.
 
-    unit: the unit that was asked for, which may follow the number. prefix: a sign of currency that may precede it."""
+    unit: the unit that was asked for, which may follow the number. A sign of currency may stand there too, or before the
+    number, unless the unit is known to be none of money."""
     if len(text) > 5 * LONGEST:
         return None
-    text = normal(unwrapped(text)).strip()
-    value = plain_number(text.removeprefix(prefix))
+    text = LABEL.sub("", normal(unwrapped(text)).strip())
+    money = not unit or _units.size_of(unit) in (None, _units.size_of("dollar"))
+    value = plain_number(text.strip(CURRENCIES) if money else text)
     if value is None and unit and (found := WITH_UNIT.fullmatch(text)) and same_unit(found["unit"], unit):
-        value = plain_number(found["number"].removeprefix(prefix))
+        value = plain_number(found["number"].strip(CURRENCIES))
     return value
 
 
@@ -75,17 +98,20 @@ def written(text):
         return None
     text = text.strip().replace(",", "")
     try:
-        Fraction(text)
+        return text if Fraction(text) == value else str(value)       # in `1,5` the comma counts
     except ValueError:
         return str(value)
-    return text
 
 
 def unwrapped(text):
-    """Return a text without what models put around an answer: spaces, bold type, \\boxed{}, TeX's dollars."""
+    """Return a text without what models put around an answer: spaces, bold type, quotation marks,
+    \\boxed{}, TeX's dollars."""
     text = text.strip()
-    while found := WRAPPED.fullmatch(text):
-        text = next(inside for inside in found.groups() if inside is not None).strip()
+    for _ in range(10):                              # a long text with more would take long
+        found = WRAPPED.fullmatch(text)
+        if not found:
+            break
+        text = found[found.lastindex].strip()
     return text
 
 
@@ -93,15 +119,20 @@ def plain_number(text):
     """As `number`, of a text in normal characters with nothing around the number."""
     if len(text) > LONGEST:
         return None
-    if found := NUMERIC.fullmatch(text):
+    while text.startswith("(") and text.endswith(")"):
+        text = text[1:-1].strip()
+    if found := COMMA.fullmatch(text):
+        value = Fraction(f"{found['whole'].replace('.', '')}.{found['decimals']}")
+    elif found := NUMERIC.fullmatch(text):
         value = Fraction(ungrouped(found["digits"]))
         if found["power"]:
             value *= Fraction(10) ** int(found["power"])
     elif found := POWER.fullmatch(text):
         value = Fraction(10) ** int(found["power"])
-    elif found := RATIO.fullmatch(re.sub("[()]", "", text)):
+    elif found := RATIO.fullmatch(text):
         above, below = int(found["above"]), int(found["below"])
-        if below < 2 or math.gcd(above, below) > 1:      # 6000/1000 is a calculation that was not done
+        # 6000/1000 is a calculation that was not done
+        if below < 2 or math.gcd(above, below) > 1 or found["whole"] and above > below:
             return None
         value = int(found["whole"] or 0) + Fraction(above, below)
     else:
@@ -119,7 +150,7 @@ def ungrouped(digits):
 def same_unit(word, asked):
     """Whether two words name one unit, known here (km, kilometres) or not (clip, clips)."""
     if word == "%" or asked == "%":
-        return {word.lower(), asked} <= {"%", "percent"}
+        return {word.lower(), asked} <= {"%", "percent", "percentage", "pct"}
     plain = [_units.canonical(name).lower().removesuffix("s") for name in (word, asked)]
     return plain[0] == plain[1]
 

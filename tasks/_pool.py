@@ -1,16 +1,18 @@
 """Completions to grades. A verifier may hang, crash or eat memory: it runs in processes of its own, and the
 run goes on, unless it fails for all of the first FIRST completions.
 
-`python -m tasks._pool SPEC` is a worker. A line of its standard input is a list, in JSON, of [question,
-completion] pairs; its standard output has null once the task is loaded (or a sentence, if it can't be), then
-a line [score, parts, signature, error] for each. Pipes, and not multiprocessing, because that would import
-the caller into each worker, and torch with it.
+`python -m tasks._pool SPEC` is a worker. A line of its standard input is a list, in JSON, of [number,
+question, completion]; its standard output has null once the task is loaded (or a sentence, if it can't be), then
+a line [number, score, parts, signature, error] for each. Pipes, and not multiprocessing, because that would
+import the caller into each worker, and torch with it.
 """
 import contextlib
 import functools
 import json
+import math
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -29,6 +31,7 @@ from runtime.progress import ProgressLine, track
 from tasks import said
 
 MEMORY = 4 * 2**30                   # bytes of address space that a worker may have
+LIMIT = f"(a reward worker may have {MEMORY / 2**30:g} GiB of memory)"
 LOADING = 120.0                      # seconds that a task may take to load
 MOST_AT_ONCE = 16                    # items that a quick worker is given in one go
 # seconds an item: one that takes longer is given one at a time, for another may have the next
@@ -45,8 +48,8 @@ class BrokenReward(BadInput, ValueError):
 
 
 class Grade(NamedTuple):
-    """score in [0, 1]; parts {name: bool}; signature of a completion whose score is 1, else ""; error: what
-    went wrong with the grading itself, else None. With an error the score is 0 and parts are empty."""
+    """score in [0, 1]; parts {name: bool}; signature of a completion whose score is 1, else ""; error: the fault
+    of the grading itself, else None. With an error the score means nothing and parts are empty."""
     score: float
     parts: dict
     signature: str
@@ -59,18 +62,17 @@ class Grade(NamedTuple):
 
 
 def grade(task, question, completion):
-    """The Grade of a completion, cut after the task's stop. What the task raises, and a score outside [0, 1],
-    is its error."""
+    """The Grade of a completion, cut after the task's stop. An exception of the task, and a score outside
+    [0, 1], is its error; such a score stays in the Grade if it is finite, and ends the run (see Pool)."""
     try:
         task = task.of(question)
         completion = task.cut(completion)
         score, parts = task.reward(question, completion)
         score, parts = float(score), {str(name): bool(value) for name, value in parts.items()}
-        if not 0.0 <= score <= 1.0:
-            raise ValueError(f"the score {score} is not in [0, 1]")
         return Grade(score, parts, str(task.signature(completion)) if score == 1.0 else "", None)
     except (Exception, SystemExit) as e:
-        return Grade(0.0, {}, "", said(e))
+        score = e.score if isinstance(e, tasks.NotAScore) and math.isfinite(e.score) else 0.0
+        return Grade(score, {}, "", said(e))
 
 
 def check_graded(spec, grades):
@@ -138,27 +140,33 @@ def main(spec, folder=".", only_try=False):
         task = tasks.load(spec)
     except (Exception, SystemExit) as e:
         plain = isinstance(e, LookupError | ValueError | OSError)
-        write(str(e) if plain else f"The task {spec} can't be loaded ({said(e)}): mend it, or choose "
-                                   "another.")
+        write(with_limit(str(e) if plain else f"The task {spec} can't be loaded ({said(e)}): mend it, or choose "
+                                              "another."))
         return
     write(None)
     for line in items:
-        for question, completion in unpack(line):
+        for number, question, completion in unpack(line):
             # a verifier that draws does so alike on any worker, and after a resume
             random.seed(pack([question, completion]))
             graded = grade(task, question, completion)
             if os.getpid() != me:                # a copy that the verifier forked and forgot
                 os._exit(1)
-            write(graded)
+            write([number, *graded._replace(error=graded.error and with_limit(graded.error))])
+
+
+def with_limit(error):
+    """An error's text, with the limit of a worker's memory if it speaks of memory."""
+    sentence = error.removesuffix(".")
+    return f"{sentence} {LIMIT}{error[len(sentence):]}" if re.search("(?i)memory|alloc", error) else error
 
 
 def watch_over_worker():
-    """Return in a forked process. This one stays behind, and ends all of its group (the worker, and programs
+    """Return in a forked process. This one stays behind, and ends all of its session (the worker, and programs
     that the verifier started) when the worker has ended or the run has, killed or not."""
     run = os.getppid()
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    signal.signal(signal.SIGCHLD, lambda *_: os.killpg(0, signal.SIGKILL))
+    with contextlib.suppress(PermissionError):   # it leads a session already
+        os.setsid()
+    signal.signal(signal.SIGCHLD, lambda *_: end_session(os.getpid()))
     if os.fork() == 0:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return
@@ -170,7 +178,19 @@ def watch_over_worker():
     closed.poll()
     while os.getppid() == run:                   # the worker may have to read the rest
         time.sleep(0.05)
-    os.killpg(0, signal.SIGKILL)
+    end_session(os.getpid())
+
+
+def end_session(leader):
+    """Kill all processes of a session, its leader last. On Linux one in a process group of its own, such as
+    coreutils' `timeout` makes, is found; elsewhere only the leader's group is killed."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            session = path.read_text(errors="replace").rpartition(")")[2].split()[3]
+            if int(session) == leader != int(path.parent.name):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def confine():
@@ -206,8 +226,8 @@ class Pool:
     that hangs can't be stopped, nor its memory limited. counts: "errors", grades collected that have one,
     whatever it is; "timeouts", those of them for the time; "restarts", workers that were replaced. The first
     error is printed when it happens. ValueError, LookupError or OSError with a sentence if the task can't be
-    loaded; BrokenReward, of submit, collect and score, once the first FIRST items have all failed. To be used
-    by one thread, and to be closed; one that is not ends with the program.
+    loaded; BrokenReward, of submit, collect and score, once the first FIRST items have all failed, or a finite
+    score is outside [0, 1]. To be used by one thread, and to be closed; one that is not ends with the program.
     """
 
     def __init__(self, spec, workers=None, timeout=10.0, kind="process"):
@@ -297,13 +317,15 @@ class Pool:
 
     def _put(self, question, completion):
         future = Future()
-        item = pack([question, completion]) if self.kind == "process" else (question, completion)
         with self.changed:
             if self.ended:
                 raise self.ended
             future.completion = completion
             future.number = self.submitted
             self.submitted += 1
+            item = (question, completion)
+            if self.kind == "process":
+                item = pack([future.number, question, completion])
             if self.kind != "serial":
                 self.waiting.append((future, item))
                 self.changed.notify()
@@ -321,7 +343,11 @@ class Pool:
     # --- for the workers' threads ---
 
     def hand_over(self, future, graded):
-        """Give a future its Grade; print the first error; end the pool if all of the first FIRST are."""
+        """Give a future its Grade; print the first error; end the pool if all of the first FIRST are, or at a
+        score of another scale."""
+        if not 0.0 <= graded.score <= 1.0:
+            self.end(BrokenReward(f"The task {self.spec} gave the score {graded.score:g}: a score is a number from 0 "
+                                  "to 1, so divide it by the largest score there can be."))
         with self.changed:
             speak = graded.error is not None and not self.failed
             self.failed = self.failed or speak
@@ -336,7 +362,7 @@ class Pool:
             text = f"{future.completion[:200]!r}{'...' if len(future.completion) > 200 else ''}"
             with contextlib.suppress(OSError):               # no one listens
                 progress.clear()
-                print(f"The reward of the task {self.spec} failed ({graded.error}) and counts as 0, "
+                print(f"The reward of the task {self.spec} failed ({graded.error}), so there is no grade "
                       f"of {text}", file=sys.stderr, flush=True)
         future.set_result(graded)
 
@@ -391,7 +417,7 @@ class Worker:
         try:
             self.write(b"[" + b",".join(line for _, line in batch) + b"]\n")
             while batch:
-                graded = Grade(*unpack(self.read(self.pool.timeout)))
+                graded = self.read_grade(batch[0][0].number)
                 self.pool.hand_over(batch.popleft()[0], graded)
         except (TimeoutError, EOFError) as e:
             self.remove()
@@ -405,6 +431,15 @@ class Worker:
                 batch.clear()
                 self.pool.changed.notify_all()
             self.start()
+
+    def read_grade(self, number):
+        """The Grade of the completion with that number. EOFError if a verifier wrote between the grades."""
+        line = self.read(self.pool.timeout)
+        with contextlib.suppress(ValueError, TypeError):
+            answered, *graded = unpack(line)
+            if answered == number:
+                return Grade(*graded)
+        raise EOFError("the verifier wrote into the pipe that carries grades")
 
     def start(self):
         """A process that has loaded the task. ValueError with a sentence if it can't."""
@@ -442,7 +477,7 @@ class Worker:
             try:
                 data = data[os.write(self.process.stdin.fileno(), data):]
             except BrokenPipeError:
-                raise EOFError("the worker died") from None
+                raise EOFError(f"the worker died {LIMIT}") from None
 
     def read(self, timeout):
         """The next line. TimeoutError if none comes for that many seconds, EOFError if none will."""
@@ -450,7 +485,7 @@ class Worker:
             self.wait(self.process.stdout, select.POLLIN, timeout)
             data = os.read(self.process.stdout.fileno(), 2**16)
             if not data:
-                raise EOFError("the worker died")
+                raise EOFError(f"the worker died {LIMIT}")
             self.inbox += data
         line, _, self.inbox = self.inbox.partition(b"\n")
         return line
@@ -462,10 +497,9 @@ class Worker:
             raise TimeoutError(f"timed out after {timeout:g} s")
 
     def kill(self):
-        """Kill the process, if there is one, and what it started."""
+        """Kill the process, if there is one, and all that it started."""
         if self.process:
-            with contextlib.suppress(OSError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            end_session(self.process.pid)
 
     def remove(self):
         with self.pool.changed:

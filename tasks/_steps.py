@@ -1,4 +1,11 @@
 """The steps of a worked completion, one of which may go wrong: what follows it then follows from it."""
+import re
+
+from tasks import _numbers
+
+END = re.compile(r"\.(?![0-9])|\n|\b(?:reasoning|answer):", re.IGNORECASE)     # of a sentence
+NUMBERED = re.compile("[0-9=]")      # a sentence with one of these is a step
+POINT = re.compile("[0-9]{1,2}")     # what precedes a point of a list: `1. pop ab.`
 
 
 class Steps:
@@ -50,13 +57,20 @@ def with_a_slip(worked, question, rng):
             return steps, answer
 
 
-def follows(steps, reasoning):
-    """Return whether a reasoning has each of the Steps, in whatever order, and no other equation."""
-    def sentences(text):
-        return {plain(part) for part in text.replace("Reasoning:", "").replace("\n", ". ").split(". ")}
+def follows(steps, reasoning, answer, form=NUMBERED):
+    """Return whether the Steps, in their order, are all sentences of a reasoning that have a step's form.
+    form: matches somewhere in such a sentence when the answer is taken out."""
     expected = sentences(str(steps))
-    written = sentences(reasoning.partition("Answer:")[0])
-    return expected <= written and not any("=" in other for other in written - expected)
+    said = re.compile(rf"(?<!\w){re.escape(plain(answer))}(?!\w)")
+    written = [sentence for sentence in sentences(reasoning)
+               if sentence in expected or form.search(said.sub("", sentence, count=1))]
+    return written == expected
+
+
+def sentences(text):
+    """Return the sentences of a text as they are compared, without headings and the numbers of a list."""
+    found = map(plain, END.split(_numbers.normal(text)))
+    return [sentence for sentence in found if sentence and not POINT.fullmatch(sentence)]
 
 
 def completion(steps, answer):

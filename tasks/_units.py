@@ -41,9 +41,14 @@ CALENDAR = {"month": 1, "year": 12, "decade": 120, "century": 1200}
 
 SIZES = {unit: (quantity, Fraction(size)) for added in UNITS for quantity, sizes in added.items()
          for unit, size in sizes.items() if quantity != "temperature"}
+# In metres per hour, of lengths in millimetres and times in seconds.
+SPEEDS = {f"{far}/{long}": ("speed", length * 18 / 5 / time) for far, (kind, length) in SIZES.items()
+          for long, (other, time) in SIZES.items() if (kind, other) == ("length", "time")}
+MEANS = {f"mean-{unit}": SIZES[unit] for unit in CALENDAR}       # which do have a length
 SIZES |= {unit: ("calendar", Fraction(size)) for unit, size in CALENDAR.items()}
 SIZES |= {"cent": ("money", Fraction(1)), "dollar": ("money", Fraction(100))}
 SIZES_OF_KIND = {kind: [size for other, size in SIZES.values() if other == kind] for kind, _ in SIZES.values()}
+SIZES |= SPEEDS | MEANS
 
 
 def canonical(word):

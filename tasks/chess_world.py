@@ -24,13 +24,15 @@ from itertools import islice
 from statistics import fmean
 
 from runtime.progress import track
+from runtime.usage import load_package
 from tasks import _questions
 
 try:
-    import chess
-    from rapidfuzz.distance import Levenshtein
-except ImportError:                  # check() says so
-    chess = None
+    chess = load_package("chess")
+    Levenshtein = load_package("rapidfuzz.distance").Levenshtein
+    problem = None
+except ImportError as e:             # check() says so
+    problem = str(e)
 
 PROMPT, STOP = "{}", "\n"
 INSTRUCTION = ("A line that begins with A: holds a chess position, a move and the last moves; answer with the new position, the reward "
@@ -60,8 +62,8 @@ LOST = 3.0                           # pawns more than that, and evaluations or 
 def check(argument):
     if argument not in (None, "A", "P"):
         raise ValueError(f"The argument of chess_world is A, the environment, or P, the policy, and {argument or 'nothing'} was given.")
-    if chess is None:
-        raise ValueError("The task chess_world needs two packages: pip install chess rapidfuzz.")
+    if problem:
+        raise ValueError(f"The task chess_world needs chess and rapidfuzz, and {problem}.")
 
 
 # --- the environment ---
@@ -258,8 +260,9 @@ def reward(question, completion):
     """Return (score, parts); the score is 1.0 if and only if all parts are true. An answer that has not the form gets nothing,
     and neither does what can be said without looking at the position: partial credit is counted from there, see `beyond`.
 
-    A: 0.05 for the form, up to 0.35 for a FEN nearer to the right one than the old FEN is (by edits), 0.4 for the right one, 0.2 for
-    reward and flags, a third each, in an answer whose position is possible at all. Parts: formatted, legal_fen, fen, flags.
+    A: 0.05 for the form, up to 0.35 for a FEN nearer to the right one (by edits) than all of `blind_fens`,
+    0.4 for the right one, 0.2 for reward and flags, a third each, in an answer whose position is possible at
+    all. Parts: formatted, legal_fen, fen, flags.
     P: 0.05 for the form, up to 0.15 for legal moves, 0.3 for their evaluations, 0.5 for a choice among them, as good as the best.
     Parts: formatted, legal (all, no two the same, the choice among them), evaluations (off by NEAR at most, on average), best.
     """
@@ -282,12 +285,22 @@ def grade_step(question, text):
     parts |= {"formatted": True, "legal_fen": possible(fen), "fen": fen == right, "flags": flags == truth}
     if all(parts.values()):
         return 1.0, parts
-    blind = step_points(question["fen"], BLIND_FLAGS, question["fen"], right, truth)
-    return beyond(step_points(fen, flags, question["fen"], right, truth), blind), parts
+    unseen = blind_fens(question["fen"])
+    blind = max(step_points(guess, BLIND_FLAGS, unseen, right, truth) for guess in unseen)
+    return beyond(step_points(fen, flags, unseen, right, truth), blind), parts
 
 
-def step_points(fen, flags, old, right, truth):
-    copied = Levenshtein.normalized_similarity(old, right)             # 1.0 after an illegal move: nothing is nearer
+def blind_fens(fen):
+    """Return the FENs that can be written without looking at the board: the old one, and two in which it is
+    the other side's turn and the counters have moved on, the halfmoves by one or back to 0."""
+    board, side, castling, _, halfmoves, moves = fen.split()
+    side, moves = ("b", moves) if side == "w" else ("w", int(moves) + 1)
+    return [fen, *(f"{board} {side} {castling} - {clock} {moves}" for clock in (int(halfmoves) + 1, 0))]
+
+
+def step_points(fen, flags, unseen, right, truth):
+    # 1.0 after an illegal move: nothing is nearer.
+    copied = max(Levenshtein.normalized_similarity(guess, right) for guess in unseen)
     nearer = (Levenshtein.normalized_similarity(fen, right) - copied) / (1 - copied) if copied < 1 else fen == right
     same = fmean(a == b for a, b in zip(flags, truth)) if possible(fen) else 0
     return 0.05 + 0.35 * max(0.0, nearer) + 0.4 * (fen == right) + 0.2 * same

@@ -12,6 +12,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+from runtime.usage import load_package
 from tasks import _numbers, _questions, countdown
 
 PROMPT = "{}\n"
@@ -24,7 +25,8 @@ ASKED = ("Write an expression with the numbers {numbers} that equals {target}. U
 
 def check(argument):
     path = Path(argument or "")
-    if argument is not None and not (path.is_file() and path.suffix in (".jsonl", ".parquet")):
+    suffix = path.suffix.lower()
+    if argument is not None and not (path.is_file() and suffix in (".jsonl", ".ndjson", ".parquet")):
         raise ValueError(f"There is no file {argument}: countdown_think:FILE is a .jsonl or .parquet with "
                          'rows {"target", "nums"}.')
 
@@ -32,14 +34,14 @@ def check(argument):
 def rows(path):
     """Yield the rows of a file. ValueError if it can't be read."""
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-            yield from pyarrow.parquet.read_table(path, columns=["target", "nums"]).to_pylist()
+        if path.suffix.lower() == ".parquet":
+            parquet = load_package("pyarrow.parquet")
+            yield from parquet.read_table(path, columns=["target", "nums"]).to_pylist()
         else:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:
                 yield from (json.loads(line) for line in file if line.strip())
-    except ImportError:
-        raise ValueError("To read parquet files a library is missing: pip install pyarrow.") from None
+    except ImportError as e:
+        raise ValueError(f"{path} can't be read, since {e}.") from None
     except (OSError, ValueError) as e:       # pyarrow's are among these
         reason = str(e).splitlines()[0][:120]
         raise ValueError(f"{path} can't be read ({reason}): make it a readable .jsonl or .parquet.") from None
@@ -48,11 +50,9 @@ def rows(path):
 def downloaded():
     own = "or give a local file, countdown_think:FILE"
     try:
-        import datasets
-        return datasets.load_dataset(HUB, split="train")
-    except ImportError:
-        raise ValueError("To download countdown_think's questions a library is missing: pip install "
-                         f"datasets, {own}.") from None
+        return load_package("datasets").load_dataset(HUB, split="train")
+    except ImportError as e:
+        raise ValueError(f"{HUB} can't be downloaded, since {e}, {own}.") from None
     except Exception as e:                   # whatever network, cache or hub say
         reason = str(e).split("\n")[0][:200]
         raise OSError(f"{HUB} can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "

@@ -5,6 +5,7 @@ Of what trains a tenth is split off for validation, and another for the test whe
 import json
 from pathlib import Path
 
+from runtime.usage import load_package
 from tasks import _answers, _equations, _numbers, _questions
 
 INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give the number alone within "
@@ -21,7 +22,7 @@ def check(argument):
 def rows(path):
     """The questions of a .jsonl file."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} can't be read ({e}): make it a readable .jsonl file.") from None
     found = []
@@ -50,10 +51,9 @@ def downloaded():
     """{split: questions} through the library datasets."""
     own = "or give a local file, gsm8k:PATH"
     try:
-        import datasets
-        found = datasets.load_dataset("openai/gsm8k", "main")
-    except ImportError:
-        raise ValueError(f"To download gsm8k a library is missing: pip install datasets, {own}.") from None
+        found = load_package("datasets").load_dataset("openai/gsm8k", "main")
+    except ImportError as e:
+        raise ValueError(f"gsm8k can't be downloaded, since {e}, {own}.") from None
     except Exception as e:           # whatever network, cache or hub say
         reason = str(e).split("\n")[0][:200]
         raise OSError(f"gsm8k can't be downloaded ({type(e).__name__}: {reason}): connect to the network, {own}.") from None
@@ -80,4 +80,4 @@ def documents(split, argument=None):
 
 
 def reward(question, completion):
-    return _answers.grade(question, completion, tolerance=1e-3, prefix="$")
+    return _answers.grade(question, completion)

@@ -13,10 +13,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from runtime.usage import load_package
 from tasks import _numbers, _questions
 
 INSTRUCTION = "Think step by step. Then give the answer alone within <answer></answer>."
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+ANSWER = re.compile(r"<answer ?>(.*?)</answer ?>", re.IGNORECASE | re.DOTALL)
 BOXED = re.compile(r"\\boxed\s?\{")
 EXECUTED = ("codegen", "livecodebench", "humaneval", "mbpp", "leetcode", "taco", "primeintellect", "ifeval")
 FOLDERS = {"train": "train", "test": "test", "eval": "test", "offline_eval": "test", "online_eval": "valid",
@@ -44,9 +45,10 @@ def files(path):
 def rows(path):
     """Return (the questions of a file, a Counter of the sources that are left out)."""
     try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError("To read parquet files a library is missing: pip install pyarrow.") from None
+        pyarrow = load_package("pyarrow")
+        load_package("pyarrow.parquet")
+    except ImportError as e:
+        raise ValueError(f"{path} can't be read, since {e}.") from None
     kept, left_out = [], Counter()
     wanted = ["data_source", "prompt", "reward_model"]
     try:

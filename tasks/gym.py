@@ -11,11 +11,13 @@ import functools
 import io
 import re
 
+from runtime.usage import load_package
 from tasks import _numbers, _questions
 
 INSTRUCTION = ("Think step by step. Then give the answer alone, in the form that is asked for, within "
                "<answer></answer>.")
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+ANSWER = re.compile(r"<answer ?>(.*?)</answer ?>", re.IGNORECASE | re.DOTALL)
+DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 LONGEST = 4_000                      # characters of an answer that are read
 N_ITEMS = 1_000_000                  # of a generator: its indices; some make a list of them all
 
@@ -94,7 +96,6 @@ EXCLUDED = {
     "word_ladder": "it makes no more than a few items of one seed",
     "zebra_puzzles": "an item takes 124 ms to make",
 }
-MISSING = "The task gym needs a library that is missing: pip install reasoning-gym."
 
 
 def check(argument):
@@ -114,10 +115,9 @@ def check(argument):
 def library():
     """Return the module reasoning_gym, which takes seconds to import; ValueError if it is not installed."""
     try:
-        import reasoning_gym
-    except ImportError:
-        raise ValueError(MISSING) from None
-    return reasoning_gym
+        return load_package("reasoning_gym", "reasoning-gym")
+    except ImportError as e:
+        raise ValueError(f"The task gym can't be asked, since {e}.") from None
 
 
 @functools.cache
@@ -169,11 +169,16 @@ def is_right(question, said):
     """Return whether an answer earns the library's full score. Where the right one is a number, what was
     said must be that number and nothing else, which is asked first: some of the scorers round, or find a
     number anywhere."""
-    exact = _numbers.number(question["answer"])
+    right = question["answer"]
+    if _numbers.unwrapped(right) == right:   # else the signs around it may belong to it
+        said = _numbers.unwrapped(said)
+    exact = _numbers.number(right)
     if exact is not None and _numbers.number(said) != exact:
         return False
+    if DECIMAL.fullmatch(right) and question["generator"] != "base_conversion":
+        said = right                         # not all scorers read 21.0 or +21
     if question["generator"] in EXACT:
-        return plain(said) == plain(question["answer"])
+        return plain(said) == plain(right)
     item = entry(question["generator"], question["index"])
     if item["question"].strip() != question["question"]:
         raise ValueError("the installed reasoning-gym makes another question of this index: install the "

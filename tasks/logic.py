@@ -24,7 +24,8 @@ SAYINGS = {                          # whether it is so; i, you: whether the spe
 COLOURS = ("red", "blue", "green", "pink")
 CASES = ((True, True), (True, False), (False, True), (False, False))
 HEADING = re.compile(r"^[ \t]*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILINE)
-CLAIM = re.compile("[=>:]")          # a sentence with one of these is a step
+# A sentence with a sign, or of sizes or colours alone, is a step.
+CLAIM = re.compile(rf"[=<>:]|^(?:(?:big|small|{'|'.join(COLOURS)})(?: |$)){{2,}}$")
 TINY = ("truth", "order", "rules", "unknown")        # kinds of level 0
 WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of unknown
 
@@ -247,8 +248,7 @@ def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is the right word (correct),
     and whether before it stand all steps that lead there, and none that is not among them (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
-    found = _answers.ANSWER.search(completion)
-    answer = plain(_numbers.unwrapped(found[1])) if found else ""
+    answer = _answers.words(completion)
     steps = {plain(step) for step in KINDS[question["kind"]][1](question["given"])[0]}
     reasoning = HEADING.sub("", _answers.before_answer(completion))
     written = {plain(text) for text in re.split(r"[.\n]", reasoning)}

@@ -22,7 +22,7 @@ QUANTITIES = {                       # exponents of the bases
     "density": (1, -3, 0), "force": (1, 1, -2), "pressure": (1, -1, -2), "energy": (1, 2, -2), "power": (1, 2, -3),
 }
 SIGNS = {"times": "+", "over": "-"}  # what is done with exponents
-FACTOR = re.compile(r"(kg|m|s)(?:\^?\(?(-?[0-9]{1,2})\)?)?")
+FACTOR = re.compile(r"(kg|m|s)(?:\^?(\()?(-?[0-9]{1,2})(?(2)\)))?")
 SUPERSCRIPTS = str.maketrans("²³⁴⁵⁻", "2345-")
 INORGANIC = ("H2O H2O2 NH3 N2H4 HNO3 N2O5 H2S H2SO4 SO3 H3PO4 P4O10 PF5 SF6 Na2O Na2CO3 Na2SO4 Na3PO4 Mg3N2 MgSO4 Al2O3 "
              "Al2S3 AlPO4 K3N KNO3 K2CO3 K3PO4 CaF2 Ca3N2 CaCO3 CO2 CS2 CF4").split()
@@ -30,9 +30,12 @@ FORMULAS = ("v = a * t", "s = v * t", "v = u + a * t")
 LARGER = {("m", "cm"): 100, ("cm", "mm"): 10, ("hours", "minutes"): 60, ("minutes", "seconds"): 60,
           ("weeks", "days"): 7, ("days", "hours"): 24}
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-COUNTED = re.compile("(mon|tue|wed|thu|fri|sat|sun)[a-z]{0,6} ([1-6])")
+COUNTED = re.compile(r"\b(mon|tue|wed|thu|fri|sat|sun)[a-z]{0,6} ([0-9]+)")
 MONTHS = {"January": 31, "February": 28, "March": 31, "April": 30, "May": 31, "June": 30, "July": 31, "August": 31,
           "September": 30, "October": 31, "November": 30, "December": 31}
+VECTOR = re.compile(rf"\b({'|'.join(QUANTITIES)})[\s,:=(]+((?:-?[0-9]+[\s,]*)+)")
+ATOMS = re.compile(r"\b((?i:one|each|every|per)\b[^.\n]*?)?\b([0-9]+) ([A-Z][a-z]?)\b")
+LENGTH = re.compile(rf"\b({'|'.join(MONTHS)}) has ([0-9]+)")
 LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of the sums of two units that convert nothing
@@ -82,13 +85,14 @@ def unit(steps, names, words):
 def exponents(text):
     """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None of another text."""
     found = dict.fromkeys(BASES, 0)
-    for i, part in enumerate(_numbers.normal(text.translate(SUPERSCRIPTS)).strip().removesuffix(".").split("/")):
+    text = _numbers.normal(_numbers.unwrapped(text).translate(SUPERSCRIPTS))
+    for i, part in enumerate(text.strip().removesuffix(".").split("/")):
         for token in part.replace("*", " ").split() or ["nothing"]:
             factor = FACTOR.fullmatch(token)
             if not factor and token != "1":
                 return None
             if factor:
-                found[factor[1]] += int(factor[2] or 1) * (-1 if i else 1)
+                found[factor[1]] += int(factor[3] or 1) * (-1 if i else 1)
     return found
 
 
@@ -220,20 +224,52 @@ def reward(question, completion):
     completion = completion[:_numbers.LONGEST_TEXT]
     text = _answers.before_answer(completion)
     if question.get("kind") in ("unit", "weekday"):
-        read = exponents if question["kind"] == "unit" else plain
-        found = _answers.ANSWER.search(completion)
-        value, right = read(found[1]) if found else None, read(question["answer"])
+        if question["kind"] == "unit":
+            found = _answers.ANSWER.search(completion)
+            value, right = exponents(found[1]) if found else None, exponents(question["answer"])
+        else:
+            value, right = _answers.words(completion), plain(question["answer"])
         is_reasoned = len(text) <= LONGEST and reasoned(question, text)
     else:
         value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])
         is_reasoned = len(text) <= LONGEST and _answers.reasoned(question, completion, value)
-    parts = {"answered": value not in (None, ""), "correct": value == right, "reasoned": is_reasoned}
+    parts = {"answered": value not in (None, ""), "correct": value == right,
+             "reasoned": is_reasoned and all(facts(question, text))}
     return float(parts["correct"]), parts
 
 
 def reasoned(question, text):
-    """Return whether a text has the equations of the solution, no false one, and the weekdays counted with numbers."""
+    """Return whether a text has the equations of the solution, no false one, and the weekdays counted with
+    numbers. For a unit it has no others, in no other order: all sums of exponents would contain them."""
     right, found = solution(question), list(_equations.read(text))
-    needed = {e.spelled for e in _equations.read(right)}
+    spelled, needed = ([e.spelled for e in equations] for equations in (found, _equations.read(right)))
     days, needed_days = (set(COUNTED.findall(t.casefold())) for t in (text, right))
-    return all(e.true for e in found) and needed <= {e.spelled for e in found} and needed_days <= days
+    if question["kind"] == "unit" and spelled != needed:
+        return False
+    return all(e.true for e in found) and set(needed) <= set(spelled) and needed_days <= days
+
+
+def facts(question, text):
+    """Yield for each fact of a text that has a solution's form, and is no equation, whether it is true."""
+    kind, given = question.get("kind"), question.get("given")
+    if kind == "unit":
+        for name, numbers in VECTOR.findall(text):
+            yield tuple(map(int, re.findall("-?[0-9]+", numbers))) == QUANTITIES[name]
+    elif kind == "atoms":
+        _, counts, _, n = given
+        for of_one, count, element in ATOMS.findall(text):
+            in_one = counts.get(element)
+            yield not in_one or int(count) == in_one or not of_one and int(count) == n * in_one
+    elif kind == "motion":
+        form, a, t, *u = given
+        values = {form[0]: question["answer"], form[4]: a, "t": t} | ({"u": u[0], "a": a} if u else {})
+        for formula in re.findall(r"[^0-9.\n]*=[^0-9.\n]*", text):
+            formula = re.sub(r"(?<=[av])(?=t\b)", " * ", formula)
+            formula = re.sub(r"\b[a-z]\b", lambda m: str(values.get(m[0], m[0])), formula)
+            yield all(e.true for e in _equations.read(formula))
+    elif kind == "weekday":
+        for day, n in COUNTED.findall(text.casefold()):
+            yield DAYS[(DAYS.index(given[0]) + int(n)) % 7][:3].casefold() == day
+    elif kind == "days":
+        for month, length in LENGTH.findall(text):
+            yield MONTHS[month] == int(length)

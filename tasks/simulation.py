@@ -4,14 +4,17 @@ rule, a ball under cups that are swapped. The state after each step is the reaso
 The argument is a level, 0 to 2 (default 1): 0 stacks, lamps and cups alone, for a model of a million
 parameters that learns for minutes; 1 two to four steps; 2 about twice as many. Two in ten worked examples
 carry a slip. Most of those with a stack take from its wrong end, as if it were a queue."""
-from tasks import _answers, _questions
-from tasks._steps import Steps, completion, follows, plain, with_a_slip
+import re
+
+from tasks import _answers, _numbers, _questions
+from tasks._steps import Steps, completion, follows, with_a_slip
 
 INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` or `pop ab.` or "
                "`swap 1 2: 1.` Then give the end within <answer></answer>.")
 WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 TINY = ("stack", "lamps", "cups")    # kinds of level 0
 LETTERS = "abcdefghkmnpqrstuvwxyz"
+STEP = re.compile(r"[0-9=]|^(?:push|pop|swap)\b")    # a sentence with this is a step
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those with a stack that take it for a queue
 
@@ -162,13 +165,21 @@ def documents(split, seed=0, argument=None):
                                     split, seed)
 
 
+def is_right(said, right):
+    """Return whether a text is the right one. A place, `(3, 9)`, may have no parentheses, but not one alone."""
+    if "," not in right:
+        return _answers.same(said, right)
+    place = re.fullmatch(r"\((.*)\)|([^()]*)", said)
+    parts = (place[1] or place[2] or "").split(",") if place else []
+    return [_numbers.number(part) for part in parts] == [_numbers.number(part) for part in right.strip("()").split(",")]
+
+
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct),
-    and whether before it stands each state on the way, and no other equation (reasoned)."""
-    found = _answers.ANSWER.search(completion[:2000])
-    answer = plain(found[1]).strip("()") if found else ""
+    and whether before it stand the states on the way, in their order, and no others (reasoned)."""
+    answer = _answers.words(completion[:2000])
     steps = Steps()
     worked(question, steps)
-    parts = {"answered": answer != "", "correct": answer == question["answer"].strip("()"),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+    parts = {"answered": answer != "", "correct": is_right(answer, question["answer"]),
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"], STEP)}
     return float(parts["correct"]), parts

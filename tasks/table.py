@@ -10,7 +10,7 @@ which 9 comes after 45, most take the order of texts."""
 import re
 
 from tasks import _answers, _equations, _numbers, _questions
-from tasks._steps import Steps, completion, plain, with_a_slip
+from tasks._steps import Steps, completion, sentences, with_a_slip
 
 INSTRUCTION = ("Read the cells that matter in short steps such as `cup: cost 45, size 8.`, `cup 45 > 20` or "
                "`12 + 45 = 57.` Then give the number or the name alone within <answer></answer>.")
@@ -28,7 +28,11 @@ PHRASINGS = {
 }
 TINY = ("cell", "join", "count", "largest")          # kinds of level 0
 THAN = {">": "over", "<": "under"}
-COMPARISON = re.compile(r"(?<![\w.])([0-9]{1,6}) ?([<>]) ?([0-9]{1,6})(?![\w.]?[0-9])")
+# One of a chain begins with the number that the one before it ends with.
+COMPARISON = re.compile(r"(?<![\w.])(?<![0-9],)([0-9]{1,6}) ?([<>])=? ?"
+                        r"(?=([0-9]{1,6})(?![\w.]?[0-9]|,[0-9]{3}(?![0-9])| ?[-+*/] ?[0-9]))")
+COMPARED = re.compile(r"[^\W\d]\w* [0-9]+ [<>] [0-9]+")        # as in a worked example: the word is a name
+WORD = re.compile(r"(?<![\w'’])\w+")
 LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
 WRONG = 0.2                          # share of the documents that carry a slip,
 MISTAKEN = 0.65                      # and of those that take the order of texts, where it matters
@@ -166,8 +170,7 @@ def reward(question, completion):
     the text before it has the steps that lead there, and no false equation or comparison (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     if question.get("kind") == "which":
-        found = _answers.ANSWER.search(completion)
-        value, right = plain(found[1]) if found else "", question["answer"]
+        value, right = _answers.words(completion), question["answer"]
         parts = {"answered": value != "", "correct": value == right}
     else:
         value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])
@@ -183,17 +186,57 @@ def reasoned(question, completion, value):
     name, *cells = question["rows"][question["row"]]
     kind, column, text = question["kind"], question["columns"][question["column"]], _answers.before_answer(completion)
     values = [row[1 + question["column"]] for row in question["rows"]] if kind != "join" else []
+    if not fits(question, text):
+        return False
     if kind == "sum":                                    # a CSV's 12,345 are two numbers
         return _answers.reasoned(question, completion, value, values)
     comparisons = [(int(a), sign, int(b)) for a, sign, b in COMPARISON.findall(text)]
     if any(sign != compared(a, b) for a, sign, b in comparisons) or not all(e.true for e in _equations.read(text)):
         return False
     pairs = [{a, b} for a, _, b in comparisons]
+    if not set().union(*pairs) <= {*values, question.get("bound")}:
+        return False
     if kind == "largest":
         return len(pairs) >= len(values) - 1 and set(values) <= set().union(*pairs)
     if kind in ("count", "which"):
         return all({n, question["bound"]} in pairs for n in values)
     right = question["answer"]
     needed = [{name, column, right}] if kind == "cell" else [{name, cells[0]}, {cells[0], right}]
-    sentences = [set(re.findall(r"\w+", sentence.casefold())) for sentence in re.split(r"[.;\n]", text)]
-    return all(any(words <= sentence for sentence in sentences) for words in needed)
+    found = [set(WORD.findall(sentence)) for sentence in sentences(text)]
+    return all(any(words <= sentence for sentence in found) for words in needed)
+
+
+def fits(question, text):
+    """Return whether the numbers that a text gives to names and columns are theirs, and where a cell is asked
+    for, it has no other row."""
+    kind, rows, columns, right = (question[key] for key in ("kind", "rows", "columns", "answer"))
+    asked, column = rows[question["row"]], columns[question["column"]]
+    if kind == "join":
+        found = {word for sentence in sentences(text) for word in WORD.findall(sentence)}
+        others = {*NAMES, *CODES, *COLUMNS} - {*asked, column}
+        return not found & others and {*filter(str.isdecimal, found)} <= {right}
+    table = {name: dict(zip(columns, numbers)) for name, *numbers in rows}
+    for sentence in sentences(text):
+        first, *others = re.split(" ?, ?", sentence)
+        if others and all(map(str.isdecimal, others)):           # a row, or the numbers of a sum
+            if first in NAMES and others != [*map(str, table.get(first, {}).values())]:
+                return False
+            values = sorted(row[column] for row in table.values())
+            if first.isdecimal() and sorted(map(int, [first, *others])) != values:
+                return False
+        names = asked[:1] if kind == "cell" else []
+        for clause in re.split("[,;]", sentence):
+            words = WORD.findall(clause.partition("=")[0])
+            named = [*dict.fromkeys(word for word in words if word in NAMES)]
+            labels = [*dict.fromkeys(word for word in words if word in COLUMNS)]
+            numbers = [int(word) for word in words if word.isdecimal() and int(word) != question.get("bound")]
+            names = named or names
+            theirs = [table.get(name, {}).get(label) for name in names for label in labels or [column]]
+            if kind == "cell" and (names != asked[:1] or numbers not in ([], theirs)):
+                return False
+            result = kind in ("count", "sum") and numbers == [int(right)] and not re.search("[<>]", clause)
+            if numbers and (named or labels) and numbers[:len(theirs)] != theirs and not result:
+                return False
+            if COMPARED.fullmatch(clause.strip()) and words[0] not in (*named, *labels, "and", "so"):
+                return False
+    return True

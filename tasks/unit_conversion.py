@@ -11,12 +11,13 @@ the form and is often wrong, which is what rejection sampling and reinforcement 
 import json
 import math
 import random
+import re
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
-from tasks import _answers, _numbers, _questions
-from tasks._units import UNITS
+from tasks import _answers, _equations, _numbers, _questions
+from tasks._units import UNITS, canonical
 
 INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = 6000. Then give the number "
                "alone within <answer></answer>.")
@@ -73,6 +74,10 @@ TEMPERATURES = (
 LARGEST_FACTOR = 100_000
 LOOSE = Fraction(1, 20)              # share of the right answer by which one that is paid may be off,
 EXACT = Fraction(1, 1000)            # and one that is trained on
+RATE = re.compile(r"\b([a-zA-Z]{1,20})(?: ?/ ?| per )([a-zA-Z]{1,20})\b")
+OF_MEAN_LENGTH = re.compile(r"\b(months?|years?|decades?|century|centuries)\b", re.IGNORECASE)
+OPERATOR = re.compile(r"[+*%^]|/ ?[(0-9]|[\w)] ?[-xX] ?[(0-9]")
+AMOUNT = re.compile(rf"(?<![\w.])(-?(?:{_numbers.NUMBER}))\s*((?:[^\W\d_][\w/-]*)?)")
 WRONG, MOSTLY_WRONG = 0.2, 0.7       # share of the documents that carry a wrong step: of most conversions, of one in five
 
 
@@ -328,7 +333,7 @@ def from_files(path):
 def rows(path):
     """The questions of a file [[question, answer], ...]."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} can't be read ({type(e).__name__}: {e}): make it a JSON list of [question, answer].") from None
     if not isinstance(raw, list) or not raw:
@@ -350,12 +355,36 @@ def rows(path):
 def reward(question, completion):
     """Return (score, parts). The score is 1.0 if the answer is within 5% of the right one, which is loose; the parts say whether
     there is an answer (answered), whether it is right to 0.1% (exact), and whether the text before it has equations, all of them
-    true, that lead from the question to the answer (reasoned)."""
+    true, that lead from the question to the answer, and no fact that is false or can't be read (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     value = _answers.answer(completion, _answers.asked_unit(question))
     right = Fraction(question["answer"])
     parts = {"answered": value is not None,
              "correct": value is not None and _numbers.close(value, right, LOOSE),
              "exact": value is not None and _numbers.close(value, right, EXACT),
-             "reasoned": _answers.reasoned(question, completion, value)}
+             "reasoned": (_answers.reasoned(question, with_units(completion), value)
+                          and all(facts(question, completion)))}
     return float(parts["correct"]), parts
+
+
+def with_units(text):
+    """Return a text with the units that have a size in this task alone: `m per hour` as m/hour, a month as a
+    mean-month."""
+    text = RATE.sub(lambda rate: "/".join(map(canonical, rate.groups())), text)
+    return OF_MEAN_LENGTH.sub(lambda unit: f"mean-{canonical(unit[0])}", text)
+
+
+def facts(question, completion):
+    """Yield whether it is true for each fact, two amounts with nothing to compute: `1 year = 365.25 day`.
+    One whose units can't be read is not; degrees are read in the fact that answers the question. A number on
+    the right without a unit has the one that is asked for."""
+    n_asked, unit, answer, unit_asked = (question.get(key, "") for key in ("n", "from", "answer", "to"))
+    text = with_units(_answers.before_answer(completion)).replace("°", " ").replace("degrees ", "")
+    for statement in _equations.BREAK.split(_numbers.normal(_equations.joined(text))):
+        sides = [] if OPERATOR.search(statement) else [AMOUNT.findall(side) for side in statement.split("=")]
+        for left, right in zip(sides, sides[1:]):
+            if left and right:
+                (n, frm), (m, to) = left[-1], right[0]
+                read = _equations.read(f"{n} {frm} = {m} {to or unit_asked}")
+                asked = (n, frm[:1].lower(), m, to[:1].lower()) == (n_asked, unit[:1], answer, unit_asked[:1])
+                yield [e.true for e in read] == [True] or asked and unit in TO_CELSIUS

@@ -3,29 +3,33 @@ import contextlib
 import io
 import random
 import re
+from collections import Counter
 
 import pytest
 
 import tasks
-from tasks import code, simulation
+from tasks import code_ as code
+from tasks import simulation
 from tasks._steps import Steps
 from test_table_science import drawn_of_each_kind, verify_domain, verify_junk, verify_mistakes
+
+NAMES = {code: "code", simulation: "simulation"}
 
 
 @pytest.mark.parametrize("module", [code, simulation], ids=["code", "simulation"])
 def test_gold_is_paid_and_mistakes_are_not(module):
-    verify_domain(module.__name__.removeprefix("tasks."), module, module.KINDS)
+    verify_domain(NAMES[module], module, module.KINDS)
 
 
 @pytest.mark.parametrize("module, is_mistaken", [(code, lambda q: q["kind"] == "list"),
                                                  (simulation, lambda q: q["kind"] == "stack")], ids=["code", "simulation"])
 def test_shares_of_mistakes(module, is_mistaken, monkeypatch):
-    verify_mistakes(module.__name__.removeprefix("tasks."), module, is_mistaken, monkeypatch)
+    verify_mistakes(NAMES[module], module, is_mistaken, monkeypatch)
 
 
 @pytest.mark.parametrize("module", [code, simulation], ids=["code", "simulation"])
 def test_junk(module):
-    verify_junk(module.__name__.removeprefix("tasks."), drawn_of_each_kind(module, module.KINDS, 1))
+    verify_junk(NAMES[module], drawn_of_each_kind(module, module.KINDS, 1))
 
 
 @pytest.mark.parametrize("module", [code, simulation], ids=["code", "simulation"])
@@ -92,8 +96,58 @@ def test_a_reasoning_has_all_steps_and_no_other_equation():
             assert not task.reward(q, right.replace("Reasoning: ", "Reasoning: 1 + 1 = 3. "))[1]["reasoned"]
 
 
-def test_printed_texts_may_have_quotation_marks():
+def every_state(q, steps):
+    """Each step with all that it could be, as one who guesses would write it."""
+    def ways(text):
+        head = text.split()[0]
+        if q["kind"] == "branch":
+            return [text, text.replace(" yes.", " no."), text.replace(" no.", " yes.")]
+        if q["kind"] == "word":
+            return [f"{head} is {letter}." for letter in q["given"][0]]
+        if q["kind"] == "lamps":
+            return [f"{head} {state:04b}." for state in range(16)]
+        return [f"{text[:-3]} {cup}." for cup in (1, 2, 3)] if q["kind"] == "cups" else [text]
+    return [*dict.fromkeys(way for text in steps.texts for way in ways(text))]
+
+
+@pytest.mark.parametrize("name, guessed", [("code", ["branch", "word"]), ("simulation", ["lamps", "cups"])])
+def test_steps_in_another_order_and_every_possible_step_are_not_kept(name, guessed):
+    task, tried, kept = tasks.load(name), Counter(), []
+    for q in task.questions("train", n=400):
+        steps = Steps()
+        task.module.worked(q, steps)
+        right = steps.texts
+        for way, texts in enumerate((every_state(q, steps), right[::-1], right * 2, right[:-1])):
+            if texts != right:
+                text = f"Reasoning: {' '.join(texts)}\nAnswer: <answer>{q['answer']}</answer>"
+                tried[way, q["kind"]] += 1
+                kept += [text] * task.verified(*task.reward(q, text))
+    assert not kept and all(tried[0, kind] > 30 for kind in guessed) and sum(tried.values()) > 1000
+
+
+@pytest.mark.parametrize("name", ["code:0", "code", "code:2", "simulation:0", "simulation", "simulation:2"])
+def test_harmless_differences_are_kept_and_what_is_false_is_not(name):
+    task = tasks.load(name)
+    for q in task.questions("train", n=150) + task.questions("test", n=150):
+        answer = q["answer"]
+        right = task.solution(q).partition("\n")[0].removeprefix("Reasoning: ")
+        end = f"\nAnswer: <answer>{answer}</answer>"
+        points = "\n".join(f"{i}. {step}" for i, step in enumerate(right.removesuffix(".").split(". "), 1))
+        for text in (right, f"I go through it. {right} So it is {answer}.", points, f"Reasoning:\n{points}",
+                     right.replace(". ", "\n"), right.upper(), f"<think>\n{right}\n</think>"):
+            assert task.verified(*task.reward(q, text + end)), text
+        for text in (f"{right}{end[:9]} 1 + 1 = 3.{end[9:]}", f"{right} 1 ＋ 1 ＝ 3.{end}",
+                     f"{right[:-1]}.5.{end}", f"{right} 1 north (2, 1).{end}", f"Swap 1 2: 3. {right}{end}",
+                     f"{right} It is 0{answer}, or 77.{end}"):
+            assert not task.reward(q, text)[1]["reasoned"], text
+
+
+
+def test_answers_may_have_two_quotation_marks_or_parentheses_and_not_one():
     q = next(q for q in tasks.load("code").questions("train", n=500) if q["kind"] == "word")
-    assert tasks.load("code").reward(q, f"<answer>'{q['answer']}'</answer>")[0] == 1.0
+    for text, score in ((f"'{q['answer']}'", 1.0), (f"'{q['answer']}", 0.0), (f"{q['answer']}\"", 0.0)):
+        assert tasks.load("code").reward(q, f"<answer>{text}</answer>")[0] == score
     q = next(q for q in tasks.load("simulation").questions("train", n=500) if q["kind"] == "robot")
-    assert tasks.load("simulation").reward(q, f"<answer>{q['answer'][1:-1]}</answer>")[0] == 1.0
+    place = q["answer"]
+    for text, score in ((place, 1.0), (place[1:-1], 1.0), (place[:-1], 0.0), (place[1:], 0.0)):
+        assert tasks.load("simulation").reward(q, f"<answer>{text}</answer>")[0] == score

@@ -196,6 +196,22 @@ def test_nanogpt_bins_are_used_where_they_lie(tmp_path):
         data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
 
 
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
+def test_token_files_of_wider_ids_are_read_as_such(tmp_path, dtype):
+    """Read as uint16, a zero or three would follow every id."""
+    for name, ids in (("train", range(200)), ("val", range(50))):
+        np.array(ids, dtype=dtype).tofile(tmp_path / f"{name}.bin")
+    folder = data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+    assert ids_of(folder, "train").tolist() == list(range(200)) and ids_of(folder, "valid")[40:43].tolist() == [40, 41, 42]
+
+
+def test_token_files_with_an_alphabet_of_their_own_are_refused(tmp_path):
+    for name in ("train.bin", "val.bin", "meta.pkl"):
+        (tmp_path / name).write_bytes(bytes([65, 0]) * 32)
+    with pytest.raises(BadInput, match="meta.pkl.*input.txt"):
+        data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+
+
 @pytest.fixture
 def counting(tmp_path):
     """A token file with the ids 0, 1, 2, ... so that every position can be told."""

@@ -14,6 +14,8 @@ import datagen
 import forked
 import tasks
 from conftest import ROOT, environment, flags, trained
+from rollouts.questions import unseen_questions
+from text import examples
 from runtime.config import BadInput
 from tasks._pool import Grade
 from text import examples
@@ -229,17 +231,37 @@ def test_overwriting_removes_what_datagen_wrote_and_nothing_else(tmp_path):
 
 def test_a_record_that_was_changed_is_refused(made):
     line = examples.attempts_path(made[0]).read_text().splitlines()[1]
-    record = datagen.record_of(line)
-    assert datagen.record_of(datagen.line_of(record)) == datagen.record_of(json.dumps(record)) == record   # and one of old
+    record = examples.record_of(line)
+    assert examples.record_of(examples.line_of(record)) == examples.record_of(json.dumps(record)) == record   # and one of old
     changed = {"number": -1, "sample": 0.5, "score": 1.5, "ids": [-1], "parts": [], "error": 3, "completion": None}
     for key, value in changed.items():
         with pytest.raises(ValueError, match="checksum"):
-            datagen.record_of(json.dumps(json.loads(line) | {key: value}))
+            examples.record_of(json.dumps(json.loads(line) | {key: value}))
         with pytest.raises(ValueError):
-            datagen.record_of(json.dumps(record | {key: value}))
+            examples.record_of(json.dumps(record | {key: value}))
     for misspelt in (line.replace("checksum", "chesksum"), json.dumps(record).replace('"number"', '"numbe"')):
         with pytest.raises(ValueError, match="it has a"):
-            datagen.record_of(misspelt)
+            examples.record_of(misspelt)
+
+
+def test_a_header_that_was_changed_is_refused_and_one_of_old_is_read(tmp_path):
+    header = HEADER | {"prompt": "{} is"}
+    log = datagen.Attempts(tmp_path / "rft.json", header, False).path
+    written = log.read_text()
+    log.write_text(written.replace("{} is", "{} it"))
+    with pytest.raises(BadInput, match="Line 1 of .* can't be read .it fails its checksum"):
+        datagen.Attempts(tmp_path / "rft.json", header, False)
+    log.write_text(json.dumps(header) + "\n")
+    datagen.Attempts(tmp_path / "rft.json", header, False)
+    assert log.read_text() == written
+
+
+def test_copies_of_a_question_are_asked_once(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("def reward(question, completion): return 1\ndef questions(split, seed=0, n=None):\n"
+                                     "    return [{'question': q, 'answer': i} for q in ('ab' if split == 'train' else '') for i in range(20)]\n")
+    found, dropped = unseen_questions(tasks.load(str(tmp_path / "own.py")), "train", "auto")
+    assert found == [{"question": "a", "answer": 0}, {"question": "b", "answer": 0}] and dropped == 0
+    assert "own.py that repeat the text of an earlier one are left out, whatever their answers: 38." in capsys.readouterr().out
 
 
 def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):

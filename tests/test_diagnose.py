@@ -17,11 +17,12 @@ import train
 from conftest import flags, trained
 from doctor import checks, diagnose
 from doctor.diagnose import Doctor
-from engine import sampler
+from engine.generate import sampler
 from rollouts import metrics
 from rollouts.pipeline import Completion
 from runtime import config, guard, hardware, optim
 from studies import breakages
+from tasks import _pool
 from text import data
 
 # "17,4=17.": the first of two numbers. What a small model learns within seconds, from text that has the second in one
@@ -117,6 +118,47 @@ def test_what_is_broken_in_a_run_of_grpo_is_named(base, name, tmp_path, capsys):
     ailing(capsys, grpo.main, name, tmp_path / "run", **GRPO | dict(init_from=base, task=task) | knobs)
 
 
+def uphill(monkeypatch):
+    step = optim.apply_step
+
+    def negated(optimizers, *others):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = p.grad if p.grad is None else -p.grad
+        return step(optimizers, *others)
+    monkeypatch.setattr(optim, "apply_step", negated)
+
+
+@pytest.mark.parametrize("name, reward, knobs, spoil, said", [
+    ("groups_alike", "return 0.4, {}", {}, None, "does not depend on the answer"),
+    ("groups_alike", "return float(answer.isdigit()), {}", {}, None, "does not depend on the answer"),
+    ("never_ends", HONEST, {"learning_rate": 3e-2}, None, "lower --learning_rate=0.03"),
+    ("never_ends", HONEST, {"temperature": 5}, None, "at --temperature=5 the model writes noise"),
+    ("reward_fell", HONEST, {"learning_rate": 1e-3, "max_steps": 12}, uphill, "the sign of the loss"),
+], ids=["constant", "form alone", "rate x 100", "temperature 5", "uphill"])
+def test_the_cause_is_named_and_no_other(base, tmp_path, capsys, monkeypatch, name, reward, knobs, spoil, said):
+    if spoil:
+        spoil(monkeypatch)
+    knobs = GRPO | dict(init_from=base, task=first(tmp_path, reward), max_steps=3) | knobs
+    sentence = ailing(capsys, grpo.main, name, tmp_path / "run", **knobs)[name]["sentence"]
+    assert said in sentence
+    assert not any(other in sentence for other in ("too hard", "too easy", "raise --max_new_tokens"))
+
+
+def test_right_answers_are_tried_on_another_question(tmp_path):
+    asked = [{"question": f"{a},0", "answer": str(a), "a": a, "train": True} for a in range(10, 20)]
+    for reward, share in ((HONEST, 0), ("return float(answer.isdigit()), {}", 1)):
+        with _pool.Pool(str(first(tmp_path, reward, f"{share}.py")), kind="serial") as pool:
+            groups = [[Completion([1], [2], [], True, q, i, 0, q["answer"])] for i, q in enumerate(asked)]
+            for (c,), grade in zip(groups, pool.score([(c.question, c.text) for (c,) in groups])):
+                c.grade = grade
+            assert metrics.paid_elsewhere(SimpleNamespace(pool=pool), groups) == share
+            assert metrics.paid_elsewhere(SimpleNamespace(pool=pool), groups[:1]) is None
+        doctor = Doctor([START, *lines(5, zero_variance=1.0, pass_at_1=1.0, paid_elsewhere=float(share))])
+        assert ("too easy" in doctor.findings[0].sentence) == (not share)
+
+
 def test_a_prompt_of_another_form_is_named(base, tmp_path, capsys):
     task = first(tmp_path, PROMPT="Q: {} A:")
     found = ailing(capsys, grpo.main, "other_prompts", tmp_path / "run", **GRPO | dict(init_from=base, task=task, max_steps=3))
@@ -188,6 +230,7 @@ def jump(monkeypatch):
 @pytest.mark.parametrize("name, knobs, spoil", [
     ("bad_start", {}, wild_weights),
     ("loss_spikes", {}, jump),
+    ("loss_rises", {}, uphill),
     ("not_learning", {"learning_rate": 1e-5}, None),
     ("rate_too_small", {"learning_rate": 1e-9}, None),
     ("text_repeated", {"dataset": "short.txt"}, None),
@@ -204,6 +247,20 @@ def test_what_is_broken_in_a_run_of_train_is_named(text, name, knobs, spoil, tmp
         spoil(monkeypatch)
     knobs = PRETRAIN | {"dataset": text, "data_dir": tmp_path / "tokens"} | knobs
     ailing(capsys, train.main, name, tmp_path / "run", **knobs)
+
+
+@pytest.mark.parametrize("by", [1, -1], ids=["the inputs", "two ahead"])
+def test_wrong_labels_are_not_a_text_learnt_by_heart(text, by, tmp_path, capsys, monkeypatch):
+    batches = data.batches
+
+    def shifted(*args):
+        for batch in batches(*args):
+            yield [(x, y.roll(by, 1)) for x, y in batch]
+    monkeypatch.setattr(data, "batches", shifted)
+    knobs = PRETRAIN | {"dataset": text, "data_dir": tmp_path / "tokens", "eval_interval": 5}
+    found = ailing(capsys, train.main, "validation_rises", tmp_path / "run", **knobs)
+    sentence = found["validation_rises"]["sentence"]
+    assert "the labels or the evaluation are wrong" in sentence and "by heart" not in sentence
 
 
 def test_healthy_runs_are_left_in_peace(base, text, tmp_path, capsys):
@@ -263,10 +320,23 @@ def test_a_reward_that_was_there_and_is_gone():
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]
 
 
-def test_a_policy_that_collapsed_is_not_told_to_ask_easier_questions():
-    doctor = Doctor([START, *lines(1), *lines(8, first=2, reward=0.0, pass_at_1=0.0, zero_variance=1.0)])
-    (sentence,) = [finding.sentence for finding in doctor.holding if finding.name == "groups_alike"]
-    assert "the policy has collapsed" in sentence and "easier" not in sentence
+@pytest.mark.parametrize("name, n", [("groups_alike", 8), ("never_right", 30)])
+def test_a_policy_that_collapsed_is_not_told_to_ask_easier_questions(name, n):
+    doctor = Doctor([START, *lines(1), *lines(n, first=2, reward=0.0, pass_at_1=0.0, zero_variance=1.0)])
+    (sentence,) = [finding.sentence for finding in doctor.holding if finding.name == name]
+    assert "50% were" in sentence and "lower --learning_rate" in sentence and "easier" not in sentence
+
+
+@pytest.mark.parametrize("val_loss, epochs, said", [
+    (2.5, 0.5, "labels"), (6.0, 5, "labels"), (2.5, 5, "by heart"), (6.0, 50, "by heart")])
+def test_a_text_is_learnt_by_heart_once_it_has_been_read_often(val_loss, epochs, said):
+    facts = {"vocabulary": 257, "steps_per_epoch": 20 / epochs}
+    start = START | {"config": {"init_from": "scratch"}, "facts": facts}
+    read = [{"step": step, "loss": 5.5 - 0.2 * step} for step in range(1, 21)]
+    evaluated = [{"step": 10, "val_loss": 2.0}, {"step": 20, "val_loss": val_loss}]
+    doctor = Doctor([start, *read[:10], evaluated[0], *read[10:], evaluated[1]])
+    (sentence,) = [finding.sentence for finding in doctor.holding if finding.name == "validation_rises"]
+    assert said in sentence
 
 
 @pytest.mark.parametrize("entropy, differs", [(0.03, True), (0.5, False)])
@@ -339,7 +409,7 @@ def test_what_the_campaign_breaks_is_a_task_with_knobs_of_grpo(name, tmp_path):
     paid = [task.reward(question, completion) for completion in (task.solution(question), "I do not know.")]
     scores = [score for score, _ in paid]
     aimed = {"nothing_paid": [0, 0], "all_paid": [1, 1], "any_answer": [1, 0], "always_a_part": [1, 0.4],
-             "wrong_sign": [0, 1]}
+             "wrong_sign": [0, 1], "constant": [0.4, 0.4]}
     if name in aimed:
         assert scores == aimed[name]
     elif breakages.BROKEN[name][1].startswith(breakages.HONEST):

@@ -96,7 +96,7 @@ EXCUSED = {
     "bash runs/domains.sh --seeds=\"0 1 2\" --pcgrad --single": "the same",
     "torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py": "eight GPUs' work; tests/test_configs.py looks at the file",
     "python -m studies.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
-    "python -m studies.breakages out/quickstart/rft out/breakages": "seventeen runs; tests/test_diagnose.py has what they break",
+    "python -m studies.breakages out/quickstart/rft out/breakages": "eighteen runs; tests/test_diagnose.py has what they break",
     "bash runs/gpu.sh": "a GPU's work; tests/test_gpu_driver.py tries it on a CPU",
     "bash runs/gpu.sh 120 --only=correctness,engine": "the same",
     "python -m studies.gpu.run --table=bench_results/gpu.jsonl": "tests/test_gpu_driver.py does",

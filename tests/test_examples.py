@@ -1,6 +1,7 @@
 """Fine-tuning on chosen answers: what is trained on, in which batches, and that it goes on exactly."""
 import json
 import random
+import re
 import shutil
 import subprocess
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import forked
-from conftest import command, environment, largest_difference, metrics, run, trained, weights
+from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
 from model import IGNORE
 from runtime import checkpoint
 from runtime.config import BadInput
@@ -19,6 +20,10 @@ from text.tokenizer import Tokenizer
 
 TUNE = dict(batch_size=8, gradient_accumulation_steps=2, num_epochs=2, optimizer="adamw", learning_rate=0.003, warmup_steps=None,
             lr_schedule="cosine", log_interval=1, dtype="fp32", keep_last=9)
+
+
+RECORD = {"number": 0, "sample": 0, "question": "q", "answer": 42, "completion": "", "ids": [], "logprob": -1.0, "verdict": "verified",
+          "score": 1.0, "parts": {}, "signature": "", "error": None}                     # of the log of attempts
 
 
 def rows_of(n, seed=0):
@@ -164,8 +169,8 @@ def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
     path.write_text(json.dumps([["q", 42, text]]))
 
     def log(tokenizer_then, **record):
-        record = {"question": "q", "completion": text, "ids": ids, "verdict": "verified"} | record
-        examples.attempts_path(path).write_text(json.dumps({"tokenizer": tokenizer_then, "prompt": "Q: {}"}) + "\n" + json.dumps(record) + "\n")
+        rows = [{"tokenizer": tokenizer_then, "prompt": "Q: {}"}, RECORD | {"completion": text, "ids": ids} | record]
+        examples.attempts_path(path).write_text("".join(map(examples.line_of, rows)))
         (e,) = examples.read(path, tokenizer)
         assert tokenizer.decode(e.ids).startswith("Q: q")             # in the form in which it was asked
         return e.ids[e.trained].tolist()
@@ -173,6 +178,29 @@ def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
     again = tokenizer.encode(text).tolist() + [tokenizer.end]
     assert log(tokenizer.describe(), completion="other") == log(tokenizer.describe(), verdict="not exact") == again
     assert log({"name": "bytes"}) == again == log(tokenizer.describe(), ids=ids + ids)
+
+
+def test_a_log_of_attempts_that_is_not_as_it_was_written_is_refused_with_the_line(tmp_path):
+    """And not trained on in another form; one from before there were checksums is read."""
+    path = tmp_path / "rft.json"
+    path.write_text(json.dumps([["67", 67, "67."]]))
+    log = examples.attempts_path(path)
+    rows = [{"tokenizer": Tokenizer("bytes").describe(), "prompt": "Take {} from"}, RECORD | {"question": "67", "completion": "67."}]
+    lines = [examples.line_of(row) for row in rows]
+    old = [json.dumps(row) + "\n" for row in rows]
+    for content in (lines, old, old[:1] + lines[1:]):
+        log.write_text("".join(content))
+        (example,) = examples.read(path, Tokenizer("bytes"))
+        assert bytes(example.ids[:-4].tolist()) == b"Take 67 from" and examples.read_form(path) == "Take {} from"
+    for number, damaged in ((1, [lines[0].replace("Take", "Lake"), lines[1]]), (1, [lines[0].replace("checksum", "checksun"), lines[1]]),
+                            (1, [old[0].replace("prompt", "prompu"), old[1]]), (1, [old[0].replace("{}", "{y"), old[1]]), (1, ["[]\n"]), (1, [""]),
+                            (2, [lines[0], lines[1].replace("67.", "66.")]), (2, [lines[0], lines[1][:40]]), (2, [lines[0], "\n", lines[1]])):
+        log.write_text("".join(damaged))
+        with pytest.raises(BadInput, match=f"^Line {number} of .*attempts.jsonl can't be read .*--prompt="):
+            examples.read(path, Tokenizer("bytes"))
+    with pytest.raises(BadInput, match="^Line 1 of"):
+        log.write_text("{}" + lines[0])
+        examples.read_form(path)
 
 
 @pytest.mark.parametrize("kind, chat", [("smol", SMOL), ("qwen", QWEN3)])
@@ -250,8 +278,44 @@ def test_bad_examples_are_one_sentence(tmp_path, content, words):
     assert "\n" not in str(e.value)
 
 
+TURNS = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}]
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "42"}]}, "ShareGPT's form"),
+    ({"instruction": "How", "input": "many?", "output": "42"}, "Alpaca's form"), (TURNS, "a list of turns"),
+    ({"prompt": TURNS[:1], "completion": TURNS[1:]}, "a prompt and a completion of turns")])
+def test_examples_in_the_form_of_others_are_named_with_what_converts_them(tmp_path, row, words):
+    """The expression in the sentence makes what is read."""
+    tokenizer = Tokenizer(write(tmp_path / "smol", "smol", chat=SMOL))
+    for name, content in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row]))):
+        (tmp_path / name).write_text(content)
+        assert examples.are(str(tmp_path / name))
+        with pytest.raises(BadInput, match=f"Row 1 of .*{words}: write .* in its place") as e:
+            examples.read(tmp_path / name, tokenizer)
+    converted = eval(str(e.value).partition(": write ")[2].partition(" in its place")[0], {"row": row})
+    (tmp_path / "b.jsonl").write_text(json.dumps(converted))
+    (example,) = examples.read(tmp_path / "b.jsonl", tokenizer)
+    assert tokenizer.decode(example.ids[example.trained][:2]) == "42" and example.question.split() == ["How", "many?"]
+
+
+def test_a_prompt_in_a_chat_s_template_is_not_put_into_it_once_more(tmp_path):
+    path = tmp_path / "a.jsonl"
+    row = {"prompt": "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n", "completion": "42"}
+    path.write_text(json.dumps(row))
+    chat = Tokenizer(write(tmp_path / "smol", "smol", chat=SMOL))
+    with pytest.raises(BadInput, match="Row 1 of .*holds <.im_start.>.*messages"):
+        examples.read(path, chat)
+    with pytest.raises(ValueError, match="holds .INST.*user's text alone"):
+        prompts.prompt_ids(chat, "[INST] How many? [/INST]")
+    assert examples.read(path, Tokenizer("bytes"))            # whose prompts stand as they are
+    turns, line = re.search(r"    turns = (.*)\n    print\((.*)\)\n", (ROOT / "docs/rft.md").read_text()).groups()
+    assert json.loads(eval(line, {"json": json, "turns": eval(turns, {"re": re, "row": row})})) == {"messages": TURNS}
+
+
 @pytest.mark.parametrize("row, words", [({"prompt": 1, "completion": ""}, "it should be"), ({"messages": []}, "none of its messages"),
-                                        ({"messages": [{"role": "user"}]}, "it should be"),
+                                        ({"messages": [{"role": "user"}]}, "should have a role and a content"),
+                                        ({"messages": [*TURNS, {"role": "assistant", "content": None}]}, "'content': None} should have"),
                                         ({"messages": [{"role": "assistant", "content": "a"}]}, "need a model with a chat template")])
 def test_bad_rows_are_named(tmp_path, row, words):
     path = tmp_path / "a.jsonl"

@@ -321,6 +321,15 @@ def test_huge_ratios_stay_finite(far, advantage):
 # --- advantages ---
 
 @pytest.mark.parametrize("scale", ["none", "group"])
+def test_a_completion_without_a_grade_has_no_part_in_its_group(scale):
+    rewards = torch.tensor([[1.0, 1, 1, math.nan], [1, 0, math.nan, 0.5], [math.nan, math.nan, math.nan, 0.3], [math.nan] * 4])
+    found = grpo.advantages(rewards, scale)
+    assert not found[[0, 2, 3]].any() and found[1, 2] == 0
+    torch.testing.assert_close(found[1, [0, 1, 3]], grpo.advantages(torch.tensor([[1, 0, 0.5]]), scale)[0], rtol=1e-12, atol=0)
+
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
 def test_advantages_have_mean_zero_and_stay_in_their_group(scale):
     rewards = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rewards[2], rewards[3] = 0.1 + 0.2, 1 / 3
@@ -591,7 +600,7 @@ def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
     assert grpo.penalty(grpo.Config(max_new_tokens=100), 100) == 0
 
 
-def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path):
+def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path, capsys):
     rows = [{"prompt": f"What is {i} + {i}?", "answer": str(2 * i), "level": i} for i in range(200)]
     path = write(tmp_path, "\n".join(map(json.dumps, rows)) + "\n\n", "q.jsonl")
     train, held = questions.read_questions(path, 100)
@@ -603,6 +612,7 @@ def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path):
     other = write(tmp_path, "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows + rows[:1]), "r.jsonl")
     again, same_held = questions.read_questions(other, 100)
     assert {q["question"] for q in same_held} == {q["question"] for q in held} and len(again) == len(train)
+    assert capsys.readouterr().out == f"Questions of {other} that repeat the text of an earlier one are left out, whatever their answers: 1.\n"
 
 
 # --- what a run trains on ---
@@ -864,16 +874,37 @@ def test_where_all_fare_alike_no_weight_moves(learn, tmp_path):
     assert all((line["zero_variance"], line["loss"], line["grad_norm"]) == (1, 0, 0) and line["reward"] == pytest.approx(0.3) for line in lines(out)[3:])
 
 
-@pytest.mark.parametrize("fault", ["raise ValueError('no')", "return float('nan')", "return 'good'", "return 2", "return None", "return 0.5, {'a': 1}, 3",
+@pytest.mark.parametrize("fault", ["raise ValueError('no')", "return float('nan')", "return 'good'", "return None", "return 0.5, {'a': 1}, 3",
                                    "raise SystemExit"])
-def test_a_verifier_that_fails_is_counted_and_pays_nothing(learn, tmp_path, watched, fault):
+def test_completions_without_a_grade_are_counted_and_not_trained_on(learn, tmp_path, watched, fault):
+    """With a KL term, which completions without an advantage have too."""
     task = task_file(tmp_path, f"if len(completion) % 2: {fault}\n    return completion.count('t') / 12")
-    out = learn(task=task, max_steps=2)
-    rollouts = [[r for g in groups for r in g] for groups in watched.groups]
-    for step, line in zip(rollouts, lines(out), strict=True):
+    out = learn(task=task, max_steps=2, beta=0.1)
+    for groups, line in zip(watched.groups, lines(out), strict=True):
+        step = [r for group in groups for r in group]
         failed = [r for r in step if r.grade.error]
-        assert line["errors"] == len(failed) > 0 and len(failed) < 16 and not any(r.reward for r in failed) and line["timeouts"] == 0
-        assert line["reward"] == pytest.approx(sum(r.reward for r in step) / 16)
+        graded = [r for r in step if not r.grade.error]
+        assert line["errors"] == len(failed) > 0 and graded and line["timeouts"] == 0
+        assert line["reward"] == pytest.approx(sum(r.reward for r in graded) / len(graded))
+        assert not any(r.trained or r.advantage for r in failed) and all(r.trained for r in graded)
+        for group in groups:
+            rewards = [r.reward for r in group if not r.grade.error]
+            for r in group:
+                if not r.grade.error:
+                    assert r.advantage == pytest.approx(r.reward - sum(rewards) / len(rewards), abs=1e-6)
+    assert sum((batch.y != IGNORE).sum() for batch in watched.batches) == sum(len(r.ids) for g in watched.groups for rs in g for r in rs if r.trained)
+
+
+def test_a_step_of_which_nothing_could_be_graded_moves_no_weight(learn, tmp_path):
+    task = task_file(tmp_path, "global calls; calls += 1\n    if calls > 48: raise ConnectionError('down')\n    return completion.count('t') / 12")
+    out = learn(task=task, max_steps=5, save_interval=1, keep_last=9)
+    assert same(weights(out, 3), weights(out, 4)) and not same(weights(out, 2), weights(out, 3))
+    assert [(line["errors"], line["reward"], line["updates"]) for line in lines(out)[3:]] == [(16, "nan", 0)] * 2
+
+
+def test_a_score_of_another_scale_ends_the_run(learn, tmp_path):
+    out = learn(code=2, task=task_file(tmp_path, "return 2.0 if 't' in completion else 0.5"), max_steps=9)
+    assert "gave the score 2: a score is a number from 0 to 1" in learn.error.splitlines()[-1] and not checkpoint.steps(out)
 
 
 @pytest.mark.parametrize("knobs, error", [
@@ -1040,6 +1071,10 @@ def test_dynamic_sampling_gives_up_after_its_rounds(learn, tmp_path, watched):
     out = learn(task=task_file(tmp_path, "return 0.5"), dynamic_sampling=True, max_rounds=3, max_steps=3, beta=0.1)
     assert [line["questions"] for line in lines(out)] == [12, 24, 36] and all((line["updates"], line["groups"]) == (0, 12) for line in lines(out))
     assert same(weights(out, 3), checkpoint_of_base(out)) and watched.groups == [[]] * 3
+    # A penalty for length does not tell equal grades apart.
+    punished = learn("punished", task=task_file(tmp_path, "return 0.5"), dynamic_sampling=True, max_rounds=3, max_steps=1, overlong="penalty", overlong_tokens=12)
+    assert [(line["questions"], line["zero_variance"], line["updates"]) for line in lines(punished)] == [(12, 1, 0)]
+    del watched.groups[3:]
     out = learn("some", task=task_file(tmp_path, RARE), dynamic_sampling=True, max_rounds=2, max_steps=3)
     assert {len(g) for g in watched.groups[3:]} <= {0, 1, 2, 3, 4} and any(0 < len(g) < 4 for g in watched.groups[3:])     # what there is is learnt from
     assert not same(weights(out, 3), checkpoint_of_base(out))
@@ -1224,7 +1259,7 @@ def refusal(learn, words, **knobs):
     (dict(k_samples=1), "at least 2"), (dict(prompts_per_step=3, mini_batches=2), "--prompts_per_step"),
     (dict(dataset="missing.jsonl"), "missing.jsonl"), (dict(init_from="scratch"), "--init_from="), (dict(reward_workers=0), "reward_workers"),
     (dict(init_from="nowhere/at-all"), "nowhere/at-all"), (dict(task="unknown"), "unknown"), (dict(num_questions=99), "99"), (dict(few_shot=3), "solution"),
-    (dict(overlong="penalty", overlong_tokens=13), "--overlong_tokens"), (dict(lora_rank=2, lora_alpha=0), "--lora_alpha"), (dict(clip_low=1), "clip_low"),
+    (dict(overlong="penalty", overlong_tokens=13), "--overlong_tokens"), (dict(loss_type="cispo", clip_low=0.1), "--clip_low has no effect"), (dict(lora_rank=2, lora_alpha=0), "--lora_alpha"), (dict(clip_low=1), "clip_low"),
     (dict(temperature=0), "temperature"), (dict(max_prompt_tokens=2), "max_prompt_tokens"), (dict(lora_rank=2, lora_linears="heads"), "linears"),
     (dict(init_from="resume"), "config.json"), (dict(k_sample=4), "k_samples"), (dict(tokenizer="gpt2"), "tokenizer")])
 def test_what_can_not_be_done_is_one_sentence(learn, tmp_path, knobs, words):
@@ -1262,15 +1297,23 @@ def test_tasks_that_have_nothing_to_ask_are_refused(learn, tmp_path):
     refusal(learn, "fills the 32 positions", task=write(tmp_path, TASK.replace('PROMPT = "{}"', f'PROMPT = "{"x" * 40}{{}}"'), "c.py"))
 
 
+def test_a_single_question_that_fits_is_refused(learn, tmp_path):
+    """That of the worked example, before which it does not stand."""
+    task = write(tmp_path, TASK + "\ndef examples(n):\n    return [('the 0', 't' * 30)]\n", "shown.py")
+    refusal(learn, "shown.py but one is longer", task=task, few_shot=1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_path, watched):
     rows = [{"prompt": "the " + "x" * n, "answer": 3} for n in range(20, 34)]
     dataset = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl")
-    out = learn(dataset=dataset, prompts_per_step=8)
+    out = learn(dataset=dataset)
     kept = {len(q["question"]) for q in questions.read_questions(dataset, 200)[0]}
     short = {n for n in kept if n < 32}
     assert f"{len(short)} questions of" in learn.said and f"{len(kept - short)} too long left out" in learn.said and len(lines(out)) == 4
     assert len(short) > 5 and {len(s.request.ids) for s in watched.samples} == short and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)
-    learn("short", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26, max_steps=1)
+    refusal(learn, "and a step asks 8: lower", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26)
+    learn("short", dataset=dataset, prompts_per_step=2, max_prompt_tokens=26, max_steps=1)
     assert f"{len([n for n in kept if n <= 26])} questions of" in learn.said
 
 

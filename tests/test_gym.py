@@ -22,6 +22,8 @@ def test_generator(name):
         for q, other in zip(questions, questions[1:]):
             assert task.verified(*task.reward(q, "So.\n" + task.solution(q)))
             right = q["answer"]
+            forms = [f"`{right}`", f"**{right}**"] * ("$" not in right) + [f"+{right}.0", rf"\boxed{{{right}}}"] * right.isdecimal()
+            assert all(task.reward(q, f"<answer >{text}</answer>")[0] == 1.0 for text in forms), right
             # the library pays a part of these, and here they earn nothing
             for text in (right, f"<answer>The answer is {right}</answer>", f"<answer>{right} {right}</answer>", "<answer></answer>",
                          f"<answer>{right[:-2]}</answer>", f"<answer>{right}x</answer>", f"<answer>{'9' * 4000}</answer>", "<answer>1e999999999</answer>",
@@ -38,6 +40,12 @@ def test_group(group):
     assert {q["generator"] for q in found["train"]} <= set(gym.GROUPS[group]) and len({q["generator"] for q in found["train"]}) > 5
     assert sorted(map(len, texts))[90] < 1000                      # characters: about 256 tokens
     assert max(len(q["answer"]) for q in found["train"]) < 1000
+
+
+def test_digits_of_a_base_are_no_decimal_number():
+    task = tasks.load("gym:base_conversion")
+    q = next(q for q in task.questions("train", n=200) if q["answer"].isdecimal())
+    assert [task.reward(q, f"<answer>{text}</answer>")[0] for text in (q["answer"], f"{q['answer']}.0")] == [1.0, 0.0]
 
 
 def test_partial_reward_is_not_paid():

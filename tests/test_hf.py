@@ -1,4 +1,5 @@
 """Models of transformers, and ours, are the same function on both sides of hf.py."""
+import copy
 import json
 
 import pytest
@@ -6,22 +7,36 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf
-from model import GPT, GPTConfig, on_meta
+from model import GPT, GPTConfig, on_meta, rotations
 from runtime.config import BadInput
+from test_tokenizer import write
+from text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 SHAPE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256)
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
+LLAMA = SHAPE | dict(hidden_act="silu", rms_norm_eps=0.1, tie_word_embeddings=True, rope_parameters=LLAMA3)
+# {family: every key of its config.json that is honoured, and a value that is not the default}
+HONOURED = {
+    "GPT2": dict(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=256, n_inner=96, layer_norm_epsilon=0.1,
+                 activation_function="gelu", tie_word_embeddings=False),
+    "Llama": LLAMA | dict(head_dim=32, attention_bias=True, mlp_bias=True),
+    "Qwen2": LLAMA,
+    "Qwen3": LLAMA | dict(head_dim=32, attention_bias=True),
+}
+# Keys that change no logits, at least while keys of hf.NEUTRAL are neutral.
+IRRELEVANT = """_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
+    is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
+    reorder_and_upcast_attn return_dict transformers_version use_cache
+    max_window_layers sliding_window attention_dropout attn_pdrop embd_pdrop resid_pdrop
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj""".split()
 MODELS = {
     "gpt2": ("GPT2", dict(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=256)),
     "llama, tied, grouped heads": ("Llama", SHAPE | dict(tie_word_embeddings=True)),
-    "llama, scaled rope": ("Llama", SHAPE | dict(rope_parameters=LLAMA3)),
     "llama, linear rope": ("Llama", SHAPE | dict(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0})),
-    "llama, biases": ("Llama", SHAPE | dict(attention_bias=True, mlp_bias=True)),
-    "qwen2": ("Qwen2", SHAPE | dict(tie_word_embeddings=True)),
-    "qwen3, wide heads": ("Qwen3", SHAPE | dict(head_dim=32)),
+    **{f"{kind}, every key": (kind, values) for kind, values in HONOURED.items()},
 }
 
 
@@ -171,9 +186,82 @@ def test_tensors_that_do_not_belong_together_are_named(folder, change, words):
         hf.load(folder)
 
 
-def test_gpt2_without_scaled_attention_is_refused():
-    with pytest.raises(BadInput, match="unscaled attention"):
-        hf.read_config(SIZES["gpt2"][0] | {"scale_attn_weights": False})
+@pytest.mark.parametrize("kind", HONOURED)
+def test_every_key_of_config_json_is_honoured_refused_or_irrelevant(kind):
+    """A field that a later transformers adds belongs into one of the three."""
+    config_class = getattr(transformers, f"{kind}Config")
+    fields = config_class().to_dict().keys()
+    assert sorted(fields) == sorted([*HONOURED[kind], *fields & hf.NEUTRAL.keys(), *fields & {*IRRELEVANT}])
+    about = config_class(**HONOURED[kind]).to_dict()
+    assert hf.read_config(config_class().to_dict()) != hf.read_config(about)
+    others = {"rope_parameters": {"rope_type": "default"}, "hidden_act": "relu", "activation_function": "gelu_new"}
+    for key, value in HONOURED[kind].items():
+        other = others.get(key) or (not value if type(value) is bool else 2 * value)
+        assert hf.read_config(about | {key: other}) != hf.read_config(about), key
+    others = {"layer_types": ["sliding_attention"] * 2, "partial_rotary_factor": 0.5}
+    for key, neutral in hf.NEUTRAL.items():
+        assert hf.read_config(about | {key: neutral}) == hf.read_config(about)
+        with pytest.raises(BadInput, match=f"config.json has {key}="):
+            hf.read_config(about | {key: others.get(key, not neutral)})
+
+
+def test_gpt2_s_keys_have_other_names_too():
+    assert transformers.GPT2Config.attribute_map == hf.GPT2_ALIASES
+    about = transformers.GPT2Config(**HONOURED["GPT2"]).to_dict()
+    assert hf.read_config(about | {"num_attention_heads": 2}).n_head == 2
+
+
+UNSCALED = {"rope_type": "default", "rope_theta": 5e5}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+WITHOUT = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+
+
+@pytest.mark.parametrize("change", [
+    {"rope_parameters": UNSCALED, "rope_scaling": LINEAR}, {"rope_parameters": UNSCALED, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": LINEAR, "rope_theta": 1e6}, {"rope_parameters": LINEAR}, {"rope_scaling": LINEAR | {"rope_theta": 77.0}, "rope_theta": 1e6},
+    {"rope_parameters": UNSCALED, "rope_theta": 77.0}, {"rope_parameters": WITHOUT}, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 32},
+    {"rope_scaling": WITHOUT, "original_max_position_embeddings": 32}], ids=str)
+def test_rotary_keys_that_contradict_one_another_or_lack_some(change):
+    about = SHAPE | {"model_type": "llama", "hidden_act": "silu"} | change
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(about))).inv_freq
+    _, sin = rotations(hf.read_config(about))
+    assert (sin[1, 0, -len(theirs):] - theirs.sin()).abs().max() < 1e-6
+
+
+def test_model_safetensors_counts_before_an_index(folder):
+    """As in transformers, whether the shards of an earlier save are there or not."""
+    other = theirs("llama, linear rope")
+    other.config.save_pretrained(folder)
+    tensors = {name: value.contiguous() for name, value in other.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    expected = logits(other, X)
+    assert (logits(hf.load(folder), X) - expected).abs().max() < 1e-4
+    for shard in folder.glob("model-*.safetensors"):
+        shard.unlink()
+    assert (logits(hf.load(folder), X) - expected).abs().max() < 1e-4
+
+
+def test_a_folder_of_something_else_is_named(folder):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(BadInput, match="lacks model.safetensors: get"):
+        hf.load(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"lacks model.safetensors \(pytorch_model.bin is not read here\)"):
+        hf.load(folder)
+    step = folder / "checkpoints" / "step_00000004"
+    step.mkdir(parents=True)
+    (folder / "model.json").write_text("{}")
+    for part in (step, step.parent):
+        with pytest.raises(BadInput, match=f"part of the run in {folder}: give that folder"):
+            hf.find(part)
+
+
+def test_stop_ids_come_back_from_an_export(tmp_path):
+    tokenizer = Tokenizer(write(tmp_path / "in", "smol", files={"generation_config": {"eos_token_id": [0, 1, 2]}}))
+    model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, block_size=8, n_layer=1, n_head=1, n_embd=8))
+    hf.export(model, tmp_path / "out", tokenizer)
+    assert hf.find(tmp_path / "out").tokenizer().stop == tokenizer.stop == [0, 1, 2]
 
 
 def test_damaged_files_are_one_sentence(folder, monkeypatch):
@@ -188,7 +276,9 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
     config = json.loads((folder / "config.json").read_text())
     for change, words in (({"model_type": "mamba"}, "model type mamba"), ({"hidden_act": "gelu"}, "hidden_act=gelu"),
                           ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type yarn"),
-                          ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "ramp": 2}}, "with ramp")):
+                          ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "ramp": 2, "factor": 2.0}}, "with ramp"),
+                          ({"rope_parameters": {"full_attention": LINEAR}}, "with full_attention"), ({"rope_parameters": {"rope_type": "linear"}}, "without factor"),
+                          ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}}, "without high_freq_factor")):
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(BadInput, match=words):
             hf.load(folder)
@@ -196,7 +286,7 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
     with pytest.raises(BadInput, match="no object"):
         hf.load(folder)
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match="has 257 ids, and the model in .* 200"):
+    with pytest.raises(BadInput, match="has 257 ids, and the model in .* 200, none for '<.endoftext.>'"):
         hf.Found(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
     (folder / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="model type None"):

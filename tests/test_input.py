@@ -3,7 +3,9 @@ import dataclasses
 import hashlib
 import json
 import math
+import runpy
 import shutil
+import sys
 import time
 
 import pytest
@@ -15,17 +17,21 @@ import forked
 import grpo
 import hf
 import sample
+import tasks
 import train
 from conftest import ROOT, environment
+from doctor import plot
 from engine import Sampling
 from layers.lora import adapters, add_lora
 from model import GPT, GPTConfig
 from rollouts import questions
 from runtime import checkpoint, config, guard, hardware
 from runtime.config import BadInput
+from runtime.log import check_installed
 from runtime.run import Run
-from text import examples, prompts
-from text.tokenizer import Tokenizer
+from tasks import countdown_think, gsm8k, guru, gym
+from text import examples, prompts, sources
+from text.tokenizer import Tokenizer, TokenizerJson
 
 DEEP = "[" * 100_000
 JUNK = (None, "two", [], [[1]], {}, -1, 0, 1.5, 10**12, 10**40, True, math.nan)
@@ -156,7 +162,7 @@ def test_every_script_refuses_an_edited_run_folder(run, main):
     assert not list(run.parent.glob("run-*")) and not run.with_suffix(".json").exists()
 
 
-@pytest.mark.parametrize("key, value", [("val_loss", "two"), ("val_loss", []), ("sha256", None), ("sha256", [])])
+@pytest.mark.parametrize("key, value", [("val_loss", "two"), ("val_loss", []), ("val_loss", 10**400), ("sha256", None), ("sha256", [])])
 def test_an_edited_meta_json_is_a_damaged_checkpoint(run, key, value):
     edited(run / "checkpoints/step_00000004/meta.json", key, [value])
     assert checkpoint.best(run) is None and checkpoint.damage(run, 4) == "meta.json is missing or unreadable"
@@ -261,6 +267,8 @@ def test_other_files_nested_deep(run, tmp_path, name, text, words):
         import tokenizers
         tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
     (folder / name).write_text(text)
+    if "index" in name:
+        (folder / "model.safetensors").unlink()               # which counts before an index
     sentence(lambda: hf.load(folder) if "index" in name else use(folder), words)
 
 
@@ -280,6 +288,21 @@ def test_examples(tmp_path, name, text, words):
 def test_questions(tmp_path, text, words):
     (tmp_path / "questions.jsonl").write_text(text)
     sentence(lambda: questions.read_questions(tmp_path / "questions.jsonl", 4), words)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    def write(name, text):
+        (tmp_path / name).write_text(text, "utf-8-sig")
+        return tmp_path / name
+    assert config.load(train.Config, [str(write("own.py", "n_layer = 3"))]).n_layer == 3
+    pairs = [examples.read(write(name, text), Tokenizer("bytes")) for name, text in (
+        ("a.json", '[["q", 1, "r"]]'), ("a.jsonl", '{"prompt": "q", "completion": "r"}'))]
+    assert [bytes(example.ids[example.trained][:1].tolist()) for (example,) in pairs] == [b"r", b"r"] and examples.are(str(tmp_path / "a.jsonl"))
+    assert len(questions.read_questions(write("q.jsonl", '{"prompt": "a", "answer": 1}'), 0)[0]) == 1
+    for spec, text in (("unit_conversion", '[["How many gram are there per 6 kg?", 6000]]'), ("gsm8k", '{"question": "1 + 1?", "answer": "#### 2"}'),
+                       ("countdown_think", '{"target": 3, "nums": [1, 2]}\n' * 30)):
+        path = write(f"{spec}.{'json' if spec == 'unit_conversion' else 'JSONL'}", text)
+        assert tasks.load(f"{spec}:{path}").questions("train", 0, 1, fewer=True)
 
 
 def test_notes_of_an_earlier_run_that_are_none_are_passed_over(tmp_path):
@@ -305,6 +328,41 @@ def test_a_note_keeps_what_no_checkpoint_holds_yet(tmp_path):
     run.take_over_note()
     found = run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
     assert found == (4, 0.5, True, "bf16")
+
+
+# --- packages ---
+
+NEEDS = {
+    "tokenizers": lambda folder: TokenizerJson(folder / "tokenizer.json"),
+    "matplotlib": lambda folder: plot.draw({}, "steps", folder / "a.png"),
+    "datasets": lambda folder: sources.find_on_hub("org/name", "text"),
+    "pyarrow": lambda folder: sources.Parquet(folder / "a.parquet", "text"),
+    "reasoning-gym": lambda folder: gym.library(),
+    "datasets ": lambda folder: gsm8k.downloaded(),
+    "datasets  ": lambda folder: countdown_think.downloaded(),
+    "pyarrow ": lambda folder: list(countdown_think.rows(folder / "a.parquet")),
+    "pyarrow  ": lambda folder: guru.rows(folder / "a.parquet"),
+    "chess": lambda folder: runpy.run_path(str(ROOT / "tasks/chess_world.py"))["check"](None),
+    "wandb": lambda folder: check_installed(False, True),
+}
+
+
+@pytest.mark.parametrize("package", NEEDS)
+def test_a_package_that_is_installed_and_fails_is_not_called_missing(tmp_path, monkeypatch, package):
+    name = package.strip().replace("-", "_")
+    for module in [*sys.modules]:
+        if module.partition(".")[0] == name:
+            monkeypatch.delitem(sys.modules, module)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise ImportError('numpy 1.19 is too old')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fails = rf"the package {package.strip()} is installed, but its import fails \(numpy 1.19 is too old\)"
+    with pytest.raises((BadInput, ValueError), match=fails):
+        NEEDS[package](tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises((BadInput, ValueError), match=f"the package {package.strip()} is missing: pip install {package.strip()}"):
+        NEEDS[package](tmp_path)
 
 
 # --- knobs ---

@@ -224,6 +224,10 @@ def test_peft_computes_the_same_function(name, linears, tmp_path):
     assert {k.replace(".default", "") for k in own} == tensors.keys()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6, str(tmp_path / "base"))
+    (tmp_path / "base" / "adapter_config.json").write_text(json.dumps(config))
+    for name in ("adapters", "base"):                     # transformers would add those that lie beside a model
+        with pytest.raises(BadInput, match=f"{name} holds a PEFT adapter of {tmp_path / 'base'}"):
+            hf.find(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", PEFT)

@@ -1,5 +1,6 @@
 """What a run survives: a second writer, files that change or are damaged, a stop at an awkward moment, and other
 numbers of ranks. Kills and bit flips by the thousand are tests/campaign.py."""
+import io
 import os
 import shutil
 import signal
@@ -12,12 +13,16 @@ import pytest
 import torch
 
 import forked
+import grpo
 import hf
 import train
 from conftest import (ROOT, TINY, command, environment, flags, largest_difference, metrics, run, trained,
                       weights)
-from runtime import checkpoint, lock
+from doctor import diagnose
+from runtime import checkpoint, guard, lock, usage
 from runtime.config import BadInput
+from test_grpo import GRPO, TASK
+from text.tokenizer import Tokenizer
 from test_tokenizer import write
 from text.tokenizer import Tokenizer
 
@@ -57,12 +62,15 @@ def begun(out_dir, text, script="train.py", **knobs):
 # --- one writer ---
 
 @pytest.mark.parametrize("knobs", [dict(overwrite=True), dict(init_from="resume"), dict(resume="auto")], ids=str)
-def test_a_second_writer_is_refused_and_told_who_holds_the_folder(tmp_path, text, knobs):
+def test_a_second_writer_is_refused_and_told_who_holds_the_folder(tmp_path, text, monkeypatch, knobs):
+    monkeypatch.setattr(lock, "WAIT", 0)
     first = begun(tmp_path / "a", text)
     try:
         done = run(tmp_path / "a", text, **knobs)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert f"Another run is writing {tmp_path / 'a'} (Held by process {first.pid} on " in done.stderr
+        with pytest.raises(BadInput, match="Another run is writing"):      # both began at once, and saw an empty folder
+            checkpoint.open_run(tmp_path / "a", {}, {})
         assert first.poll() is None
     finally:
         first.terminate()
@@ -76,7 +84,7 @@ def test_a_lock_ends_with_its_process_and_is_no_loaders(tmp_path, text):
     first.kill()
     first.wait()
     assert (tmp_path / "a" / "run.lock").exists()
-    here(tmp_path / "a", text, init_from="resume", max_steps=1)            # nothing is left to do
+    here(tmp_path / "a", text, init_from="resume", max_steps=checkpoint.newest_intact(tmp_path / "a"))
     assert not (tmp_path / "a" / "run.lock").exists()
 
 
@@ -102,6 +110,49 @@ def test_where_there_are_no_locks_a_run_says_so_and_goes_on(tmp_path, monkeypatc
     lock.take(tmp_path / "run.lock", tmp_path)
     assert "a file system without locks (Operation not supported)" in capsys.readouterr().out
     lock.release(tmp_path / "run.lock")
+
+
+UNFIT = {
+    "a folder": lambda path, target: path.mkdir(),
+    "a FIFO": lambda path, target: os.mkfifo(path),
+    "a link loop": lambda path, target: path.symlink_to(path),
+    "a link": lambda path, target: path.symlink_to(target),
+}
+
+
+@pytest.mark.parametrize("how", UNFIT)
+def test_a_lock_that_can_not_be_one_is_a_sentence(tmp_path, monkeypatch, how):
+    UNFIT[how](tmp_path / "a.lock", tmp_path / "target")
+    with pytest.raises(BadInput, match="a.lock, the lock of it, can't be opened"):
+        lock.take(tmp_path / "a.lock", "it")
+    assert not (tmp_path / "target").exists()
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system", "a.lock")
+    monkeypatch.setattr(lock, "open_own", refuse)
+    with pytest.raises(BadInput, match="Read-only file system"):
+        lock.take(tmp_path / "b.lock", "it")
+    with pytest.raises(SystemExit, match="2"):
+        guard.run(refuse, [])
+
+
+@pytest.mark.parametrize("name, how", [
+    ("training.log", "a link"), ("metrics.jsonl", "a FIFO"), ("samples.txt", "a link"), ("run.lock", "a link loop"),
+    ("run.lock", "a folder"), ("checkpoints", "a link"), ("tensorboard", "a link"),
+    ("bad_batch_step_9_rank_0.pt", "a link")])
+def test_nothing_is_written_through_a_link_of_a_stranger_s_folder(tmp_path, done_run, text, name, how):
+    target = tmp_path / "target"
+    (target / "step_00000008").mkdir(parents=True) if name == "checkpoints" else target.write_text("mine")
+    for start in (dict(init_from="resume"), dict(overwrite=True)):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        shutil.copytree(done_run, tmp_path / "a")
+        if name == "checkpoints":
+            shutil.rmtree(tmp_path / "a" / name)
+        checkpoint.remove(tmp_path / "a", [name])
+        UNFIT[how](tmp_path / "a" / name, target)
+        with pytest.raises(BadInput, match=f"{name} is a link or otherwise no"):
+            here(tmp_path / "a", text, **SHORT, **start)
+    assert (target / "step_00000008").is_dir() if name == "checkpoints" else target.read_text() == "mine"
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path, text):
@@ -160,7 +211,9 @@ def test_token_files_of_the_users_that_changed_are_refused(tmp_path):
 
 
 SPOILS = {
-    "metrics.jsonl": [b"\xff\xfe{}\n", b"12\n", b"null\n", b'{"step": "x"}\n'],
+    "metrics.jsonl": [b"\xff\xfe{}\n", b"12\n", b"null\n", b'{"step": "x"}\n', b'{"step": 8, "config": "x"}',
+                      b'{"step": 8, "config": {}, "facts": []}', b'{"step": 8, "loss": %s}' % (b"9" * 400),
+                      b'{"step": 8, "val_loss": %s}' % (b"9" * 400)],
     "config.json": [b"null", b"", b"\xff"],
     "checkpoints/step_00000008/meta.json": [b"null", b"[]", b'{"sha256": "x"}', b'{"sha256": {}, "val_loss": "x"}', b"\xff"],
     "checkpoints/step_00000004/meta.json": [b"null", b'{"val_loss": "x", "sha256": {"state.json": 3}}'],
@@ -185,10 +238,11 @@ def test_no_damage_ends_in_a_traceback_or_in_other_weights(tmp_path, text, done_
         shutil.copytree(done_run, out)
         append = name == "metrics.jsonl"
         (out / name).write_bytes(((out / name).read_bytes() if append else b"") + content + b"\n")
+        assert diagnose.main([str(out)]) in (0, diagnose.FOUND)
         train.main([f"--out_dir={out}", "--init_from=resume", f"--data_dir={text.parent / 'tokens'}", "--device=cpu"])
         assert largest_difference(weights(out, 8), weights(done_run, 8)) == 0, content
         assert metrics(out) == metrics(done_run)
-        if append and b"step" not in content:
+        if append:
             assert "could not be read and are left out" in capsys.readouterr().out
     (out / "model.json").rename(tmp_path / "model.json")
     with pytest.raises(BadInput, match="a run's folder without its model.json"):
@@ -267,6 +321,111 @@ def test_one_command_always_works(tmp_path, text, capsys):
     said = capsys.readouterr().out
     assert "no checkpoint yet, so it begins again" in said and "steps 0 to 8" in said
     assert largest_difference(weights(out, 8), whole) == 0
+
+
+def test_a_rate_that_moves_on_resume_is_said(tmp_path, text, done_run, capsys):
+    out = tmp_path / "a"
+    shutil.copytree(done_run, out)
+    shutil.rmtree(out / "checkpoints/step_00000008")
+    knobs = SHORT | dict(init_from="resume")
+    with pytest.raises(BadInput, match="has done 4 steps, and --max_steps or --num_epochs asks for 3: raise it"):
+        here(out, text, **knobs | dict(max_steps=3))
+    # wsd falls over the last 0.4 of the steps: of 8 from step 4 on, of 6 from step 3 on, and is down by a third there
+    here(out, text, **knobs | dict(max_steps=6))
+    assert ("The learning rate of step 5 is 6.67e-03, and would have been 1.00e-02 before these changed: max_steps from 8 "
+            "to 6.") in capsys.readouterr().out
+    here(out, text, **knobs | dict(max_steps=6))
+    assert "The learning rate of" not in capsys.readouterr().out
+    here(tmp_path / "b", text, **SHORT | dict(max_steps=4, warmup_steps=10))
+    assert ("--warmup_steps=10 is more than the 4 steps of the run: its learning rate rises to 4.00e-03 and not to "
+            "1.00e-02.") in capsys.readouterr().out
+
+
+# --- the terminal ---
+
+@pytest.mark.parametrize("script, number", [("train.py", signal.SIGINT), ("grpo.py", signal.SIGHUP)], ids=str)
+def test_a_run_outlives_its_terminal(tmp_path, text, done_run, script, number):
+    """The reader of its output is gone, as tee is after Ctrl-C; then it is asked to stop."""
+    out = tmp_path / "a"
+    (tmp_path / "letters.py").write_text(TASK)
+    knobs = TINY | dict(dataset=text, data_dir=text.parent / "tokens", device="cpu", dtype="fp32", lr_schedule="constant")
+    if script == "grpo.py":
+        knobs = GRPO | dict(init_from=done_run, task=tmp_path / "letters.py")
+    main = train.main if script == "train.py" else grpo.main
+    process = forked.Popen([sys.executable, str(ROOT / script), *flags(**knobs | dict(out_dir=out, max_steps=100_000))],
+                           env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while "step 2/" not in (line := process.stdout.readline()):
+        assert line
+    process.stdout.close()
+    seen = max(metrics(out))
+    wait_for(lambda: max(metrics(out)) > seen + 2 or process.poll() is not None)
+    os.kill(process.pid, number)
+    assert process.wait(60) == 128 + number
+    step = checkpoint.newest_intact(out)
+    assert step == max(metrics(out)) and f"Stopped as asked after step {step}" in (out / "training.log").read_text()
+    main(flags(init_from="resume", out_dir=out, max_steps=step + 2))
+    main(flags(**knobs | dict(out_dir=tmp_path / "calm", max_steps=step + 2)))
+    assert largest_difference(weights(out, step + 2), weights(tmp_path / "calm", step + 2)) == 0
+
+
+def printed(monkeypatch, stream, ends=False):
+    """The exit code of a script that prints a line to a stream of its own."""
+    def main(_):
+        if ends:
+            usage.end_with_reader()
+        print("naïve \N{CJK UNIFIED IDEOGRAPH-6F22}\x1b[2J")
+    with monkeypatch.context() as m, pytest.raises(SystemExit) as e:
+        m.setattr(sys, "stdout", stream)
+        guard.run(main, [])
+    return e.value.code or 0
+
+
+def test_no_output_ends_a_run(monkeypatch, capsys):
+    for ends, code in ((False, 0), (True, 128 + signal.SIGPIPE)):          # sample.py's reader may be head
+        read, write = os.pipe()
+        os.close(read)
+        assert printed(monkeypatch, open(write, "w"), ends) == code
+    for ends, code in ((False, 0), (True, 2)):
+        assert printed(monkeypatch, open("/dev/full", "w"), ends) == code
+    assert "A file could not be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_characters_that_can_not_be_shown_are_escaped(monkeypatch, tmp_path, text):
+    for encoding, expected in (("ascii", b"na\\xefve \\u6f22\x1b[2J\n"), ("cp1252", b"na\xefve \\u6f22\x1b[2J\n")):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding)
+        assert printed(monkeypatch, stream) == 0 and stream.buffer.getvalue() == expected
+    stream.isatty = lambda: True
+    stream.buffer.truncate(0)
+    assert printed(monkeypatch, stream) == 0 and stream.buffer.getvalue().endswith(b"\\x1b[2J\n")
+    here(tmp_path / "a", text, **SHORT, text_key="\x1b[2J\nstep 9")
+    assert "text_key=\\x1b[2J\\nstep 9," in (tmp_path / "a/training.log").read_text()
+
+
+SCRIPT = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from runtime.usage import first_line
+first_line()
+print("importing", flush=True)
+class Config:
+    pass
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_before_a_script_has_begun(tmp_path, monkeypatch, capsys):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    process = subprocess.Popen([*command, "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == "error: interrupted.\n" and process.returncode == 130
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command, "0"], stderr=subprocess.PIPE)
+    assert (closed.returncode, closed.stderr) == (0, b"")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="2"):
+        usage.first_line()
+    assert capsys.readouterr().err == "error: nanoRFT runs on Linux, macOS and WSL: on Windows, run it in WSL.\n"
 
 
 def test_ranks_end_with_their_torchrun(tmp_path, text):

@@ -42,9 +42,15 @@ def reward(question, completion):
             raise ValueError("of the copy")
         os.wait()
     if completion == "program":
-        with subprocess.Popen(["sleep", "100"]) as program, open(question["pid"], "w") as file:
+        with subprocess.Popen(question["program"]) as program, open(question["pid"], "w") as file:
             print(program.pid, file=file, end="", flush=True)
             program.wait()
+    if completion == "pipe":                           # a grade for each descriptor that may be the protocol's
+        for number in range(3, 16):
+            try:
+                os.write(number, question["grade"].encode())
+            except OSError:
+                pass
     if completion == "memory":
         return float(len(bytes(6 * 2**30)) > 0)        # zeros that are never touched: without a limit they cost nothing
     if completion == "print":
@@ -126,11 +132,21 @@ def test_slow_grades_are_shared_by_the_workers(mischief):
         assert seconds([({"sleep": 1.5}, "slowest")] + [({"sleep": 0.15}, "slow")] * 10) < 1.95      # none is behind the slowest
 
 
-def test_what_a_verifier_started_ends_with_it(mischief, tmp_path):
+@pytest.mark.parametrize("program", [["sleep", "100"], ["timeout", "100", "sleep", "100"]])
+def test_programs_of_a_verifier_end_with_it(mischief, tmp_path, program):
+    """Those in a process group of their own, too, which `timeout` makes."""
     path = tmp_path / "pid"
     with Pool(mischief, workers=1, timeout=1.0) as pool:
-        [late] = pool.score([({"pid": str(path)}, "program")])
+        [late] = pool.score([({"pid": str(path), "program": program}, "program")])
     assert late.error == "timed out after 1 s" and end_soon([path.read_text()])
+
+
+@pytest.mark.parametrize("stray", ['[0, 0.5, {}, "", null]\n', '[0.5, {}, "", null]\n', "noise", "\n", '{"score": 1}\n'])
+def test_a_verifier_that_writes_into_the_pipe_of_the_grades_shifts_none(mischief, stray):
+    with Pool(mischief, workers=1) as pool:
+        grades = pool.score([({}, "score 0.25"), ({"grade": stray}, "pipe"), *[({}, f"score 0.{i}") for i in range(9)]])
+        assert [g.score for g in grades if not g.error] == [0.25, *[float(f"0.{i}") for i in range(9)]]
+        assert [g.error for g in grades if g.error] == ["the verifier wrote into the pipe that carries grades"] and grades[1].error
 
 
 def test_processes_threads_and_the_caller_agree():
@@ -185,23 +201,32 @@ def test_one_that_hangs_is_killed_and_its_neighbours_are_graded(pool):
 def test_one_that_dies_is_replaced_and_its_neighbours_are_graded(pool):
     before = dict(pool.counts)
     texts = ["exit", "fine", "segfault", "exit"] + 20 * ["fine"]
-    died = Grade(0.0, {}, "", "the worker died")
+    died = Grade(0.0, {}, "", "the worker died (a reward worker may have 4 GiB of memory)")
     assert pool.score([({}, t) for t in texts]) == [FINE if t == "fine" else died for t in texts]
     assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 3, "timeouts": 0, "restarts": 3}
 
 
 def test_what_a_verifier_raises_is_an_error_and_no_zero(pool, mischief):
     before = dict(pool.counts)
-    texts = ["raise", "quit", "memory", "score nan", "score inf", "score 1.5", "score -1", "score x", "score 0", "score 0.5"]
+    texts = ["raise", "quit", "memory", "score nan", "score inf", "score x", "score 0", "score 0.5"]
     grades = pool.score([({}, t) for t in texts])
     errors = [g.error for g in grades]
-    assert errors[0] == r"ValueError: no \ud800 verdict" and errors[1] == "SystemExit: enough" and errors[2] == "MemoryError"
-    assert all(error.startswith("ValueError") for error in errors[3:8]) and errors[8:] == [None, None]
-    assert all(g[:3] == (0.0, {}, "") for g in grades[:8]) and [g.score for g in grades[8:]] == [0.0, 0.5]
-    assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 8, "timeouts": 0, "restarts": 0}
+    assert errors[0] == r"ValueError: no \ud800 verdict" and errors[1] == "SystemExit: enough" and \
+        errors[2] == "MemoryError (a reward worker may have 4 GiB of memory)"
+    assert all(error.startswith(("NotAScore", "ValueError")) for error in errors[3:6]) and errors[6:] == [None, None]
+    assert all(g[:3] == (0.0, {}, "") for g in grades[:6]) and [g.score for g in grades[6:]] == [0.0, 0.5]
+    assert {k: v - before[k] for k, v in pool.counts.items()} == {"errors": 6, "timeouts": 0, "restarts": 0}
     safe = [t for t in texts if t != "memory"]
     assert grade_all(mischief, safe, kind="serial") == grade_all(mischief, safe, kind="thread") == \
         [g for g, t in zip(grades, texts) if t != "memory"]
+
+
+@pytest.mark.parametrize("kind", _pool.KINDS)
+@pytest.mark.parametrize("score", [1.5, -1])
+def test_a_score_of_another_scale_ends_the_run_at_once(mischief, kind, score):
+    sentence = re.escape(f"gave the score {score}: a score is a number from 0 to 1, so divide it by the largest")
+    with Pool(mischief, workers=1, kind=kind) as pool, pytest.raises(BrokenReward, match=sentence):
+        pool.score([({}, "fine")] * 40 + [({}, f"score {score}")] + [({}, "fine")] * 40)
 
 
 BROKEN = {"raise": ("raise KeyError('unit')", "KeyError: 'unit'"), "None": ("pass", "gave the score None"),
@@ -261,6 +286,23 @@ def test_a_task_that_ends_the_process_on_import_is_a_sentence(tmp_path, monkeypa
     assert "mine.py" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_reward_may_have_processes_of_its_own(tmp_path):
+    """Which import its file under the name that its functions are pickled with."""
+    (tmp_path / "sums.py").write_text("""
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+def double(text):
+    return 2 * int(text)
+def reward(question, completion):
+    with ProcessPoolExecutor(1, mp_context=get_context(question["start"])) as pool:
+        return pool.submit(double, completion).result() / 2
+""")
+    (tmp_path / "json.py").write_text((tmp_path / "sums.py").read_text())     # the name of another module
+    for name, start in (("sums", "spawn"), ("sums", "fork"), ("json", "fork")):
+        with Pool(str(tmp_path / f"{name}.py"), 1) as pool:
+            assert pool.score([({"start": start}, "1")])[0][:4:3] == (1.0, None), (name, start)
+
+
 def test_what_a_verifier_prints_or_forks_is_no_grade(mischief, capfd):
     grades = grade_all(mischief, ["print", "fork", "fine"])
     assert [g.signature for g in grades] == ["print", "fork", "fine"] and not any(g.error for g in grades)
@@ -273,11 +315,11 @@ def test_workers_do_not_import_torch(pool):
 
 
 def test_a_worker_by_hand(mischief):
-    lines = json.dumps([[{}, "fine"], [{}, "raise"]]) + "\n" + json.dumps([[{}, "fine"]]) + "\n"
+    lines = json.dumps([[7, {}, "fine"], [8, {}, "raise"]]) + "\n" + json.dumps([[9, {}, "fine"]]) + "\n"
     done = subprocess.run([sys.executable, "-m", "tasks._pool", mischief], input=lines, capture_output=True, text=True, cwd=ROOT,
                           timeout=20)
     ready, *answers = map(json.loads, done.stdout.splitlines())
-    assert ready is None and [a[2] for a in answers] == ["fine", "", "fine"]
+    assert ready is None and [(a[0], a[3]) for a in answers] == [(7, "fine"), (8, ""), (9, "fine")]
     assert done.returncode == -signal.SIGKILL                # it has ended all that a verifier may have started, and itself
 
 
@@ -286,10 +328,12 @@ def test_a_path_begins_where_the_pool_was_made(mischief, tmp_path, monkeypatch):
     (tmp_path / "tasks").mkdir()                             # hides nothing of ours
     with Pool("mischief.py", workers=1) as pool:
         monkeypatch.chdir(tmp_path)
-        assert [g.error for g in pool.score([({}, "exit"), ({}, "fine")])] == ["the worker died", None]
+        died, fine = pool.score([({}, "exit"), ({}, "fine")])
+        assert died.error.startswith("the worker died") and fine.error is None
 
 
 @pytest.mark.parametrize("body, sentence", [
+    ("bytes(6 * 2**30)", "MemoryError.* .a reward worker may have 4 GiB of memory.\\.$"),
     ("import nothing_of_that_name", "nothing_of_that_name"), ("raise ValueError('Say a level.')", "Say a level."),
     ("import os; os._exit(0)", "the worker died"), ("import sys; sys.exit()", "SystemExit")])
 def test_a_task_that_can_not_be_loaded_says_so_at_once(tmp_path, body, sentence):

@@ -124,6 +124,75 @@ def test_table_answers_in_words_and_steps_that_must_be_there():
     assert score == 1.0 and not parts["reasoned"]
 
 
+def verify_false(spec, false_reasonings, kinds, least):
+    """Check that worked examples are kept, and nothing of {fault: reasoning}, which
+    false_reasonings(question, right reasoning) gives, with the right answer."""
+    task, tried, kept = tasks.load(spec), Counter(), []
+    for q in drawn_of_each_kind(task.module, kinds, 60, int(task.argument or 1)):
+        assert task.verified(*task.reward(q, task.solution(q)))
+        right = task.solution(q).partition("\n")[0].removeprefix("Reasoning: ")
+        for fault, text in false_reasonings(q, right).items():
+            if text != right:
+                tried[fault] += 1
+                grade = task.reward(q, f"Reasoning: {text}\nAnswer: <answer>{q['answer']}</answer>")
+                kept += [text] * task.verified(*grade)
+    assert not kept and sum(tried.values()) > least and min(tried.values()) > 25
+
+
+def false_tables(q, text):
+    names, kind = [name for name, *_ in q["rows"]], q["kind"]
+    others = dict(zip(names, names[1:] + names[:1]))
+    rows = [",".join(map(str, [others[name], *cells])) for name, *cells in q["rows"]]
+    found = {"echo": " ".join(q["question"].split("\n")[:-1]).replace(",", " "),
+             "rows": "\n".join([*rows, text]),
+             "names": re.sub("|".join(names), lambda m: others[m[0]], text)}
+    if kind == "cell" and len(q["columns"]) > 1:
+        numbers = re.findall("[0-9]+", text)
+        changed = dict(zip(numbers, numbers[1:] + numbers[:1]))
+        found["cells"] = re.sub("[0-9]+", lambda m: changed[m[0]], text)
+        found["edge"] = re.sub("([0-9]+)", r"\g<1>.5", text)
+    if kind in ("count", "which", "largest"):
+        found |= {"edge": re.sub("([0-9]+)(,|\\.$)", r"\1,000 \2", text), "chain": f"{text} 5 > 3 > 4."}
+    if kind in ("count", "which"):
+        found["no names"] = re.sub("|".join(names), "ox", text)
+    if kind == "sum":
+        found["list"] = re.sub("^[0-9]+", "0", text)
+        found["names"] = f"{names[0]} {q['rows'][1][1 + q['column']]}. {text}"
+    return found
+
+
+@pytest.mark.parametrize("spec", ["table:0", "table", "table:2"])
+def test_table_reasoning_binds_numbers_to_their_names(spec):
+    verify_false(spec, false_tables, table.TINY if spec == "table:0" else table.PHRASINGS, 500)
+
+
+def test_table_reasoning_may_be_in_other_words():
+    task, kept = tasks.load("table"), 0
+    for q in drawn_of_each_kind(table, table.PHRASINGS, 60):
+        name, *cells = q["rows"][q["row"]]
+        column, answer, bound = q["columns"][q["column"]], q["answer"], q.get("bound")
+        values = {name: row[q["column"]] for name, *row in q["rows"]} if q["kind"] != "join" else {}
+        compared = [f"{value} {table.compared(value, bound or 0)} {bound}" for value in values.values()]
+        named = [f"{name}: {text}" for name, text in zip(values, compared)]
+        total = " + ".join(map(str, values.values())) + f" = {answer}"
+        less = ", ".join(f"{answer} > {value}" for value in values.values() if str(value) != answer)
+        texts = {
+            "cell": [f"The {column} of the {name} is {answer}.",
+                     f"{answer} is the {column} of the {name}. It is {answer}."],
+            "join": [f"The code of {name} is {cells[0]}, and {cells[0]} has {answer}.",
+                     f"1. {name} has code {cells[0]}.\n2. {cells[0]}: {answer}."],
+            "count": [". ".join(compared), f"{', '.join(named)}. So {answer} rows are counted."],
+            "which": ["\n".join(named[::-1]),
+                      f"{'; '.join(compared)}\nOnly {answer} has {column} over {bound}."],
+            "sum": [total, f"{', '.join(f'{name} {value}' for name, value in values.items())}: {total}"],
+            "largest": [f"{less}. The largest is {answer}."],
+        }[q["kind"]]
+        for text in texts:
+            assert task.verified(*task.reward(q, f"{text}\nAnswer: <answer>{answer}</answer>")), (q, text)
+            kept += 1
+    assert kept == 60 * 11
+
+
 def test_science_gold_is_paid_and_mistakes_are_not():
     verify_domain("science", science, science.KINDS)
 
@@ -189,6 +258,44 @@ def test_science_answers_are_those_of_the_text(level):
             assert expected == q["answer"], (q, expected)
 
 
+def false_facts(q, text):
+    def other(match):
+        return match[1] + str(int(match[2]) + 1)
+    every_day = ", ".join(f"{day} {i}" for day in "Mon Tue Wed Thu Fri Sat Sun".split() for i in range(1, 7))
+    return {
+        "unit": {"vector": re.sub("^([a-z]+ )(-?[0-9]+)", other, text),
+                 "sums": text + " ".join(f" {i} + 1 = {i + 1}." for i in range(20))},
+        "atoms": {"count": re.sub("(One has )([0-9]+)", other, text)},
+        "motion": {"formula": text.replace("*", "-", 1)},
+        "weekday": {"all days": f"{text} {every_day}", "edge": re.sub("(?<=[a-z] )([1-6])", r"\g<1>0", text)},
+        "days": {"length": re.sub("( has )([0-9]+)", other, text)},
+        "sum": {"factor": re.sub("( = )([0-9]+)", other, text, count=1)},
+    }[q["kind"]]
+
+
+@pytest.mark.parametrize("spec", ["science:0", "science", "science:2"])
+def test_science_facts_are_true_where_they_are_no_equations(spec):
+    verify_false(spec, false_facts, science.TINY if spec == "science:0" else science.KINDS, 250)
+
+
+@pytest.mark.parametrize("kind, given, answer, texts", [
+    ("atoms", ["CH4", {"C": 1, "H": 4}, "H", 7], "28",
+     ["Each CH4 has 1 C and 4 H atoms. 7 * 4 = 28 H.", "7 * 4 = 28", "7 CH4: 7 * 4 H = 28 H"]),
+    ("motion", ["v = u + a * t", 3, 4, 5], "17",
+     ["v = u + at. 3 * 4 = 12. 12 + 5 = 17.", "v = a * t + u = 3 * 4 + 5 = 17.", "5 + 3 * 4 = 17"]),
+    ("motion", ["s = v * t", 3, 4], "12", ["s = vt\n3 * 4 = 12", "v = s / t, so s = v * t = 3 * 4 = 12."]),
+    ("weekday", ["Monday", 10], "Thursday",
+     ["10 - 7 = 3. Monday 0, Tuesday 1, Wednesday 2, Thursday 3.",
+      "10 - 7 = 3. Tue 1\nWed 2\nThu 3, as Thu 10."]),
+    ("days", [[22, 5], ["July", "August"]], "14",
+     ["July has 31 days. 31 - 22 = 9. 9 + 5 = 14.", "31 - 22 + 5 = 14"])])
+def test_science_reasoning_may_be_in_other_words(kind, given, answer, texts):
+    q = {"question": "How many?", "kind": kind, "given": given, "answer": answer}
+    for text in texts:
+        assert tasks.load("science").reward(q, f"{text} <answer>{answer}</answer>") == (
+            1.0, dict.fromkeys(("answered", "correct", "reasoned"), True)), text
+
+
 def test_science_asks_for_a_unit_in_one_order_that_can_be_read_in_one_way():
     rng = random.Random(0)
     drawn = [science.draw_unit(rng, level)[0] for level in (1, 2) for _ in range(2000)]
@@ -202,7 +309,9 @@ def test_science_asks_for_a_unit_in_one_order_that_can_be_read_in_one_way():
 
 def test_science_units_are_read_in_the_forms_people_write():
     q = {"kind": "unit", "given": [["energy", "time"], ["over"]], "question": "", "answer": "kg m^2 s^-3"}
-    for text in ("kg m^2 s^-3", "kg*m^2/s^3", "kg·m²/s³", "kg m2 s-3", "m^2 kg / s^3", "kg m m/s/s/s"):
+    for text in ("kg m^2 s^-3", "kg*m^2/s^3", "kg·m²/s³", "kg m2 s-3", "m^2 kg / s^3", "kg m m/s/s/s",
+                 "kg m^(2) s^(-3)"):
         assert tasks.load("science").reward(q, f"<answer>{text}</answer>")[0] == 1.0, text
-    for text in ("kg m^2 s^3", "kg m^2", "W", "kg m^2 s^-3 or 1", "kg g m^2 s^-3", "", "/", "kg m^2 /"):
+    for text in ("kg m^2 s^3", "kg m^2", "W", "kg m^2 s^-3 or 1", "kg g m^2 s^-3", "", "/", "kg m^2 /",
+                 "kg m^(2 s^-3", "kg m^2) s^-3"):
         assert tasks.load("science").reward(q, f"<answer>{text}</answer>")[0] == 0.0, text

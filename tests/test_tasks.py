@@ -217,10 +217,10 @@ def test_grades_are_loose_and_exactness_is_not():
 
 
 def test_arithmetic_has_one_right_answer(stories):
-    for spec, loose in (("arithmetic", 0.0), (stories, 1.0)):
+    for spec in ("arithmetic", "math", stories):
         task = tasks.load(spec)
-        for answer, score in (("5000", 1.0), ("5,000.0", 1.0), ("5001", loose), ("5010", 0.0), ("-5000", 0.0), ("$5000", loose),
-                              ("5000 $", 0.0)):
+        for answer, score in (("5000", 1.0), ("5,000.0", 1.0), ("5001", 0.0), ("5000.1", 0.0), ("-5000", 0.0), ("$5000", 1.0),
+                              ("5000 $", 1.0)):
             assert task.reward({"question": "", "answer": "5000"}, f"<answer>{answer}</answer>")[0] == score, (spec, answer)
 
 
@@ -487,7 +487,14 @@ THREE = "def questions(split): return [dict(question='q', answer='a')] * 3\ndef 
     (f"{THREE}return question['worked']", "examples", "solution() of the task FILE failed (KeyError: 'worke"),
     (f"{THREE}pass", "examples", "it returned None and no str"),
     (f"{THREE}return ''", "examples", "gave the score None"),
-    ("def check(argument): open(argument)", "load", "check() of the task FILE failed (TypeError: ")])
+    ("def check(argument): open(argument)", "load", "check() of the task FILE failed (TypeError: "),
+    ("def check(said, gold): pass", "load", "check() is a name that tasks/__init__.py reserves, so mend it, or rename yours"),
+    ("def signature(a, b): pass", "load", "can't be called as signature(completion) (missing a required argument: 'b'): signature() is a name"),
+    ("signature = 'x'", "load", "has no signature: write a function signature in its file, where nothing else may have that name"),
+    ("PROMPT = 'Think.'", "load", "PROMPT of the task FILE is 'Think.': PROMPT is a name"),
+    ("PROMPT = ['{}']", "load", "for a text with {} for the question, so rename yours"),
+    ("STOP = {1: 2}", "load", "STOP of the task FILE is '{1: 2}': STOP is a name"),
+    ("INSTRUCTION = b'x'", "load", "INSTRUCTION is a name")])
 def test_what_fails_in_a_task_of_ones_own_is_a_sentence_that_names_the_line(tmp_path, text, ask, words):
     spec = own(tmp_path, f"def reward(question, completion): pass\n{text}\n")
     with pytest.raises(ValueError) as error:
@@ -509,7 +516,7 @@ def test_a_task_may_import_its_neighbours_which_hide_nothing_of_ours(tmp_path):
                          "    from later.of_all import MORE\n    return near_by.WORTH + MORE\n")
     program = f"""
 import tasks
-from runtime import rewards
+from tasks import _pool as rewards
 task = rewards.load({spec!r})
 print(task.reward({{}}, "")[0], *(file.name for file in tasks.files_of(task)))
 with rewards.Pool({spec!r}, 1) as pool:
@@ -619,6 +626,52 @@ def test_some_equation_leads_from_the_question_to_the_answer(stories):
         assert tasks.load("countdown").reward(q, f"{text} <answer>7 * 3 + 25</answer>")[1]["reasoned"] == honest, text
 
 
+CONVERTED = {    # (from, to): number, its equation, facts that are true, and that are false or can't be read
+    ("kg", "gram"): (
+        "6", "6 * 1000 = 6000",
+        ["We know that 1 kg = 1000 grams, so", "1 kg = 1000. 6 kg = 6000.", "6 kg * 1000 g per kg = 6000 gram."],
+        ["So 1 kg = 100 gram.", "1 kg = 100.", "1 ee = 1000 gram.", "1 hour = 60 km."]),
+    ("km/h", "m/s"): (
+        "36", "36 / 3.6 = 10",
+        ["1 km/h = 1000 metres per hour, 1 m/s = 3600 meters / hour.", "1 m/s = 3.6 km/h. 36 km/h = 10 m/s.",
+         "36 km/h = 36 km per hour = 36 * 1000 / 3600 = 10 m/s."],
+        ["10 m/s = 3600 m per hour.", "So 1 m/s = 360 m per hour.", "1 km/h = 1000 m every hour.",
+         "36 foo = 10 bar."]),
+    ("month", "day"): (
+        "3", "3 * 30.4375 = 91.3125",
+        ["1 month = 30.4375 days.", "1 year = 365.25 day and 1 year = 12 months.",
+         "3 months * 30.4375 = 91.3125 days."],
+        ["1 month = 31 days.", "3 months = 3 * 31 days.", "1 year = 366 day.", "2 centuries = 36525 days."]),
+    ("celsius", "fahrenheit"): (
+        "20", "20 * 9 / 5 + 32 = 68",
+        ["F = C * 9 / 5 + 32.", "20 °C = 68 °F.", "20 degrees celsius = 68 Fahrenheit."],
+        ["21 celsius = 68 fahrenheit.", "20 °C = 69 °F."]),
+}
+
+
+@pytest.mark.parametrize("units", CONVERTED, ids="-".join)
+def test_facts_of_conversions_are_true_or_not_kept(units):
+    n, equation, honest, false = CONVERTED[units]
+    answer = equation.partition(" = ")[2]
+    q = {"question": "", "answer": answer, "n": n, "from": units[0], "to": units[1], "level": 3}
+    task = tasks.load("unit_conversion:3")
+    kept = [fact for fact in honest + false
+            if task.verified(*task.reward(q, f"{fact} {n} is known. {equation}.\n<answer>{answer}</answer>"))]
+    assert kept == honest
+
+
+@pytest.mark.parametrize("spec", LEVELS)
+def test_a_fact_that_is_ten_times_too_large_is_not_kept(spec):
+    task, kept, n = tasks.load(spec), 0, 0
+    for q in task.questions("train", n=300):
+        right = task.solution(q)
+        assert task.verified(*task.reward(q, right))
+        false = re.sub(r"1 (\S+ = )", r"10 \1", right)
+        n += false != right
+        kept += false != right and task.verified(*task.reward(q, false))
+    assert kept == 0 and n > 200
+
+
 @pytest.mark.parametrize("right, value, loose, exact", [
     ("0.001", "0.00149", False, False), ("0.0003", "0", False, False), ("0.0003", "-0.0004", False, False), ("0.0003", "1e-300", False, False),
     ("0.0003", "0.0003", True, True), ("0.0003", "0.00031", True, False), ("0.001", "0.0010009", True, True), ("0", "0", True, True),
@@ -629,7 +682,9 @@ def test_a_tenth_of_a_percent_is_that_of_small_answers_too(right, value, loose, 
 
 
 FORMS = ["1 000", "1,000", "+1000", "1000.", "1000.0", "**1000**", r"\boxed{1000}", "$1000$", r"$\boxed{1{,}000}$", "10^3", "1e3", "1.0 * 10^3",
-         "1 × 10^3", " 1000 ", "1\u202f000", "\\(1000\\)"]
+         "1 × 10^3", " 1000 ", "1\u202f000", "\\(1000\\)", r"1.0 \times 10^{3}", r"\left( 1000 \right)", "x = 1000", "$x=1000$", "= 1000",
+         "$ \n 1000 \n $", r"1,\! 000", "1 {, }000", "1000€", r"\$1,000.00", "£1000", "1.000,0", "1000,00", "*1000*",
+         "'1000'", '"1000".', "`1000`", "`**1000**`"]
 
 
 @pytest.mark.parametrize("spec", ["unit_conversion", "arithmetic", "stories"])
@@ -640,22 +695,48 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
         return task.reward({"question": "", "answer": "1000"} | question, f"<answer>{text}</answer>")[0]
     for text in FORMS:
         assert paid(text) == 1.0, text
-    for text in ("5 or 6", "1000 or 1001", "1000, 2000", "1 0000", "10 00", "1000 km", "~1000", "x = 1000", "2000/2", "10^3^1", "1000!", "1000 1", "",
+    for text in ("5 or 6", "1000 or 1001", "1000, 2000", "1 0000", "10 00", "1000 km", "~1000", "x = 1000 = y", "2000/2", "10^3^1", "2 = 1000", "(1000", "1000)", "1, 000",
+                 "*1000", "`1000", "1000, or so", "1000!", "1000 1", "",
                  "10^999", "1000**", "ten", "$$", "1e400", "1000 - 0"):
         assert paid(text) == 0.0, text
-    for right, texts in (("0.5", (".5", "½", "1/2", "0.50", r"\frac{1}{2}")), ("-40", ("−40", "-40", "- 40")), ("2.5", ("2½", "2 1/2", "5/2"))):
+    for right, texts in (("0.5", (".5", "½", "1/2", "0.50", "0,5", r"\frac{1}{2}", r"\frac12", r"\cfrac{1}2", r"\left( \frac{1}{2} \right)")),
+                         ("-40", ("−40", "-40", "- 40", "(-40)")), ("-0.5", (r"-\frac{1}{2}", r"\frac{-1}{2}")),
+                         ("2.5", ("2½", "2 1/2", "5/2", r"2\frac{1}{2}", r"2 \frac12", "2,5")), ("0.111", ("0,111", ".111"))):
         for text in texts:
             assert paid(text, answer=right) == 1.0, text
-    assert task.reward({"question": "", "answer": "1000"}, "<Answer>1000</ANSWER>")[0] == 1.0
+    for right, texts in (("10.5", (r"2\frac{1}{2}", "2(1/2)")), ("111", ("0,111",)), ("1.5", ("1.5 or 2", "1, 5")), ("1.234", ("1,234",)),
+                         ("13", (r"11\frac{4}{2}", "11 4/2", "11 8/4")), ("2.333", ("1 4/3",))):
+        for text in texts:
+            assert paid(text, answer=right) == 0.0, text
+    assert task.reward({"question": "", "answer": "1000"}, "<Answer >1000</ANSWER >")[0] == 1.0
     asked = {"question": "How many km is that?"}
-    for text, score in (("1000 km", 1.0), ("1000 kilometres", 1.0), ("1000km.", 1.0), ("1,000 km", 1.0), ("1000 m", 0.0), ("1000 km or 1 m", 0.0)):
+    for text, score in (("1000 km", 1.0), ("1000 kilometres", 1.0), ("1000km.", 1.0), ("1,000 km", 1.0), ("1000 m", 0.0), ("1000 km or 1 m", 0.0), ("$1000", 0.0)):
         assert paid(text, **asked) == score, text
     assert paid("1000 clips", question="How many clips?") == paid("1000%", question="What percent?") == 1.0 == paid("1000 g", to="gram")
-    assert paid("1000 clip", question="How many boxes?") == 0.0
+    assert paid("1000 clip", question="How many boxes?") == paid("$1000", question="How many cents?") == 0.0
+    assert paid("$1000$ percentage", question="What percent?") == paid("$1000", question="How many dollars?") == 1.0
+
+
+def test_all_tasks_read_answers_with_one_reader():
+    """Numbers in every form, and words in what models put around them."""
+    around = ("{}", "**{}**", "*{}*.", "`{}`", r"\boxed{{{}}}", r"$\boxed{{\text{{{}}}}}$", '"{}"', " {}. ")
+    seen = set()
+    for spec in ("code", "simulation", "table", "science", "logic", "math"):
+        task = tasks.load(spec)
+        for q in {q.get("kind"): q for q in task.questions("train", n=100)}.values():
+            right = q["answer"]
+            forms = [form.format(right) for form in around if "^" not in right]
+            forms += [f"+{right}", f"{right}.0", f"= {right}", f"`+{right}.0`"] if right.isdecimal() else []
+            for text in forms:
+                assert task.reward(q, f"<answer >{text}</answer >")[0] == 1.0, (spec, q, text)
+            wrong = [f"{right}1", f"{right} {right}", f"1{right}", f"({right}", f"{right[:-1]}"]
+            assert not any(task.reward(q, f"<answer>{text}</answer>")[0] for text in wrong), (spec, q)
+            seen.add((spec, q.get("kind")))
+    assert len(seen) > 25
 
 
 def test_right_answers_in_files_may_have_those_forms_too(tmp_path):
-    forms = {"1 000": 1000, " 6,000.0 ": 6000, "10^3": 1000, "½": 0.5, "1/2": 0.5, "−40": -40, "**7**": 7, "+7.": 7, "1e3": 1000}
+    forms = {"1,5": 1.5, "$2.50": 2.5, "1 000": 1000, " 6,000.0 ": 6000, "10^3": 1000, "½": 0.5, "1/2": 0.5, "−40": -40, "**7**": 7, "+7.": 7, "1e3": 1000}
     rows = [[f"What is number {i}?", text] for i, text in enumerate(forms)]
     (tmp_path / "train.json").write_text(json.dumps(rows))
     lines = [{"question": question, "answer": f"So it is. #### {text}"} for question, text in rows]
@@ -681,7 +762,7 @@ def test_units_are_known_by_their_names():
     assert _units.size_of("clips") is None is _units.size_of("celsius") and _units.size_of("MB") != _units.size_of("Mbit")
 
 
-@pytest.mark.parametrize("text", ["2 + 2 = 5", "48/2 = <<48/2=25>>24", "1 / (2 - 2) = 1", "1 / 0 = 0", "10% * 50 = 500", "100 / 3 = 33",
+@pytest.mark.parametrize("text", ["16800 / 2 = 8401", "1 km = 1001 m", "2 + 2 = 5", "48/2 = <<48/2=25>>24", "1 / (2 - 2) = 1", "1 / 0 = 0", "10% * 50 = 500", "100 / 3 = 33",
                                   "2 * 3 = 6 = 5 + 2", "1e300 * 1e300 = 1", "1 + 1 = 1e999%"])
 def test_false_is_false(text):
     assert _equations.equations(text) and not _equations.all_true("1 + 1 = 2. " + text)

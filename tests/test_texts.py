@@ -94,6 +94,57 @@ def test_a_folder_may_mix_kinds_and_hold_empty_shards(tmp_path):
     assert prepared(source, tmp_path) == [["one", "two", "three", "four"], ["five"]]
 
 
+def test_suffixes_ignore_case_and_what_is_left_out_is_named(tmp_path, capsys):
+    write_jsonl(tmp_path / "a.JSONL", DOCUMENTS)
+    write_jsonl(tmp_path / "b.ndjson", DOCUMENTS)
+    for name in ("a.JSONL", "b.ndjson"):
+        assert sum(prepared(tmp_path / name, tmp_path), []) == DOCUMENTS
+    assert capsys.readouterr().out == ""
+    source = tmp_path / "source"
+    source.mkdir()
+    write_jsonl(source / "a-train.NDJSON", ["one"])
+    write_parquet(source / "b-train.Parquet", ["two"])
+    for name in ("c-train.TXT", "valid.txt", "test.txt", "more.txt", "notes.md", "d-train.jsonl.gz", ".hidden.md"):
+        (source / name).write_text("three")
+    assert prepared(source, tmp_path) == [["one", "two", "three"], ["three"]]
+    assert "Left out of" in (said := capsys.readouterr().out) and ": d-train.jsonl.gz, more.txt, notes.md (" in said
+    with pytest.raises(BadInput, match="not text as it stands"):
+        sources.find_files(source / "X.CSV", "text")
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    write_jsonl(path, DOCUMENTS)
+    folder = data.prepare(str(path), Tokenizer("bytes"), tmp_path / "tokens")
+    path.write_text(path.read_text(), "utf-8-sig")
+    assert data.prepare(str(path), Tokenizer("bytes"), tmp_path / "tokens") == folder
+    assert not bytes(data.TokenFile(folder, "train")[0:3].tolist()).startswith(b"\xef")
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n"])
+def test_lines_with_the_end_of_text_separate_the_documents_of_a_text(tmp_path, end, monkeypatch):
+    """As in TinyStories' own files; within a line it is text."""
+    stories = [f"Story {i} of <|endoftext|> and {'more ' * (i % 9)}.\n" for i in range(200)]
+    (tmp_path / "a.txt").write_text("".join(f"{story}<|endoftext|>{end}" for story in stories), newline="")
+    monkeypatch.setattr(sources, "CHUNK", 500)
+    train, valid = prepared(tmp_path / "a.txt", tmp_path)
+    assert train[:170] + valid[-10:] == stories[:170] + stories[190:] and "".join(train + valid).count("Story") == 200
+
+
+@pytest.mark.parametrize("suffix, write", [("jsonl", write_jsonl), ("parquet", write_parquet)])
+@pytest.mark.parametrize("lengths, expected", [
+    ([100] * 10 + [1000], None), ([1000], None), ([1000, 10], None), ([10, 1000, 1000], None),             # within a document
+    ([920] + [4] * 20, 80), ([4] * 20 + [920], None), ([800, 120, 80], 80), ([100] * 9 + [180], 180)], ids=str)
+def test_a_split_of_few_long_documents_holds_out_a_twentieth_to_a_fifth(tmp_path, suffix, write, lengths, expected, capsys):
+    documents = [chr(97 + i % 26) * 100 * n for i, n in enumerate(lengths)]
+    write(tmp_path / f"a.{suffix}", documents)
+    train, valid = prepared(tmp_path / f"a.{suffix}", tmp_path)
+    held_out = sum(map(len, valid)) / 100
+    assert "".join(train + valid) == "".join(documents) and 0.05 <= held_out / sum(lengths) <= 0.2
+    assert ("begins within it" in capsys.readouterr().out) == (expected is None) and (expected is None or held_out == expected)
+
+
 def test_the_text_key_names_the_text(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS, key="body")
     write_parquet(tmp_path / "a.parquet", DOCUMENTS, key="body")

@@ -189,6 +189,10 @@ def test_plain_prompts(tmp_path):
      [STOP, END]),
     ({"tokenizer_config": {"eos_token": END}, "generation_config": {"eos_token_id": [2, 10**6]}}, END, END, [END, STOP]),
     ({"config": {"eos_token_id": 2, "pad_token_id": -1}}, STOP, STOP, [STOP]),
+    ({"tokenizer_config": {"eos_token": END}, "config": {"eos_token_id": [0, 2]}}, END, END, [END, STOP]),
+    ({"config": {"eos_token_id": [2, 0]}, "generation_config": {"top_k": 5}}, STOP, STOP, [STOP, END]),
+    ({"config": {"eos_token_id": [0, 2]}, "generation_config": {"eos_token_id": 0}}, END, END, [END]),
+    ({"tokenizer_config": {"eos_token": END, "chat_template": {"default": QWEN3}}}, END, END, [END, STOP]),
     ({"tokenizer_config": {"eos_token": END, "chat_template": [{"name": "tools", "template": "{{ 1 }}"},
                                                                {"name": "default", "template": QWEN3}]}}, END, END, [END, STOP])])
 def test_where_the_ids_come_from(tmp_path, files, eos, pad, stop):
@@ -218,6 +222,9 @@ def test_a_run_folder_holds_all_of_it(tmp_path, make):
         assert before.prompt_ids(text) == after.prompt_ids(text) and before.answer_ids(text) == after.answer_ids(text)
     with pytest.raises(BadInput, match="made with 9"):
         Tokenizer.of_run(run, before.describe() | {"n_vocab": 9})
+    if before.template["name"] == "chatml":
+        with pytest.raises(BadInput, match="can't be used"):
+            Tokenizer.of_run(run, before.describe() | {"template": {"name": "chatml", "system": "\ud800"}})
 
 
 def test_bytes_are_as_they_were_and_so_are_run_folders_of_old(tmp_path):
@@ -296,7 +303,33 @@ def spoiled(folder, name, content):
     return folder
 
 
+def says(folder, system):
+    return write(folder, "smol", SMOL.replace("You are", system))
+
+
+def changed(folder, **parts):
+    """A tokenizer.json of which parts are others."""
+    path = write(folder) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return folder
+
+
+BPE = {"type": "BPE", "vocab": {}, "merges": []}
+SLOW = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}      # fails at xxxx...
+NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}                                  # panics
+
+
 @pytest.mark.parametrize("make, words", [
+    *((lambda t, system=system: says(t / "a", system), words) for system, words in (
+        ("\\xZZ", "chat template in .*truncated"), ("\\N{NO}", "chat template in .*unknown Unicode"), ("\\ud800", "surrogates not allowed"))),
+    *((lambda t, template=template: write(t / "a", chat=template), f"chat template in .*{words}") for template, words in (
+        (5, "5 is no text"), (True, "True is no text"), ([1], "TypeError"), ([{"name": "default"}], "KeyError"), ([{"name": "default", "template": 3}], "3 is no text"))),
+    (lambda t: changed(t / "a", model=BPE, added_tokens=[]), "has no tokens for a text"),
+    (lambda t: changed(t / "a", model=BPE, added_tokens=[{"id": 0, "content": END, "special": True, **dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False)}]), "has no tokens for a text"),
+    (lambda t: changed(t / "a", normalizer=NOTHING), "can't be used .*PanicException"),
+    (lambda t: changed(t / "a", model={"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}), "can't be used .*unk_id"),
+    (lambda t: write(t / "a", files={"config": {"eos_token_id": 2}}), "the text # the id 2, which .* correct eos_token_id"),
     (lambda t: "gpt3", "There is no tokenizer gpt3"), (lambda t: t / "none", "There is no tokenizer"),
     (lambda t: t, "has no tokenizer.json"),
     (lambda t: spoiled(t / "a", "tokenizer.json", b"{"), "not a readable tokenizer.json"),
@@ -309,6 +342,22 @@ def test_a_bad_tokenizer_is_one_sentence(tmp_path, make, words):
     with pytest.raises(BadInput, match=words) as e:
         Tokenizer(str(make(tmp_path)))
     assert "\n" not in str(e.value) and str(e.value).endswith(".")
+
+
+def test_a_pattern_that_gives_up_on_a_text_is_one_sentence(tmp_path):
+    with pytest.raises(BadInput, match="tokenizer.json can't be used .PanicException"):
+        Tokenizer(changed(tmp_path, pre_tokenizer=SLOW, decoder=None)).encode(30 * "x")
+
+
+def test_a_chat_template_of_beginnings_alone_is_read_at_once(tmp_path):
+    assert Tokenizer(write(tmp_path, chat=20_000 * f"{START}system\n")).template["system"] is None     # took 20 minutes
+
+
+def test_a_post_processor_that_names_no_token_adds_none(tmp_path):
+    post_processor = {"type": "TemplateProcessing", "pair": [], "single": [
+        {"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"[X]": {"id": "[X]", "ids": [99999], "tokens": ["[X]"]}}}
+    assert Tokenizer(changed(tmp_path, post_processor=post_processor)).bos is None
 
 
 def test_without_the_library_it_is_one_sentence(tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ def test_weights_and_biases_gets_a_run_of_its_own_that_a_resumed_one_continues(t
 
 
 def test_a_missing_package_is_one_sentence_before_anything_is_touched(monkeypatch):
-    monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     log.check_installed(False, False)
     with pytest.raises(BadInput, match="pip install wandb, or leave it out"):
         log.check_installed(False, True)

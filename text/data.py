@@ -25,7 +25,7 @@ from tasks import _pool
 from text import sources as texts
 from text.sources import SPLITS
 
-FORMAT = 2                           # of the prepared folder
+FORMAT = 3                           # of the prepared folder
 SHARD = 256                          # chunks of about texts.CHUNK that go into one token file
 SHARD_KEYS = {"file", "tokens", "words", "bytes"}                # "sha256" too, but not in old preparations
 
@@ -37,8 +37,8 @@ def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
     made now unless it is there. BadInput if that can't be done.
 
     dataset: what texts.find takes, a folder with nanoGPT's train.bin and val.bin, or task:NAME. Documents are
-    separated by the end-of-text token. Without a validation split the last tenth of the text, at most 10 MB,
-    is one. only: one split, as valid (of nanoGPT's files it is val.bin).
+    separated by the end-of-text token. Without a validation split about the last tenth of the text, at most
+    10 MB, is one. only: one split, as valid (of nanoGPT's files it is val.bin).
     """
     try:
         if list(Path(dataset).glob("*.bin")):
@@ -301,20 +301,27 @@ def in_order(pool, function, arguments, ahead):
 
 
 def adopt_bins(path, tokenizer, data_dir):
-    """Return a folder whose meta.json points to nanoGPT's train.bin and val.bin (uint16, no header), used
-    where they lie. How many words they hold is not known."""
+    """Return a folder whose meta.json points to nanoGPT's train.bin and val.bin (uint16, or wider where that
+    reads as ids too; no header), used where they lie. How many words they hold is not known."""
     files = {"train": path / "train.bin", "valid": path / "val.bin"}
-    meta = {"source": str(path), **tokenizer.describe(), "dtype": "uint16"}
-    for split, file in files.items():
+    for file in files.values():
         if not file.is_file():
             raise BadInput(f"{path} has no {file.name}: a folder of token files needs train.bin and val.bin.")
-        length = file.stat().st_size // 2
-        ids = open_ids(file, np.uint16, length)
-        with ProgressLine(f"checking {file}"):
-            highest = max((int(ids[i:i + 2**24].max()) for i in range(0, length, 2**24)), default=0)
+    if (path / "meta.pkl").exists():
+        raise BadInput(f"The token ids in {path} belong to the alphabet in its meta.pkl, as in nanoGPT's "
+                       "character data: give the text that they were made of (its input.txt), or remove "
+                       f"meta.pkl if they are ids of --tokenizer={tokenizer.name}.")
+    dtype = "uint16"
+    for wider in ("uint32", "uint64"):       # as uint16 a zero, or three, would follow every id
+        if all(are_ids(file, wider, tokenizer.n_vocab) for file in files.values()):
+            dtype = wider
+    meta = {"source": str(path), **tokenizer.describe(), "dtype": dtype}
+    for split, file in files.items():
+        highest = max((int(piece.max()) for piece in id_pieces(file, dtype)), default=0)
         if highest >= tokenizer.n_vocab:
             raise BadInput(f"{file} holds token id {highest}, and the tokenizer {tokenizer.name} ends at "
                            f"{tokenizer.n_vocab - 1}: choose the --tokenizer= that wrote it.")
+        length = file.stat().st_size // np.dtype(dtype).itemsize
         shard = {"file": str(file.resolve()), "tokens": length}
         meta[split] = {"tokens": length, "shards": [shard]}
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
@@ -322,6 +329,20 @@ def adopt_bins(path, tokenizer, data_dir):
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
     return folder
+
+
+def id_pieces(path, dtype):
+    """Yield the ids of a token file, read as that type, piece by piece."""
+    length = path.stat().st_size // np.dtype(dtype).itemsize
+    ids = open_ids(path, dtype, length)
+    with ProgressLine(f"checking {path}"):
+        yield from (ids[i:i + 2**24] for i in range(0, length, 2**24))
+
+
+def are_ids(path, dtype, n_vocab):
+    """Tell whether a token file, read as that type, holds ids of such a vocabulary alone."""
+    whole = path.stat().st_size % np.dtype(dtype).itemsize == 0
+    return whole and all(piece.max() < n_vocab for piece in id_pieces(path, dtype))
 
 
 def open_ids(path, dtype, length):
@@ -435,6 +456,7 @@ def ignore_signals(_):
     decides, and ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):

@@ -1,6 +1,7 @@
 """Questions with chosen answers, for fine-tuning: read, turned into ids of which some are trained on, and cut
 into batches that are a pure function of (seed, step)."""
 import hashlib
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 
 from model import IGNORE
-from runtime.config import BadInput, parse_json
+from runtime.config import BadInput, checksum, parse_json
 from runtime.progress import track
 from text import prompts
+from text.sources import suffix_of
 
 
 @dataclass
@@ -32,16 +34,17 @@ def are(dataset, text_key="text"):
     """Tell whether a dataset's name is that of a file of examples (.json, or .jsonl with prompts or messages)
     and not of a text."""
     path = Path(dataset)
-    if path.suffix != ".jsonl" or not path.is_file():
-        return path.suffix == ".json" and not dataset.startswith("task:")
+    if suffix_of(path) != ".jsonl" or not path.is_file():
+        return suffix_of(path) == ".json" and not dataset.startswith("task:")
     try:
-        with open(path, encoding="utf-8", errors="replace") as f:
+        with open(path, encoding="utf-8-sig", errors="replace") as f:
             row = parse_json(next((line for line in f if line.strip()), "{}"))
     except (OSError, ValueError):
         return False
-    if not isinstance(row, dict) or text_key in row:
+    keys = row.keys() if isinstance(row, dict) else set()
+    if text_key in keys:
         return False
-    return "messages" in row or {"prompt", "completion"} <= row.keys()
+    return "messages" in keys or {"prompt", "completion"} <= keys or other_form(row) is not None
 
 
 def read(dataset, tokenizer, form=None):
@@ -56,7 +59,7 @@ def read(dataset, tokenizer, form=None):
     form: of a question for a model without a chat template, None: as datagen.py asked, or prompts.PROMPT.
     """
     path = Path(dataset)
-    is_json = path.suffix == ".json"
+    is_json = suffix_of(path) == ".json"
     rows = read_rows(path, lines=not is_json)
     if not isinstance(rows, list) or not rows:
         raise BadInput(f"{path} holds no example: give a --dataset= with some (datagen.py writes none if no "
@@ -83,7 +86,7 @@ def read_rows(path, lines=True):
     that can't be read."""
     where = path
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
         if not lines:
             return parse_json(text)
         rows = []
@@ -113,8 +116,8 @@ def example_of_list(row, tokenizer, form, sampled_ids):
         and str(row[-1]).strip()
     )
     if not is_example:
-        raise ValueError("it should be [question, answer, reasoning], or [question, answer] with a text or a "
-                         "finite number as the answer")
+        raise ValueError(other_form(row) or "it should be [question, answer, reasoning], or [question, "
+                                            "answer] with a text or a finite number as the answer")
     question, answer, *reasoning = row
     completion = reasoning[0] if reasoning else f"<answer>{answer}</answer>"
     ids = sampled_ids.get((question, completion)) or tokenizer.encode(completion).tolist()
@@ -124,20 +127,46 @@ def example_of_list(row, tokenizer, form, sampled_ids):
 
 def example_of_object(row, tokenizer):
     """Return the Example of {"prompt", "completion"} or {"messages"}; ValueError if it is neither."""
-    row = row if isinstance(row, dict) else {}
-    question = row.get("prompt")
-    completion = row.get("completion")
+    found = row if isinstance(row, dict) else {}
+    question = found.get("prompt")
+    completion = found.get("completion")
     if isinstance(question, str) and isinstance(completion, str):
+        prompts.check_unmarked(tokenizer, question)
         prompt = tokenizer.prompt_ids(question)
         return example_of_parts([(prompt, False), (tokenizer.answer_ids(completion), True)], question)
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not all(map(is_message, messages)):
-        raise ValueError('it should be {"prompt": text, "completion": text} or '
-                         '{"messages": [{"role": ..., "content": ...}, ...]}')
+    messages = found.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError(other_form(row) or 'it should be {"prompt": text, "completion": text} or '
+                                            '{"messages": [{"role": ..., "content": ...}, ...]}')
+    for message in messages:
+        if not is_message(message):
+            raise ValueError(f"its message {str(message)[:80]} should have a role and a content that are "
+                             "texts; give it both, or leave it out")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("none of its messages is the assistant's")
     asked = [message["content"] for message in messages if message["role"] == "user"]
     return example_of_parts(tokenizer.conversation(messages), asked[0] if asked else "")
+
+
+def other_form(row):
+    """Return the name of the form that a row of other projects has, with the expression that converts it;
+    None for any other row."""
+    if isinstance(row, list) and row and all(isinstance(turn, dict) and "role" in turn for turn in row):
+        return 'a list of turns: write {"messages": row} in its place, in a .jsonl file'
+    if not isinstance(row, dict):
+        return None
+    if isinstance(row.get("conversations"), list):
+        return ("ShareGPT's form: write "
+                '{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]), '
+                '"content": m["value"]} for m in row["conversations"]]} in its place, in a .jsonl file')
+    if {"instruction", "output"} <= row.keys():
+        return ("Alpaca's form: write "
+                r'{"prompt": "\n".join(filter(None, [row["instruction"], row.get("input")])), '
+                '"completion": row["output"]} in its place, in a .jsonl file')
+    if isinstance(row.get("prompt"), list) and "completion" in row:
+        return ('a prompt and a completion of turns: write {"messages": row["prompt"] + row["completion"]} '
+                "in its place, in a .jsonl file")
+    return None
 
 
 def is_message(value):
@@ -156,35 +185,90 @@ def attempts_path(output):
     return Path(output).with_suffix(".attempts.jsonl")
 
 
+# Of a record of the log: keys, their types, and the least number.
+RECORD = {
+    "number": (int, 0), "sample": (int, 0), "question": (str, None), "answer": (object, None),
+    "completion": (str, None), "ids": (list, None), "logprob": (int | float, None), "verdict": (str, None),
+    "score": (int | float, 0), "parts": (dict, None), "signature": (str, None), "error": (str | None, None),
+}
+OTHERS = {"seed", "kept", "after_close"}
+HEADER = {"config", "tokenizer", "model", "prompt", "code", "questions"}
+
+
+def line_of(row):
+    """Return the line of a log's header or record, with a checksum."""
+    return json.dumps(row | {"checksum": checksum(row)}) + "\n"
+
+
+def unsealed(line, known):
+    """Return the object that a line of the log holds. ValueError if it is not as it was written."""
+    row = parse_json(line, dict)
+    expected = row.pop("checksum", None)                 # logs from before there was one lack it
+    if expected not in (None, checksum(row)):
+        raise ValueError("it fails its checksum")
+    unknown = row.keys() - known
+    if unknown:                                          # "checksum" too, if a bit of it is wrong
+        raise ValueError(f"it has a {min(unknown)}")
+    return row
+
+
+def header_of(line):
+    """Return the header that the first line of the log holds. ValueError if it is not as it was written."""
+    header = unsealed(line, HEADER)
+    form = header.get("prompt", "{}")                    # the first logs lack it
+    if not isinstance(form, str) or "{}" not in form:
+        raise ValueError(f"its prompt is {form!r}")
+    return header
+
+
+def record_of(line):
+    """Return the record that a line of the log holds. ValueError if it is not as it was written."""
+    record = unsealed(line, RECORD.keys() | OTHERS)
+    for key, (kind, least) in RECORD.items():
+        value = record.get(key)
+        if key not in record or not isinstance(value, kind) or least is not None and value < least:
+            raise ValueError(f"its {key} is {value!r}")
+    if record["score"] > 1 or not all(type(i) is int and i >= 0 for i in record["ids"]):
+        raise ValueError("its score or one of its ids is out of range")
+    return record
+
+
+def log_beside(dataset):
+    """Yield the header and the records of the log beside a .json file, if there is one. BadInput for a line
+    that is not as it was written: questions would be asked in another form, or answers have other ids."""
+    path = attempts_path(dataset)
+    number = 1
+    try:
+        lines = path.read_bytes().splitlines() or [b""]
+        for number, line in enumerate(lines, 1):
+            yield record_of(line) if number > 1 else header_of(line)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise BadInput(f"Line {number} of {path} can't be read ({reason}): restore the file, or move it "
+                       "elsewhere and give the form of its questions with --prompt=.") from None
+
+
 def read_form(dataset):
     """Return the form of a question for a model without a chat template that a .json file is trained with: as
     datagen.py asked, or prompts.PROMPT."""
-    try:
-        with open(attempts_path(dataset), encoding="utf-8") as f:
-            return parse_json(next(f), dict)["prompt"]
-    except (OSError, ValueError, KeyError, StopIteration):
-        return prompts.PROMPT
+    return next(log_beside(dataset), {}).get("prompt") or prompts.PROMPT
 
 
 def read_log(path, tokenizer):
     """Return what datagen.py logged beside its output: (the form in which it asked, {(question, completion):
     ids} of what it sampled with this tokenizer, without those of a token that ended it); encoding a
     completion again could give other ids. (None, {}) without a log."""
-    try:
-        with open(attempts_path(path), encoding="utf-8") as f:
-            header = parse_json(next(f))
-            attempts = [parse_json(line) for line in f]
-        form = header["prompt"]
-        same_tokenizer = header["tokenizer"] == tokenizer.describe()
-        sampled_ids = {}
-        for attempt in attempts:
-            if attempt["verdict"] == "verified":
-                sampled_ids[attempt["question"], attempt["completion"]] = attempt["ids"]
-        if not same_tokenizer:
-            return form, {}
-        return form, {key: ids for key, ids in sampled_ids.items() if tokenizer.decode(ids) == key[1]}
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        return None, {}
+    header, *attempts = list(log_beside(path)) or [{}]
+    sampled_ids = {}
+    for attempt in attempts:
+        if attempt["verdict"] == "verified":
+            sampled_ids[attempt["question"], attempt["completion"]] = attempt["ids"]
+    form = header.get("prompt")
+    if header.get("tokenizer") != tokenizer.describe():
+        return form, {}
+    return form, {key: ids for key, ids in sampled_ids.items() if tokenizer.decode(ids) == key[1]}
 
 
 def hold_out(examples, share, seed):

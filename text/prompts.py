@@ -7,6 +7,7 @@ from runtime.config import BadInput
 
 # how a question is put to a model without a chat template; a task may have a form of its own
 PROMPT = "Question: {}\n"
+MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]")        # of chat templates
 
 
 def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
@@ -23,6 +24,15 @@ def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
     return min(positions, longest + max_new_tokens)
 
 
+def check_unmarked(tokenizer, text):
+    """ValueError for a prompt that a chat template has been applied to, where one would be applied again."""
+    marks = [mark for mark in MARKS if mark in text]
+    if marks and tokenizer.template["name"] != "plain":
+        raise ValueError(f"the prompt {text[:40]!r} holds {marks[0]}, so a chat template has been applied to "
+                         "it, and the model's would be applied again; give the user's text alone, or convert "
+                         'examples to {"messages"} as docs/rft.md shows')
+
+
 def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
     """Return the list of the ids after which the answer begins.
 
@@ -35,4 +45,5 @@ def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
         for example, completion in examples:
             text += form.replace("{}", example) + f"{completion}\n\n"
         return tokenizer.prompt_ids(text + form.replace("{}", question))
+    check_unmarked(tokenizer, question)
     return tokenizer.prompt_ids(question, instruction, examples)

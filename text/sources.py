@@ -1,22 +1,28 @@
 """Where text comes from: .txt, .jsonl and .parquet files, folders of them, datasets of the Hugging Face hub.
 
 A source is a part of a split. It has a `name` for messages and a `size` (bytes on the disk, which the
-progress line counts); `divide(at)` cuts it in two after about `at` bytes; `raw()` yields the bytes that
-identify it, and `fragments()` yields (whether it begins a document, text as str or bytes, its share of the
-size) in pieces that tokenisation does not notice.
+progress line counts); `divide(at, low, high)` returns the sources before and after about `at` bytes, and no
+fewer than `low` or more than `high`; `raw()` yields the bytes that identify it, and `fragments()` yields
+(whether it begins a document, text as str or bytes, its share of the size) in pieces that tokenisation does
+not notice.
 """
+import codecs
 import os
 import re
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 from runtime.config import BadInput, parse_json
 from runtime.progress import ProgressLine
+from runtime.usage import load_package
 from text import hub
 
 CHUNK = 2**20                        # bytes read, and tokenised, at a time
 SPLITS = ("train", "valid")
 VALID_NAMES = ("valid", "validation", "val", "dev")
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 KINDS = ".txt, .jsonl or .parquet"
 NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt",
             ".safetensors")
@@ -24,6 +30,10 @@ HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 # Line ends at which GPT-2's pattern, and those that split off digits, always end a piece: cutting there
 # changes no token.
 SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-/:-~])")
+# A line that separates the documents of a .txt file, as in TinyStories' own files.
+MARK = b"<|endoftext|>"
+SEPARATOR = re.compile(rb"^<\|endoftext\|>(?:[\r\n]+|\Z)", re.M)
+FEW_ROWS = 1000                      # of a table: then a split goes by their lengths, not by their mean
 
 
 def find(dataset, text_key, only=None):
@@ -31,7 +41,7 @@ def find(dataset, text_key, only=None):
     which split. BadInput if there are none. only: a split (train, valid or test), which is returned as valid,
     with nothing to train on; of a single file it is all of it."""
     path = Path(dataset)
-    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and path.suffix not in SUFFIXES
+    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and suffix_of(path) not in SUFFIXES
     if path.exists():
         texts = find_files(path, text_key)
     elif dataset in HUB_NAMES or hub_name:
@@ -57,14 +67,16 @@ def find(dataset, text_key, only=None):
 
 def find_files(path, text_key):
     """Return {split: sources} of a file, or of the files in a folder, whose paths tell the split."""
-    if path.suffix in NOT_TEXT:
+    if suffix_of(path) in NOT_TEXT:
         raise BadInput(f"{path} is not text as it stands: unpack or convert it to {KINDS}.")
     if path.is_file():
-        files = [path]
+        found = [path]
+        files = found
     else:
         hidden = re.compile(r"(^|/)\.")
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()
-                       and not hidden.search(str(file.relative_to(path))))
+        found = sorted(file for file in path.rglob("*")
+                       if file.is_file() and not hidden.search(str(file.relative_to(path))))
+        files = [file for file in found if suffix_of(file) in SUFFIXES]
     files = [file for file in files if file.stat().st_size]      # empty: no text, whatever the format
     if not files:
         raise BadInput(f"The dataset {path} holds no text: give a {KINDS} file, or a folder of them.")
@@ -76,15 +88,27 @@ def find_files(path, text_key):
     test = [file for file in files if "test" in words[file]]
     train = [file for file in files if "train" in words[file]]
     train = train or [file for file in files if not words[file] & {*VALID_NAMES, "test"}]
+    used = {*train, *valid, *test}
+    left_out = [str(file.relative_to(path)) for file in found if file not in used]
+    if left_out:
+        more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
+        print(f"Left out of {path}: {', '.join(left_out[:5])}{more} (empty, or not {KINDS}, or not marked "
+              "train as others are).", flush=True)
     return {split: [source_of(file, text_key) for file in of_split]
             for split, of_split in (("train", train), ("valid", valid), ("test", test))}
 
 
+def suffix_of(path):
+    """Return the suffix by which a file is read: in lower case, and .jsonl for its other names."""
+    suffix = Path(path).suffix.lower()
+    return ALIASES.get(suffix, suffix)
+
+
 def source_of(path, text_key):
     """Return the source of a file, by its suffix."""
-    if path.suffix == ".jsonl":
+    if suffix_of(path) == ".jsonl":
         return JsonLines(path, text_key)
-    if path.suffix == ".parquet":
+    if suffix_of(path) == ".parquet":
         return Parquet(path, text_key)
     return Text(path)
 
@@ -95,10 +119,10 @@ def find_on_hub(name, text_key):
     if not hub_answers:
         os.environ["HF_HUB_OFFLINE"] = "1"   # its cache at once, instead of after half a minute of retries
     try:
-        import datasets
-    except ImportError:
-        raise BadInput(f"The dataset {name} is no file here, and a name on the hub needs the package "
-                       "datasets: pip install datasets, or give a path.") from None
+        datasets = load_package("datasets")
+    except ImportError as e:
+        raise BadInput(f"The dataset {name} is no file here, and a name on the hub can't be looked up, since "
+                       f"{e}, or give a path.") from None
     repository, _, configuration = HUB_NAMES.get(name, name).partition(":")
     try:
         dataset = datasets.load_dataset(repository, configuration or None)
@@ -119,9 +143,11 @@ def find_on_hub(name, text_key):
 
 
 def split_off_tail(sources):
-    """Return (train, valid): the last tenth of the sources, at most 10 MB, goes to validation."""
+    """Return (train, valid): the last tenth of the sources, at most 10 MB, goes to validation; by whole
+    documents, unless that is less than half of it or more than twice as much."""
     total = sum(source.size for source in sources)
-    cut = total - min(total - total * 9 // 10, 10**7)         # bytes from here on
+    wanted = min(total - total * 9 // 10, 10**7)
+    cut = total - wanted                                      # bytes from here on
     train = []
     valid = []
     for source in sources:
@@ -130,9 +156,9 @@ def split_off_tail(sources):
         elif cut >= source.size:
             train.append(source)
         else:
-            head, tail = source.divide(cut)
-            train.append(head)
-            valid.append(tail)
+            head, tail = source.divide(cut, cut - wanted, cut + wanted / 2)
+            train += head
+            valid += tail
         cut -= source.size
     return train, valid
 
@@ -169,12 +195,20 @@ def begins_character(byte):
     return byte & 0xC0 != 0x80
 
 
+def within(name, text, share):
+    """Return the first `share` of a document, and the rest, as the sources of a split, which is said."""
+    print(f"{name}: one document holds so much of the text that the validation split begins within it.",
+          flush=True)
+    cut = int(len(text) * share)
+    return Documents([text[:cut]], name), Documents([text[cut:]], name)
+
+
 class Documents:
     """A list of texts in memory."""
 
-    def __init__(self, texts):
-        self.name = "the task's text"
-        self.texts = [text.encode() for text in texts]
+    def __init__(self, texts, name="the task's text"):
+        self.name = name
+        self.texts = [text.encode("utf-8", "replace") for text in texts]
         self.size = sum(map(len, self.texts))
 
     def raw(self):
@@ -185,25 +219,26 @@ class Documents:
 
 
 class Text:
-    """Bytes start to stop of a .txt file: one document."""
+    """Bytes start to stop of a .txt file, without a byte order mark: one document, or several with lines
+    <|endoftext|> between."""
 
     def __init__(self, path, start=0, stop=None):
         self.path = path
         self.name = path
-        self.start = start
+        self.start = start or bom_length(path)
         self.stop = path.stat().st_size if stop is None else stop
 
     @property
     def size(self):
         return self.stop - self.start
 
-    def divide(self, at):
-        """Return the bytes before `at` and those from there on, as two Texts. Characters stay whole."""
+    def divide(self, at, low, high):
+        """Divide after `at` bytes. Characters stay whole."""
         at += self.start
         with open(self.path, "rb") as f:
             f.seek(at)
             at += next((i for i, byte in enumerate(f.read(4)) if begins_character(byte)), 0)
-        return Text(self.path, self.start, at), Text(self.path, at, self.stop)
+        return [Text(self.path, self.start, at)], [Text(self.path, at, self.stop)]
 
     def raw(self):
         with open(self.path, "rb") as f:
@@ -211,8 +246,19 @@ class Text:
             yield from blocks(f, self.size)
 
     def fragments(self):
-        for i, piece in enumerate(pieces(self.raw())):
-            yield i == 0, piece, len(piece)
+        begins_document = True
+        for piece in pieces(self.raw()):
+            parts = SEPARATOR.split(piece) if MARK in piece else [piece]
+            for i, part in enumerate(parts):
+                begins_document = begins_document or i > 0
+                yield begins_document, part, len(piece) / len(parts)
+                begins_document = begins_document and not part
+
+
+def bom_length(path):
+    """Return how many bytes of a file come before its text."""
+    with open(path, "rb") as f:
+        return 3 if f.read(3) == codecs.BOM_UTF8 else 0
 
 
 class JsonLines(Text):
@@ -222,9 +268,12 @@ class JsonLines(Text):
         super().__init__(path, start, stop)
         self.key = key
 
-    def divide(self, at):
-        """Return the parts before and after the beginning of the line that holds byte `at`."""
-        at += self.start
+    def divide(self, at, low, high):
+        """Divide at the beginning of the line that holds byte `at`, or at its end, or within its text."""
+        low += self.start
+        high += self.start
+        target = self.start + at
+        at = target
         with open(self.path, "rb") as f:
             while at > self.start:
                 block_start = max(self.start, at - 2**16)
@@ -234,7 +283,16 @@ class JsonLines(Text):
                     at = block_start + line_start
                     break
                 at = block_start
-        return JsonLines(self.path, self.key, self.start, at), JsonLines(self.path, self.key, at, self.stop)
+            f.seek(at)
+            line = f.readline()
+        for cut in (at, at + len(line)):
+            if low <= cut <= high:
+                return [self.part(self.start, cut)], [self.part(cut, self.stop)]
+        head, tail = within(self.path, self.text_of(line, at), (target - at) / len(line))
+        return [self.part(self.start, at), head], [tail, self.part(at + len(line), self.stop)]
+
+    def part(self, start, stop):
+        return JsonLines(self.path, self.key, start, stop)
 
     def raw(self):
         yield self.key.encode()
@@ -259,7 +317,7 @@ class JsonLines(Text):
         if not isinstance(row, dict) or self.key not in row:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
             raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with "
-                           "--text_key=.")
+                           '--text_key=, or to train on answers write {"prompt", "completion"} rows.')
         text = row[self.key]
         if not isinstance(text, str | None):
             raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(text).__name__}, not "
@@ -290,6 +348,30 @@ class Rows:
     def size(self):
         return int((self.stop - self.start) * self.width)
 
+    def divide(self, at, low, high):
+        """Divide at the beginning of the row that holds byte `at`, or at its end, or within its text; of many
+        rows as if all were equally long."""
+        rows = self.stop - self.start
+        cut = int(at / self.width)
+        if rows > FEW_ROWS:
+            return self.parts(self.start + cut)
+        lengths = [len(text or "") for texts in self.batches() for text in texts]
+        scale = self.size / max(1, sum(lengths))
+        ends = [end * scale for end in accumulate(lengths, initial=0)]
+        row = min(bisect_right(ends, at), rows) - 1
+        for cut in (cut, row, row + 1):
+            if low <= ends[cut] <= high:
+                return self.parts(self.start + cut)
+        share = (at - ends[row]) / max(1, ends[row + 1] - ends[row])
+        row += self.start
+        (text,) = [text for texts in self.part(row, row + 1).batches() for text in texts]
+        head, tail = within(self.name, text or "", share)
+        return [self.part(self.start, row), head], [tail, self.part(row + 1, self.stop)]
+
+    def parts(self, row):
+        """Return what comes before a row, and the rest, as the sources of a split."""
+        return [self.part(self.start, row)], [self.part(row, self.stop)]
+
     def fragments(self):
         for texts in self.batches():
             for text in texts:
@@ -301,10 +383,10 @@ class Parquet(Rows):
 
     def __init__(self, path, key, start=0, stop=None):
         try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise BadInput(f"{path} needs the package pyarrow: pip install pyarrow.") from None
+            pyarrow = load_package("pyarrow")
+            load_package("pyarrow.parquet")
+        except ImportError as e:
+            raise BadInput(f"{path} can't be read, since {e}.") from None
         self.path = path
         self.name = path
         self.key = key
@@ -324,9 +406,8 @@ class Parquet(Rows):
         return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it "
                         "again, or take it out.")
 
-    def divide(self, at):
-        row = self.start + int(at / self.width)
-        return Parquet(self.path, self.key, self.start, row), Parquet(self.path, self.key, row, self.stop)
+    def part(self, start, stop):
+        return Parquet(self.path, self.key, start, stop)
 
     def raw(self):
         yield f"{self.key} {self.start} {self.stop}".encode()
@@ -367,10 +448,8 @@ class HubRows(Rows):
         self.check_columns({field.name: field.type for field in dataset.features.arrow_schema})
         self.width = dataset.data.nbytes / max(1, len(dataset))
 
-    def divide(self, at):
-        row = self.start + int(at / self.width)
-        return (HubRows(self.dataset, self.name, self.key, self.lines, self.start, row),
-                HubRows(self.dataset, self.name, self.key, self.lines, row, self.stop))
+    def part(self, start, stop):
+        return HubRows(self.dataset, self.name, self.key, self.lines, start, stop)
 
     def batches(self):
         """Yield lists of texts, None where a row has none."""

@@ -1,5 +1,6 @@
 """Text to token ids and back, and prompts around it: GPT-2's merges or plain bytes, through tiktoken, or the
 tokenizer.json of a Hugging Face model, through the library tokenizers."""
+import contextlib
 import hashlib
 import json
 import re
@@ -11,6 +12,7 @@ import tiktoken
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, check_type, read_json
 from runtime.progress import ProgressLine
+from runtime.usage import load_package
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -18,11 +20,13 @@ PLAIN = {"name": "plain"}
 DESCRIBED = {                        # what Tokenizer.describe() gives: keys and types
     "name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict,
 }
+BY_ID = ("generation_config", "config")    # files that name special tokens by id; the first counts more
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 # The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression
-# would end.
-SYSTEM = re.compile(r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%])[^'"\\]|\\.|\b'\b)+?)<\|im_end\|>""")
+# would end. It ends before the next <|im_start|> too: thousands of them would take quadratic time.
+SYSTEM = re.compile(
+    r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%]|<\|im_)[^'"\\]|\\.|\b'\b)+)<\|im_end\|>""")
 
 
 class Tokenizer:
@@ -46,6 +50,10 @@ class Tokenizer:
     def __init__(self, name, about=None):
         """name: gpt2, bytes, or the path of a tokenizer.json or of its folder; about: what describe() said of
         it once, else the files beside the tokenizer.json say it. BadInput if it can't be had."""
+        with usable(f"The tokenizer {name}"):
+            self.read(name, about)
+
+    def read(self, name, about):
         if name in BUILT_IN:
             self.encoding = BUILT_IN[name]()
             eos = self.encoding.eot_token
@@ -67,6 +75,7 @@ class Tokenizer:
         if self.template["name"] == "chatml":
             self.start = self.encoding.id_of(IM_START)
             self.end = self.encoding.id_of(IM_END)
+            self.encode(self.template["system"] or "")        # half of a surrogate pair fails here
         if name not in BUILT_IN:
             control = {self.eos, self.pad, self.bos, self.start, self.end, *self.stop}
             self.encoding.keep_out_of_text(control - {None})
@@ -299,14 +308,26 @@ def in_letters(token, letters):
 
 # --- Hugging Face's files ---
 
+@contextlib.contextmanager
+def usable(name):
+    """Turn any error that reading or using these files raises into BadInput."""
+    try:
+        yield
+    except (BadInput, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as e:               # a panic of the library tokenizers is no Exception
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+        raise BadInput(f"{name} can't be used ({reason}): correct it, or choose another.") from None
+
+
 class TokenizerJson:
     """A tokenizer.json, behind the part of tiktoken's interface that is used here."""
 
     def __init__(self, path):
         try:
-            import tokenizers
-        except ImportError:
-            raise BadInput(f"{path} needs the package tokenizers: pip install tokenizers.") from None
+            tokenizers = load_package("tokenizers")
+        except ImportError as e:
+            raise BadInput(f"{path} can't be read, since {e}.") from None
         try:
             self.content = path.read_bytes()
             self.hf = tokenizers.Tokenizer.from_buffer(self.content)
@@ -320,6 +341,8 @@ class TokenizerJson:
         self.name = f"tokenizer-{hashlib.sha256(self.content).hexdigest()[:8]}"
         self.n_vocab = max(self.hf.get_vocab().values(), default=-1) + 1
         self.id_of = self.hf.token_to_id
+        if not self.encode_to_numpy("a\nb").size:
+            raise BadInput(f"{path} has no tokens for a text: get it again.")
 
     def __setstate__(self, state):
         self.__dict__ |= state
@@ -327,17 +350,21 @@ class TokenizerJson:
 
     def encode_to_numpy(self, text, disallowed_special=()):
         text.encode()                        # half of a surrogate pair is a ValueError, as tiktoken has it
-        # Of the library's ways in, the one that lets go of the GIL and does not count character offsets.
-        return np.array(self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
+        with usable(self.path):
+            # Of the library's ways in, the one that lets go of the GIL and does not count character offsets.
+            ids = self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return np.array(ids, dtype=np.uint32)
 
     def decode(self, ids):
-        return self.hf.decode(ids, skip_special_tokens=False)
+        with usable(self.path):
+            return self.hf.decode(ids, skip_special_tokens=False)
 
     def bos(self):
         """Return the id that the post-processor puts before a text, as Llama 3's does, or None."""
         bare = self.hf.encode("a", add_special_tokens=False).ids
         whole = self.hf.encode("a", add_special_tokens=True).ids
-        return whole[0] if whole[1:1 + len(bare)] == bare else None
+        is_known = whole and whole[0] < self.n_vocab
+        return whole[0] if is_known and whole[1:1 + len(bare)] == bare else None
 
     def keep_out_of_text(self, ids):
         """See to it that no text is encoded to one of these ids, which the file need not call special."""
@@ -345,8 +372,9 @@ class TokenizerJson:
         self.hf.add_special_tokens(list(tokens.values()))
         for i, token in tokens.items():
             if i in self.encode_to_numpy(token):
-                raise BadInput(f"{self.path} gives a text that spells {token} the id of that control token, "
-                               f"{i}: choose a byte-level tokenizer.")
+                raise BadInput(f"{self.path} gives the text {token} the id {i}, which is that of a control "
+                               "token: correct eos_token_id, bos_token_id and pad_token_id in config.json "
+                               "and generation_config.json, or choose a byte-level tokenizer.")
 
     def check_pieces(self):
         """Raise BadInput unless pieces of a text, in which texts are encoded, come out as they do within the
@@ -382,12 +410,14 @@ def settings(encoding):
     if eos is None:
         raise BadInput(f"{folder} does not say which token ends a text: name it as eos_token in its "
                        "tokenizer_config.json.")
-    stop = [eos, *known_ids(files["generation_config"].get("eos_token_id"), encoding.n_vocab)]
-    jinja = chat_template(folder, files["tokenizer_config"])
-    if IM_START in jinja and None not in (encoding.id_of(IM_START), encoding.id_of(IM_END)):
+    named = [known_ids(files[name].get("eos_token_id"), encoding.n_vocab) for name in BY_ID]
+    stop = [eos, *(named[0] or named[1])]
+    with usable(f"The chat template in {folder}"):
+        jinja = chat_template(folder, files["tokenizer_config"])
         system = SYSTEM.search(jinja)
         # as jinja reads it
         system = system and system[1].encode("ascii", "backslashreplace").decode("unicode_escape")
+    if IM_START in jinja and None not in (encoding.id_of(IM_START), encoding.id_of(IM_END)):
         template = {"name": "chatml", "system": system}
         bos = special_id("bos", encoding, files) if "bos_token" in jinja else None
         stop.append(encoding.id_of(IM_END))
@@ -413,7 +443,7 @@ def special_id(key, encoding, files):
             token = token.get("content")
         if isinstance(token, str) and encoding.id_of(token) is not None:
             return encoding.id_of(token)
-    for name in ("generation_config", "config"):
+    for name in BY_ID:
         ids = known_ids(files[name].get(f"{key}_token_id"), encoding.n_vocab)
         if ids:
             return ids[0]
@@ -431,9 +461,12 @@ def chat_template(folder, tokenizer_config):
     several in the config."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8", "replace")
+        return file.read_text("utf-8")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        by_name = {named["name"]: named["template"] for named in template}
-        template = by_name.get("default")
+        template = {named["name"]: named["template"] for named in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str | None):
+        raise ValueError(f"{str(template)[:20]} is no text")
     return template or ""

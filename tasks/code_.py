@@ -4,10 +4,8 @@ together with their trace, and nothing is executed, least of all what a model wr
 The argument is a level, 0 to 2 (default 1): 0 three kinds and small numbers, for a model of a million
 parameters that learns for minutes; 1 numbers mostly below 30 and two to four steps; 2 larger ones, and
 more steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
-import re
-
-from tasks import _answers, _questions
-from tasks._steps import Steps, completion, follows, plain, with_a_slip
+from tasks import _answers, _numbers, _questions
+from tasks._steps import Steps, completion, follows, with_a_slip
 
 INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as "
                "`x: 7 + 5 = 12.` Then give what it prints within <answer></answer>.")
@@ -186,11 +184,10 @@ def documents(split, seed=0, argument=None):
 
 def reward(question, completion):
     """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct),
-    and whether before it stands each step that leads there, and no other equation (reasoned)."""
-    found = _answers.ANSWER.search(completion[:2000])
-    answer = re.sub("^print |[\"']", "", plain(found[1])) if found else ""
+    and whether before it stand the steps that lead there, in their order, and no other number (reasoned)."""
+    answer = _numbers.unwrapped(_answers.words(completion[:2000]).removeprefix("print "))
     steps = Steps()
     worked(question, steps)
-    parts = {"answered": answer != "", "correct": answer == plain(question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]))}
+    parts = {"answered": answer != "", "correct": _answers.same(answer, question["answer"]),
+             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"])}
     return float(parts["correct"]), parts
