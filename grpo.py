@@ -28,25 +28,28 @@ import torch
 
 import hf
 import tasks
+from doctor.diagnose import Doctor
 from engine import Engine, Sampling, slots_that_fit
-from experimental.pcgrad import Surgery
+from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
 from rollouts.batch import WorstCase, logprobs_of, micro_batches, padded, round_up
-from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up, step_metrics, vitals
+from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, requests_of, stop_strings_of, zero_variance
 from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
 from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
 from runtime.config import BadInput
 from runtime.log import check_installed
-from runtime.run import Run, adapt, check_task, check_training, claim
+from runtime.options import RunOptions
+from runtime.run import adapt, check_training, claim, start
 from tasks._pool import BrokenReward, Pool, load
 from text.prompts import context_of
+from text.provenance import check_task, provenance
 
 
 @dataclass
-class Config:
+class Config(RunOptions):
     # the run
     out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, samples.txt,
                                              # training.log
@@ -85,7 +88,7 @@ class Config:
     max_rounds: int = 4                      # in which it looks for them
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # what a token's loss is divided by,
-                                             # see `normaliser`; cispo: also how its ratio is clipped
+                                             # see loss_denominator; cispo: also how its ratio is clipped
     advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in
                                              # the group, as in GRPO
     clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low (not of
@@ -123,36 +126,17 @@ class Config:
     lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
     # machine
-    device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32. The
-                                             # engine samples in bf16 or fp32
     tokens_per_micro_batch: int = 16384      # positions of a forward pass, see batch.token_cost; less while
                                              # they don't fit the memory
     compile: bool = False                    # torch.compile of the update
-    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
-                                             # forward
     offload_reference: bool = False          # the KL term's model waits in the CPU's memory while it is not
                                              # needed
-    parallel: Literal["ddp", "fsdp", "hybrid"] = "ddp"       # of several ranks each has all weights, or a share
-                                             # of every tensor, of all ranks' (fsdp) or of a node's (hybrid),
-                                             # and a copy in sampling's dtype
-    sum_locally: bool = False                # with fsdp, hybrid: exchange the gradients once an optimizer step, not at
-                                             # each micro-step; then each rank has all of them
-    deterministic: bool = False              # refuse kernels whose result varies from run to run
-    seed: int = 0
     # evaluation, log, checkpoints
     eval_interval: int = 50                  # steps; also before the first and after the last; 0: never
     eval_questions: int = 200                # of split valid, answered greedily; of a dataset at most a
                                              # tenth, which is not trained on
     shown_questions: int = 4                 # of them whose answers samples.txt shows
     log_interval: int = 1                    # steps
-    save_interval: int = 100                 # steps; also after the last, at a new best, and when asked to
-                                             # stop
-    keep_last: int = 2                       # checkpoints, beside the best
-    save_only_model: bool = False            # weights alone: a third of the size, no resume
-    diagnose: bool = True                    # say what is wrong with the run (docs/diagnosis.md)
-    tensorboard: bool = False                # curves in out_dir/tensorboard too
-    wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # verifiers
     reward_workers: int | None = None        # processes that verify, a rank; None: one a core, at most 8 in
                                              # all
@@ -165,12 +149,8 @@ class Config:
     # speed: bench.py --ladder measures what each of these buys
     slots: int | None = None                 # samples in flight a rank; None: all of a step's, up to 512, if
                                              # they fit
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
-    tf32: bool = True                        # fp32 products on tensor cores
-    fused_adamw: bool = True
-    keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process
 
     @property
     def batch_size(self):
@@ -227,10 +207,12 @@ def check(cfg):
 # --- the objective ---
 
 def advantages(rewards, scale="none"):
-    """Return the difference of each reward to the mean of its group, float64 [G, K], from rewards [G, K]; exactly
-    0 in a group of equal rewards. NaN is a completion that could not be graded: it has no part in the mean, and
-    the advantage 0. scale group: in standard deviations (of the K samples, without Bessel's correction), as in
-    GRPO, which weighs easy and hard questions more (Dr. GRPO, Liu et al. 2025)."""
+    """Return each reward minus the mean of its group, float64 [G, K], from rewards [G, K]; exactly 0 in a group of
+    equal rewards. A NaN stands for a completion without a grade: it is left out of the mean and gets 0.
+
+    scale group: divide by the group's standard deviation (over K, without Bessel's correction), as in GRPO, which
+    weighs easy and hard questions more (Dr. GRPO, Liu et al. 2025).
+    """
     rewards = rewards.double()
     result = rewards - rewards.nanmean(1, keepdim=True)
     if scale == "group":
@@ -240,56 +222,57 @@ def advantages(rewards, scale="none"):
     return result.masked_fill(equal.all(1, keepdim=True), 0.0).nan_to_num(0.0)
 
 
-def normaliser(loss_type, tokens, sequences, max_new_tokens):
-    """Return what the losses of an optimizer step, all micro-batches and ranks, are divided by: dapo and cispo
-    the number of their tokens, so that each counts alike; grpo the number of sequences, each of which is a
-    mean over its tokens; dr_grpo a constant a sequence."""
+def loss_denominator(loss_type, tokens, sequences, max_new_tokens):
+    """Return the divisor of an optimizer step's summed losses, over all micro-batches and ranks. dapo, cispo: the
+    tokens, so that each counts alike. grpo: the sequences, each of which is a mean over its tokens. dr_grpo: a
+    constant for each sequence."""
     return {"dapo": tokens, "cispo": tokens, "grpo": sequences,
             "dr_grpo": sequences * max_new_tokens}[loss_type]
 
 
-def grpo_loss(logp, old_logp, ref_logp, advantage, mask, divisor=1.0, clip_low=0.2, clip_high=0.28, beta=0.0,
-              loss_type="dapo", sampled_logp=None, tis_cap=0.0):
-    """Compute the clipped objective (PPO, Schulman et al. 2017; with cispo that of MiniMax-M1, Chen et al. 2025,
-    in which a clipped token keeps its gradient), negated, summed over a micro-batch and divided by `divisor`.
+def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, sampled_logp=None):
+    """Compute the negated clipped objective of a micro-batch (PPO, Schulman et al. 2017; cispo: MiniMax-M1, Chen et
+    al. 2025, in which a clipped token keeps its gradient), summed and divided by `denominator`.
 
-    logp [B, T]: of the sampled tokens under the model that is trained, with a gradient; column t is a
-    completion's t-th token. old_logp: before this step, by the engine when they were sampled, or with tis_cap
-    by the trainer; sampled_logp: then the engine's. ref_logp: under the reference, not looked at without
-    beta. advantage [B]. mask [B, T]: which tokens are trained on; what stands elsewhere, NaN and infinity
-    too, has no effect. divisor: see `normaliser`. All in fp32, nats. Returns (loss [], {sums over tokens: kl
-    to the reference, kl_old to old_logp (both k3), clipped}).
+    All in fp32, nats; [B, T], column t is a completion's t-th token:
+      logp          of the sampled tokens under the trained model, with a gradient
+      old_logp      before this step: the engine's when it sampled, with tis_cap the trainer's
+      sampled_logp  the engine's, used with tis_cap
+      ref_logp      the reference model's, used with beta
+      mask          tokens that are trained on; elsewhere values have no effect, NaN and infinity neither
+    advantage [B]. cfg: loss_type, clip_low, clip_high, beta, tis_cap. Returns (loss [], {sums over tokens: kl to
+    the reference, kl_old to old_logp (both k3), clipped}).
     """
     mask = mask.bool()
     advantage = advantage.float()[:, None]
     log_ratio = masked_difference(logp, old_logp, mask)
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    active = clipped * advantage < ratio * advantage
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
-    if loss_type == "cispo":
-        weight = ratio.detach().clamp(max=1 + clip_high)
+    if cfg.loss_type == "cispo":
+        weight = ratio.detach().clamp(max=1 + cfg.clip_high)
         active = weight < ratio
         loss = -weight * advantage * torch.where(mask, logp.float(), 0.0)
-    if tis_cap:
-        loss = loss * masked_difference(old_logp, sampled_logp, mask).exp().clamp(max=tis_cap)
+    else:
+        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+        active = clipped * advantage < ratio * advantage
+        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+    if cfg.tis_cap:
+        loss = loss * masked_difference(old_logp, sampled_logp, mask).exp().clamp(max=cfg.tis_cap)
     kl = torch.zeros_like(ratio)
-    if beta:
+    if cfg.beta:
         toward = masked_difference(ref_logp, logp, mask)
         kl = toward.exp() - toward - 1
-        loss = loss + beta * ratio * kl
+        loss = loss + cfg.beta * ratio * kl
     loss = torch.where(mask, loss, 0.0).sum(1)
-    if loss_type == "grpo":
+    if cfg.loss_type == "grpo":
         loss = loss / mask.sum(1).clamp(min=1)
     with torch.no_grad():
         clipped = torch.where(mask, active, False).sum()
         stats = {"kl": kl.sum(), "kl_old": (ratio - 1 - log_ratio).sum(), "clipped": clipped}
-    return loss.sum() / divisor, stats
+    return loss.sum() / denominator, stats
 
 
 def masked_difference(a, b, mask):
-    """Return a - b in fp32, masked before exp and within what exp can hold: 0 * inf would be a NaN
-    gradient."""
+    """Return a - b in fp32, masked before exp and clamped: 0 * inf would be a NaN gradient."""
     return torch.where(mask, a.float() - b.float(), 0.0).clamp(-20, 20)
 
 
@@ -336,67 +319,29 @@ def check_domains(stream, asked, positions):
 
 # --- a step ---
 
-def ask_questions(cfg, run, pipeline, stream, positions):
-    """Sample answers to the questions at these positions of the stream. Returns Completions."""
-    questions = {}
-    requests = []
-    for position in positions:
-        question, request = stream.pairs[stream.number(position)]
-        questions[position] = question
-        requests.append(dataclasses.replace(request, key=position))
-    completions = list(pipeline.sample(questions, requests))
-    run.lap("rollout")
-    return completions
-
-
-def add_logprobs(cfg, run, completions, reference):
-    """Compute what the objective compares with beside the engine's log-probabilities. Of a sharded model the
-    ranks do so together."""
-    if reference:
-        reference.add_logprobs(completions, run.state.micro_batch)
-    if cfg.tis_cap:
-        tokens = run.state.micro_batch
-        for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
-            c.trainer_logprobs = logprobs
-    run.lap("reference")
-
-
-def grade(cfg, run, pipeline, completions, positions):
-    """Wait for the verifiers, which began when the first answers were there. Returns {position: its group, K
-    Completions with their rewards}."""
-    pipeline.graded(wait=True)
-    groups = {position: [None] * cfg.k_samples for position in positions}
-    for c in completions:
-        c.reward = math.nan if c.grade.error else c.grade.score - penalty(cfg, len(c.ids))
-        c.trained = not c.grade.error and (c.finished or cfg.overlong != "mask")
-        groups[c.key][c.index] = c
-    run.lap("reward")
-    return groups
-
-
-def penalty(cfg, length):
-    """Return DAPO's soft punishment of a completion of so many tokens: from 0 to 1 over the last
-    overlong_tokens."""
-    if cfg.overlong != "penalty":
-        return 0.0
-    return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens)
-
-
 def sample_groups(cfg, run, pipeline, stream, reference):
-    """Return (this rank's groups to train on, all that it sampled, bytes that sampling had to read). With
-    dynamic sampling in rounds, until each rank has its share of groups whose rewards differ, or max_rounds
-    are over. What one rank raises, all raise: FloatingPointError, BrokenReward."""
+    """Return (this rank's groups to train on, all groups that it sampled, bytes that sampling read).
+
+    With dynamic sampling in rounds, until each rank has its share of groups whose scores differ, or for
+    max_rounds. An exception on one rank is raised on all: FloatingPointError, BrokenReward.
+    """
     share = cfg.prompts_per_step // distributed.world_size()
     groups = []
     sampled = []
     bytes_read = 0
     for i in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
-        # Each rank takes a piece, so that mini-batches don't depend on how many there are.
+        # Each rank takes a slice, so that mini-batches don't depend on the number of ranks.
         mine = stream.next(again=i > 0)[distributed.rank() * share:][:share]
-        completions = distributed.together(lambda: ask_questions(cfg, run, pipeline, stream, mine),
-                                           FloatingPointError, BrokenReward)
-        add_logprobs(cfg, run, completions, reference)
-        answered = distributed.together(lambda: grade(cfg, run, pipeline, completions, mine), BrokenReward)
+        completions = distributed.together(lambda: sample(run, pipeline, stream, mine), FloatingPointError, BrokenReward)
+        # Log-probabilities are computed while verifiers work.
+        if reference:
+            reference.add_logprobs(completions, run.state.micro_batch)
+        if cfg.tis_cap:
+            add_trainer_logprobs(cfg, run, completions)
+        run.lap("reference")
+        distributed.together(lambda: pipeline.graded(wait=True), BrokenReward)
+        run.lap("reward")
+        answered = group_by_question(cfg, completions, mine)
         sampled += answered.values()
         groups += [g for g in answered.values() if not (cfg.dynamic_sampling and zero_variance(g))]
         lengths = [(len(c.prompt), len(c.ids)) for group in answered.values() for c in group]
@@ -408,34 +353,81 @@ def sample_groups(cfg, run, pipeline, stream, reference):
     return groups[:share], sampled, bytes_read
 
 
-def learn(cfg, run, model, groups, lr, surgery):
-    """Take one optimizer step on groups of Completions, with the one normaliser. Returns this rank's sums of
-    what it is judged by, and the norm of the gradient; None if there was nothing to learn on any rank: then
-    no weight moves, nor any state of the optimizers."""
+def sample(run, pipeline, stream, positions):
+    """Return the Completions of the questions at these positions of the stream."""
+    questions = {}
+    requests = []
+    for position in positions:
+        question, request = stream.pairs[stream.number(position)]
+        questions[position] = question
+        requests.append(dataclasses.replace(request, key=position))
+    completions = list(pipeline.sample(questions, requests))
+    run.lap("rollout")
+    return completions
+
+
+def add_trainer_logprobs(cfg, run, completions):
+    """Give each Completion the log-probabilities of the trained model before this step, for tis_cap."""
+    tokens = run.state.micro_batch
+    for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
+        c.trainer_logprobs = logprobs
+
+
+def group_by_question(cfg, completions, positions):
+    """Set the rewards of graded Completions. Returns {position: group, a list of K Completions}."""
+    groups = {position: [None] * cfg.k_samples for position in positions}
+    for c in completions:
+        c.reward = math.nan if c.grade.error else c.grade.score - length_penalty(cfg, len(c.ids))
+        c.trained = not c.grade.error and (c.finished or cfg.overlong != "mask")
+        groups[c.key][c.index] = c
+    return groups
+
+
+def length_penalty(cfg, length):
+    """Return DAPO's soft overlong punishment of a completion of so many tokens: from 0 to 1 over the last
+    overlong_tokens."""
+    if cfg.overlong != "penalty":
+        return 0.0
+    return max(0.0, (length - (cfg.max_new_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens)
+
+
+def set_advantages(cfg, groups):
+    """Set each Completion's advantage from the rewards of its group."""
+    rewards = torch.tensor([[c.reward for c in group] for group in groups]).view(-1, cfg.k_samples)
+    for group, row in zip(groups, advantages(rewards, cfg.advantage_scale).tolist()):
+        for c, advantage in zip(group, row):
+            c.advantage = advantage
+
+
+def learn(cfg, run, model, groups, lr, pcgrad):
+    """Take one optimizer step on groups of Completions. Returns this rank's sums of loss statistics and the norm of
+    the gradient; None if every advantage is 0 on every rank: then no weight moves, nor any state of the
+    optimizers."""
     trained = [c for group in groups for c in group if c.trained]
     num_tokens, num_sequences, num_signals = distributed.sum([
         sum(len(c.ids) for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
     if not num_sequences or not (num_signals or cfg.beta):
         return None
-    divisor = normaliser(cfg.loss_type, num_tokens, num_sequences, cfg.max_new_tokens)
-    # Without advantage a completion has no gradient, so it need not be computed. A rank that has none takes
-    # part with an empty micro-batch: others wait for its gradients.
+    denominator = loss_denominator(cfg.loss_type, num_tokens, num_sequences, cfg.max_new_tokens)
+    # Without an advantage a completion has no gradient, so it is not computed. A rank that has none takes part
+    # with an empty micro-batch: others wait for its gradients.
     learnt = [c for c in trained if c.advantage or cfg.beta]
     stats = Counter(flops=flops(run.model, learnt))
     largest_difference = 0.0
     multiple = run.hardware.length_multiple
-    parts = [micro_batches(part, run.state.micro_batch, multiple) or [[]] for part in surgery.split(learnt)]
-    for part in surgery.micro_steps(model, parts):
+    if pcgrad:
+        parts = pcgrad.micro_steps(model, learnt, run.state.micro_batch, multiple)
+    else:
+        parts = model.micro_steps(micro_batches(learnt, run.state.micro_batch, multiple) or [[]], empty=[])
+    for part in parts:
         batch = padded(part, multiple).to(run.hardware.device)
         mask = batch.y != IGNORE
         with run.hardware.autocast():
             logprobs, entropy = model.token_logprobs(
                 batch.x, batch.y, cfg.temperature, batch.prefixes, batch.trained)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
-        loss, figures = grpo_loss(
-            logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, divisor,
-            clip_low=cfg.clip_low, clip_high=cfg.clip_high, beta=cfg.beta, loss_type=cfg.loss_type,
-            sampled_logp=batch.sampled_logprobs, tis_cap=cfg.tis_cap)
+        loss, figures = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,
+                                  denominator, batch.sampled_logprobs)
         run.scaler.scale(loss).backward()
 
         difference = torch.where(mask, logprobs.detach() - batch.sampled_logprobs, 0.0).abs()
@@ -447,32 +439,28 @@ def learn(cfg, run, model, groups, lr, surgery):
     grad_norm = run.optimizer_step(lr, rollouts=rollouts)
     figures = {name: float(value) for name, value in stats.items()}
     figures |= {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
-    return figures | surgery.figures
+    return figures | pcgrad.figures if pcgrad else figures
 
 
-def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
+def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
     """Train until the last step, or until the run should stop. Returns the exit code."""
+    if valid:
+        run.evaluate = partial(evaluate, cfg, run, pipeline, valid)
     if valid and run.step == 0:
         with task_errors():
-            evaluate(cfg, run, pipeline, valid)
-    if valid and run.state.evaluation_due:                 # the run was stopped before it
-        evaluate(cfg, run, pipeline, valid)
-        run.save()
+            run.evaluate()
+    run.catch_up()
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
         run.reset_timings()
 
-        # 1. Ask some questions, k_samples times each.
-        # 2. Grade the answers, while others are still being written.
+        # 1. Sample k completions for each question; verifiers grade while others are still being sampled.
         groups, sampled, bytes_read = sample_groups(cfg, run, pipeline, stream, reference)
 
-        # 3. Compare each answer with those to the same question.
-        rewards = torch.tensor([[c.reward for c in group] for group in groups]).view(-1, cfg.k_samples)
-        for group, row in zip(groups, advantages(rewards, cfg.advantage_scale).tolist()):
-            for c, advantage in zip(group, row):
-                c.advantage = advantage
+        # 2. The advantage of a completion: its reward minus the mean of its group.
+        set_advantages(cfg, groups)
 
-        # 4. Learn from the difference.
+        # 3. Update the policy.
         lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
                          cfg.lr_schedule, cfg.cooldown)
         lr *= run.state.lr_factor
@@ -480,28 +468,18 @@ def train(cfg, run, model, pipeline, stream, valid, reference, surgery):
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
-            update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr, surgery)
+            update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr, pcgrad)
             if update:
                 updates.append(update)
         torch.use_deterministic_algorithms(False)
         run.lap("update")
 
-        # 5. Hand the weights to the engine.
+        # 4. Copy the new weights to the engine.
         pipeline.engine.load(run.model)
         stream.state.slots = pipeline.engine.slots
         (num_tokens,) = distributed.sum([sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)])
-        run.finish_step(int(num_tokens))
-        run.lap("sync", wait=True)           # the weights that the engine takes over are this step's time
-
-        if run.due(cfg.log_interval) or run.step == 1:
-            metrics = step_metrics(cfg, run, stream, sampled, updates, bytes_read)
-            metrics |= vitals(cfg, run, pipeline, sampled, metrics)
-            log_step(cfg, run, stream, lr, metrics, updates)
-        if run.stopping:
-            run.save()                       # at once: whoever asked may not wait for an evaluation
-        if valid and run.state.evaluation_due:
-            evaluate(cfg, run, pipeline, valid)
-        run.save_if_due()
+        run.finish_step(int(num_tokens), "sync",
+                        partial(log_step, cfg, run, pipeline, stream, lr, sampled, updates, bytes_read))
     return run.end()
 
 
@@ -598,36 +576,25 @@ def main(argv):
     if len(stream) < len(questions):
         about += f"; {len(questions) - len(stream)} too long left out"
 
-    torch.manual_seed(cfg.seed)
     shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
-    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
-                           cfg.sum_locally, cfg.compile_mode)
-    betas = (cfg.beta1, cfg.beta2)
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum, hw.compile, hw.dtype)
-
     asked = json.dumps([(question, request.ids) for question, request in stream.pairs])
     digest = hashlib.sha256(asked.encode()).hexdigest()
-    run = Run(cfg, hw, model, optimizers, cfg.tokens_per_micro_batch, cfg.max_steps, digest, stream.state)
-    if resuming:
-        run.restore(found.step)
-        if run.state.data != digest:
-            raise BadInput(f"The questions have changed since the run in {cfg.out_dir} was stopped, so it "
-                           "can't go on exactly: put them back, or start a new run with "
-                           f"--init_from={cfg.out_dir} and another --out_dir=.")
+    run = start(cfg, hw, partial(build_model, cfg, hw, shape, found, resuming), cfg.tokens_per_micro_batch,
+                cfg.max_steps, digest, found.step if resuming else None, stream.state)
     with task_errors():                      # before a run folder is touched
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
-    surgery = Surgery(cfg, run, stream)
-    run.other_bytes = surgery.bytes()
-    with pool, run.open(tokenizer, resuming, keep_base=cfg.beta > 0):
+    pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
+    run.other_bytes = pcgrad.bytes() if pcgrad else 0
+    doctor = Doctor if cfg.diagnose else None
+    with pool, run.open(tokenizer, provenance(cfg), doctor, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
-        reference = Reference(cfg, hw, model) if cfg.beta else None
+        reference = Reference(cfg, hw, run.model) if cfg.beta else None
         most = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples // cfg.mini_batches
         longest_answer = min(cfg.max_new_tokens, context - 1)
         longest, longest_answer = (round_up(n, hw.length_multiple) for n in (longest, longest_answer))
         worst = WorstCase(longest, longest_answer, cfg.k_samples, most)
-        wrapped = fit_update(cfg, run, worst, context)
+        model = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log.say(start_up(cfg, run, stream, pipeline, about))
@@ -636,7 +603,7 @@ def main(argv):
                                   "attention": hw.attention_name(run.model.config)}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
                         facts=facts(run, found, pipeline))
-        return train(cfg, run, wrapped, pipeline, stream, valid, reference, surgery)
+        return train(cfg, run, model, pipeline, stream, valid, reference, pcgrad)
 
 
 if __name__ == "__main__":

@@ -25,21 +25,24 @@ first_line()                             # --help, or a word, before the seconds
 import torch
 
 import hf
+from doctor.diagnose import Doctor
 from experimental import feedback, orthogonality
 from model import GPT, GPTConfig, blank
 from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
 from runtime.config import BadInput
 from runtime.distributed import CUDA_GRAPHS
 from runtime.log import check_installed
-from runtime.run import Run, adapt, check_task, check_training, claim
+from runtime.options import RunOptions
+from runtime.run import adapt, check_training, claim, start
 from text import data, examples
 from text.perplexity import evaluation_line, examples_loss, text_loss
+from text.provenance import check_task, provenance
 from text.report import facts, log_step, log_validation, start_up
 from text.tokenizer import Tokenizer
 
 
 @dataclass
-class Config:
+class Config(RunOptions):
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
@@ -107,18 +110,8 @@ class Config:
     orthogonality: float = 0.0               # weight of a penalty on attention's projections: 0.01; 0: off
     orthogonality_warmup: int = 1000         # steps in which it rises
     # machine
-    device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
     compile: bool | None = None              # torch.compile; None: on a GPU (on a CPU it pays from about five
                                              # minutes on)
-    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
-                                             # forward
-    parallel: Literal["ddp", "fsdp", "hybrid"] = "ddp"       # of several ranks each has all weights, or a share
-                                             # of every tensor: of all ranks' (fsdp) or of a node's (hybrid)
-    sum_locally: bool = False                # with fsdp, hybrid: exchange the gradients once a step, not at each
-                                             # micro-step; then each rank has all of them
-    deterministic: bool = False              # refuse kernels whose result varies from run to run
-    seed: int = 0
     # evaluation, log, checkpoints
     eval_interval: int = 100                 # steps; also after the last
     eval_tokens: int | None = None           # None: the whole validation split
@@ -126,13 +119,6 @@ class Config:
     patience: int = 0                        # stop after so many evaluations in a row without a new best; 0:
                                              # never
     log_interval: int = 10                   # steps
-    save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of
-                                             # examples, when asked to stop
-    keep_last: int = 2                       # checkpoints, beside the best
-    save_only_model: bool = False            # weights alone: a third of the size, no resume
-    diagnose: bool = True                    # say what is wrong with the run (docs/diagnosis.md)
-    tensorboard: bool = False                # curves in out_dir/tensorboard too
-    wandb: bool = False                      # and at Weights & Biases (project: WANDB_PROJECT, or nanorft)
     # data, in detail
     text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
     data_dir: str = "data"                   # where tokenised texts are kept
@@ -140,13 +126,8 @@ class Config:
                                              # as datagen.py asked
     valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
     # speed: bench.py --ladder measures what each of these buys
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     loss_chunks: int = 0                     # pieces in which head and loss are computed; 0: by size
-    tf32: bool = True                        # fp32 products on tensor cores
-    fused_adamw: bool = True
-    keep_memory: bool = True                 # on a CPU, freed tensors' memory stays in the process: no page
-                                             # faults
     num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
     pin_memory: bool = True                  # page-locked batches, on a GPU
     prefetch: int = 2                        # steps each loader process is ahead
@@ -355,13 +336,15 @@ def train(cfg, run, model, dataset, held_out):
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
     flops_per_token = run.model.flops_per_token(dataset.longest)
     nothing = [tensor.to(hw.device) for tensor in examples.nothing()]
+    if held_out:
+        run.evaluate = partial(validate, cfg, run, model, held_out)
+    if not is_text(dataset):
+        run.epoch_steps = dataset.steps_per_epoch
+    run.catch_up()
 
-    if held_out and run.state.evaluation_due:              # the run was stopped before it
-        validate(cfg, run, model, held_out)
-        run.save()
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
-        # The batch: x [micro_batch, T] token ids, y those that follow them. Targets are those of all
+        # The batch: x [micro_batch, T] token ids, y the ids that follow them. Targets are those of all
         # micro-steps and ranks.
         micro_batches = []
         for x, y in next(loader):
@@ -379,31 +362,22 @@ def train(cfg, run, model, dataset, held_out):
                 loss = model.loss(x, y)
             run.scaler.scale(loss / num_targets).backward()
             loss_sum += loss.detach()
-        loss_sum = loss_sum.item()           # waits for the device: what follows is the optimizer's time
+        loss_sum = loss_sum.item()           # waits for the device: the time from here on is the optimizer's
         run.lap("forward_backward")
 
         # The step of the optimizers.
-        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
-                         cfg.lr_schedule, cfg.cooldown)
+        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule,
+                         cfg.cooldown)
         lr *= run.state.lr_factor
-        penalty = orthogonality.add_gradients(cfg, run)                # {} without it
+        penalty = orthogonality.add_gradients(cfg, run)                # {} without the option
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
-        run.finish_step(num_tokens)
-        run.lap("optimizer", wait=run.step % cfg.log_interval == 0)    # else the log's own time would hide it
-
-        if run.due(cfg.log_interval) or run.step == 1:
-            mean_loss = distributed.sum([loss_sum])[0] / num_targets
-            log_step(run, mean_loss, lr, grad_norm, flops_per_token, **penalty)
-        if run.stopping:
-            run.save()                       # at once: whoever asked may not wait for an evaluation
-        if held_out and run.state.evaluation_due:
-            validate(cfg, run, model, held_out)
-        run.save_if_due(also=not is_text(dataset) and run.step % dataset.steps_per_epoch == 0)
+        run.finish_step(num_tokens, "optimizer",
+                        partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, penalty))
     return run.end()
 
 
 def validate(cfg, run, model, held_out):
-    """Evaluate the step that has been reached, and log how it did."""
+    """Evaluate the present step and log the result."""
     result = validation_loss(cfg, run.hardware, model, held_out, run.state.micro_batch)
     run.record_validation(result["loss"])
     log_validation(run, result)
@@ -428,36 +402,25 @@ def main(argv):
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
-    torch.manual_seed(cfg.seed)
-    model = sharding.build(partial(build_model, cfg, hw, shape, found, resuming), hw, cfg.parallel,
-                           cfg.sum_locally, cfg.compile_mode)
-    betas = (cfg.beta1, cfg.beta2)
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum, hw.compile, hw.dtype)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
-
-    run = Run(cfg, hw, model, optimizers, micro_batch, number_of_steps(cfg, dataset), dataset.digest)
-    if resuming:
-        run.restore(found.step)
-        if run.state.data not in ("", dataset.digest):                  # "": of a run that did not note it yet
-            raise BadInput(f"{cfg.dataset} has changed since the run in {cfg.out_dir} was stopped, so it "
-                           "can't go on exactly: put it back as it was, or start a new run with "
-                           f"--init_from={cfg.out_dir} and another --out_dir=.")
+    run = start(cfg, hw, partial(build_model, cfg, hw, shape, found, resuming), micro_batch,
+                number_of_steps(cfg, dataset), dataset.digest, found.step if resuming else None)
     if cfg.eval_only:
         if not held_out:
             raise BadInput("No example is held out to evaluate on: say how many with --valid_share=.")
-        result = validation_loss(cfg, hw, model, held_out, micro_batch)
+        result = validation_loss(cfg, hw, run.model, held_out, micro_batch)
         if distributed.is_main():
             print(evaluation_line(result))
         return 0
-    with run.open(tokenizer, resuming):
-        wrapped = compile_and_fit(cfg, run, dataset)
+    doctor = Doctor if cfg.diagnose else None
+    with run.open(tokenizer, provenance(cfg), doctor, resuming):
+        model = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
-        run.log.say(start_up(cfg, run, wrapped, dataset, about, workers(cfg, hw), inherited))
+        run.log.say(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited))
         settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw),
                                   "attention": hw.attention_name(run.model.config)}
         run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings, facts=facts(run, dataset))
-        return train(cfg, run, wrapped, dataset, held_out)
+        return train(cfg, run, model, dataset, held_out)
 
 
 if __name__ == "__main__":

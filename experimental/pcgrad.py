@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rollouts.batch import micro_batches
 from runtime import distributed, parallel
 
 
@@ -30,15 +31,14 @@ def project(gram, orders):
     return coefficients
 
 
-class Surgery:
-    """Lends an optimizer step its micro-batches, domain by domain, and leaves the gradient that PCGrad makes of
-    theirs; with --surgery=none, or a single domain, those of all together."""
+class PCGrad:
+    """Gives an optimizer step its micro-batches domain by domain and leaves the combined gradient."""
 
     def __init__(self, cfg, run, stream):
         self.cfg = cfg
         self.run = run
         self.stream = stream                 # questions.QuestionStream
-        self.domains = stream.domains if cfg.surgery == "pcgrad" else stream.domains[:1]
+        self.domains = stream.domains
         self.parameters = [p for p in run.model.parameters() if p.requires_grad]
         self.place = torch.device("cpu") if cfg.surgery_buffers == "cpu" else run.hardware.device
         self.dtype = torch.bfloat16 if cfg.surgery_buffers == "bf16" else torch.float32
@@ -47,30 +47,26 @@ class Surgery:
 
     def bytes(self):
         """Return what the gradients that are kept take of the device."""
-        if len(self.domains) < 2 or self.place.type != self.run.hardware.device.type:
+        if self.place.type != self.run.hardware.device.type:
             return 0
         numbers = sum(parallel.local(p).numel() for p in self.parameters)
         return len(self.domains) * numbers * self.dtype.itemsize
 
     def split(self, completions):
-        """Return the Completions of each domain, in the same order on every rank; as one list without
-        surgery."""
-        if len(self.domains) < 2:
-            return [completions]
+        """Return the Completions of each domain, in the same order on every rank."""
         parts = {name: [] for name in self.domains}
         for c in completions:
             parts[self.stream.domain(c.key)].append(c)
         return list(parts.values())
 
-    def micro_steps(self, model, parts):
-        """Yield the micro-batches of each part, lists of lists, and see to the gradients that they leave."""
+    def micro_steps(self, model, completions, tokens, multiple):
+        """Yield the micro-batches of each domain and, after the last, set the gradients to the combined ones.
+        tokens, multiple: see batch.micro_batches."""
         kept = []
-        for micro_batches in parts:
-            yield from model.micro_steps(micro_batches, empty=[])
-            if len(parts) > 1:
-                kept.append(self.take())
-        if len(parts) > 1:
-            self.combine(kept)
+        for own in self.split(completions):
+            yield from model.micro_steps(micro_batches(own, tokens, multiple) or [[]], empty=[])
+            kept.append(self.take())
+        self.combine(kept)
 
     def take(self):
         """Return the gradients that a domain has left, and clear them."""

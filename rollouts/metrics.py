@@ -10,8 +10,9 @@ from rollouts.accuracy import accuracy, n_right
 from rollouts.pipeline import zero_variance
 from runtime import distributed
 from runtime.log import duration
-from runtime.run import not_by_default, prompt_form
+from runtime.run import not_by_default
 from runtime.vitals import fingerprint, moved
+from text.provenance import prompt_form
 
 
 OF_AN_UPDATE = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")     # sums that `learn` gives
@@ -242,8 +243,11 @@ def ends_later(cfg, run, pipeline, completions):
     return ended / len(cut_off)
 
 
-def log_step(cfg, run, stream, lr, metrics, updates):
-    """Write a step's metrics and its line."""
+def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
+    """Write a step's metrics and its line. Every rank must call. groups: all that this rank sampled; updates: the
+    figures of each optimizer step; bytes_read: by sampling."""
+    metrics = step_metrics(cfg, run, stream, groups, updates, bytes_read)
+    metrics |= vitals(cfg, run, pipeline, groups, metrics)
     state = run.state
     grad_norm = updates[-1]["grad_norm"] if updates else 0.0
     seconds = run.timings.total()

@@ -5,7 +5,6 @@ import math
 import os
 from pathlib import Path
 
-from doctor.diagnose import Doctor
 from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
@@ -28,9 +27,9 @@ def check_installed(tensorboard, wandb):
 class Log:
     """Writes on the first rank only. `say` prints a line and keeps it in training.log; `metrics` appends an
     object to metrics.jsonl, and hands its numbers to TensorBoard and Weights & Biases if they are asked
-    for. With diagnose it says what is wrong with the run, see doctor.diagnose."""
+    for. doctor: a class whose look() finds problems in the lines (doctor.diagnose)."""
 
-    def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None, diagnose=False):
+    def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None, doctor=None):
         self.main = distributed.is_main()
         self.folder = Path(out_dir)
         self.writers = []
@@ -38,9 +37,7 @@ class Log:
         self.wandb_run = None
         if resumed_step is not None:
             self.forget_after(resumed_step)
-        self.doctor = None
-        if diagnose and self.main:
-            self.doctor = Doctor(read_lines(self.folder))
+        self.doctor = doctor(read_lines(self.folder)) if doctor and self.main else None
         if tensorboard and self.main:
             self.open_board(resumed_step)
             self.writers.append(self.write_board)

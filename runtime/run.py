@@ -3,17 +3,13 @@ to stop.
 
 A stage says what happens when nothing goes wrong:
 
-    run = Run(cfg, hardware, model, optimizers, micro_batch, digest)
-    if resuming:
-        run.restore(step)
-    with run.open(tokenizer, resuming):
-        while run.step < num_steps and not run.should_stop():
+    run = start(cfg, hardware, build, micro_batch, num_steps, digest, step)
+    with run.open(tokenizer, provenance):
+        while run.step < run.num_steps and not run.should_stop():
             run.start_step()
             ...
             grad_norm = run.optimizer_step(lr, batch=batch)
-            run.finish_step(tokens)
-            ...
-            run.save_if_due()
+            run.finish_step(tokens, "optimizer", log)
 
 What goes wrong raises. Out of memory, and gradients that stay without finite values, become a guard.Retry:
 there is a checkpoint to go back to, the note retry.json says what is to be different, and `restore` reads it.
@@ -30,7 +26,6 @@ from pathlib import Path
 
 import torch
 
-import tasks
 from layers.lora import adapters, add_lora
 from runtime import checkpoint, distributed, lock, memory, optim, parallel, vitals
 from runtime.config import BadInput, read_sealed, seal
@@ -38,7 +33,6 @@ from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
 from runtime.hardware import DTYPES
 from runtime.log import Log
 from runtime.usage import one_line
-from text import examples
 
 # in the run folder, until the next checkpoint: what is to be different
 NOTE = "retry.json"
@@ -92,6 +86,8 @@ class Run:
         self.stopping = False                # one of the ranks was asked to stop
         self.val_loss = None                 # of this step, if it was evaluated
         self.new_best = False
+        self.evaluate = None                 # a function of the stage's, which calls record_validation
+        self.epoch_steps = 0                 # save after so many steps, too; 0: not
 
     @property
     def step(self):
@@ -99,18 +95,19 @@ class Run:
 
     # --- the run folder ---
 
-    def open(self, tokenizer, resuming, keep_base=False):
-        """Write the run folder, with all that is needed to use the model, and open the log. keep_base: also
-        keep the weights as they are now, beside which an adapter stands, and which a reference goes on to
-        have. Returns the run, for `with`."""
-        distributed.on_main(lambda: self.write_folder(tokenizer, resuming))
+    def open(self, tokenizer, provenance, doctor=None, resuming=False, keep_base=False):
+        """Write the run folder, with all that is needed to use the model, and open the log. provenance: entries of
+        model.json about the task file and the form of the prompt. doctor: the class that looks at each line of
+        metrics. keep_base: also save the present weights, which adapters and a reference model need. Returns
+        the run, for `with`."""
+        distributed.on_main(lambda: self.write_folder(tokenizer, provenance, resuming))
         cfg = self.cfg
         trained = adapters(self.model)
         if not resuming and (trained or keep_base):
             base = {name: w for name, w in self.model.state_dict().items() if name not in trained}
             parallel.write_on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
-        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), cfg.diagnose)
+        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), doctor)
         self.say_rates(resuming)
         return self
 
@@ -134,15 +131,14 @@ class Run:
             self.log.say(f"--warmup_steps={cfg['warmup_steps']} is more than the {self.num_steps} steps of "
                          f"the run: its learning rate rises to {most:.2e} and not to {cfg['learning_rate']:.2e}.")
 
-    def write_folder(self, tokenizer, resuming):
+    def write_folder(self, tokenizer, provenance, resuming):
         cfg = self.cfg
         about = {
             "architecture": dataclasses.asdict(self.model.config),
             "tokenizer": tokenizer.describe(),
             "tokenizer_sha256": tokenizer.sha256,
             "lora": lora(cfg),
-            "task": own_task(cfg),
-            "prompt": prompt_form(cfg),
+            **provenance,
             "launch": launch(),
         }
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
@@ -234,8 +230,9 @@ class Run:
             self.give_up()
         return grad_norm
 
-    def finish_step(self, tokens):
-        """Count a step that is done. tokens: positions of it, all ranks together."""
+    def finish_step(self, tokens, phase, log):
+        """Count the step, and log, evaluate and save where that is due. tokens: positions of the step, all ranks
+        together. phase: the name of the phase time that ends here. log(): writes the step's metrics and line."""
         self.state.step += 1
         self.weights_moved = False
         self.state.tokens += tokens
@@ -243,6 +240,21 @@ class Run:
         self.timed_tokens += tokens
         self.state.evaluation_due = self.due(self.cfg.eval_interval)
         self.stopping = self.stop.requested()             # one small exchange between the ranks
+        # The device is waited for where the time is logged, or the log would take it.
+        self.lap(phase, wait=self.step % self.cfg.log_interval == 0)
+        if self.due(self.cfg.log_interval) or self.step == 1:
+            log()
+        if self.stopping:
+            self.save()                      # at once: whoever asked may not wait for an evaluation
+        if self.evaluate and self.state.evaluation_due:
+            self.evaluate()
+        self.save_if_due()
+
+    def catch_up(self):
+        """Evaluate the step at which the run was stopped before its evaluation, and save the result."""
+        if self.evaluate and self.state.evaluation_due:
+            self.evaluate()
+            self.save()
 
     def due(self, interval):
         """Tell whether it is time for what happens every so many steps, and after the last; never if that is
@@ -272,12 +284,13 @@ class Run:
         self.new_best = loss < best
         self.state.stale = 0 if self.new_best else self.state.stale + 1
 
-    def save_if_due(self, also=False):
-        """Save every save_interval steps, after the last, at a new best, before an end, and where `also` says
-        so."""
+    def save_if_due(self):
+        """Save every save_interval steps, after the last step and each epoch of examples, at a new best, and
+        before an early end."""
         evaluated_late = self.stopping and self.val_loss is not None
         ends = self.out_of_patience() or evaluated_late
-        if self.due(self.cfg.save_interval) or self.new_best or ends or also:
+        epoch_ends = self.epoch_steps and self.step % self.epoch_steps == 0
+        if self.due(self.cfg.save_interval) or self.new_best or ends or epoch_ends:
             self.save()
 
     def end(self):
@@ -466,6 +479,27 @@ class Run:
                       f"to. The last batch is in {path}; lower --learning_rate.", alone=False)
 
 
+def start(cfg, hardware, build, micro_batch, num_steps, digest, step=None, stage_state=None):
+    """Build model and optimizers and return the Run, at its checkpoint of `step` if it is resumed.
+
+    build(device): a GPT, see parallel.build. digest: of the data that are trained on; BadInput if it is not the
+    checkpoint's. stage_state: see Run.
+    """
+    torch.manual_seed(cfg.seed)
+    model = parallel.build(build, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
+    betas = (cfg.beta1, cfg.beta2)
+    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
+                             cfg.muon_momentum, hardware.compile, hardware.dtype)
+    run = Run(cfg, hardware, model, optimizers, micro_batch, num_steps, digest, stage_state)
+    if step is not None:
+        run.restore(step)
+        if run.state.data not in ("", digest):                          # "": of a run that did not note it yet
+            raise BadInput(f"{cfg.dataset or 'The list of questions'} has changed since the run in {cfg.out_dir} was "
+                           "stopped, so it can't resume exactly: put it back as it was, or start a new run with "
+                           f"--init_from={cfg.out_dir} and another --out_dir=.")
+    return run
+
+
 def load_weights(model, weights):
     """Copy {name: tensor or slice} into a model's weights, or its adapters if it has them. ValueError if they
     are another model's."""
@@ -507,33 +541,6 @@ def lora(cfg):
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")}
 
 
-def own_task(cfg):
-    """Give {file, sha256} of the task file of one's own that a run executes (of a mixture's several, their names
-    and digests in a row), None without."""
-    kind, _, name = ("task:" + cfg.task if hasattr(cfg, "task") else cfg.dataset).partition(":")
-    try:
-        files = tasks.own_files(name) if kind == "task" else []
-        digests = [checkpoint.sha256(file) for file in files]
-    except (OSError, ValueError):                             # loading the task will say so
-        return None
-    return {"file": ", ".join(files), "sha256": " ".join(digests)} if files else None
-
-
-def prompt_form(cfg):
-    """Return the form in which a run puts questions to the model, with {} for the question; None if it has
-    none, or several."""
-    try:
-        if hasattr(cfg, "task"):
-            return tasks.load(cfg.task).prompt
-        if cfg.dataset.startswith("task:"):
-            return tasks.load(cfg.dataset.removeprefix("task:")).prompt
-    except (LookupError, OSError, ValueError):                # which will be said by who needs it
-        return None
-    if Path(cfg.dataset).suffix.lower() != ".json":
-        return None
-    return cfg.prompt or examples.read_form(cfg.dataset)
-
-
 def claim(out_dir):
     """Take the lock of a folder that holds a run. Returns what stands there: "nothing", "run", or
     "restarted", a run that this same torchrun began. Every rank must call."""
@@ -556,27 +563,6 @@ def launch():
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), os.getppid()]
-
-
-def check_task(cfg, argv):
-    """Say which task file of one's own a resumed run is about to execute. BadInput if it is not as the run
-    noted it, unless the command line names it."""
-    # Without a checkpoint the run begins again, and its init_from is no longer "resume".
-    asked = cfg.resume == "auto" or "--init_from=resume" in argv
-    goes_on = cfg.init_from == "resume" or asked and (Path(cfg.out_dir) / "config.json").exists()
-    found = own_task(cfg) if goes_on else None
-    if not found:
-        return
-    model, file = checkpoint.read_model(cfg.out_dir), found["file"]
-    about, knob = "as the run noted it", "--task=" if hasattr(cfg, "task") else "--dataset=task:"
-    if "task" not in model:
-        about = "of which the run noted no digest"
-    elif not isinstance(model["task"], dict) or model["task"].get("sha256") != found["sha256"]:
-        about = f"not as the run noted it, because {knob} names it"
-        if not any(arg.startswith(knob) for arg in argv):
-            raise BadInput(f"{file} is not the task file that the run in {cfg.out_dir} noted: put that back, "
-                           f"name the new one with {knob}{file}, or start a new run with --init_from=.")
-    print(f"Executing {file}, {about}.", flush=True)
 
 
 def check_training(cfg):

@@ -23,7 +23,7 @@ def first_line():
     if script.suffix != ".py" or not script.is_file():
         return
     source = script.read_text(encoding="utf-8")
-    if "\nclass Config:" not in source:
+    if "\nclass Config" not in source:
         return
     protect_output()
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
@@ -128,6 +128,9 @@ def help_text(source):
     """Return a script's docstring, and every knob with its default, the values it admits and its comment."""
     lines = []
     knobs = source.partition("\nclass Config:\n")[2]
+    if not knobs:
+        knobs = source.partition("\nclass Config(RunOptions):\n")[2].partition("\n\n")[0] + "\n"
+        knobs += (Path(__file__).parent / "options.py").read_text(encoding="utf-8").partition("class RunOptions:\n")[2]
     for line in knobs.splitlines():
         if re.match(r"\S|    (@|def )", line):            # the class, or its fields, end here
             break

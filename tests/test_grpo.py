@@ -32,7 +32,7 @@ from rollouts.batch import micro_batches, padded
 from rollouts.pipeline import Completion
 from runtime import checkpoint, config, guard, optim
 from runtime.config import BadInput
-from runtime.run import check_task, own_task
+from text.provenance import check_task, own_task
 from tasks import _pool as rewards
 from tasks._pool import Grade
 from test_model import GPT2, LLAMA, QWEN, ids, tiny
@@ -163,11 +163,15 @@ RATIO = torch.tensor([[1.0, 1.5, 0.5], [0.7, 1.3, 9.0]])
 ADVANTAGE, MASK = torch.tensor([1.0, -2.0]), torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
+def loss_of(logp, old_logp, ref_logp, advantage, mask, denominator=1.0, sampled_logp=None, **options):
+    return grpo.grpo_loss(logp, old_logp, ref_logp, advantage, mask, grpo.Config(**options), denominator, sampled_logp)
+
+
 def by_hand(loss_type, **options):
     logp = (OLD + RATIO.log()).requires_grad_()
-    divisor = grpo.normaliser(loss_type, 5, 2, 4)
+    divisor = grpo.loss_denominator(loss_type, 5, 2, 4)
     options = dict(ref_logp=None) | {k: logp.detach() + v if k == "ref_logp" else OLD - v if k == "sampled_logp" else v for k, v in options.items()}
-    loss, figures = grpo.grpo_loss(logp, OLD, options.pop("ref_logp"), ADVANTAGE, MASK, divisor, loss_type=loss_type, **options)
+    loss, figures = loss_of(logp, OLD, options.pop("ref_logp"), ADVANTAGE, MASK, divisor, loss_type=loss_type, **options)
     loss.backward()
     return loss.item(), logp.grad, {k: v.item() for k, v in figures.items()}
 
@@ -195,7 +199,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token_and_is_dapo_where_nothing_h
     slopes = []
     for loss_type in ("dapo", "cispo"):
         logp = OLD.clone().requires_grad_()
-        grpo.grpo_loss(logp, OLD, torch.zeros(2, 3), ADVANTAGE, MASK, 5, loss_type=loss_type)[0].backward()
+        loss_of(logp, OLD, torch.zeros(2, 3), ADVANTAGE, MASK, 5, loss_type=loss_type)[0].backward()
         slopes.append(logp.grad)
     torch.testing.assert_close(*slopes, rtol=1e-6, atol=0)
 
@@ -250,8 +254,9 @@ def test_loss_and_gradient_equal_those_of_the_formula_in_float64(loss_type, beta
     b = logp.float().requires_grad_()
     parts, clipped = [], 0                   # in two micro-batches, divided by the number of the whole
     for rows in (slice(0, 2), slice(2, B)):
-        loss, figures = grpo.grpo_loss(b[rows], old.float()[rows], ref.float()[rows] if beta else None, advantage[rows], mask[rows],
-                                 grpo.normaliser(loss_type, sum(lengths), B, 11), 0.15, 0.25, beta, loss_type, sampled.float()[rows], cap)
+        loss, figures = loss_of(b[rows], old.float()[rows], ref.float()[rows] if beta else None, advantage[rows], mask[rows],
+                                grpo.loss_denominator(loss_type, sum(lengths), B, 11), sampled.float()[rows], clip_low=0.15, clip_high=0.25,
+                                beta=beta, loss_type=loss_type, tis_cap=cap)
         loss.backward()
         parts.append(loss.item())
         clipped += figures["clipped"]
@@ -270,7 +275,7 @@ def test_the_expected_gradient_of_the_divergence_is_that_of_the_true_one():
 
     def of_loss(logp):
         one = torch.ones(1, 1)
-        return sum(p * grpo.grpo_loss(logp[i].view(1, 1), logp[i].detach().view(1, 1), ref[i].view(1, 1), torch.zeros(1), one, beta=1.0)[0]
+        return sum(p * loss_of(logp[i].view(1, 1), logp[i].detach().view(1, 1), ref[i].view(1, 1), torch.zeros(1), one, beta=1.0)[0]
                    for i, p in enumerate(logp.exp().tolist()))
     true = slope(lambda logp: (logp.exp() * (logp - ref)).sum())
     without_ratio = slope(lambda logp: (logp.exp().detach() * ((ref - logp).exp() - (ref - logp) - 1)).sum())
@@ -290,7 +295,7 @@ def test_what_stands_at_masked_positions_has_no_effect(loss_type, bad):
         logp, old, ref, sampled = torch.where(mask, values, filling)
         logp.requires_grad_()
         advantage = torch.tensor([1.0, -1.0, 0.5])
-        loss, figures = grpo.grpo_loss(logp, old, ref, advantage, mask, 7.0, beta=0.2, loss_type=loss_type, sampled_logp=sampled, tis_cap=2.0)
+        loss, figures = loss_of(logp, old, ref, advantage, mask, 7.0, beta=0.2, loss_type=loss_type, sampled_logp=sampled, tis_cap=2.0)
         loss.backward()
         results.append((loss, logp.grad, *figures.values()))
     for clean, spoiled in zip(*results):
@@ -303,7 +308,7 @@ def test_what_stands_at_masked_positions_has_no_effect(loss_type, bad):
 def test_a_micro_batch_without_a_target_gives_nothing(loss_type, filling):
     logp = torch.full((2, 3), filling, requires_grad=True)
     nothing = torch.zeros(2, 3)
-    loss, figures = grpo.grpo_loss(logp, nothing, nothing, torch.ones(2), nothing, 5.0, beta=0.1, loss_type=loss_type, sampled_logp=nothing, tis_cap=2.0)
+    loss, figures = loss_of(logp, nothing, nothing, torch.ones(2), nothing, 5.0, beta=0.1, loss_type=loss_type, sampled_logp=nothing, tis_cap=2.0)
     loss.backward()
     assert loss == 0 and not logp.grad.any() and not any(figures.values())
 
@@ -313,7 +318,7 @@ def test_a_micro_batch_without_a_target_gives_nothing(loss_type, filling):
 def test_huge_ratios_stay_finite(far, advantage):
     logp = torch.full((1, 2), -200.0, requires_grad=True)
     old, ref, sampled = (logp.detach() + by for by in far)
-    loss, figures = grpo.grpo_loss(logp, old, ref, torch.tensor([advantage]), torch.ones(1, 2), beta=0.1, sampled_logp=sampled, tis_cap=2.0)
+    loss, figures = loss_of(logp, old, ref, torch.tensor([advantage]), torch.ones(1, 2), beta=0.1, sampled_logp=sampled, tis_cap=2.0)
     loss.backward()
     assert all(x.isfinite().all() for x in (loss, logp.grad, *figures.values()))
 
@@ -517,7 +522,7 @@ def test_in_bf16_loss_and_gradient_are_within_5_percent_of_fp32_s(kind):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             logp, _ = model.token_logprobs(batch.x, batch.y, 1.0, batch.prefixes)
-        loss, figures = grpo.grpo_loss(logp, batch.sampled_logprobs, None, batch.advantages, batch.y != IGNORE, 480)
+        loss, figures = loss_of(logp, batch.sampled_logprobs, None, batch.advantages, batch.y != IGNORE, 480)
         loss.backward()
         found[dtype] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]), figures["kl_old"].item()
     (loss, gradient, kl), (loss16, gradient16, kl16) = found.values()
@@ -573,15 +578,13 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     task = SimpleNamespace(weights={"one": 1}, of=lambda question: SimpleNamespace(name="one"))
     pairs = [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)]
     stream, judge = grpo.QuestionStream(cfg, pairs, task), Judge()
-    run, met, laps = SimpleNamespace(state=SimpleNamespace(micro_batch=64)), [], []
-    run.lap = laps.append
-    reference = SimpleNamespace(add_logprobs=lambda completions, tokens: met.extend(completions))
+    laps = []
+    run = SimpleNamespace(lap=laps.append)
     pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str))
-    completions = grpo.ask_questions(cfg, run, pipeline, stream, [7, 8, 9])
-    grpo.add_logprobs(cfg, run, completions, reference)
-    groups = grpo.grade(cfg, run, pipeline, completions, [7, 8, 9])
-    assert laps == ["rollout", "reference", "reward"]
-    assert len(met) == 12 and len(judge.asked) == 12
+    completions = grpo.sample(run, pipeline, stream, [7, 8, 9])
+    pipeline.graded(wait=True)
+    groups = grpo.group_by_question(cfg, completions, [7, 8, 9])
+    assert laps == ["rollout"] and len(judge.asked) == 12
     assert list(groups) == [7, 8, 9]
     for place, group in groups.items():
         number = questions.question_at(place, 5, 0)
@@ -596,8 +599,8 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
 
 def test_the_penalty_of_long_completions_rises_over_the_last_tokens():
     cfg = grpo.Config(overlong="penalty", max_new_tokens=100, overlong_tokens=20)
-    assert [grpo.penalty(cfg, n) for n in (1, 80, 81, 90, 99, 100)] == pytest.approx([0, 0, 0.05, 0.5, 0.95, 1])
-    assert grpo.penalty(grpo.Config(max_new_tokens=100), 100) == 0
+    assert [grpo.length_penalty(cfg, n) for n in (1, 80, 81, 90, 99, 100)] == pytest.approx([0, 0, 0.05, 0.5, 0.95, 1])
+    assert grpo.length_penalty(grpo.Config(max_new_tokens=100), 100) == 0
 
 
 def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path, capsys):
@@ -685,7 +688,8 @@ def test_the_loss_is_given_what_the_knobs_say(learn, monkeypatch, watched):
     assert [len(first), len(second)] == [2, 2] and not {id(g) for g in first} & {id(g) for g in second}
     assert [[id(g) for g in groups] for groups in again] == [[id(g) for g in groups] for groups in (first, second)] and lines(out)[0]["updates"] == 4
     for call, batch in zip(calls, watched.batches, strict=True):
-        assert {key: call[key] for key in chosen} == chosen and call["loss_type"] == "dr_grpo" and call["divisor"] == 8 * 12
+        assert {key: getattr(call["cfg"], key) for key in chosen} == chosen and call["cfg"].loss_type == "dr_grpo"
+        assert call["denominator"] == 8 * 12
         assert torch.equal(call["old_logp"], batch.trainer_logprobs) and torch.equal(call["sampled_logp"], batch.sampled_logprobs)
         assert not torch.equal(batch.trainer_logprobs, batch.sampled_logprobs) and torch.equal(call["advantage"], batch.advantages)
     assert (calls[0]["logp"] - calls[0]["old_logp"]).abs().max() < 1e-5 < (calls[2]["logp"] - calls[2]["old_logp"]).abs().max()
@@ -1185,7 +1189,7 @@ def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
     assert all(f"\n{q['question']}\n" in samples for q in held[:4]) and not any(f"\n{q['question']}\n" in samples for q in train)
     dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))
     learn(**knobs, code=2, max_new_tokens=6, eval_interval=11, max_steps=12, init_from="resume")
-    assert "questions have changed" in learn.error
+    assert "The list of questions has changed" in learn.error
 
 
 def test_a_resumed_run_says_which_task_file_it_executes_and_refuses_another(learn, tmp_path):

@@ -269,7 +269,7 @@ def test_the_best_checkpoint_is_the_macro_average_s(learn, two, monkeypatch):
     noted = []
     monkeypatch.setattr(grpo, "ask", lambda pipeline, questions, *rest, **how: (
         [[Grade(float(q["domain"] == two[1]), {}, "", None)] for q in questions], []))
-    monkeypatch.setattr(grpo.Run, "record_validation", lambda run, loss: noted.append(loss))
+    monkeypatch.setattr("runtime.run.Run.record_validation", lambda run, loss: noted.append(loss))
     # two of three held-out questions are the first task's
     monkeypatch.setattr(grpo, "open_questions", lambda cfg, task: (
         task.questions("train", n=8), [q for q in task.questions("valid") if q["domain"] == two[0] or "rat 1" in q["question"]], ""))

@@ -51,11 +51,13 @@ def facts(run, dataset):
     }
 
 
-def log_step(run, loss, lr, grad_norm, flops_per_token, **figures):
-    """Write a step's metrics and its line. Times are means of the steps since the last such line. figures:
-    more numbers for metrics.jsonl, tensors [] or floats."""
+def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures):
+    """Write a step's metrics and its line. Every rank must call. loss_sum: this rank's, over its targets; num_targets:
+    of all ranks. Times are means of the steps since the last such line. figures: {name: tensor [] or float} for
+    metrics.jsonl."""
     hw = run.hardware
     state = run.state
+    loss = distributed.sum([loss_sum])[0] / num_targets
     seconds = run.timings.total() / run.timed_steps
     tokens_per_s = run.timed_tokens / run.timed_steps / seconds
     mfu = hw.mfu(tokens_per_s / distributed.world_size(), flops_per_token)
