@@ -1,6 +1,6 @@
 """Whether the verifiers of reasoning-gym's generators can be trusted: `python -m studies.gym_audit [NAME ...]`
 prints a markdown table (generator, verdict, reason). What is audited is the reward of tasks/gym.py, the
-library's scorer within it; docs/gym_audit.md has what came out.
+library's scorer within it; docs/tasks.md has the result.
 
 A generator stands if its right answer earns 1 on ITEMS items, made again in a process with another order
 of sets; junk() earns 0 on the first JUNKED of them; no grade takes over MOST_SECONDS["grade"] or raises;

@@ -1,4 +1,4 @@
-"""Numbers as people and models write them. One reader for all tasks; what it accepts is listed in docs/verification.md.
+"""Numbers as people and models write them. One reader for all tasks; what it accepts is listed in docs/tasks.md.
 
 What a model wrote is never evaluated; every text is read in time proportional to its length.
 """

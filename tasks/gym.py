@@ -3,7 +3,7 @@
 executed.
 
 Of its generators only those are here whose verifier stood the audit of studies/gym_audit.py: see EXCLUDED and
-docs/gym_audit.md. The library pays part of a reward where the right answer merely occurs in what was
+docs/tasks.md. The library pays part of a reward where the right answer merely occurs in what was
 said; here only its full score counts, on the text within the first <answer></answer>. An item is a
 function of (generator, index): a question carries these two, and whoever grades it makes the item again."""
 import contextlib
@@ -102,13 +102,13 @@ def check(argument):
     names = ", ".join(GROUPS)
     if not argument:
         raise ValueError(f"The task gym needs the name of a group or generator: gym:NAME, with one of "
-                         f"{names}, or of docs/gym_audit.md.")
+                         f"{names}, or of docs/tasks.md.")
     if argument in EXCLUDED:
         raise ValueError(f"The generator {argument} is left out of gym ({EXCLUDED[argument]}): choose another, "
                          f"or one of {names}.")
     if argument not in GROUPS and not any(argument in group for group in (*GROUPS.values(), OTHERS)):
         raise ValueError(f"There is no generator {argument} in gym that was audited: choose {names}, or one "
-                         "of docs/gym_audit.md.")
+                         "of docs/tasks.md.")
     library()
 
 

@@ -42,7 +42,7 @@ RUN = {
     "python train.py config/quickstart.py --out_dir=out/base": SCRATCH,
     "python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=8 --temperature=1":
         ASK + " --oversample=2 --output=data/a.json",
-    "python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10 --temperature=0.6":
+    "python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10":
         ASK + " --oversample=2 --output=data/b.json",
     "python train.py config/rft.py --init_from=out/base --dataset=data/rft.json --out_dir=out/rft": "--max_steps=1 --device=cpu",
     "python eval.py --compare out/base out/rft --task=unit_conversion": ASK,

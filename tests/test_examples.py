@@ -309,7 +309,7 @@ def test_a_prompt_in_a_chat_s_template_is_not_put_into_it_once_more(tmp_path):
     with pytest.raises(ValueError, match="holds .INST.*user's text alone"):
         prompts.prompt_ids(chat, "[INST] How many? [/INST]")
     assert examples.read(path, Tokenizer("bytes"))            # whose prompts stand as they are
-    turns, line = re.search(r"    turns = (.*)\n    print\((.*)\)\n", (ROOT / "docs/rft.md").read_text()).groups()
+    turns, line = re.search(r"    turns = (.*?)\n    print\((.*?)\)\n", (ROOT / "docs/rft.md").read_text(), re.S).groups()
     assert json.loads(eval(line, {"json": json, "turns": eval(turns, {"re": re, "row": row})})) == {"messages": TURNS}
 
 
