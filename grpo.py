@@ -468,7 +468,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
-            update = learn(cfg, run, model, groups[i % cfg.mini_batches::cfg.mini_batches], lr, pcgrad)
+            mini_batch = groups[i % cfg.mini_batches::cfg.mini_batches]
+            update = learn(cfg, run, model, mini_batch, lr, pcgrad)
             if update:
                 updates.append(update)
         torch.use_deterministic_algorithms(False)
