@@ -18,7 +18,7 @@ from runtime import memory
 @pytest.fixture(autouse=True, params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
     """Every test runs twice, the second time through what a GPU's engine does, with graphs that are recorded."""
-    monkeypatch.setattr("engine.generate.ACT_AS", request.param)
+    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", request.param)
     monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
     Recorded.made.clear()
     return request.param
@@ -51,7 +51,7 @@ on_a_gpu = pytest.mark.parametrize("acting", ["cuda"], indirect=True)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape, groups, acting, monkeypatch):
     if groups:
-        monkeypatch.setattr("engine.kv_cache.GROUP", 2)
+        monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", 2)
         monkeypatch.setattr("engine.generate.SORT_EVERY", 3)
     model = make(**SHAPES[shape])
     lengths = [(7 * i) % 40 + 1 for i in range(20)]
@@ -76,7 +76,7 @@ def test_a_prompt_that_waits_for_slots_and_a_sorted_batch_keep_their_own_keys(mo
     model, together = make(), {}
     requests = [Request(p, num_samples=9, key=i, max_new_tokens=5 + 7 * i) for i, p in enumerate(prompts(6))]
     for group, every in ((10**6, 10**6), (2, 2)):
-        monkeypatch.setattr("engine.kv_cache.GROUP", group)
+        monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", group)
         monkeypatch.setattr("engine.generate.SORT_EVERY", every)
         found = {(s.request.key, s.index): s for s in Engine(model, slots=5, poll=1 + (group == 2)).generate(requests)}
         for key, s in found.items():
@@ -378,7 +378,7 @@ def test_two_runs_at_once_on_one_engine_are_refused():
     first = engine.generate(Request(p, key=i, max_new_tokens=3) for i, p in enumerate(prompts(5)))
     next(first)
     next(engine.generate([Request([1, 2])]))
-    with pytest.raises(RuntimeError, match="taken over"):
+    with pytest.raises(RuntimeError, match="took over"):
         list(first)
 
 
@@ -447,7 +447,7 @@ def test_a_tiny_temperature_is_greedy():
 
 def test_top_p_alone_counts_the_mass_of_all_ids(monkeypatch):
     """Also of those outside the likeliest among which it looks."""
-    monkeypatch.setattr("engine.sampler.TOP_P_AMONG", 4)
+    monkeypatch.setattr("engine.sampler.TOP_P_CANDIDATES", 4)
     p = torch.tensor([0.3, 0.2, 0.11, 0.09] + [0.03] * 10)
     u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     for top_p, allowed in ((0.45, 2), (0.55, 3), (0.95, 4)):

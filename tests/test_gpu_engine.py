@@ -16,7 +16,7 @@ GREEDY = Sampling(temperature=0)
 def acting(card, monkeypatch):
     """Where the CPU stands in for a GPU, it takes a GPU's branches, with graphs that are recorded."""
     if card.type == "cpu":
-        monkeypatch.setattr("engine.generate.ACT_AS", "cuda")
+        monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", "cuda")
         monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
 
 
@@ -48,7 +48,7 @@ def test_a_refilled_batch_is_the_cpu_s(shape, graphs, card, monkeypatch):
     engine = Engine(on(card, **SHAPES[shape]), slots=5, sampling=GREEDY, cuda_graphs=graphs)
     found = samples_of(engine)
     assert bool(engine.graphs) == graphs
-    monkeypatch.setattr("engine.generate.ACT_AS", None)
+    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", None)
     assert_same(found, samples_of(Engine(make(**SHAPES[shape]), slots=5, sampling=GREEDY)))
 
 

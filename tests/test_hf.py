@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf
-from model import GPT, GPTConfig, on_meta, rotations
+from model import GPT, GPTConfig, on_meta, rope_tables
 from runtime.config import BadInput
 from test_tokenizer import write
 from text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ HONOURED = {
     "Qwen2": LLAMA,
     "Qwen3": LLAMA | dict(head_dim=32, attention_bias=True),
 }
-# Keys that change no logits, at least while keys of hf.NEUTRAL are neutral.
+# Keys that change no logits, at least while keys of hf.NEUTRAL_VALUES are neutral.
 IRRELEVANT = """_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
     is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
     reorder_and_upcast_attn return_dict transformers_version use_cache
@@ -177,7 +177,7 @@ def spoil(folder, change):
 
 @pytest.mark.parametrize("change, words", [
     (lambda t: t.pop(next(iter(t))), "has no tensor model"),
-    (lambda t: t.update(extra=torch.zeros(1)), "no place for, extra"),
+    (lambda t: t.update(extra=torch.zeros(1)), "unexpected tensors for a .*, extra"),
     (lambda t: t.update({k: v[:1].clone() for k, v in list(t.items())[:1]}), "has the shape"),
 ])
 def test_tensors_that_do_not_belong_together_are_named(folder, change, words):
@@ -191,7 +191,7 @@ def test_every_key_of_config_json_is_honoured_refused_or_irrelevant(kind):
     """A field that a later transformers adds belongs into one of the three."""
     config_class = getattr(transformers, f"{kind}Config")
     fields = config_class().to_dict().keys()
-    assert sorted(fields) == sorted([*HONOURED[kind], *fields & hf.NEUTRAL.keys(), *fields & {*IRRELEVANT}])
+    assert sorted(fields) == sorted([*HONOURED[kind], *fields & hf.NEUTRAL_VALUES.keys(), *fields & {*IRRELEVANT}])
     about = config_class(**HONOURED[kind]).to_dict()
     assert hf.read_config(config_class().to_dict()) != hf.read_config(about)
     others = {"rope_parameters": {"rope_type": "default"}, "hidden_act": "relu", "activation_function": "gelu_new"}
@@ -199,7 +199,7 @@ def test_every_key_of_config_json_is_honoured_refused_or_irrelevant(kind):
         other = others.get(key) or (not value if type(value) is bool else 2 * value)
         assert hf.read_config(about | {key: other}) != hf.read_config(about), key
     others = {"layer_types": ["sliding_attention"] * 2, "partial_rotary_factor": 0.5}
-    for key, neutral in hf.NEUTRAL.items():
+    for key, neutral in hf.NEUTRAL_VALUES.items():
         assert hf.read_config(about | {key: neutral}) == hf.read_config(about)
         with pytest.raises(BadInput, match=f"config.json has {key}="):
             hf.read_config(about | {key: others.get(key, not neutral)})
@@ -224,7 +224,7 @@ WITHOUT = {key: value for key, value in LLAMA3.items() if key != "original_max_p
 def test_rotary_keys_that_contradict_one_another_or_lack_some(change):
     about = SHAPE | {"model_type": "llama", "hidden_act": "silu"} | change
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(about))).inv_freq
-    _, sin = rotations(hf.read_config(about))
+    _, sin = rope_tables(hf.read_config(about))
     assert (sin[1, 0, -len(theirs):] - theirs.sin()).abs().max() < 1e-6
 
 
@@ -247,7 +247,7 @@ def test_a_folder_of_something_else_is_named(folder):
     with pytest.raises(BadInput, match="lacks model.safetensors: get"):
         hf.load(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(BadInput, match=r"lacks model.safetensors \(pytorch_model.bin is not read here\)"):
+    with pytest.raises(BadInput, match=r"lacks model.safetensors \(pytorch_model.bin is not supported\)"):
         hf.load(folder)
     step = folder / "checkpoints" / "step_00000004"
     step.mkdir(parents=True)
@@ -287,7 +287,7 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
         hf.load(folder)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="has 257 ids, and the model in .* 200, none for '<.endoftext.>'"):
-        hf.Found(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
+        hf.ModelSource(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
     (folder / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="model type None"):
         hf.load(folder)

@@ -355,7 +355,7 @@ def test_adapters_leave_the_features_alone():
 
 @pytest.mark.parametrize("wrong, message", [
     (dict(mixer="performer"), "mixer=performer should be softmax, favor or linear"), (dict(mixer_rule="gated"), "should be sum or delta"),
-    (dict(mixer="softmax", mixer_rule="delta"), "mixer_rule=delta is for mixer=favor or linear"), (dict(mixer_features=0), "mixer_features=0")])
+    (dict(mixer="softmax", mixer_rule="delta"), "mixer_rule=delta needs mixer=favor or linear"), (dict(mixer_features=0), "mixer_features=0")])
 def test_what_is_not_computed_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**wrong)
@@ -394,7 +394,7 @@ def test_the_log_names_the_kind_of_attention():
 
 @pytest.fixture(params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
-    monkeypatch.setattr("engine.generate.ACT_AS", request.param)
+    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", request.param)
     monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
     return request.param
 

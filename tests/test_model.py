@@ -323,5 +323,5 @@ def test_a_gpu_s_memory_says_how_many_logits_are_computed_at_a_time(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = tiny(vocab_size=151936, n_embd=32, n_layer=1)
-    assert model.rows_at_a_time(torch.device("cuda")) == 80 * 2**30 // 256 // 151936 > 2000
-    assert model.rows_at_a_time(torch.device("cpu")) == 2**25 // 151936
+    assert model.rows_per_chunk(torch.device("cuda")) == 80 * 2**30 // 256 // 151936 > 2000
+    assert model.rows_per_chunk(torch.device("cpu")) == 2**25 // 151936
