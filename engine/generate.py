@@ -172,7 +172,7 @@ class Engine:
                 if isinstance(module, nn.Linear):
                     self.model.set_submodule(name, Packed(module.bias))
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
-        self.model.fill_rotations(self.dtype)
+        self.model.fill_rope_tables(self.dtype)
 
     @torch.no_grad()
     def load(self, model):
