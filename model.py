@@ -428,7 +428,7 @@ class GPT(nn.Module):
         return zeros.index_put(at, torch.cat(logprobs)), zeros.index_put(at, torch.cat(entropies))
 
     def rows_per_chunk(self, device, logits=None):
-        """Return the rows of one chunk of so many logits; None: logits_per_chunk.
+        """Return the number of rows in a chunk of `logits` logits; None: logits_per_chunk.
 
         At most 2**14, so that fp16 can sum a chunk's gradient.
         """

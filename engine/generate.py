@@ -112,7 +112,7 @@ class Packed(nn.Module):
 # --- the engine ---
 
 class Engine:
-    """Call generate() to sample and load() to replace the weights.
+    """Sample in batches with generate(); replace the weights with load().
 
     slots: rows in flight; None: as many as fit into free memory (at most MAX_SLOTS).
     context: longest prompt plus completion, in tokens.
@@ -271,7 +271,7 @@ class Engine:
                 self.model.hidden(x, None, attentions)
 
     def decode_step(self, B, groups, sampling):
-        """Draw one more token of rows 0 ... B-1, which are in RowGroups, without waiting for the device."""
+        """Draw one more token of rows 0 ... B-1, in RowGroups, without waiting for the device."""
         tokens, positions = self.state[:, :B]
         attentions = self.cache.decode(positions, groups, self.decoding)
         # On a GPU this selects the fused kernel that takes a mask.
