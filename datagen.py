@@ -518,8 +518,9 @@ def main(argv):
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                             stop_strings_of(task))
-        engine = Engine(model, cfg.slots, context_for(cfg, requests, cfg.few_shot, found), sampling, cfg.seed,
-                        hw.sampling_dtype, cfg.deterministic, tokenizer.decode, device=hw.device)
+        context = context_for(cfg, requests, cfg.few_shot, found)
+        engine = Engine(model, cfg.slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
+                        device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode)
         engine.check(max(requests, key=lambda request: len(request.ids)))
     header = header_of(cfg, hw, tokenizer, model, task, form, questions, requests)
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))

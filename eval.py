@@ -126,7 +126,7 @@ def evaluate_text(cfg):
 class Candidate:
     """A model that can be asked: nothing of what it will need is missing."""
     name: str
-    found: hf.Found
+    found: hf.ModelSource
     tokenizer: object
     few_shot: int                            # worked examples before a question
     requests: list
@@ -187,8 +187,8 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                         stop_strings_of(task))
     slots = 64 if cfg.deterministic else None
-    engine = Engine(candidate.found.load(device=hw.device), slots, candidate.context, sampling, cfg.seed,
-                    hw.sampling_dtype, cfg.deterministic, tokenizer.decode)
+    engine = Engine(candidate.found.load(device=hw.device), slots, candidate.context, sampling, seed=cfg.seed,
+                    dtype=hw.sampling_dtype, deterministic=cfg.deterministic, decode=tokenizer.decode)
     began = time.perf_counter()
     pipeline = Pipeline(engine, pool, tokenizer, task)
     grades, texts = ask(pipeline, questions, candidate.requests, shown=len(questions) if cfg.output else 0,

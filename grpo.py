@@ -543,8 +543,8 @@ def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     slots = cfg.slots or min(share, most, stream.state.slots or share)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
-        engine = Engine(run.model, slots, context, sampling, cfg.seed, dtype, cfg.deterministic,
-                        tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
+        engine = Engine(run.model, slots, context, sampling, seed=cfg.seed, dtype=dtype,
+                        deterministic=cfg.deterministic, decode=tokenizer.decode, cuda_graphs=cfg.cuda_graphs)
     return engine
 
 

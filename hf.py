@@ -1,4 +1,4 @@
-"""Hugging Face's files in and out of model.py: GPT-2, Llama (and SmolLM2), Qwen2.5, Qwen3. PEFT's files out.
+"""Import and export models as Hugging Face files (GPT-2, Llama, SmolLM2, Qwen2.5, Qwen3), adapters as PEFT's.
 
     python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
 """
@@ -14,18 +14,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from layers.lora import LoRA, add_lora, load_adapters, merged
-from model import GPTConfig, blank, scaled
+from model import GPTConfig, blank, scale_rope
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
 from text import hub
 from text.tokenizer import Tokenizer
 
-# Buffers that older files hold beside the weights: masks and rotary frequencies.
+# Masks and rotary frequencies, which older files store with the weights.
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
-# Keys of config.json that change a computation of transformers and that model.py does not compute, each with
-# the value that changes nothing.
-NEUTRAL = {
+# Keys of config.json that model.py does not support, each with the value that has no effect in transformers.
+NEUTRAL_VALUES = {
     "add_cross_attention": False,
     "is_causal": True,
     "layer_types": None,
@@ -37,15 +36,15 @@ NEUTRAL = {
     "transformers_weights": None,            # another file than model.safetensors
     "use_sliding_window": False,
 }
-# Names that GPT-2's keys have too. transformers prefers these.
+# Other names of GPT-2's keys, which transformers prefers.
 GPT2_ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-# {type of rotary positions: the keys it needs}
-ROPE_NEEDS = {
+# {type of rotary positions: required keys}
+ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -55,11 +54,10 @@ ROPE_NEEDS = {
 # --- configurations ---
 
 def read_config(hf_config):
-    """Return the GPTConfig of a config.json, given as a dictionary. BadInput for what model.py does not
-    compute."""
+    """Return the GPTConfig of a config.json (a dict); raise BadInput for an unsupported architecture."""
     kind = hf_config.get("model_type")
     if kind == "gpt2":
-        refuse(hf_config)
+        refuse_unsupported(hf_config)
         aliases = GPT2_ALIASES.keys() & hf_config.keys()
         hf_config = hf_config | {GPT2_ALIASES[alias]: hf_config[alias] for alias in aliases}
         return GPTConfig(
@@ -79,9 +77,9 @@ def read_config(hf_config):
             mlp_bias=True,
             tied_head=hf_config.get("tie_word_embeddings", True))
     if kind not in ("llama", "qwen2", "qwen3"):
-        raise BadInput(f"The model type {kind} is not known here: gpt2, llama, qwen2 and qwen3 are.")
+        raise BadInput(f"The model type {kind} is not supported: choose a gpt2, llama, qwen2 or qwen3.")
     other_layers = set(hf_config.get("layer_types") or ()) - {"full_attention"}
-    refuse(hf_config | {"layer_types": other_layers})
+    refuse_unsupported(hf_config | {"layer_types": other_layers})
     rope_theta, rope_scaling = read_rope(hf_config)
     attention_bias = hf_config.get("attention_bias") or False
     return GPTConfig(
@@ -107,24 +105,24 @@ def read_config(hf_config):
 
 
 def read_rope(hf_config):
-    """Return rope_theta and rope_scaling of a GPTConfig. Where keys of config.json contradict one another,
-    transformers' choice counts."""
+    """Return rope_theta and rope_scaling of a GPTConfig. If keys contradict each other, choose as
+    transformers does."""
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     outside = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     rope = {key: hf_config.get(key, value) for key, value in outside.items()} | rope
-    refuse(rope)
+    refuse_unsupported(rope)
     del rope["partial_rotary_factor"]
     rope_theta = rope.pop("rope_theta")
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
-    if kind not in ROPE_NEEDS:
-        raise BadInput(f"Rotary positions of type {kind} are not known here: default, linear and llama3 are.")
-    missing = set(ROPE_NEEDS[kind]) - rope.keys()
+    if kind not in ROPE_KEYS:
+        raise BadInput(f"Rotary positions of type {kind} are not supported: use default, linear or llama3.")
+    missing = set(ROPE_KEYS[kind]) - rope.keys()
     if missing:
         raise BadInput(f"config.json has rotary positions of type {kind} without {min(missing)}: restore it.")
-    unknown = rope.keys() - inspect.signature(scaled).parameters.keys()
+    unknown = rope.keys() - inspect.signature(scale_rope).parameters.keys()
     if unknown:
-        raise BadInput(f"config.json has rotary positions with {min(unknown)}, which model.py does not know: "
+        raise BadInput(f"config.json has rotary positions with {min(unknown)}, which is not supported: "
                        "choose another model.")
     if kind == "llama3":
         positions = "original_max_position_embeddings"
@@ -132,29 +130,28 @@ def read_rope(hf_config):
     return rope_theta, None if kind == "default" else rope | {"rope_type": kind}
 
 
-def refuse(hf_config):
-    """Raise BadInput if config.json has another value than NEUTRAL."""
-    for key, neutral in NEUTRAL.items():
+def refuse_unsupported(hf_config):
+    """Raise BadInput if a key has another value than in NEUTRAL_VALUES."""
+    for key, neutral in NEUTRAL_VALUES.items():
         value = hf_config.get(key, neutral)
         if value != neutral and (value or neutral):
-            raise BadInput(f"config.json has {key}={str(value)[:80]}, which model.py does not compute: "
+            raise BadInput(f"config.json has {key}={str(value)[:80]}, which model.py does not support: "
                            "choose another model.")
 
 
-def translate(hf_config, key, known):
-    """Return our word for a value of config.json, from {theirs: ours}. BadInput for one that is not known."""
-    if hf_config.get(key) not in known:
-        raise BadInput(f"config.json has {key}={hf_config.get(key)}, which model.py does not compute "
-                       f"({', '.join(known)} it does): choose another model.")
-    return known[hf_config[key]]
+def translate(hf_config, key, names):
+    """Return `names[hf_config[key]]`, or raise BadInput for an unsupported value."""
+    if hf_config.get(key) not in names:
+        raise BadInput(f"config.json has {key}={hf_config.get(key)}, which model.py does not support: "
+                       f"choose a model with {' or '.join(names)}.")
+    return names[hf_config[key]]
 
 
 def write_config(config):
-    """Return the config.json, as a dictionary, of an architecture of transformers that computes what this
-    GPTConfig does."""
+    """Return a config.json (a dict) of a transformers architecture that is equivalent to this GPTConfig."""
     if config.mixer != "softmax":
-        raise BadInput(f"transformers has no architecture with mixer={config.mixer}: only models with softmax "
-                       "attention can be exported.")
+        raise BadInput(f"transformers has no architecture with mixer={config.mixer}: export a model with "
+                       "softmax attention.")
     plain_heads = (config.n_kv_head, config.head_dim) == (config.n_head, config.n_embd // config.n_head)
     all_biases = config.qkv_bias and config.o_bias and config.mlp_bias
     like_gpt2 = (config.norm, config.position, config.qk_norm) == ("layernorm", "learned", False)
@@ -190,8 +187,8 @@ def write_config(config):
     if not kind or config.logit_softcap or not like_llama or (kind == "qwen2" and wide_heads):
         raise BadInput(f"transformers has no architecture for norm={config.norm}, "
                        f"position={config.position}, qk_norm={config.qk_norm}, mlp={config.mlp}, "
-                       f"qkv_bias={config.qkv_bias}, logit_softcap={config.logit_softcap}: GPT-2's, Llama's, "
-                       "Qwen's and train.py's default can be exported.")
+                       f"qkv_bias={config.qkv_bias}, logit_softcap={config.logit_softcap}: export an "
+                       "architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
     rope_scaling = config.rope_scaling or {"rope_type": "default"}
     return {
         "model_type": kind,
@@ -218,8 +215,8 @@ def write_config(config):
 # --- weights ---
 
 def weight_names(config, kind):
-    """Yield for each weight of GPT(config): its name, its names in Hugging Face's files (one, or several that
-    ours stacks), and whether theirs is transposed."""
+    """Yield for each weight of GPT(config): its name, the names of the Hugging Face tensors that it stacks
+    (one or several), and whether those are transposed."""
     def linear(name, *hf_names, bias, transposed=False):
         yield f"{name}.weight", [f"{hf_name}.weight" for hf_name in hf_names], transposed
         if bias:
@@ -258,25 +255,25 @@ def weight_names(config, kind):
 
 
 @dataclass
-class Found:
-    """A model that exists: a run folder, or Hugging Face's files."""
+class ModelSource:
+    """A model to load: a run folder or Hugging Face files."""
     folder: Path
     config: GPTConfig
-    about: dict                              # model.json of a run, config.json of Hugging Face
-    step: int | None = None                  # of a run: the checkpoint whose weights count
+    about: dict                              # a run's model.json or Hugging Face's config.json
+    step: int | None = None                  # of a run: the checkpoint to load
 
     def tokenizer(self, name=None):
-        """Return the model's own, or for Hugging Face's files the one of that name. BadInput for another name
-        than a run's own, or more ids than the model has."""
+        """Return the model's own tokenizer, or for Hugging Face files the named one. Raise BadInput for a
+        name that contradicts a run's own, or for more ids than the model has."""
         if self.step is not None:
             tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
             if self.about.get("tokenizer_sha256") not in (None, tokenizer.sha256):
-                raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: put back the one that "
-                               "the run was made with.")
+                raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: restore the run's "
+                               "original.")
             own_name = self.about["tokenizer"]["name"]
             if name not in (None, own_name) and not tokenizer.is_that_of(name):
-                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: leave "
-                               "--tokenizer out.")
+                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: omit "
+                               "--tokenizer.")
             return tokenizer
         if not name:
             tiktoken = self.about["model_type"] == "gpt2" and not self.has_tokenizer
@@ -285,7 +282,7 @@ class Found:
         if tokenizer.n_vocab > self.config.vocab_size:
             last = tokenizer.decode([tokenizer.n_vocab - 1])
             raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in "
-                           f"{self.folder} {self.config.vocab_size}, none for {last!r}: give the model's own "
+                           f"{self.folder} {self.config.vocab_size}, none for {last!r}: pass the model's own "
                            "with --tokenizer=, or resize it with transformers' resize_token_embeddings().")
         return tokenizer
 
@@ -294,14 +291,14 @@ class Found:
         return self.step is not None or (self.folder / "tokenizer.json").exists()
 
     def load(self, *args, device="cpu"):
-        """Return GPT(config, *args) in fp32 with the weights. BadInput if they don't fit the memory."""
+        """Return GPT(config, *args) in fp32 with the weights; raise BadInput if memory is too small."""
         memory.check_weights(self.config, device)
         model = blank(self.config, *args, device=device)
         self.fill(model)
         return model
 
     def fill(self, model):
-        """Give a GPT(config) the weights; a run's adapters are merged."""
+        """Copy the weights into a GPT(config), with a run's adapters merged."""
         if self.step is None:
             with checkpoint.loading(f"The model in {self.folder}"):
                 load_safetensors(model, self.folder, self.about)
@@ -318,97 +315,95 @@ class Found:
 
 
 def find(path_or_name, step=None):
-    """Return the Found of a run folder (at its best checkpoint, or that of `step`), a folder of Hugging
-    Face's, or a name on the hub."""
+    """Return the ModelSource of a run folder (at its best checkpoint, or at `step`), a folder of Hugging Face
+    files, or a name on the hub."""
     folder = Path(path_or_name)
     is_run = (folder / "model.json").exists()
     if is_run:
         about = checkpoint.read_model(folder)
     elif (folder / "checkpoints").is_dir():
-        raise BadInput(f"{folder} is a run's folder without its model.json: put that back, or give another run.")
+        raise BadInput(f"{folder} is a run folder without model.json: restore it, or give another run.")
     else:
         folder = folder if folder.is_dir() else download(str(path_or_name))
-        refuse_others(folder)
+        refuse_checkpoint_or_adapter(folder)
         about = read_json(folder / "config.json", "give the folder of a model")
     try:
         shape = GPTConfig(**about["architecture"]) if is_run else read_config(about)
     except (LookupError, TypeError, ValueError, AttributeError) as e:
         file = folder / ("model.json" if is_run else "config.json")
-        advice = "restore it, or give another run" if is_run else "get it again"
+        advice = "restore it, or give another run" if is_run else "download it again"
         raise BadInput(f"{file} describes no model ({type(e).__name__}: {e}): {advice}.") from None
     if is_run:
         step = step or checkpoint.choose(folder)
-    return Found(folder, shape, about, step if is_run else None)
+    return ModelSource(folder, shape, about, step if is_run else None)
 
 
-def refuse_others(folder):
-    """Raise BadInput for a run's checkpoint and for PEFT's adapters, alone or beside a model."""
+def refuse_checkpoint_or_adapter(folder):
+    """Raise BadInput for a checkpoint within a run, and for PEFT adapters, alone or beside a model."""
     if not (folder / "config.json").exists():
         for run in folder.resolve().parents[:2]:
             if (run / "model.json").exists():
-                raise BadInput(f"{folder} is a part of the run in {run}: give that folder.")
+                raise BadInput(f"{folder} is part of the run in {run}: give that folder.")
     adapter = folder / "adapter_config.json"
     if adapter.exists():
-        base = read_json(adapter, "get it again").get("base_model_name_or_path")
-        raise BadInput(f"{folder} holds a PEFT adapter of {base or 'a model'} ({adapter.name}), which is not "
-                       "read here: merge it with peft's merge_and_unload(), save that model, and give its "
+        base = read_json(adapter, "download it again").get("base_model_name_or_path")
+        raise BadInput(f"{folder} holds a PEFT adapter of {base or 'a model'} ({adapter.name}), which can't "
+                       "be loaded: merge it with peft's merge_and_unload(), save that model, and give its "
                        "folder.")
 
 
 def to_resume(out_dir, weights_suffice=False):
-    """Return the Found of the newest intact checkpoint of a run that is to go on. BadInput if there is none,
-    or one of weights alone, unless they suffice."""
+    """Return the ModelSource of a run's newest intact checkpoint. Raise BadInput if there is none, or if it
+    holds only weights and they don't suffice."""
     step = checkpoint.newest_intact(out_dir)
     if step is None:
         raise BadInput(f"{out_dir} has no intact checkpoint to resume from: start again with --overwrite.")
     if not checkpoint.has_state(out_dir, step) and not weights_suffice:
-        raise BadInput(f"The checkpoint of step {step} in {out_dir} holds the weights alone "
+        raise BadInput(f"The checkpoint of step {step} in {out_dir} holds only weights "
                        "(save_only_model), which is not enough to resume: start a new run with "
                        f"--init_from={out_dir} and another --out_dir=.")
     return find(out_dir, step)
 
 
 def load(path_or_name, *args, device="cpu"):
-    """Return GPT(config, *args) in fp32 of a run folder, a folder of Hugging Face's or a name on the hub. See
-    `find` and `load_safetensors`."""
+    """Return GPT(config, *args) in fp32 from a run folder, a Hugging Face folder or a name on the hub."""
     return find(path_or_name).load(*args, device=device)
 
 
 def download(name):
-    """Return the folder into which huggingface_hub downloads the model of a name."""
+    """Download a model from the hub with huggingface_hub and return its folder."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, or "
                        "a name on the hub.")
     try:
         import huggingface_hub
         patterns = ["*.json", "*.safetensors", "*.jinja"]
-        with ProgressLine(f"getting {name} from the Hugging Face hub"):
+        with ProgressLine(f"downloading {name} from the Hugging Face hub"):
             offline = not hub.answers()
             folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns,
                                                        local_files_only=offline)
         return Path(folder)
     except Exception as e:
         raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
-                       f"({hub.reason(e)[:200]}): correct the name, or download the folder where there is a "
-                       "network and give its path.") from None
+                       f"({hub.reason(e)[:200]}): correct the name, or download the folder on a machine with "
+                       "network access and give its path.") from None
 
 
 def load_safetensors(model, folder, hf_config):
-    """Give a GPT the weights of a folder's safetensors, in one file or several, converted to the model's
-    dtype. Every tensor is used exactly once; BadInput names the one that is missing, left over or of another
-    shape."""
+    """Copy the weights from a folder's safetensors into a GPT, in the model's dtype. Every tensor is used
+    exactly once; BadInput names one that is missing, unexpected or of another shape."""
     config = model.config
     kind = hf_config["model_type"]
     readers = read_tensors(folder)
     weights = model.state_dict()
-    if kind == "gpt2":                                        # files of the base model lack the prefix
+    if kind == "gpt2":                                        # files of GPT2Model lack the prefix
         readers = {with_gpt2_prefix(name): reader for name, reader in readers.items()}
     readers = {name: reader for name, reader in readers.items() if not BUFFERS.fullmatch(name)}
     names = list(weight_names(config, kind))
     for name, hf_names, transposed in track(names, f"loading the weights in {folder}", "tensors"):
         missing = [hf_name for hf_name in hf_names if hf_name not in readers]
         if missing:
-            raise BadInput(f"{folder} has no tensor {missing[0]}, which a {kind} needs: get its files again.")
+            raise BadInput(f"{folder} has no tensor {missing[0]}, which a {kind} needs: download it again.")
         value = torch.cat([readers.pop(hf_name)() for hf_name in hf_names])
         if transposed:
             value = value.t()
@@ -418,20 +413,20 @@ def load_safetensors(model, folder, hf_config):
             weight = weight[:config.vocab_size]
         if value.shape != weight.shape:
             raise BadInput(f"{' + '.join(hf_names)} in {folder} has the shape {tuple(value.shape)}, and "
-                           f"config.json asks for {tuple(weight.shape)}: get the files of one model.")
+                           f"config.json asks for {tuple(weight.shape)}: download the files again.")
         weight.copy_(value)
         if config.mlp == "relu2" and "up_proj" in hf_names[0]:
             gate = hf_names[0].replace("up_proj", "gate_proj")
-            gate_reader = readers.pop(gate, torch.Tensor)     # which gives an empty one if there is none
+            gate_reader = readers.pop(gate, torch.Tensor)     # if missing: an empty tensor, which differs
             if not torch.equal(gate_reader(), value):
-                raise BadInput(f"{gate} in {folder} differs from up_proj, and with hidden_act=relu only an "
-                               "MLP whose gate is its own input is known here: choose another model.")
+                raise BadInput(f"{gate} in {folder} differs from up_proj, but hidden_act=relu is only "
+                               "supported with a gate equal to up_proj: choose another model.")
     if config.tied_head and "lm_head.weight" in readers:
         head = readers["lm_head.weight"]().to(model.head_weight)
         if torch.equal(head, weights["token_embedding.weight"][:config.vocab_size]):
-            del readers["lm_head.weight"]                     # the shared weights, written twice
+            del readers["lm_head.weight"]                     # the tied weights, stored twice
     if readers:
-        raise BadInput(f"{folder} has {len(readers)} tensors that a {kind} has no place for, "
+        raise BadInput(f"{folder} has {len(readers)} unexpected tensors for a {kind}, "
                        f"{next(iter(readers))} for one: choose another model.")
 
 
@@ -440,33 +435,32 @@ def with_gpt2_prefix(name):
 
 
 def read_tensors(folder):
-    """Return {name: function that reads the tensor} of model.safetensors, or if there is none, of the shards
-    that the index names."""
+    """Return {tensor name: function that reads it} of model.safetensors or the shards in the index."""
     index = folder / "model.safetensors.index.json"
     shards = {"": "model.safetensors"}
     if not (folder / "model.safetensors").exists():
         if not index.exists():
             others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".gguf")]
-            others = f" ({others[0]} is not read here)" if others else ""
+            others = f" ({others[0]} is not supported)" if others else ""
             raise BadInput(f"{folder} lacks model.safetensors{others}: get that file, or write it with "
-                           "save_pretrained() of transformers.")
-        shards = read_json(index, "get it again").get("weight_map")
+                           "transformers' save_pretrained().")
+        shards = read_json(index, "download it again").get("weight_map")
     if not isinstance(shards, dict):
-        raise BadInput(f"{index} does not say which file holds which tensor: get it again.")
+        raise BadInput(f"{index} does not say which file holds which tensor: download it again.")
     readers = {}
     for shard in sorted({checkpoint.inside(folder, name) for name in shards.values()}):
         try:
             file = safe_open(shard, framework="pt")
         except (OSError, SafetensorError) as e:
-            raise BadInput(f"{shard} can't be read ({e}): get it again.") from None
+            raise BadInput(f"{shard} can't be read ({e}): download it again.") from None
         for name in file.keys():
             readers[name] = functools.partial(file.get_tensor, name)
     return readers
 
 
 def export(model, folder, tokenizer=None):
-    """Write config.json and model.safetensors (fp32) that transformers loads as the same function, adapters
-    merged, and the tokenizer for its AutoTokenizer."""
+    """Write config.json and model.safetensors (fp32, adapters merged) for transformers, and the tokenizer for
+    its AutoTokenizer."""
     config = model.config
     hf_config = write_config(config)
     weights = merged(model)
@@ -488,7 +482,7 @@ def export(model, folder, tokenizer=None):
 
 
 def split_stacked(config, value, hf_names):
-    """Split a weight [out, ...] of ours into those of theirs that it stacks: three (q, k, v), or one."""
+    """Split a weight [out, ...] into the Hugging Face tensors that it stacks: three (q, k, v) or one."""
     if len(hf_names) == 1:
         return [value]
     queries = config.n_head * config.head_dim
@@ -497,8 +491,7 @@ def split_stacked(config, value, hf_names):
 
 
 def add_gates(config, tensors):
-    """Add the gates of transformers' MLP to ours with relu(z)^2 = relu(z) * z: a gated MLP whose gate is its
-    input."""
+    """Add gate projections for relu2: relu(z)^2 = relu(z) * z is a gated MLP whose gate is its own input."""
     gates = {}
     if config.mlp == "relu2":
         for name, value in tensors.items():
@@ -515,20 +508,19 @@ def write(folder, config_name, hf_config, tensors_name, tensors):
 
 
 def export_adapters(model, folder, base_model_name_or_path=""):
-    """Write adapter_config.json and adapter_model.safetensors: peft.PeftModel.from_pretrained(base, folder)
-    is the function of the adapted model, base being transformers' model of the base weights (`export` within
-    adapters_off writes one)."""
+    """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained(base,
+    folder). `export` within adapters_off writes the base."""
     config = model.config
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
     if not layers:
-        raise BadInput("The model has no adapters: use hf.export, or add_lora before.")
+        raise BadInput("The model has no adapters: use hf.export, or call add_lora first.")
     kind = write_config(config)["model_type"]
     tensors = {}
     for name, hf_names, _ in weight_names(config, kind):
         layer = layers.get(name.removesuffix(".weight"))
         if layer is None:
             continue
-        rows_of_b = split_stacked(config, layer.lora_b, hf_names)        # one A for all, each its rows of B
+        rows_of_b = split_stacked(config, layer.lora_b, hf_names)        # q, k and v share one A
         for hf_name, lora_b in zip(hf_names, rows_of_b):
             prefix = f"base_model.model.{hf_name.removesuffix('weight')}"
             # [rank, in] and [out, rank], for GPT-2's Conv1D too
@@ -536,7 +528,7 @@ def export_adapters(model, folder, base_model_name_or_path=""):
             tensors[f"{prefix}lora_B.weight"] = lora_b.detach().float().cpu().clone()
     tensors = add_gates(config, tensors)
     layer = next(iter(layers.values()))
-    # PEFT adapts what ends so, in every block. One name would not do: GPT-2 has attn.c_proj and mlp.c_proj.
+    # PEFT matches the ends of names. Two parts, since GPT-2 has both attn.c_proj and mlp.c_proj.
     target_modules = {".".join(name.split(".")[-4:-2]) for name in tensors}
     adapter_config = {
         "peft_type": "LORA",
@@ -555,24 +547,24 @@ def export_adapters(model, folder, base_model_name_or_path=""):
 
 @dataclass
 class Config:
-    paths: tuple = ()                        # a run folder, and the folder to write
+    paths: tuple = ()                        # run folder, output folder
 
 
 def main(argv):
     cfg = config.load(Config, argv, positional="paths")
     if len(cfg.paths) != 2:
-        raise BadInput("Two folders are needed: python hf.py RUN OUT_DIR")
-    source, out = cfg.paths
+        raise BadInput("hf.py needs two folders: python hf.py RUN OUT_DIR")
+    run, out = cfg.paths
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
-        raise BadInput(f"{out} is there and not an empty folder: choose another.")
-    found = find(source)
-    model = found.load()
+        raise BadInput(f"{out} exists and is not an empty folder: choose another.")
+    source = find(run)
+    model = source.load()
     try:
-        tokenizer = found.tokenizer() if found.has_tokenizer else None
+        tokenizer = source.tokenizer() if source.has_tokenizer else None
         export(model, out, tokenizer)
     except OSError as e:
         raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
-    step = "" if found.step is None else f" of step {found.step}"
+    step = "" if source.step is None else f" of step {source.step}"
     print(f"{out}: {model.n_params():,} parameters{step}")
     return 0
 

@@ -1,11 +1,10 @@
-"""The GPT. One definition spans GPT-2 and the modern decoders; imports torch and layers/ alone.
+"""The GPT: one definition covers GPT-2, Llama, Qwen and a modern default. Imports only torch and layers/.
 
-Shapes: B sequences of T positions, C = n_embd channels, V = vocab_size ids; in attention H query heads and K
-key/value heads of D channels.
+Shapes: B sequences, T positions, C = n_embd channels, V = vocab_size ids; in attention H query heads, K
+key/value heads and D channels a head.
 
-The from-scratch default follows what small-model speed runs settled on: RMSNorm, rotary positions (Su et al.
-2021), QK-norm (Henry et al. 2020), squared ReLU (So et al. 2021), zero-initialised output projections and an
-untied head.
+The from-scratch default follows small-model speed runs: RMSNorm, rotary positions (Su et al. 2021), QK-norm
+(Henry et al. 2020), squared ReLU (So et al. 2021), zero-initialised output projections and an untied head.
 """
 import inspect
 import math
@@ -19,18 +18,17 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from layers.linear_attention import Mixer, PromptMixing, first_gain, flops_per_token as mixer_flops, mix
+from layers.linear_attention import Mixer, PromptMixing, flops_per_token as mixer_flops, initial_qk_gain, mix
 from layers.ops import ATTENTION, HeadAndLoss, IGNORE, RMSNorm, SquaredReLU, chunk_loss, drop_out, rms_norm
 
-LOGITS_AT_A_TIME = 2**25                               # on a CPU: 128 MiB in fp32
-# On a CPU, what GPT.token_logprobs computes at a time of more than that, and again in the backward pass.
-LOGPROBS_AT_A_TIME = 2**23
+CPU_LOGITS_PER_CHUNK = 2**25                 # 128 MiB in fp32
+CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # where GPT.token_logprobs recomputes them in the backward pass
 
 
 @dataclass
 class GPTConfig:
-    vocab_size: int = 50257                  # real ids; the weights are padded to a multiple of 64
-    block_size: int = 1024                   # longest sequence, tokens
+    vocab_size: int = 50257                  # ids in use; the weights are padded to a multiple of 64
+    block_size: int = 1024                   # maximum sequence length, tokens
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -41,7 +39,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     position: str = "rope"                   # rope | learned
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None         # {"rope_type": "linear" or "llama3", "factor": ...}: see scaled
+    rope_scaling: dict | None = None         # {"rope_type": "linear" or "llama3", "factor": ...}: scale_rope
     qk_norm: bool = True                     # RMSNorm of each query and key head, before the rotation
     mlp: str = "relu2"                       # relu2 | gelu (exact, nanoGPT's) | gelu_tanh (GPT-2's) | swiglu
     qkv_bias: bool = False
@@ -50,12 +48,12 @@ class GPTConfig:
     tied_head: bool = False                  # the head shares the token embedding's weights
     logit_softcap: float = 0.0               # logits = cap * tanh(logits / cap); 0: off
     dropout: float = 0.0
-    mixer: str = "softmax"                   # softmax | favor | linear: how attention weighs; see layers/linear_attention.py
-    mixer_rule: str = "sum"                  # sum | delta: how a state of favor and linear changes
-    mixer_features: int = 256                # of favor: random features a head
+    mixer: str = "softmax"                   # softmax | favor | linear (layers/linear_attention.py)
+    mixer_rule: str = "sum"                  # sum | delta: how favor and linear update their state
+    mixer_features: int = 256                # favor: random features a head
 
     def __post_init__(self):
-        """Fill in what is None. ValueError for what can't be computed, whatever file it was read from."""
+        """Fill in the fields that are None; raise ValueError for an invalid config."""
         check_config(self)
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
@@ -71,12 +69,12 @@ class GPTConfig:
 
 # --- attention ---
 
-def scaled(rate, rope_type=None, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
-           original_max_position_embeddings=8192):
-    """Return rotary frequencies [D/2] for contexts `factor` times as long as those trained on with `rate`.
+def scale_rope(rate, rope_type=None, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
+               original_max_position_embeddings=8192):
+    """Scale rotary frequencies `rate` [D/2], in radians a position, to a context `factor` times longer.
 
-    Both are in radians a position. linear divides all of them by the factor (Chen et al. 2023). llama3
-    divides only those with few periods in the original context, with a ramp between (Llama 3.1).
+    linear divides all of them by the factor (Chen et al. 2023). llama3 divides only those with few periods in
+    the original context, with a ramp between (Llama 3.1).
     """
     if rope_type != "llama3":
         return rate / factor
@@ -85,17 +83,17 @@ def scaled(rate, rope_type=None, factor=1.0, low_freq_factor=1.0, high_freq_fact
     return rate * (keep + (1 - keep) / factor)
 
 
-def rotations(config):
-    """Return cos and sin of all positions' angles: fp32 [block_size, 1, D]; None if positions are learned.
+def rope_tables(config):
+    """Return cos and sin of all positions' angles, fp32 [block_size, 1, D]; None for learned positions.
 
-    Both halves of the channels have the same angles. The first half's sin is negative, as `rotate` needs it.
+    Both halves of the channels have the same angles. The sin of the first half is negated for `rotate`.
     """
     if config.position != "rope":
         return None, None
-    # On the CPU they have values in a model on the meta device too.
+    # On the CPU, so that they have values in a model on the meta device too.
     pairs = torch.arange(0, config.head_dim, 2, device="cpu")
     rate = config.rope_theta ** (-pairs.float() / config.head_dim)
-    rate = scaled(rate, **(config.rope_scaling or {}))
+    rate = scale_rope(rate, **(config.rope_scaling or {}))
     angle = torch.outer(torch.arange(config.block_size, device="cpu").float(), rate)[:, None, :]
     cos = torch.cat((angle.cos(), angle.cos()), -1)
     sin = torch.cat((-angle.sin(), angle.sin()), -1)
@@ -103,9 +101,9 @@ def rotations(config):
 
 
 def rotate(x, cos, sin):
-    """Rotate x [B, T, heads, D] in the halves layout (as Llama's) by cos and sin from GPT.rotary_embedding.
+    """Rotate x [B, T, heads, D], in Llama's layout of two halves, by cos and sin from GPT.rotary_embedding.
 
-    These are three kernels, where the two halves written out would be seven.
+    This takes three kernels; writing out the two halves takes seven.
     """
     a, b = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((b, a), dim=-1), sin)
@@ -121,7 +119,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.qkv_bias)
         self.out = nn.Linear(H * D, config.n_embd, bias=config.o_bias)
         if config.qk_norm:
-            gain = first_gain(config)
+            gain = initial_qk_gain(config)
             self.q_norm = nn.Parameter(torch.full((D,), gain))
             self.k_norm = nn.Parameter(torch.full((D,), gain))
         self.mixer = None if config.mixer == "softmax" else Mixer(config)
@@ -133,7 +131,7 @@ class Attention(nn.Module):
         K = self.config.n_kv_head
         D = self.config.head_dim
         qkv = self.qkv(x).view(B, T, H + 2 * K, D)
-        qk, v = qkv.split((H + K, K), dim=2)                     # queries and keys share what follows
+        qk, v = qkv.split((H + K, K), dim=2)
         if self.config.qk_norm:
             gain = torch.cat((self.q_norm.expand(H, D), self.k_norm.expand(K, D)))
             qk = rms_norm(qk, gain, self.config.norm_eps)
@@ -143,7 +141,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(self, x, cos, sin, attend):
-        """Return [B, T, C] for x [B, T, C]. attend: see GPT.hidden."""
+        """Return [B, T, C] for x [B, T, C]; see GPT.hidden for attend."""
         inputs = self.project_qkv(x, cos, sin)
         if self.mixer is not None:
             inputs = self.mixer(x, *inputs, gain=self.k_norm if self.config.qk_norm else None)
@@ -163,7 +161,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_hidden, config.n_embd, bias=config.mlp_bias)
 
     def activation(self, x):
-        """Return [..., mlp_hidden] of x [..., C]."""
+        """Return the activations [..., mlp_hidden] of x [..., C]."""
         if self.kind == "swiglu":
             return F.silu(self.gate(x)) * self.up(x)
         if self.kind == "gelu":
@@ -197,49 +195,48 @@ class Block(nn.Module):
         return x + drop_out(y, self.dropout, self.training)
 
 
-# --- the parts of a step, each of which can be compiled ---
+# --- the parts of a training step that can be compiled ---
 
 def call_block(block, h, cos, sin, attend):
-    """Return [B, T, C] of h [B, T, C]; see GPT.hidden."""
+    """Return block(h) [B, T, C] of h [B, T, C]; see GPT.hidden."""
     return block(h, cos, sin, attend)
 
 
 def chunk_logprobs(model, h, y, temperature):
-    """Return log-probabilities [N] of targets y [N] after h [N, C] and entropies [N]."""
+    """Return logprobs [N] of targets y [N] after h [N, C], and the entropies [N] of their distributions."""
     logprobs = F.log_softmax(model.logits(h).div_(temperature), dim=-1)
     with torch.no_grad():
         entropy = -logprobs.exp().mul_(logprobs).sum(-1)
     return logprobs.gather(1, y[:, None])[:, 0], entropy
 
 
-class Parts(NamedTuple):
-    """What a step consists of, as it is or compiled."""
+class CompiledParts(NamedTuple):
+    """The three functions that --compile replaces: block, loss chunk, logprob chunk."""
     block: Callable = call_block
     loss: Callable = chunk_loss
     logprobs: Callable = chunk_logprobs
 
     @classmethod
     def compiled(cls, mode=None, dynamic=None, blocks=True):
-        """Return the Parts, compiled.
+        """Return the three functions compiled with torch.compile's mode; dynamic applies to blocks.
 
-        Blocks share their code, so that one is compiled for all. The gradients of each are there when its
-        backward pass ends, so that they can be sent to other ranks meanwhile.
-        mode, dynamic: torch.compile's, the second of blocks. blocks: whether to compile them.
+        All blocks share one compiled function. Each has its gradients when its own backward pass ends, so
+        that they can be reduced across ranks during the rest. blocks: whether to compile them.
         """
         block = torch.compile(call_block, mode=mode, dynamic=dynamic) if blocks else call_block
-        # The number of ids stays a constant, by which a kernel knows how rows are aligned.
+        # Not dynamic: the kernel needs the constant number of ids to know how rows are aligned.
         loss = torch.compile(chunk_loss, mode=mode, dynamic=None)
         return cls(block, loss, torch.compile(chunk_logprobs, mode=mode, dynamic=True))
 
 
-def logits_at_a_time(device):
-    """Return how many logits to compute at a time, of which up to four fp32 tensors exist at once.
+def logits_per_chunk(device):
+    """Return the number of logits per chunk; up to four fp32 tensors of that size exist at once.
 
-    On a GPU each is a 64th of its memory: what is free differs from run to run, and so would the last bits.
+    On a GPU each takes 1/64 of total memory. Free memory varies between runs, which would vary rounding.
     """
     if device.type != "cuda":
-        return LOGITS_AT_A_TIME
-    memory = 2**35                           # for arithmetic about a GPU where there is none
+        return CPU_LOGITS_PER_CHUNK
+    memory = 2**35                           # for estimates on a machine without a GPU
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(device).total_memory
     return memory // (64 * 4)
@@ -248,25 +245,23 @@ def logits_at_a_time(device):
 # --- the model ---
 
 class GPT(nn.Module):
-    """model(x) gives the logits and model.loss(x, y) the summed cross entropy.
-
-    GRPO learns from model.token_logprobs(x, y).
-    """
+    """model(x) returns logits and model.loss(x, y) the summed cross entropy. GRPO trains on
+    model.token_logprobs(x, y)."""
 
     def __init__(self, config, attention="sdpa", gradient_checkpointing=False, loss_chunks=0):
-        """Draw new weights.
+        """Build the model with freshly initialised weights.
 
         attention: a name in ops.ATTENTION.
         gradient_checkpointing: recompute each block in the backward pass.
-        loss_chunks: pieces in which head and loss are computed; 0: as many as logits_at_a_time asks for.
+        loss_chunks: number of chunks for head and loss; 0: derived from logits_per_chunk.
         """
         super().__init__()
-        self.parts = Parts()
+        self.parts = CompiledParts()
         self.config = config
         self.backend = attention
         self.gradient_checkpointing = gradient_checkpointing
         self.loss_chunks = loss_chunks
-        self.feedback = None                 # what drives the blocks in place of backpropagation: experimental/feedback.py
+        self.feedback = None                 # feedback alignment: experimental/feedback.py
         V = config.padded_vocab_size
         C = config.n_embd
         self.token_embedding = nn.Embedding(V, C)
@@ -276,23 +271,23 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_head else nn.Linear(C, V, bias=False)
-        cos, sin = rotations(config)
+        cos, sin = rope_tables(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.init_weights()
 
-    def fill_rotations(self, dtype=torch.float32):
-        """Compute cos and sin anew, of a model that was made without values."""
+    def fill_rope_tables(self, dtype=torch.float32):
+        """Recompute cos and sin of a model that was built on the meta device."""
         device = self.token_embedding.weight.device
         if self.cos is not None:
-            self.cos, self.sin = (table.to(device, dtype) for table in rotations(self.config))
+            self.cos, self.sin = (table.to(device, dtype) for table in rope_tables(self.config))
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw weights with which the loss starts within 0.05 of ln(vocab_size).
+        """Initialise the weights so that the first loss is within 0.05 of ln(vocab_size).
 
-        What leaves a block and an untied head begin at zero. A tied head begins small enough that logits have
-        a variance of 0.01 and the newest token does not stand out.
+        Output projections of the blocks and an untied head are zero. A tied head is small: its logits have a
+        variance of 0.01, and the newest token does not stand out.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -315,12 +310,12 @@ class GPT(nn.Module):
                 module.draw_vectors()
 
     def hidden(self, x, positions=None, attentions=None):
-        """Return what the head reads [B, T, C] of token ids x [B, T]: in autocast's bf16 or in fp32.
+        """Return final hidden states [B, T, C] of ids x [B, T], in bf16 under bf16 autocast, else in fp32.
 
         positions: [T] or [B, T] of the tokens; None: 0 ... T-1.
-        attentions: for each block a function of its queries [B, T, H, D], keys and values [B, T, K, D] that
-        returns [B, T, H, D], with a cache (engine/generate.py) or prompts (PromptAttention); None: causal_attention.
-        With another mixer than softmax, functions of what Mixer returns.
+        attentions: for each block a function of queries [B, T, H, D], keys and values [B, T, K, D] that
+        returns [B, T, H, D] and reads a cache (engine/) or prompts (PromptAttention); None: causal_attention.
+        With mixer=favor or linear its arguments are those that Mixer returns.
         """
         if positions is None:
             positions = slice(x.shape[1])
@@ -331,7 +326,7 @@ class GPT(nn.Module):
             h = h + self.position_embedding.weight[positions]
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            # The residual stream too, which halves the memory traffic. fp16's range would be too narrow.
+            # A bf16 residual stream halves the memory traffic; fp16's range would be too narrow.
             h = h.bfloat16()
         h = drop_out(h, self.config.dropout, self.training)
         cos, sin = self.rotary_embedding(positions, h)
@@ -346,19 +341,18 @@ class GPT(nn.Module):
         return self.final_norm(h)
 
     def causal_attention(self, q, k, v, write=None):
-        """Return attention within the sequences by the chosen kernel, with dropout in training, or as a mixer
-        has it."""
+        """Return causal attention [B, T, H, D] by the chosen kernel or mixer, with dropout in training."""
         if self.config.mixer != "softmax":
             return mix(q, k, v, write)[0]
         dropout = self.config.dropout if self.training else 0.0
         return ATTENTION[self.backend](q, k, v, dropout=dropout)
 
     def rotary_embedding(self, positions, h):
-        """Return cos and sin at positions [T] or [B, T]: [..., 1, D]; None if positions are learned.
+        """Return cos and sin [..., 1, D] at positions [T] or [B, T]; None for learned positions.
 
-        On a CPU in h's dtype and once for each head that is rotated, [..., H + K, D]. A product with
-        [T, 1, D] goes over memory D channels at a time: both ways, 32 x 256 x 4 heads in bf16, 1.6 ms instead
-        of 2.2, two Zen 5 cores.
+        On a CPU they are expanded to [..., H + K, D] in h's dtype: a product with [T, 1, D] would read memory
+        D channels at a time (forward and backward, 32 x 256 x 4 heads in bf16: 1.6 instead of 2.2 ms on two
+        Zen 5 cores).
         """
         if self.cos is None:
             return None, None
@@ -372,14 +366,12 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self):
-        """[V padded, C]"""
+        """The head's weight [V padded, C]."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
     def logits(self, h, project=None):
-        """Return fp32 logits [..., V] of h [..., C], without those of padding ids.
-
-        project: a function that does the product with head_weight.
-        """
+        """Return fp32 logits [..., V] of h [..., C], without those of padding ids. project replaces the
+        product with head_weight."""
         logits = project(h) if project else F.linear(h, self.head_weight)
         logits = logits[..., :self.config.vocab_size].float()
         cap = self.config.logit_softcap
@@ -392,35 +384,35 @@ class GPT(nn.Module):
     def loss(self, x, y):
         """Return the *sum* of the cross entropies of targets y [B, T] after x [B, T]: nats, fp32 [].
 
-        y is IGNORE where it is not trained on. The sum is to be divided by the targets of the optimizer step.
+        Targets that are IGNORE don't count. Divide by the number of targets in the optimizer step.
         """
         h = self.hidden(x).flatten(0, 1)
-        chunks = self.loss_chunks or -(-len(h) // self.rows_at_a_time(h.device))
+        chunks = self.loss_chunks or -(-len(h) // self.rows_per_chunk(h.device))
         rows = -(-len(h) // chunks)
         weight = self.head_weight
         if not torch.is_grad_enabled():
-            weight = weight.detach()         # or its gradient would be computed in evaluation too
+            weight = weight.detach()         # otherwise evaluation would compute its gradient
         c = self.config
         return HeadAndLoss.apply(h, weight, y.flatten(), c.vocab_size, c.logit_softcap, rows, self.parts.loss)
 
-    def token_logprobs(self, x, y, temperature=1.0, prompts=None, trained=None):
-        """Return log-probabilities of targets y [B, T] after x [B, T] and entropies of their distributions.
+    def token_logprobs(self, x, y, temperature=1.0, prompts=None, target_index=None):
+        """Return logprobs of targets y [B, T] after x [B, T], and entropies of their distributions.
 
-        Nats at this temperature, fp32 [B, T] each, 0 where y is IGNORE. Entropies have no gradient. x begins
-        a text or continues Prompts. The head is computed for targets alone and a chunk of them at a time. If
-        there are several chunks, it is computed again in the backward pass, so that B*T*V fp32 never exists.
-        trained: where in y.flatten() the targets are [N]; None: to be found, and then a GPU is waited for.
+        Both are in nats at this temperature, fp32 [B, T], 0 where y is IGNORE. Entropies have no gradient.
+        Each row of x starts a text or continues one of the Prompts. The head is computed only for targets, in
+        chunks; several chunks are recomputed in the backward pass, so that B*T*V fp32 logits never exist.
+        target_index: [N] of the targets in y.flatten(); None: computed here, which synchronizes.
         """
-        h = self.hidden(x) if prompts is None else self.continued(x, prompts)
-        if trained is None:
-            trained = (y.flatten() != IGNORE).nonzero()[:, 0]
-        h = h.flatten(0, 1).index_select(0, trained)
-        targets = y.flatten().index_select(0, trained)
-        at_a_time = logits_at_a_time(h.device)
-        recompute = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > at_a_time
+        h = self.hidden(x) if prompts is None else self.hidden_after_prompts(x, prompts)
+        if target_index is None:
+            target_index = (y.flatten() != IGNORE).nonzero()[:, 0]
+        h = h.flatten(0, 1).index_select(0, target_index)
+        targets = y.flatten().index_select(0, target_index)
+        per_chunk = logits_per_chunk(h.device)
+        recompute = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > per_chunk
         if recompute and h.device.type == "cpu":
-            at_a_time = LOGPROBS_AT_A_TIME
-        rows = self.rows_at_a_time(h.device, at_a_time)
+            per_chunk = CPU_RECOMPUTED_LOGITS_PER_CHUNK
+        rows = self.rows_per_chunk(h.device, per_chunk)
         logprobs = []
         entropies = []
         for chunk in zip(h.split(rows), targets.split(rows)):
@@ -431,30 +423,30 @@ class GPT(nn.Module):
                 logprob, entropy = self.parts.logprobs(self, *chunk, temperature)
             logprobs.append(logprob)
             entropies.append(entropy)
-        at = trained // y.shape[1], trained % y.shape[1]
+        at = target_index // y.shape[1], target_index % y.shape[1]
         zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
         return zeros.index_put(at, torch.cat(logprobs)), zeros.index_put(at, torch.cat(entropies))
 
-    def rows_at_a_time(self, device, logits=None):
-        """Return how many positions have so many logits. None: logits_at_a_time.
+    def rows_per_chunk(self, device, logits=None):
+        """Return the number of rows in a chunk of `logits` logits; None: logits_per_chunk.
 
         At most 2**14, so that fp16 can sum a chunk's gradient.
         """
-        logits = logits or logits_at_a_time(device)
+        logits = logits or logits_per_chunk(device)
         return min(2**14, max(1, logits // self.config.padded_vocab_size))
 
-    def continued(self, x, prompts):
-        """Return `hidden` [B, T, C] of rows x [B, T] that continue Prompts, without attention's dropout.
+    def hidden_after_prompts(self, x, prompts):
+        """Return hidden states [B, T, C] of rows x [B, T] that continue Prompts, without attention dropout.
 
-        A prompt is computed once for all its rows: linear layers see one sequence of G P + B T positions, and
-        a row's attention is over its prompt's keys and values beside its own.
+        Each prompt is computed once for all of its rows: linear layers see one sequence of G P + B T
+        positions, and a row attends to its prompt's keys and values as well as its own.
         """
         B, T = x.shape
         G, P = prompts.ids.shape
         index = torch.arange(P + T, device=x.device)
-        row_positions = prompts.lengths[prompts.of][:, None] + index[:T]
+        row_positions = prompts.lengths[prompts.prompt_index][:, None] + index[:T]
         positions = torch.cat((index[:P].repeat(G), row_positions.flatten()))
-        # Those of padding may be past the last.
+        # Padding may lie past the last position.
         positions = positions.clamp(max=self.config.block_size - 1)
         if self.config.mixer == "softmax":
             attention = self.prompt_attention(prompts, T)
@@ -466,7 +458,7 @@ class GPT(nn.Module):
         return rows.view(B, T, -1)
 
     def prompt_attention(self, prompts, T):
-        """Return the PromptAttention of rows of T positions."""
+        """Return the PromptAttention for rows of T positions."""
         device = prompts.ids.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.head_weight.dtype
@@ -474,9 +466,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, x, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue x [B, T] by max_new_tokens. Temperature 0 is greedy.
+        """Continue x [B, T] by max_new_tokens; temperature 0 is greedy.
 
-        This is the plain reference: it keeps no cache and computes every position anew for each token.
+        This is the reference implementation, without a cache: each token recomputes every position.
         """
         for _ in range(max_new_tokens):
             logits = self.logits(self.hidden(x[:, -self.config.block_size:])[:, -1])
@@ -497,21 +489,18 @@ class GPT(nn.Module):
         return [self.token_embedding, self.position_embedding]
 
     def n_params(self, embeddings=True):
-        """Return the number of weights, padding rows included.
-
-        embeddings: whether look-up tables count (a tied head is one).
-        """
+        """Return the number of weights with padding rows; lookup tables only if `embeddings`."""
         total = sum(p.numel() for p in self.parameters())
         if not embeddings:
             total -= sum(e.weight.numel() for e in self.embeddings())
         return total
 
     def flops_per_token(self, T):
-        """Return the FLOPs of forward and backward pass: 6 N + 12 L H D T (PaLM, appendix B).
+        """Return FLOPs of forward and backward pass per token: 6 N + 12 L H D T (PaLM, appendix B).
 
-        N counts every weight used in a matrix product (the head once, tied or not; look-up tables not; a
-        frozen one costs 4). Attention is taken without the causal halving; other mixers' has no T in it.
-        Feedback in place of backpropagation adds its matrices.
+        N counts the weights of every matrix product: the head once, no lookup tables; a frozen weight costs 4
+        instead of 6. Attention is not halved for causality, and other mixers don't depend on T. Feedback adds
+        its matrices.
         """
         weights = [module.weight for module in self.blocks.modules() if isinstance(module, nn.Linear)]
         weights.append(self.head_weight)
@@ -524,9 +513,9 @@ class GPT(nn.Module):
         return products + 12 * c.n_layer * c.n_head * c.head_dim * T
 
 
-class NothingDrawn(TorchFunctionMode):
-    """Makes torch.nn.init do nothing: on the meta device it would import torch._dynamo to draw no values,
-    which was half of the time until sample.py's first token."""
+class SkipInit(TorchFunctionMode):
+    """Skip torch.nn.init: on the meta device it imports torch._dynamo to draw no values, half of the time
+    until sample.py's first token."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -536,35 +525,35 @@ class NothingDrawn(TorchFunctionMode):
 
 
 def on_meta(config, *args):
-    """Return a GPT that has no memory for its weights: to be counted, or to be given some."""
-    with torch.device("meta"), NothingDrawn():
+    """Return a GPT on the meta device, without memory for weights."""
+    with torch.device("meta"), SkipInit():
         return GPT(config, *args)
 
 
 def blank(config, *args, device="cpu", dtype=torch.float32):
-    """Return a GPT whose weights are still to come from a file or another model; none are drawn."""
+    """Return a GPT with uninitialised weights, to be filled from a file or another model."""
     model = on_meta(config, *args)
     model.to(dtype).to_empty(device=device)
-    model.fill_rotations()
+    model.fill_rope_tables()
     return model
 
 
 # --- rows that continue prompts ---
 
 class Prompts(NamedTuple):
-    """What the rows of a batch continue; see GPT.continued."""
+    """The prompts that the rows of a batch continue; see GPT.hidden_after_prompts."""
     ids: torch.Tensor                        # [G, P]
     lengths: torch.Tensor                    # [G]; ids past them are padding. 0 is allowed
-    of: torch.Tensor                         # [B], which of the G each row continues
+    prompt_index: torch.Tensor               # [B], the prompt (0 ... G - 1) of each row
 
     def mask(self, T, dtype):
         """Return the mask [B, 1, T, P + T] of rows of T positions over their prompts and themselves.
 
-        -inf masks a prompt's padding and a row's later positions. The rest is 0.
+        -inf masks a prompt's padding and a row's later positions; other entries are 0.
         """
         P = self.ids.shape[1]
         index = torch.arange(P + T, device=self.ids.device)
-        lengths = self.lengths[self.of][:, None]
+        lengths = self.lengths[self.prompt_index][:, None]
         padding = (index < P) & (index >= lengths)                   # [B, P + T]
         future = index > P + index[:T, None]                         # [T, P + T]
         masked = padding[:, None] | future                           # [B, T, P + T]
@@ -573,7 +562,7 @@ class Prompts(NamedTuple):
 
 
 class PromptAttention:
-    """Attention in one sequence of G prompts and then B rows that continue them.
+    """Attention over one sequence of G prompts followed by the B rows that continue them.
 
     mask [B, 1, T, P + T]: from Prompts.mask. attend: a function in ops.ATTENTION.
     """
@@ -584,7 +573,7 @@ class PromptAttention:
         self.attend = attend
 
     def __call__(self, q, k, v):
-        """Return [1, G P + B T, H, D] for queries of that shape, keys and values [1, G P + B T, K, D]."""
+        """Return [1, G P + B T, H, D] for q of that shape, keys and values [1, G P + B T, K, D]."""
         prompt_q, row_q = self.split(q)
         prompt_k, row_k = self.split(k)
         prompt_v, row_v = self.split(v)
@@ -595,22 +584,22 @@ class PromptAttention:
         return torch.cat((prompt_y.flatten(0, 1), row_y.flatten(0, 1)))[None]
 
     def split(self, z):
-        """Return the prompts' [G, P, heads, D] and rows' [B, T, heads, D] of z [1, G P + B T, heads, D]."""
+        """Split z [1, G P + B T, heads, D] into prompts [G, P, heads, D] and rows [B, T, heads, D]."""
         G, P = self.prompts.ids.shape
         B, _, T, _ = self.mask.shape
         prompts, rows = z[0].split((G * P, B * T))
         return prompts.unflatten(0, (G, P)), rows.unflatten(0, (B, T))
 
     def with_prompts(self, prompts, rows):
-        """Return keys or values of rows [B, T, K, D] behind those of their prompts: [B, P + T, K, D].
+        """Prepend each row's prompt to its keys or values [B, T, K, D]: [B, P + T, K, D].
 
-        They lie in memory as [B, K, P + T, D], which kernels read without a copy.
+        The memory layout is [B, K, P + T, D], which kernels read without a copy.
         """
-        prompts = prompts.transpose(1, 2).index_select(0, self.prompts.of)
+        prompts = prompts.transpose(1, 2).index_select(0, self.prompts.prompt_index)
         return torch.cat((prompts, rows.transpose(1, 2)), dim=2).transpose(1, 2)
 
 
-# --- what a GPTConfig may be ---
+# --- validation of GPTConfig ---
 
 def is_not_negative(value):
     return type(value) in (int, float) and 0 <= value < math.inf
@@ -620,7 +609,7 @@ def is_positive(value):
     return is_not_negative(value) and value > 0
 
 
-# {what fields should be: (their names, whether a value is that)}
+# {rule: (fields, predicate)}
 RULES = {
     "a whole number from 1 to 2**31 - 1": (
         "vocab_size block_size n_head n_embd n_kv_head head_dim mlp_hidden",
@@ -641,10 +630,7 @@ RULES = {
 
 
 def check_config(config):
-    """Raise ValueError with one sentence if a GPTConfig can't be computed.
-
-    A field may be None where that is its default.
-    """
+    """Raise ValueError for an invalid GPTConfig. A field may be None where that is its default."""
     for rule, (names, is_valid) in RULES.items():
         for name in names.split():
             value = getattr(config, name)
@@ -652,17 +638,16 @@ def check_config(config):
                 continue
             if not is_valid(value):
                 raise ValueError(f"{name}={str(value)[:80]} should be {rule}")
-    _, *known = inspect.signature(scaled).parameters
+    _, *known = inspect.signature(scale_rope).parameters
     for key, value in (config.rope_scaling or {}).items():
         if key == "rope_type":
             valid = value in ("linear", "llama3")
         else:
             valid = key in known and is_positive(value)
         if not valid:
-            raise ValueError(f"rope_scaling has {key[:80]}={str(value)[:80]}, which is not computed here")
+            raise ValueError(f"rope_scaling has {key[:80]}={str(value)[:80]}, which is not supported")
     if config.mixer == "softmax" and config.mixer_rule != "sum":
-        raise ValueError(f"mixer_rule={config.mixer_rule} is for mixer=favor or linear, "
-                         "and the mixer is softmax")
+        raise ValueError(f"mixer_rule={config.mixer_rule} needs mixer=favor or linear, not softmax")
     if not config.head_dim and config.n_embd % config.n_head:
         raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")
     n_kv_head = config.n_kv_head or config.n_head
@@ -670,4 +655,4 @@ def check_config(config):
         raise ValueError(f"n_head={config.n_head} is not divisible by n_kv_head={n_kv_head}")
     head_dim = config.head_dim or config.n_embd // config.n_head
     if config.position == "rope" and head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} is odd, and rotary positions turn channels in pairs")
+        raise ValueError(f"head_dim={head_dim} is odd, but rotary positions rotate channels in pairs")

@@ -49,8 +49,8 @@ def make_engine(cfg, model, tokenizer, hw, context, slots):
     """Return an Engine. Every rank makes one, so that all refuse what can't be sampled."""
     stop_strings = (cfg.stop,) if cfg.stop else ()
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), stop_strings)
-    return Engine(model, slots, context, sampling, cfg.seed, hw.sampling_dtype, cfg.deterministic,
-                  tokenizer.decode)
+    return Engine(model, slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
+                  deterministic=cfg.deterministic, decode=tokenizer.decode)
 
 
 class Printer:

@@ -241,7 +241,7 @@ def build_model(cfg, hw, shape, found, resuming, device):
 
 
 def starting_point(cfg):
-    """Return the hf.Found to begin from, or None. config.load has taken over that model's architecture and
+    """Return the hf.ModelSource to begin from, or None. config.load has taken over that model's architecture and
     tokenizer."""
     if cfg.init_from == "scratch":
         return None

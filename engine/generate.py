@@ -1,14 +1,13 @@
-"""Batched generation with a static KV cache: slots that are refilled, prompts that are computed once.
+"""Batched generation: continuous batching over slots, each prompt prefilled once for all of its samples.
 
     engine = Engine(model, sampling=Sampling(temperature=0.8, stop=(tokenizer.eos,)))
     for sample in engine.generate(Request(ids, num_samples=8, key=i) for i, ids in enumerate(prompts)):
         print(sample.request.key, sample.index, sample.ids, sample.reason)
 
-Samples wait until slots are free. A prompt is computed once (prefill) and its keys and values are copied to
-the slots of its samples. All running rows are decoded together, a token a step. The host launches steps and
-polls the results every `poll` steps.
+Samples wait for free slots. A prompt is prefilled once and copied to the slots of its samples. All running
+rows decode together, one token per step. The host launches steps and reads the results every `poll` steps.
 
-What rows read of what was before, keys and values or a state, is a cache's (engine/kv_cache.py, engine/state_cache.py).
+Past keys and values (or recurrent states) live in a cache (engine/kv_cache.py, engine/state_cache.py).
 Shapes: B running rows, T tokens of a prompt.
 """
 import platform
@@ -32,17 +31,17 @@ from layers.ops import SDPA_WITH_MASK
 from model import on_meta
 from runtime import hardware, memory, vitals
 
-SORT_EVERY = 32                              # on a CPU: polls after which rows are sorted by position
-ACT_AS = None                                # cuda: take a GPU's branches on a CPU, as tests do
+SORT_EVERY = 32                              # on a CPU: polls between two sorts of the rows by position
+DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    ids: list                                # the prompt's token ids; or an array of them
+    ids: list                                # the prompt's token ids; any sequence or array
     num_samples: int = 1
-    key: int = 0                             # names the question: noise depends on it, not on the ids
+    key: int = 0                             # identifies the question; seeds the noise, ids don't
     max_new_tokens: int = 128
-    first_sample: int = 0                    # index of the first: samples can be asked for in parts
+    first_sample: int = 0                    # index of the first, to request samples in parts
 
     def __post_init__(self):
         object.__setattr__(self, "ids", [int(i) for i in self.ids])
@@ -53,19 +52,19 @@ class Sample:
     request: Request
     index: int                               # first_sample ... first_sample + num_samples - 1
     ids: list = field(default_factory=list)  # new token ids
-    logprobs: list = field(default_factory=list)       # of ids, nats, as they were sampled (greedy: at T = 1)
-    full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, if asked for
+    logprobs: list = field(default_factory=list)       # under the sampling distribution (greedy: T = 1), nats
+    full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, with Sampling.full_logprobs
     reason: str = ""                         # stop | length
 
 
 @dataclass
 class Progress:
     slots: int
-    busy: int = 0                            # of them
+    busy: int = 0                            # occupied slots
     tokens: int = 0                          # sampled so far
     steps: int = 0                           # of the model, all rows at once
     samples: int = 0                         # finished
-    requests: int = 0                        # all of whose samples are finished
+    requests: int = 0                        # all samples finished
     in_flight: object = None                 # function -> [(Sample, its ids so far)]
     began: float = field(default_factory=time.perf_counter)
 
@@ -76,17 +75,17 @@ class Progress:
 
 @dataclass
 class WaitingRequest:
-    """A request some of whose samples have no slot yet."""
+    """A request with samples that have no slot yet."""
     request: Request
-    indices: deque                           # of the samples that wait
-    slots: list = field(default_factory=list)          # of samples that are being admitted
+    indices: deque                           # of waiting samples
+    slots: list = field(default_factory=list)          # of samples being admitted
     prefilled: bool = False                  # its keys and values are in the cache's last row
 
 
 class Packed(nn.Module):
-    """A linear layer whose weight lies in memory as oneDNN reads it.
+    """A linear layer with its weight packed in oneDNN's memory layout.
 
-    On a CPU, at 20 rows of SmolLM2-360M, 1.6 times the speed of F.linear in bf16 and 2.7 times in fp32.
+    On a CPU it is 1.6 times as fast as F.linear in bf16 and 2.7 times in fp32 (SmolLM2-360M, 20 rows).
     """
 
     def __init__(self, bias=None):
@@ -113,34 +112,32 @@ class Packed(nn.Module):
 # --- the engine ---
 
 class Engine:
-    """generate() is all there is to it; load() gives it new weights.
+    """Sample in batches with generate(); replace the weights with load().
 
-    slots: rows in flight, None: as many as fit the free memory (MOST_SLOTS).
-    context: longest prompt and completion together, in tokens.
-    sampling: of calls of generate() that bring none.
-    dtype: of weights and cache.
-    decode: ids -> text, needed for stop strings.
-    poll: steps between two polls of the results.
-    device: of weights and cache; None: the model's.
-    decoding: mask | length, how a GPU attends in a step (engine/gpu.py); length falls back to mask where it can't be had.
-    deterministic: every product has the same shape whoever is in the batch, so that a sample is the same bit
-    for bit, in company or alone (at the same `slots` and `context`). Otherwise its noise is, and its
-    log-probabilities are up to rounding: 1e-5 in fp32 without TF32; in bf16 now and then another token is
-    drawn.
+    slots: rows in flight; None: as many as fit into free memory (at most MAX_SLOTS).
+    context: longest prompt plus completion, in tokens.
+    sampling: default for generate().
+    dtype, device: of weights and cache; None: the model's.
+    deterministic: every matrix product has the same shape whatever else is in the batch, so that a sample is
+    bitwise the same in any batch (at the same `slots` and `context`). Otherwise only its noise is the same:
+    logprobs agree to 1e-5 in fp32 without TF32, and in bf16 a different token is drawn occasionally.
+    decode: function from ids to text, needed for stop strings.
+    poll: steps between two reads of the results.
+    decoding: mask | length, a GPU's decoding attention (engine/gpu.py); length falls back to mask.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, model, slots=None, context=None, sampling=None, seed=0, dtype=None,
-                 deterministic=False, decode=None, poll=None, cuda_graphs=True, device=None, decoding="mask"):
+    def __init__(self, model, slots=None, context=None, sampling=None, *, seed=0, dtype=None, device=None,
+                 deterministic=False, decode=None, poll=None, cuda_graphs=True, decoding="mask"):
         self.config = model.config
         self.device = device or model.head_weight.device
-        self.kind = ACT_AS or self.device.type
+        self.kind = DEVICE_TYPE_OVERRIDE or self.device.type
         self.dtype = dtype or model.head_weight.dtype
         self.seed = seed
         self.decode = decode
         self.sampling = sampling or Sampling()
         self.check_sampling(self.sampling)
-        self.stop_strings = {}               # StopStrings of all calls, by their texts
+        self.stop_strings = {}               # {texts: StopStrings} of all calls
         block_size = self.config.block_size
         self.context = block_size if context is None else min(context, block_size)
         self.deterministic = deterministic
@@ -150,7 +147,7 @@ class Engine:
         if self.poll < 1 or self.context < 2 or slots is not None and slots < 1:
             raise ValueError(f"slots={slots} and poll={self.poll} must be at least 1, "
                              f"and context={self.context} at least 2.")
-        self.progress = None                 # of the generate() whose rows are in the slots
+        self.progress = None                 # Progress of the generate() that owns the slots
         self.build_model()
         self.load(model)
         if slots is None:
@@ -160,7 +157,7 @@ class Engine:
         self.decoding = decoding if by_length and not deterministic and has_varlen_attention() else "mask"
 
     def build_model(self):
-        """Make a model of the engine's own, whose weights load() fills in."""
+        """Build the engine's own model; load() fills in its weights."""
         attention = "sdpa"
         if self.kind == "cpu" and self.dtype == torch.bfloat16 and self.context <= 1024:
             attention = "math"
@@ -175,35 +172,35 @@ class Engine:
                 if isinstance(module, nn.Linear):
                     self.model.set_submodule(name, Packed(module.bias))
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
-        self.model.fill_rotations(self.dtype)
+        self.model.fill_rope_tables(self.dtype)
 
     @torch.no_grad()
     def load(self, model):
-        """Take over the weights of a model of the same shape, adapters merged in fp32.
+        """Copy the weights of a model of the same shape, with adapters merged in fp32.
 
-        Graphs stay valid; a generate() that has not come to its end can't go on: its keys and values are the
-        old weights'.
+        CUDA graphs stay valid. An unfinished generate() can't continue, since its keys and values are of old
+        weights.
         """
         self.progress = None
-        model = getattr(model, "_orig_mod", model)            # of a compiled one
-        takers = {name: parameter.copy_ for name, parameter in self.model.named_parameters()}
+        model = getattr(model, "_orig_mod", model)            # unwrap a compiled model
+        setters = {name: parameter.copy_ for name, parameter in self.model.named_parameters()}
         for name, module in self.model.named_modules():
             if isinstance(module, Packed):
-                takers[f"{name}.weight"] = module.pack
+                setters[f"{name}.weight"] = module.pack
         head = "head.weight" if model.head else "token_embedding.weight"
-        in_step = 0                          # weights that a step reads
+        weights_read = 0                     # per step
         for name, weight in merged_weights(model, self.dtype):
             if name.startswith("blocks.") or name == head:
-                in_step += weight.numel()
-            if name in takers:
-                takers[name](weight.to(self.dtype))
+                weights_read += weight.numel()
+            if name in setters:
+                setters[name](weight.to(self.dtype))
             if self.head and name == head:
                 self.head.pack(weight.to(self.dtype))
-        self.weight_bytes = self.dtype.itemsize * in_step
-        self.fingerprint = vitals.fingerprint(model, self.dtype)         # tells these weights from others
+        self.weight_bytes = self.dtype.itemsize * weights_read
+        self.fingerprint = vitals.fingerprint(model, self.dtype)         # identifies these weights
 
     def allocate(self, slots):
-        """Make the cache and the state of each slot; of half the slots if they don't fit."""
+        """Allocate the cache and the state of each slot, with half the slots if memory is too small."""
         self.slots = slots
         self.graphs = {}
         self.cache = None
@@ -212,8 +209,9 @@ class Engine:
             torch.cuda.empty_cache()
         try:
             if self.config.mixer == "softmax":
-                self.cache = KVCache(self.config, slots, self.context, self.dtype, device, self.kind,
-                                     self.model.backend, self.deterministic, self.cuda_graphs)
+                self.cache = KVCache(
+                    self.config, slots, self.context, self.dtype, device, kind=self.kind,
+                    backend=self.model.backend, deterministic=self.deterministic, graphs=self.cuda_graphs)
             else:
                 self.cache = StateCache(self.config, slots, device)
         except Exception as e:
@@ -222,16 +220,16 @@ class Engine:
         if self.cache is None:
             return self.allocate(slots // 2)
 
-        # Of each row the newest token and its position.
+        # The newest token of each row and its position.
         self.state = torch.zeros(2, slots, dtype=torch.long, device=device)
-        # A sample's noise at each position, drawn when it gets its slot: in a step it takes twenty kernels.
+        # A sample's noise at all positions is drawn when it starts: within a step this takes twenty kernels.
         noise_device = "cpu" if device.type == "mps" else device
         self.noise = torch.zeros(slots, self.context, dtype=torch.float64, device=noise_device)
-        # The number of steps since the last poll, and what they drew.
+        # The number of steps since the last poll, and their draws.
         self.step_index = torch.zeros(1, dtype=torch.long, device=device)
         self.step_ids = torch.zeros(self.poll, slots, dtype=torch.long, device=device)
         self.step_logprobs = torch.zeros(self.poll, 2, slots, dtype=torch.float32, device=device)
-        # On the host: tokens of each row's prompt, new ones so far, new ones at most; what they are.
+        # On the host: prompt tokens, new tokens so far and at most, ids and logprobs of each row.
         self.prompt_tokens = np.zeros(slots, dtype=np.int64)
         self.new_tokens = np.zeros(slots, dtype=np.int64)
         self.max_new_tokens = np.zeros(slots, dtype=np.int64)
@@ -240,22 +238,21 @@ class Engine:
         self.logprobs = np.zeros((slots, 2, columns), dtype=np.float32)
 
     def row_arrays(self):
-        """Return what is kept of each slot beside the cache, slots first."""
+        """Return the per-slot arrays outside the cache, with slots as the first dimension."""
         counts = [self.prompt_tokens, self.new_tokens, self.max_new_tokens]
         return [self.state.T, self.noise, *counts, self.ids, self.logprobs]
 
     def bytes_read(self, lengths):
-        """Return what the last generate() had to read at least, for samples of lengths (prompt, new tokens).
+        """Return the minimum bytes read by the last generate(), for samples of lengths (prompt, new tokens).
 
-        That is the weights in each step, and for each token the keys and values of those before it (or the
-        states).
+        These are the weights in each step, and for each token the keys and values before it (or the states).
         """
         return self.progress.steps * self.weight_bytes + self.cache.bytes_read(lengths)
 
     # --- on the device ---
 
     def prefill(self, prompts):
-        """Compute keys and values of prompts (slot, ids), some of about the same length at a time."""
+        """Compute keys and values of prompts (slot, ids), in batches of similar length."""
         self.cache.clear([slot for slot, _ in prompts])
         prompts = [prompt for prompt in prompts if prompt[1]]
         prompts.sort(key=lambda prompt: len(prompt[1]))
@@ -264,24 +261,24 @@ class Engine:
             n = 1 if self.deterministic else max(1, prefill_tokens(self.kind) // T)
             batch = prompts[-n:]
             prompts = prompts[:-n]
-            padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal rows never see padding
+            padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal attention ignores padding
             x = torch.tensor(padded, device=self.device)
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
             lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
             attentions = self.cache.prefill(slots, lengths)
-            # Whatever kernel training was given, in another dtype perhaps.
+            # Training may have set other kernels, for another dtype.
             with hardware.sdpa_order() if self.kind == "cuda" else nullcontext():
                 self.model.hidden(x, None, attentions)
 
     def decode_step(self, B, groups, sampling):
-        """Draw one more token of rows 0 ... B-1, in RowGroups. Nothing here waits for the device."""
+        """Draw one more token of rows 0 ... B-1, in RowGroups, without waiting for the device."""
         tokens, positions = self.state[:, :B]
         attentions = self.cache.decode(positions, groups, self.decoding)
-        # On a GPU, of the fused kernels the one that takes a mask.
+        # On a GPU this selects the fused kernel that takes a mask.
         with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
             h = self.model.hidden(tokens[:, None], positions[:, None], attentions)[:, 0]
         logits = self.model.logits(h, self.head)
-        if self.device.type == "mps":                        # which has no float64
+        if self.device.type == "mps":                        # no float64
             logits = logits.cpu()
         noise = self.noise[:B].gather(1, positions[:, None].to(self.noise.device))[:, 0]
         ids, logprobs = draw(logits, noise, sampling)
@@ -292,20 +289,21 @@ class Engine:
         self.step_ids[:, :B].index_copy_(0, self.step_index, ids[None].to(self.device))
         self.step_logprobs[:, :, :B].index_copy_(0, self.step_index, both[None].to(self.device))
         tokens.copy_(ids)
-        positions.add_(1).clamp_(max=self.context - 1)       # a row that is over runs on until the next poll
+        positions.add_(1).clamp_(max=self.context - 1)       # finished rows run until the next poll
         self.step_index += 1
 
     def launch(self, B, groups, sampling):
-        """Run decode_step; on a GPU as a CUDA graph, recorded when its shape comes for the first time."""
+        """Run decode_step; on a GPU as a CUDA graph, captured when its shape first occurs."""
         if not self.cuda_graphs:
             return self.decode_step(B, groups, sampling)
         key = (B, groups, sampling)
         if key not in self.graphs:
-            changed = [self.state, self.step_index, *self.cache.changed(B)]
-            before = [tensor.clone() for tensor in changed]
+            # Capturing runs the step once, so its in-place updates are undone.
+            updated = [self.state, self.step_index, *self.cache.updated_in_place(B)]
+            before = [tensor.clone() for tensor in updated]
             step = partial(self.decode_step, B, groups, sampling)
             self.graphs[key] = CUDAGraph(step, self.device, list(self.graphs.values()))
-            for tensor, values in zip(changed, before):
+            for tensor, values in zip(updated, before):
                 tensor.copy_(values)
         self.graphs[key].replay()
 
@@ -315,18 +313,19 @@ class Engine:
     def generate(self, requests, progress=None, sampling=None):
         """Yield Samples as they finish.
 
-        requests: drawn from the iterable when slots are free, and no sooner.
+        requests: an iterable, read only when slots are free.
         progress: called with a Progress after each poll.
-        sampling: of this call; None: the engine's.
-        Out of memory, it goes on with half the slots and begins the samples in flight again; their noise
-        makes them the same.
+        sampling: for this call; None: the engine's.
+
+        When out of memory, continue with half the slots and restart the samples in flight. Their noise is the
+        same, and so is the result.
         """
         sampling = sampling or self.sampling
         self.check_sampling(sampling)
         requests = iter(requests)
-        waiting = deque()                    # of WaitingRequests
-        rows = []                            # rows[i] is the Sample in slot i
-        unfinished = {}                      # number of samples, by request
+        waiting = deque()                    # WaitingRequests
+        rows = []                            # rows[i]: the Sample in slot i, or None
+        unfinished = {}                      # {request: number of samples}
         counters = Progress(self.slots, in_flight=partial(self.in_flight, rows))
         self.progress = counters
         self.polls = 0
@@ -344,7 +343,7 @@ class Engine:
                 if self.slots == 1 or not memory.is_out_of_memory(e):
                     raise
                 out_of_memory = True
-            if out_of_memory:                # by now the exception, with all it held, is gone
+            if out_of_memory:                # outside `except`, where the exception holds no memory
                 waiting = requeue(rows, waiting)
                 rows.clear()
                 self.allocate(self.slots // 2)
@@ -364,24 +363,24 @@ class Engine:
                     progress(counters)
             yield from finished
             if self.progress is not counters:
-                raise RuntimeError("Another generate() or a load() has taken over this engine's slots: "
-                                   "let one finish before the next, or make two engines.")
+                raise RuntimeError("Another generate() or load() took over this engine's slots: "
+                                   "finish one call before the next, or make two engines.")
 
     def in_flight(self, rows):
         """Return [(Sample, its ids so far)] of the running rows."""
         return [(row, self.ids[i, :self.new_tokens[i]].tolist()) for i, row in enumerate(rows) if row]
 
     def check(self, request):
-        """Raise ValueError with one sentence for what can't be sampled."""
+        """Raise ValueError for a request that can't be sampled."""
         n = len(request.ids)
         if not 0 < n < self.context:
-            raise ValueError(f"A prompt of {n} tokens can't be continued: give 1 to {self.context - 1}, "
-                             f"the context being {self.context}.")
+            raise ValueError(f"A prompt of {n} tokens can't be continued: give 1 to {self.context - 1} "
+                             f"in a context of {self.context}.")
         smallest = min(request.ids)
         extreme = smallest if smallest < 0 else max(request.ids)
         last = self.config.vocab_size - 1
         if not 0 <= extreme <= last:
-            raise ValueError(f"A prompt has the token id {extreme}, and the model's end at {last}: "
+            raise ValueError(f"A prompt has token id {extreme}, but the model's ids are 0 to {last}: "
                              "encode it with the model's tokenizer.")
         if not all(-2**63 <= number < 2**63 for number in (request.key, self.seed)):
             raise ValueError(f"key={request.key} and seed={self.seed} must fit 64 bits.")
@@ -390,13 +389,13 @@ class Engine:
                              "must be at least 1.")
 
     def check_sampling(self, sampling):
-        """Raise ValueError if stop strings can't be looked for."""
+        """Raise ValueError for stop strings without `decode`."""
         if sampling.stop_strings and not self.decode:
-            raise ValueError("Stop strings need the function that turns ids into text: give Engine "
-                             "decode=tokenizer.decode.")
+            raise ValueError("Stop strings need a function from ids to text: pass decode=tokenizer.decode "
+                             "to Engine.")
 
     def enqueue(self, requests, waiting, free):
-        """Take Requests until their samples fill the free slots; their code is no part of inference mode."""
+        """Read Requests, outside inference mode, until their samples fill the free slots."""
         with torch.inference_mode(False):
             while sum(len(pending.indices) for pending in waiting) < free:
                 request = next(requests, None)
@@ -409,8 +408,8 @@ class Engine:
     def admit(self, rows, waiting):
         """Move waiting samples into free slots.
 
-        A prompt is computed without its last token, which is the samples' first step; in one slot, from where
-        it is copied to the others, and to the cache's last row if more samples are to come.
+        A prompt is prefilled in one slot, without its last token, which is the input of the first decoding
+        step. It is copied to the other slots, and to the cache's last row if more samples are waiting.
         """
         admitted = self.assign_slots(rows, waiting)
         self.cache.fit(max((len(pending.request.ids) for pending in admitted), default=0))
@@ -426,7 +425,7 @@ class Engine:
         self.compact(rows)
 
     def copy_prompt(self, pending):
-        """Copy a prompt's keys and values to all slots of its samples."""
+        """Copy a prompt's keys and values to the slots of all its samples."""
         last_row = self.slots
         source = last_row if pending.prefilled else pending.slots[0]
         targets = pending.slots + [last_row] if pending.indices else pending.slots
@@ -436,7 +435,7 @@ class Engine:
         pending.prefilled = bool(pending.indices)
 
     def assign_slots(self, rows, waiting):
-        """Put waiting samples into free slots of rows; return the WaitingRequests that they are of."""
+        """Put waiting samples into free slots of `rows`; return the WaitingRequests they belong to."""
         admitted = []
         free = [i for i, row in enumerate(rows) if row is None]
         free += range(len(rows), self.slots)
@@ -445,7 +444,7 @@ class Engine:
                 break
             pending = waiting[0]
             sample = Sample(pending.request, pending.indices.popleft())
-            rows[slot:slot + 1] = [sample]   # in place of None, or behind the last
+            rows[slot:slot + 1] = [sample]   # replaces None or appends
             if not pending.slots:
                 admitted.append(pending)
             pending.slots.append(slot)
@@ -454,7 +453,7 @@ class Engine:
         return admitted
 
     def start(self, rows, slots):
-        """Set the state of these slots to the beginning of their samples."""
+        """Initialise the state of these slots for new samples."""
         samples = [rows[slot] for slot in slots]
         requests = [sample.request for sample in samples]
         lengths = np.array([len(request.ids) for request in requests])
@@ -476,7 +475,7 @@ class Engine:
         self.noise[torch.tensor(slots, device=noise.device), first:last] = noise
 
     def compact(self, rows):
-        """Move the last rows up into slots that no sample waits for."""
+        """Move the last rows into empty slots."""
         while None in rows:
             sample = rows.pop()
             if sample is None:
@@ -489,11 +488,11 @@ class Engine:
                 array[target] = array[source]
 
     def run_steps(self, rows, sampling):
-        """Decode until the next poll; return ids [B, steps] and log-probabilities [B, 2, steps]."""
+        """Decode until the next poll; return ids [B, steps] and logprobs [B, 2, steps]."""
         B = len(rows)
         steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
         self.polls += 1
-        if self.cache.in_groups(B) and self.polls % SORT_EVERY == 0:
+        if self.cache.gains_from_sorting(B) and self.polls % SORT_EVERY == 0:
             self.sort(rows)
         shape = self.step_shape((self.prompt_tokens + self.new_tokens)[:B] - 1 + steps)
         self.step_index.zero_()
@@ -505,7 +504,7 @@ class Engine:
         return ids.cpu().numpy(), logprobs.cpu().numpy()
 
     def sort(self, rows):
-        """Sort rows by position, so that those of a group read about as much of the cache."""
+        """Sort rows by position, so that the rows of a group read about the same number of positions."""
         lengths = (self.prompt_tokens + self.new_tokens)[:len(rows)]
         order = np.argsort(-lengths, kind="stable")
         index = torch.from_numpy(order)
@@ -515,9 +514,8 @@ class Engine:
         rows[:] = [rows[i] for i in order]
 
     def step_shape(self, lengths):
-        """Return (B, what the cache says of the rows) of a step of rows that read so many positions each (a
-        list or array)."""
-        lengths = np.asarray(lengths)        # Python's max takes 27 us longer of 512 (a Zen 5 core)
+        """Return (B, RowGroups) of a step of rows that read `lengths` positions each (a list or array)."""
+        lengths = np.asarray(lengths)        # Python's max of 512 takes 27 us longer (a Zen 5 core)
         self.cache.fit(int(lengths.max()))
         B = len(lengths)
         if self.cuda_graphs:
@@ -527,15 +525,14 @@ class Engine:
         return B, self.cache.groups(B, lengths)
 
     def collect(self, rows, ids, logprobs, sampling):
-        """Record new ids [B, steps] and logprobs [B, 2, steps]; take finished Samples out of rows.
+        """Record new ids [B, steps] and logprobs [B, 2, steps]; return finished Samples, out of `rows`.
 
-        For all rows at once: a loop over 512 of them in Python would take as long as two steps of a small
-        model on a GPU.
+        This is vectorised: a Python loop over 512 rows takes as long as two GPU steps of a small model.
         """
         if np.isnan(logprobs[:, 0]).any():
-            self.cache.storage.zero_()       # where it would outlive its row: 0 * NaN is NaN
-            raise FloatingPointError("The logits are not finite: the model's weights are broken, "
-                                     "or overflow in this dtype.")
+            self.cache.storage.zero_()       # NaN would outlive its row: 0 * NaN is NaN
+            raise FloatingPointError("The logits are not finite: check the model's weights, or use a "
+                                     "dtype with a larger range.")
         B, steps = ids.shape
         slots = np.arange(B)[:, None]
         columns = self.new_tokens[:B, None] + np.arange(steps)
@@ -560,10 +557,10 @@ class Engine:
         return finished
 
     def find_stops(self, ids, sampling):
-        """Return how many of its new ids [B, steps] each row keeps, and whether a stop is why."""
+        """Return how many new ids [B, steps] each row keeps, and whether it stopped."""
         B, steps = ids.shape
         remaining = (self.max_new_tokens - self.new_tokens)[:B]
-        is_stop = (ids[..., None] == np.array(sampling.stop)).any(-1)            # np.isin is slower
+        is_stop = (ids[..., None] == np.array(sampling.stop)).any(-1)            # faster than np.isin
         is_stop &= np.arange(steps) < remaining[:, None]
         stopped = is_stop.any(1)
         kept = np.where(stopped, is_stop.argmax(1) + 1, np.minimum(remaining, steps))
@@ -580,7 +577,7 @@ class Engine:
         return kept, stopped
 
     def find_strings(self, strings):
-        """Return the StopStrings of these texts, with what it found out about ids in other calls."""
+        """Return the cached StopStrings for these texts."""
         if strings not in self.stop_strings:
             self.stop_strings[strings] = StopStrings(strings, self.decode, self.config.vocab_size)
         return self.stop_strings[strings]

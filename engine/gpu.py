@@ -1,8 +1,8 @@
-"""A decoding step on a GPU: recorded as a CUDA graph, whose kernels are launched together without Python between them;
-and, by option, attention over the positions that each row has instead of under a mask.
+"""Decoding on a GPU: CUDA graphs, and optionally variable-length attention instead of a mask.
 
-A kernel that takes a mask reads every position that the longest row has; flash reads those that are there.
-Shapes: B rows, K key heads of T positions in the cache, G queries a key head, D channels.
+A CUDA graph launches all kernels of a step without Python between them. A kernel with a mask reads as many
+positions for every row as the longest row has; variable-length attention reads each row's own. Shapes: B
+rows, K key heads of T positions in the cache, G queries a key head, D channels.
 """
 import contextlib
 import inspect
@@ -11,14 +11,14 @@ import torch
 
 
 class CUDAGraph:
-    """What `step` launches, for the tensors that it read and wrote when it was recorded: they must stay where
-    they are, and every number that Python computed stays what it was."""
+    """A captured decoding step. The tensors that it reads and writes must stay at their addresses, and every
+    number computed in Python is fixed."""
 
     def __init__(self, step, device, others):
-        """Run step once, in which libraries set themselves up, and record it.
+        """Run step once, so that libraries initialise, and capture it.
 
-        others: CUDAGraphs that never run at the same time; they share their memory. What step changes in its
-        tensors it changes once. A capture that fails, as for lack of memory, leaves the stream as it was.
+        others: CUDAGraphs that never run at the same time; they share their memory pool. A failed capture,
+        for example out of memory, restores the current stream.
         """
         self.device = device
         self.graph = torch.cuda.CUDAGraph()
@@ -34,11 +34,11 @@ class CUDAGraph:
                 with torch.cuda.graph(self.graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     step()
             except Exception:
-                # PyTorch's own way out of a capture that CUDA gave up leaves the allocator in it.
+                # After a failed capture PyTorch leaves the allocator in capture mode.
                 with contextlib.suppress(Exception):
                     torch._C._cuda_endAllocateToPool(current.device_index, self.pool)
                 raise
-            finally:                         # and self.stream current
+            finally:                         # a failed capture leaves self.stream current
                 torch.cuda.set_stream(current)
 
     def replay(self):
@@ -47,7 +47,7 @@ class CUDAGraph:
 
 
 def has_varlen_attention():
-    """Tell whether PyTorch has attention by lengths: 2.13 has, 2.11 not for a cache."""
+    """Return whether PyTorch's variable-length attention supports a cache: 2.13 does, 2.11 does not."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -55,18 +55,18 @@ def has_varlen_attention():
     return "seqused_k" in inspect.signature(varlen_attn).parameters
 
 
-class ByLength:
-    """What rows of a cache read in a step: the first `lengths` [B K] positions of each row and key head.
+class VarlenAttention:
+    """Attention of cache rows over the first `lengths` [B K] positions of each row and key head.
 
-    Each row and key head is a sequence of its own, whose G queries are heads that share its keys.
+    Each row and key head is one sequence; its G queries are heads that share the keys.
     """
 
     def __init__(self, cache, positions, longest):
-        """positions [B] of the newest tokens, on the device; longest: of the rows, or more."""
+        """Take positions [B] of the newest tokens, on the device, and a bound of all lengths."""
         _, _, K, T, _ = cache.k.shape
         self.lengths = (positions + 1).repeat_interleave(K).int()
-        self.of_queries = torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=positions.device)
-        self.of_keys = self.of_queries * T
+        self.query_offsets = torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=positions.device)
+        self.key_offsets = self.query_offsets * T
         self.longest = longest
 
     def attend(self, q, keys, values):
@@ -76,6 +76,6 @@ class ByLength:
         q = q.reshape(B * K, -1, D)
         keys = keys.view(-1, 1, D)
         values = values.view(-1, 1, D)
-        y = varlen_attn(q, keys, values, self.of_queries, self.of_keys, max_q=1, max_k=self.longest,
+        y = varlen_attn(q, keys, values, self.query_offsets, self.key_offsets, max_q=1, max_k=self.longest,
                         enable_gqa=True, seqused_k=self.lengths)
         return y.view(B, 1, -1, D)

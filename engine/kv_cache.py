@@ -1,4 +1,4 @@
-"""The static KV cache: its memory, how rows attend to it, and how many slots fit.
+"""The static KV cache: storage, decoding attention over it, and the number of slots that fit into memory.
 
 Shapes: L layers, B rows, H query heads, K key/value heads, G = H/K queries a key head, T positions, D
 channels a head.
@@ -10,31 +10,31 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.gpu import ByLength
+from engine.gpu import VarlenAttention
 from engine.state_cache import state_bytes
 from layers.linear_attention import n_features
 from layers.ops import ATTENTION
 from runtime import memory
 
-GROUP = 128                                  # on a CPU: rows whose attention is computed together
-MOST_SLOTS = {"cpu": 512, "cuda": 512}       # where memory would allow for more
+ROW_GROUP_SIZE = 128                         # on a CPU: rows of one attention product
+MAX_SLOTS = {"cpu": 512, "cuda": 512}        # even if memory allows more
 
 
 def bucket(n, multiple):
-    """Round n up to a multiple of `multiple` and of an eighth to a quarter of n: few sizes are left."""
+    """Round n up to a multiple of `multiple` and of a power of two between n/8 and n/4."""
     step = max(multiple, 2 ** max(0, n.bit_length() - 3))
     return -(-n // step) * step
 
 
 def prefill_tokens(device_type):
-    """Return how many tokens of prompts, padded, to compute together: enough to keep the device busy."""
+    """Return the number of padded prompt tokens per prefill batch: enough to keep the device busy."""
     return {"cuda": 2**14}.get(device_type, 512)
 
 
 def cache_bytes(config, slots, context, dtype):
-    """Return the bytes of keys and values: of the slots, and of one more, where a prompt waits.
+    """Return the bytes of the cache for `slots` slots and one more row, in which a prompt waits.
 
-    Of a mixer other than softmax (layers/linear_attention.py) those of its states, whatever the context.
+    For mixer=favor or linear this is the size of the states, whatever the context.
     """
     if config.mixer != "softmax":
         return (slots + 1) * state_bytes(config)
@@ -43,19 +43,19 @@ def cache_bytes(config, slots, context, dtype):
 
 
 def slots_that_fit(config, context, dtype, device, reserved=0):
-    """Return how many slots fit nine tenths of the free memory, less `reserved` bytes.
+    """Return the number of slots that fit into 90% of free memory, less `reserved` bytes.
 
-    What a step and a prefill need beside the cache is left free.
+    The activations of a decoding step and a prefill are subtracted as well.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()             # what PyTorch holds back counts as free
+        torch.cuda.empty_cache()             # PyTorch's cached blocks count as free
     channels = config.n_head * config.head_dim + 2 * config.mlp_hidden + 4 * config.n_embd
     if config.mixer != "softmax":
         channels += 2 * n_features(config) * (config.n_head + config.n_kv_head)
     activations = 4 * channels * prefill_tokens(device.type)
     per_slot = cache_bytes(config, 0, context, dtype) + 16 * config.padded_vocab_size
     free = 0.9 * (memory.available(device) - reserved) - activations
-    return max(1, min(MOST_SLOTS.get(device.type, 64), int(free / per_slot) - 1))
+    return max(1, min(MAX_SLOTS.get(device.type, 64), int(free / per_slot) - 1))
 
 
 class RowGroup(NamedTuple):
@@ -66,14 +66,14 @@ class RowGroup(NamedTuple):
 
 
 class KVCache:
-    """Keys and values k, v [L, slots + 1, K, T, D]; the last row is of a prompt some of whose samples wait.
+    """Keys and values k, v [L, slots + 1, K, T, D]; the last row holds a prompt with waiting samples.
 
-    If it `grows`, T follows what is read: a CPU reads whole rows in bf16 faster than parts (docs/notes.md).
-    kind: of the device, cpu, cuda or mps. backend: of ATTENTION, for prompts. graphs: whether steps are
-    recorded as CUDA graphs.
+    kind: device type (cpu, cuda or mps). backend: a name in ATTENTION, for prefill. graphs: decoding steps
+    are CUDA graphs. On a CPU the cache `grows`: T follows the positions in use, since in bf16 whole rows are
+    read faster than parts (docs/notes.md).
     """
 
-    def __init__(self, config, slots, context, dtype, device, kind, backend, deterministic, graphs):
+    def __init__(self, config, slots, context, dtype, device, *, kind, backend, deterministic, graphs):
         self.config = config
         self.kind = kind
         self.backend = backend
@@ -92,31 +92,32 @@ class KVCache:
         return self.k.shape[3]
 
     def resize(self, length, kept=0):
-        """Make T = length, in the memory that is there for the longest; the first `kept` positions stay."""
+        """Set T = length within the storage of the longest, keeping the first `kept` positions."""
         L, rows, K, _, D = self.shape
         resized = self.storage[:, :L * rows * K * length * D].view(2, L, rows, K, length, D)
         if kept:
             for new, old in zip(resized, (self.k, self.v)):
-                for layer in reversed(range(L)):       # a layer comes to lie where those behind it lay
+                for layer in reversed(range(L)):       # a layer may overlap the old ones behind it
                     new[layer, :, :, :kept] = old[layer, :, :, :kept].clone()
         self.k, self.v = resized
-        # Where the positions of each row and key head begin, in units of D: [slots, K].
+        # Offset of each row and key head in the storage, in units of D: [slots, K].
         self.row_starts = torch.arange((rows - 1) * K, device=self.storage.device).view(-1, K) * length
 
     def fit(self, length):
-        """Make T at least `length`, if it grows."""
+        """Grow T to at least `length` if the cache grows."""
         if self.grows and length > self.length:
             self.resize(min(bucket(length, 16), self.longest), self.length)
 
     def clear(self, slots):
-        """Do nothing: what was there before is behind a row's positions, where nobody reads."""
+        """Do nothing: positions past a row's own are never read."""
 
-    def changed(self, B):
-        """Return what a step adds to, which is not the same if it is done twice: nothing."""
+    def updated_in_place(self, B):
+        """Return the tensors that a step adds to: none, since repeating a step writes the same values."""
         return []
 
     def bytes_read(self, lengths):
-        """Return what samples of lengths (prompt, new tokens) read: for each token, those before it."""
+        """Return bytes read by samples of lengths (prompt, new tokens): per token, all positions before it.
+        """
         positions = sum(new * prompt + new * (new + 1) / 2 for prompt, new in lengths)
         return positions * cache_bytes(self.config, 0, 64, self.storage.dtype) / 64
 
@@ -126,70 +127,67 @@ class KVCache:
             cache[:, slots, :, :n] = cache[:, source, None, :, :n].clone()
 
     def reorder(self, order):
-        """Give row i what row order[i] holds."""
+        """Move row order[i] to row i."""
         for layer in (*self.k, *self.v):
             layer[:len(order)] = layer.index_select(0, order)
 
     # --- prompts ---
 
     def prefill(self, slots, lengths):
-        """Return for each layer what GPT.hidden calls with prompts of these lengths [B]: it leaves their keys
-        and values in the slots [B]."""
+        """Return each layer's attention function for GPT.hidden; it writes the prompts to slots [B]."""
         return [partial(self.prefill_layer, layer, slots) for layer in zip(self.k, self.v)]
 
     def prefill_layer(self, layer, slots, q, k, v):
-        """Attend with q [B, T, H, D] to k and v [B, T, K, D], and write these to a layer's (keys, values)."""
+        """Write k and v [B, T, K, D] to a layer's (keys, values) and attend with q [B, T, H, D]."""
         for cache, new in zip(layer, (k, v)):
             cache[slots, :, :new.shape[1]] = new.transpose(1, 2)
         return ATTENTION[self.backend](q, k, v)
 
     # --- the next token ---
 
-    def in_groups(self, B):
-        """Tell whether rows gain by being sorted, since a step of B rows reads groups of them apart."""
-        return self.grows and B > GROUP
+    def gains_from_sorting(self, B):
+        """Return whether sorting rows by length makes a step of B rows read less."""
+        return self.grows and B > ROW_GROUP_SIZE
 
     def groups(self, B, lengths):
-        """Return the RowGroups of a step of B rows, of which the first read so many positions each (an
-        array).
+        """Return the RowGroups of a step of B rows that read `lengths` positions each (an array).
 
-        On a CPU, where attention takes most of a small model's step, a group reads no more than its furthest
-        row needs.
+        On a CPU attention dominates a small model's step, so a group reads only as far as its longest row.
         """
         T = self.length
         if self.deterministic:
             return (RowGroup(0, B, T),)
         if self.graphs:
             return (RowGroup(0, B, min(T, bucket(int(lengths.max()), 64))),)
-        group_size = GROUP if self.kind == "cpu" else B
+        group_size = ROW_GROUP_SIZE if self.kind == "cpu" else B
         groups = []
         for first in range(0, B, group_size):
             last = min(first + group_size, B)
             length = bucket(int(lengths[first:last].max()), 16)
-            # In bf16 a part of the cache's rows is slower than a little more of them.
+            # In bf16 reading parts of rows is slower than reading up to 1.5 times as much in whole rows.
             whole = T <= length or self.storage.dtype != torch.float32 and T <= 1.5 * length
             groups.append(RowGroup(first, last, T if whole else length))
         return tuple(groups)
 
-    def decode(self, positions, groups, way):
-        """Return for each layer what GPT.hidden calls with the next tokens of rows 0 ... B-1, at positions
-        [B]. way: see `reading`."""
-        readings = [self.reading(positions[group.first:group.last], group.length, way) for group in groups]
+    def decode(self, positions, groups, decoding):
+        """Return each layer's attention function for next tokens at positions [B]; decoding: see `reading`.
+        """
+        readings = [
+            self.reading(positions[group.first:group.last], group.length, decoding) for group in groups]
         write_at = (self.row_starts[:len(positions)] + positions[:, None]).flatten()
         layers = zip(self.k, self.v)
         return [partial(self.decode_layer, layer, write_at, groups, readings) for layer in layers]
 
-    def reading(self, positions, length, way):
-        """Return what rows at positions [B] read of the first `length`: by way of mask the mask, by way of
-        length a ByLength."""
-        if way == "length":
-            return ByLength(self, positions, length)
+    def reading(self, positions, length, decoding):
+        """Return a mask of the first `length` positions, or a VarlenAttention if decoding is length."""
+        if decoding == "length":
+            return VarlenAttention(self, positions, length)
         return self.mask(positions, length)
 
     def mask(self, positions, length):
-        """Return what is added to scores of rows at positions [B]: -inf for keys past them, else 0.
+        """Return the additive mask of rows at positions [B]: -inf for keys past them, else 0.
 
-        [B, K, G, length], on a CPU [B K, G, length].
+        The shape is [B, K, G, length], on a CPU [B K, G, length].
         """
         K = self.config.n_kv_head
         G = self.config.n_head // K
@@ -199,7 +197,7 @@ class KVCache:
         return mask.flatten(0, 1) if self.kind == "cpu" else mask
 
     def decode_layer(self, layer, write_at, groups, readings, q, k, v):
-        """Write k and v [B, 1, K, D] to a layer's (keys, values), and attend to these with q [B, 1, H, D]."""
+        """Write k and v [B, 1, K, D] to a layer's (keys, values) and attend with q [B, 1, H, D]."""
         for cache, new in zip(layer, (k, v)):
             D = new.shape[3]
             cache.view(-1, D).index_copy_(0, write_at, new.reshape(-1, D))
@@ -211,13 +209,13 @@ class KVCache:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def attend(self, q, keys, values, reading):
-        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D], as far as `reading` says.
+        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D], under a mask or by VarlenAttention.
 
-        The G queries of a key head are the rows of one product: its cache is read once and not repeated.
-        On a CPU the products are written out: in bf16 at least twice the speed of PyTorch's fused kernel
-        (docs/notes.md).
+        The G queries of a key head are rows of one product, so that its keys and values are read once and not
+        repeated. On a CPU the products are written out, in bf16 at least twice as fast as PyTorch's fused
+        kernel (docs/notes.md).
         """
-        if isinstance(reading, ByLength):
+        if isinstance(reading, VarlenAttention):
             return reading.attend(q, keys, values)
         mask = reading
         keys, values = (x[:, :, :mask.shape[-1]] for x in (keys, values))
@@ -226,7 +224,7 @@ class KVCache:
         if self.kind != "cpu":
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(B, 1, -1, D)
         q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
-        if keys.dtype == torch.bfloat16:     # whose products of parts of rows take several times as long
+        if keys.dtype == torch.bfloat16:     # strided bf16 products take several times as long
             keys = keys.contiguous()
             values = values.contiguous()
         scores = torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=D**-0.5)

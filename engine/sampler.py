@@ -1,7 +1,4 @@
-"""From logits to tokens: Sampling, noise that depends on the sample alone, the draw, stop strings.
-
-Shapes: B rows, V ids.
-"""
+"""From logits to tokens: filters, per-sample noise, the draw, stop strings. Shapes: B rows, V ids."""
 import math
 from dataclasses import dataclass
 
@@ -9,24 +6,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-TOP_P_AMONG = 1024     # likeliest ids that top_p alone chooses from: sorting a whole vocabulary would be slow
+TOP_P_CANDIDATES = 1024        # likeliest ids considered by top_p alone: sorting the vocabulary is slow
 
 
 @dataclass(frozen=True)
 class Sampling:
     temperature: float = 1.0       # 0: greedy
-    top_k: int | None = None       # of so many likeliest ids
-    top_p: float = 1.0             # of the likeliest ids that together reach it (Holtzman et al. 2020)
-    min_p: float = 0.0             # of ids with at least this share of the likeliest's (Nguyen et al. 2024)
-    stop: tuple = ()               # token ids that end a sample; they are its last
-    stop_strings: tuple = ()       # texts that end a sample, with the token that completes them
-    full_logprobs: bool = False    # also log-probabilities at T = 1 over all ids
+    top_k: int | None = None       # only the k likeliest ids
+    top_p: float = 1.0             # only the likeliest ids that together reach p (Holtzman et al. 2020)
+    min_p: float = 0.0             # only ids with at least this share of the top one's (Nguyen et al. 2024)
+    stop: tuple = ()               # token ids that end a sample and are included in it
+    stop_strings: tuple = ()       # texts that end a sample, including the token that completes them
+    full_logprobs: bool = False    # also return logprobs at T = 1 over all ids
 
     def __post_init__(self):
         object.__setattr__(self, "stop", tuple(self.stop))
         if isinstance(self.stop_strings, str) or "" in self.stop_strings:
-            raise ValueError(f"stop_strings={self.stop_strings!r} should be a tuple of texts, "
-                             "none of them empty.")
+            raise ValueError(f"stop_strings={self.stop_strings!r} should be a tuple of texts "
+                             "that are not empty.")
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         self.require("temperature", 0 <= self.temperature < math.inf, "at least 0")
         self.require("top_k", self.top_k is None or self.top_k >= 1, "at least 1, or None")
@@ -40,8 +37,8 @@ class Sampling:
 
 # --- noise ---
 
-def mix(x, part):
-    """Run a round of the counter-based generator splitmix64 (Steele et al. 2014) on int64 x."""
+def splitmix64(x, part):
+    """Return a round of the counter-based generator splitmix64 (Steele et al. 2014) on int64 x."""
     x = (x ^ part) - 7046029254386353131
     x = (x ^ shift_right(x, 30)) * -4658895280553007687
     x = (x ^ shift_right(x, 27)) * -7723592293110705685
@@ -49,18 +46,18 @@ def mix(x, part):
 
 
 def shift_right(x, bits):
-    """Shift int64 as if it had no sign."""
+    """Shift int64 x right without extending the sign."""
     return (x >> bits) & (2**(64 - bits) - 1)
 
 
 def stream(seed, key, index):
-    """Return the int64 that stands for a sample, elementwise; `uniform` draws from it."""
-    return mix(mix(mix(torch.zeros_like(index), seed), key), index)
+    """Return the int64 stream of each sample, elementwise; `uniform` draws from it."""
+    return splitmix64(splitmix64(splitmix64(torch.zeros_like(index), seed), key), index)
 
 
 def uniform(stream, position):
-    """Return a float64 in (0, 1) for each element, which depends on the sample and the position alone."""
-    return (((mix(stream, position) >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
+    """Return a float64 in (0, 1) for each element, a function of only the sample and the position."""
+    return (((splitmix64(stream, position) >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 
 
 # --- the draw ---
@@ -68,16 +65,16 @@ def uniform(stream, position):
 def draw(logits, u, sampling):
     """Draw ids [B] from fp32 logits [B, V] by inverting the distribution at u [B].
 
-    Return them and their log-probabilities under the distribution they are drawn from (greedy: at T = 1).
+    Return the ids and their logprobs under the sampling distribution (greedy: at T = 1).
     """
     if sampling.temperature == 0:
         p, ids = logits.softmax(-1).max(-1)
         return ids, p.log()
     logits = logits - logits.amax(-1, keepdim=True)
-    logits = logits / sampling.temperature                   # at most 0, however small the temperature is
+    logits = logits / sampling.temperature                   # at most 0 at any temperature
     candidates = None
     if sampling.top_k or sampling.top_p < 1:
-        logits, candidates = likeliest(logits, sampling.top_k, sampling.top_p)
+        logits, candidates = top_candidates(logits, sampling.top_k, sampling.top_p)
     if sampling.min_p:
         threshold = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits = logits.masked_fill(logits < threshold, -math.inf)
@@ -89,10 +86,10 @@ def draw(logits, u, sampling):
     return ids[:, 0], logprobs
 
 
-def likeliest(logits, top_k, top_p):
-    """Return the logits [B, n] that are drawn from, in falling order, and their ids [B, n].
+def top_candidates(logits, top_k, top_p):
+    """Return the candidates' logits [B, n] in descending order and their ids [B, n].
 
-    Where top_p leaves an id out, its logit is -inf. Without top_k, it adds up shares of the mass of all ids.
+    The logit is -inf where top_p excludes an id. Without top_k, probabilities are those among all ids.
     """
     V = logits.shape[-1]
     if top_k:
@@ -100,22 +97,22 @@ def likeliest(logits, top_k, top_p):
         total = logits.logsumexp(-1, keepdim=True)
     else:
         total = logits.logsumexp(-1, keepdim=True)
-        logits, ids = logits.topk(min(TOP_P_AMONG, V))
+        logits, ids = logits.topk(min(TOP_P_CANDIDATES, V))
     p = (logits - total).exp()
     return logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf), ids
 
 
 def invert(p, u):
-    """Return the first id [B] at which the running sum of p [B, V] reaches the share u [B] of the whole.
+    """Return the first id [B] at which the cumulative sum of p [B, V] reaches the share u [B] of the total.
 
-    Of many ids first the block of 256, then the id in it: running sums of all V in float64 would take three
-    times as long.
+    For many ids this finds the block of 256 ids, then the id in it: cumulative sums of all V in float64 would
+    take three times as long.
     """
     if p.shape[-1] <= 512:
         sums = p.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(sums, u[:, None] * sums[:, -1:])[:, 0]
     p = F.pad(p, (0, -p.shape[-1] % 256)).unflatten(1, (-1, 256))
-    sums = p.sum(-1).double().cumsum(-1)                     # of whole blocks
+    sums = p.sum(-1).double().cumsum(-1)                     # up to the end of each block
     target = (u * sums[:, -1])[:, None]
     block = torch.searchsorted(sums, target)
     block = block.clamp_(max=sums.shape[1] - 1)              # NaN would be past the end
@@ -129,28 +126,28 @@ def invert(p, u):
 # --- stops ---
 
 class StopStrings:
-    """Finds the token that completes one of the texts that end a sample. decode: ids -> text."""
+    """Find the token that completes a stop string. decode: ids -> text."""
 
     def __init__(self, strings, decode, vocab_size):
         self.strings = strings
         self.decode = decode
         longest = max(len(string.encode()) for string in strings)
-        self.tail = longest + 3                              # ids to decode: none is shorter than a byte
-        self.last = {string[-1] for string in strings}
-        self.has_last = np.full(vocab_size, -1, dtype=np.int8)       # by id: in its text; -1: not known yet
+        self.tail = longest + 3                              # ids to decode: each has at least one byte
+        self.last_characters = {string[-1] for string in strings}
+        self.has_last = np.full(vocab_size, -1, dtype=np.int8)       # by id: 0, 1 or -1 (not known yet)
 
     def may_complete(self, ids):
-        """Return whether a stop string may end in each of ids [B, steps], whose text has its last character.
+        """Return whether each of ids [B, steps] may end a stop string: its text has a last character.
 
-        Decoding every row after every step took 2-9% of the time of a small model (docs/notes.md).
+        Decoding every row after every step took 2-9% of a small model's time (docs/notes.md).
         """
         for i in np.unique(ids[self.has_last[ids] < 0]):
             text = self.decode([i])
-            self.has_last[i] = any(c in text or not c.isascii() or c.isspace() for c in self.last)
+            self.has_last[i] = any(c in text or not c.isascii() or c.isspace() for c in self.last_characters)
         return self.has_last[ids] > 0
 
     def completed_by(self, new, before):
-        """Return how many `new` ids, which follow those before, complete a stop string; 0: they don't."""
+        """Return how many `new` ids after `before` complete a stop string, or 0."""
         for n in range(1, len(new) + 1):
             text = self.decode((before + new[:n])[-self.tail:])
             if any(string in text for string in self.strings):

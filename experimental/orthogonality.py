@@ -8,7 +8,7 @@ to the mean loss of a step. λ rises linearly from 0 over the first orthogonalit
 The gradient, 4 (W W^T - I) W / k, is added once a step, after those of all micro-steps and ranks."""
 import torch
 
-from layers.lora import whole
+from layers.lora import full_tensor
 from runtime import parallel
 
 
@@ -43,7 +43,7 @@ def add_gradients(cfg, run):
         for weight, rows in projections(block.attention):
             if not weight.requires_grad:
                 continue
-            found = [penalty(part) for part in whole(weight).split(rows)]
+            found = [penalty(part) for part in full_tensor(weight).split(rows)]
             penalties += [value for value, _ in found]
             gradient = torch.cat([part for _, part in found])
             parallel.local(weight.grad).add_(gradient[parallel.my_rows(weight)], alpha=strength)

@@ -1,1 +1,1 @@
-"""The parts of model.py: kernels with a backward pass of their own, linear attention, adapters."""
+"""Parts of model.py: kernels with hand-written backward passes, linear attention, LoRA adapters."""

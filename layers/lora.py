@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the linear layers of a model (LoRA, Hu et al. 2021)."""
+"""LoRA adapters for the linear layers of a model (Hu et al. 2021)."""
 import math
 from contextlib import contextmanager
 
@@ -6,14 +6,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-LINEARS = ("qkv", "out", "up", "gate", "down")         # of a block; what LoRA adapts
+LINEARS = ("qkv", "out", "up", "gate", "down")         # the linear layers of a block
 
 
 class LoRA(nn.Linear):
-    """W x + alpha / rank * B A x with W frozen (Hu et al. 2021).
+    """W x + alpha / rank * B A x with W frozen.
 
-    `add_lora` turns an nn.Linear in place into one, so W keeps its name. qkv is one matrix: queries, keys and
-    values share one A [rank, in] and each has its own rows of B [out, rank].
+    `add_lora` converts an nn.Linear in place, so W keeps its name. qkv is one matrix: queries, keys and
+    values share one A [rank, in] and have separate rows of B [out, rank].
     """
 
     @property
@@ -28,27 +28,26 @@ class LoRA(nn.Linear):
 
 
 def add_lora(model, rank, alpha=None, linears=LINEARS):
-    """Put adapters beside these linears of every block, freeze all other parameters and return the model.
+    """Add adapters to these linears of every block, freeze all other parameters and return the model.
 
-    Embeddings and head (tied or not) are not adapted. alpha None: 2 rank, as in TRL, torchtune and
-    LLaMA-Factory. B is zero, so at first the function is unchanged. The adapters are fp32 whatever the rest
-    is (cast a model before, not after). ValueError for rank < 1, unknown linears or a model that is adapted
-    already.
+    alpha None: 2 rank, as in TRL, torchtune and LLaMA-Factory. B is zero, so the function is unchanged at
+    first. The adapters stay fp32, so cast a model before, not after. Embeddings and head (tied or not) are
+    not adapted. ValueError for rank < 1, unknown linears or a model that already has adapters.
     """
     chosen = []
     for name, module in model.blocks.named_modules():
         if isinstance(module, nn.Linear) and name.split(".")[-1] in linears:
             chosen.append(module)
     if rank < 1:
-        raise ValueError(f"Adapters of rank {rank} hold nothing: give a rank of 1 or more.")
+        raise ValueError(f"An adapter rank of {rank} is too small: give a rank of 1 or more.")
     if rank > model.config.n_embd:
-        raise ValueError(f"Adapters of rank {rank} hold more than the {model.config.n_embd} channels of the "
-                         "model: lower the rank.")
+        raise ValueError(f"An adapter rank of {rank} exceeds the model's {model.config.n_embd} channels: "
+                         "lower the rank.")
     if not set(linears) <= set(LINEARS) or not chosen:
-        raise ValueError(f"linears={linears} names what the blocks lack: "
+        raise ValueError(f"linears={linears} names layers that the blocks lack: "
                          "choose from qkv, out, up, down and swiglu's gate.")
     if lora_modules(model):
-        raise ValueError("The model has adapters already: add new ones to a GPT that loads merged(model).")
+        raise ValueError("The model has adapters already: load merged(model) into a new GPT first.")
     model.requires_grad_(False)
     for module in chosen:
         module.__class__ = LoRA
@@ -67,9 +66,9 @@ def lora_modules(model):
 
 @contextmanager
 def adapters_off(model):
-    """Within, the model is bit for bit the one before add_lora: GRPO's reference.
+    """Disable adapters: within, the model is bitwise the one before add_lora (GRPO's reference).
 
-    A backward pass belongs on the same side as its forward pass: gradient checkpointing computes blocks anew.
+    Run a backward pass in the same context as its forward pass: gradient checkpointing recomputes blocks.
     """
     modules = lora_modules(model)
     before = [module.enabled for module in modules]
@@ -83,38 +82,37 @@ def adapters_off(model):
 
 
 def adapters(model):
-    """Return {name: tensor} of the adapters alone."""
+    """Return {name: tensor} of only the adapters."""
     weights = model.state_dict()
     return {name: weights[name] for name in weights if name.endswith((".lora_a", ".lora_b"))}
 
 
 def load_adapters(model, tensors):
-    """Copy what `adapters` returned into a model with such adapters. ValueError if they have other shapes."""
+    """Copy tensors from `adapters` into a model with such adapters; ValueError for other shapes."""
     own = adapters(model)
     wrong = sorted(own.keys() ^ tensors.keys())
     if not wrong:
         wrong = [name for name in own if own[name].shape != tensors[name].shape]
     if wrong:
-        raise ValueError(f"{wrong[0]} is missing, left over or of another shape: "
-                         "add_lora with the rank and the linears that the adapters were made with.")
+        raise ValueError(f"{wrong[0]} is missing, unexpected or of another shape: "
+                         "call add_lora with the rank and linears of the saved adapters.")
     model.load_state_dict(tensors, strict=False)
 
 
 def merged(model):
-    """Return {name: tensor} with which a GPT without adapters computes what this one does.
+    """Return {name: tensor} of an equivalent GPT without adapters (within adapters_off: the base).
 
-    Within adapters_off that is the base. Adapted weights are new and fp32, since a sum in bf16 would lose
-    about 5% of what was learnt. The others are the model's own.
+    Adapted weights are new and fp32, since a sum in bf16 would lose about 5% of the update. Others are the
+    model's own.
     """
     return dict(merged_weights(model))
 
 
 @torch.no_grad()
 def merged_weights(model, dtype=None, prefix=""):
-    """Yield (name, tensor) as `merged` has them, of the names that begin so.
+    """Yield the (name, tensor) pairs of `merged` whose names start with prefix.
 
-    Of a model that is spread over ranks each is gathered as it is asked for, in dtype unless it is adapted.
-    Every rank must ask for all.
+    Sharded weights are gathered one at a time, in dtype unless adapted. Every rank must iterate over all.
     """
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRA)}
     own = adapters(model)
@@ -125,18 +123,18 @@ def merged_weights(model, dtype=None, prefix=""):
         if module and module.enabled:
             yield name, merged_weight(module)
         else:
-            yield name, whole(value, dtype)
+            yield name, full_tensor(value, dtype)
 
 
 def merged_weight(module):
-    """Return W + alpha / rank * B A of a LoRA, fp32."""
-    weight, a, b = (whole(tensor).float() for tensor in (module.weight, module.lora_a, module.lora_b))
-    with torch.autocast(weight.device.type, enabled=False):  # which would multiply in bf16
+    """Return W + alpha / rank * B A of a LoRA layer, fp32."""
+    weight, a, b = (full_tensor(tensor).float() for tensor in (module.weight, module.lora_a, module.lora_b))
+    with torch.autocast(weight.device.type, enabled=False):  # autocast would multiply in bf16
         return weight + module.scale * b @ a
 
 
-def whole(tensor, dtype=None):
-    """Return a tensor, or of one that is spread over ranks all of it, in dtype: then every rank must call."""
+def full_tensor(tensor, dtype=None):
+    """Return a tensor, gathered in dtype if it is sharded; then every rank must call."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     return tensor.to(dtype or tensor.dtype).full_tensor()

@@ -1,7 +1,7 @@
-"""The parts of model.py that are written by hand for speed or memory. Imports torch alone.
+"""Operations of model.py written by hand for speed or memory. Imports only torch.
 
-They are dropout, for which a CPU draws bytes; attention, of which each kind is a function in ATTENTION; the
-norm and the squared ReLU, whose backward passes are quick on a CPU; and the head with its loss.
+Dropout draws bytes on a CPU; ATTENTION holds the attention kernels; the norm and the squared ReLU have fast
+backward passes on a CPU; the head computes its loss in chunks.
 
 Shapes: B sequences of T positions, C channels, V ids; in attention H query heads, K key/value heads of S
 positions, D channels a head.
@@ -15,27 +15,25 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-IGNORE = -1          # a target that is not trained on; set from lengths, never from token ids
-ROWS = 128           # positions whose attention is computed at a time, where it is written out
+IGNORE = -1          # the target of positions without a loss; set from lengths, never from token ids
+ROWS = 128           # positions per product of math_attention
 SDPA_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 # --- dropout ---
 
 def drop_out(x, p, training=True):
-    """Return x with a share p of its numbers set to 0 and the rest scaled up to keep the mean; x itself if it
-    is not training.
+    """Return x with a share p of its numbers set to 0 and the rest rescaled; x itself outside training.
 
-    On a CPU p is rounded to 256ths: a random byte says whether a number stays. F.dropout draws a double for
-    each, and on one core however many there are: 2M numbers in bf16, both ways, 6.3 ms instead of 21.9 (a
-    Zen 5 core).
+    On a CPU p is rounded to 256ths, so that one random byte decides on each number. F.dropout draws a double
+    each, on one core: forward and backward of 2M numbers in bf16 take 6.3 instead of 21.9 ms (a Zen 5 core).
     """
     if not training or p == 0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     dropped = min(max(round(256 * p), 1), 255)
-    # 64 bits at a time, each one of them random: eight bytes.
+    # Each int64 is 64 random bits: eight bytes.
     words = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-2**63, None)
     random_bytes = words.view(torch.uint8)[:x.numel()].view(x.shape)
     kept = (random_bytes >= dropped).to(x.dtype)
@@ -47,9 +45,9 @@ def drop_out(x, p, training=True):
 def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
     """Return attention [B, T, H, D] of q [B, T, H, D] over k and v [B, S, K, D], by PyTorch's fused kernel.
 
-    Without a mask S is T, and it is causal. A mask [B, 1, T, S] of 0 and -inf is added to the scores and has
-    to hide later keys itself: the last key is the last position's own.
-    repeat: have key heads repeated for a kernel that can't share them (runtime/hardware.py).
+    Without a mask it is causal, and S is T. A mask [B, 1, T, S] of 0 and -inf is added to the scores and must
+    be causal itself: the last key is at the last position.
+    repeat: repeat key heads for a kernel without grouped-query attention (runtime/hardware.py).
     """
     H = q.shape[2]
     q = q.transpose(1, 2)
@@ -62,16 +60,16 @@ def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
         grouped = k.shape[1] != H
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=grouped)
     else:
-        # On a GPU whatever kernel was asked for: flash takes no mask, and those that do can't share heads.
+        # On a GPU this overrides the chosen kernel: flash takes no mask, and the others can't share heads.
         with sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if q.is_cuda else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return y.transpose(1, 2)
 
 
 def math_attention(q, k, v, mask=None, dropout=0.0):
-    """Return the same as sdpa_attention, with its two products written out.
+    """Return sdpa_attention's result with the two products written out.
 
-    On a CPU in bf16 that is several times faster at short lengths (docs/notes.md).
+    On a CPU in bf16 this is several times faster at short lengths (docs/notes.md).
     """
     if not dropout and not torch.compiler.is_compiling():
         return AttentionInParts.apply(q, k, v, mask)
@@ -90,11 +88,11 @@ def math_attention(q, k, v, mask=None, dropout=0.0):
 
 
 class AttentionInParts(torch.autograd.Function):
-    """What math_attention says, of ROWS positions at a time with the keys up to theirs.
+    """Compute math_attention for ROWS positions at a time, over keys up to their own positions.
 
-    Their scores stay in the processor's cache, and most of those that are masked are never computed. Query
-    heads that share a key head are rows of one product. Both ways, 5 x 800 positions of 4 heads of 32 with
-    one key head, in bf16: 33 ms instead of 54 (a Zen 5 core; docs/notes.md).
+    The scores stay in the CPU's cache, and most masked scores are never computed. Query heads with the same
+    key head are rows of one product. Forward and backward, 5 x 800 positions, 4 heads of 32 with one key
+    head, in bf16: 33 instead of 54 ms (a Zen 5 core; docs/notes.md).
     """
 
     @staticmethod
@@ -148,18 +146,18 @@ class AttentionInParts(torch.autograd.Function):
 
 
 def by_key_head(x, K):
-    """Return [B K, T G, D] of [B, T, K G, D]: a key head's rows are positions, each with its query heads."""
+    """Return [B K, T G, D] of x [B, T, K G, D]: for each key head, positions and their query heads."""
     B, _, _, D = x.shape
     return x.unflatten(2, (K, -1)).transpose(1, 2).reshape(B * K, -1, D)
 
 
 def by_query_head(x, K, G):
-    """Return [B, T, K G, D] of what by_key_head returned."""
+    """Return [B, T, K G, D], the inverse of by_key_head."""
     return x.view(len(x) // K, K, -1, G, x.shape[-1]).transpose(1, 2).flatten(2, 3)
 
 
 def repeat_heads(x, n_head):
-    """Repeat heads of keys or values [B, K, S, D], so that each query head has its own: [B, H, S, D]."""
+    """Repeat the heads of keys or values [B, K, S, D] once per query head: [B, H, S, D]."""
     groups = n_head // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
@@ -174,15 +172,15 @@ ATTENTION = {
 # --- norm and activation ---
 
 def rms_norm(x, gain, eps):
-    """Return x [..., D] over the root of its mean square, times gain [D] (or [H, D]: one for each head).
+    """Return x [..., D] over its root mean square, times gain [D] (or [H, D]: one per head).
 
-    In the engine, where no gradient will be asked for, F.rms_norm is as fast on a CPU.
+    Inference mode uses F.rms_norm, whose forward pass is as fast on a CPU.
     """
-    # Dynamo can't ask whether this is inference mode.
+    # Dynamo doesn't support is_inference_mode_enabled.
     in_engine = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     if x.device.type == "cpu" and not in_engine:
         return NormOnCPU.apply(x, gain, eps)
-    gain = gain.to(x.dtype)                  # the kernel is fused only if both are of one dtype
+    gain = gain.to(x.dtype)                  # the kernel is fused only for equal dtypes
     # A GPU's autocast would return fp32.
     autocast = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False) if autocast else nullcontext():
@@ -197,10 +195,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class NormOnCPU(torch.autograd.Function):
-    """What rms_norm says, in few passes over memory.
+    """Compute rms_norm in few passes over memory.
 
-    The backward pass of F.rms_norm on a CPU takes twenty. Both ways, 8192 x 128 in bf16: 1.3 ms instead of
-    2.5, two Zen 5 cores.
+    F.rms_norm's backward pass takes twenty on a CPU. Forward and backward, 8192 x 128 in bf16: 1.3 instead of
+    2.5 ms (two Zen 5 cores).
     """
 
     @staticmethod
@@ -223,22 +221,22 @@ class NormOnCPU(torch.autograd.Function):
         dgain = None
         if ctx.needs_input_grad[1]:
             dgain = dy_normed.flatten(0, -1 - gain.ndim).sum(0).to(ctx.gain_dtype)
-        # A longer x gives the same result, so the gradient's component along x is taken out.
+        # Scaling x does not change the result, so the gradient has no component along x.
         component = (dy_normed * gain).sum(-1, keepdim=True)
         dx = torch.addcmul(dy * gain, normed, component, value=-1 / normed.shape[-1]).mul_(scale)
         return dx, dgain, None
 
 
 class SquaredReLU(torch.autograd.Function):
-    """relu(x)^2 (So et al. 2021), with a backward pass in one pass over memory instead of three.
+    """relu(x)^2 (So et al. 2021), whose backward pass reads memory once instead of three times.
 
-    Both ways, 8192 x 512 in bf16: 1.2 ms instead of 2.3, two Zen 5 cores.
+    Forward and backward, 8192 x 512 in bf16: 1.2 instead of 2.3 ms (two Zen 5 cores).
     """
 
     @staticmethod
     def forward(ctx, x):
         positive = F.relu(x)
-        if x.dtype == torch.float16:         # which has no squares of more than 255.9
+        if x.dtype == torch.float16:         # squares of more than 255.9 overflow
             positive = positive.clamp_(max=255)
         ctx.save_for_backward(positive)
         return positive.square()
@@ -255,16 +253,16 @@ class SquaredReLU(torch.autograd.Function):
 class HeadAndLoss(torch.autograd.Function):
     """Summed cross entropy of a linear head, `rows` positions at a time: B*T*V logits never exist at once.
 
-    The gradient of a summed cross entropy is softmax - onehot, so it is taken while a chunk's logits exist.
-    Nothing is recomputed in the backward pass and only [B*T, C] and [V, C] are kept. At 32 x 1024 x 50304 the
-    fp32 logits and their gradient would be 6,288 MiB each. Chunks of 2**27 logits hold 512 MiB each.
+    The gradient of a summed cross entropy is softmax - onehot, so the forward pass computes it while a
+    chunk's logits exist. Nothing is recomputed, and only [B*T, C] and [V, C] are kept. At 32 x 1024 x 50304
+    the fp32 logits and their gradient would take 6,288 MiB each; chunks of 2**27 logits take 512 MiB each.
     """
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size, softcap, rows, chunk_loss):
         """Return nats as fp32 [] for h [B*T, C], weight [V padded, C] and targets [B*T] (or IGNORE).
 
-        chunk_loss: the function of that name, as it is or compiled.
+        chunk_loss: the function below, eager or compiled.
         """
         ctx.h_dtype = h.dtype
         ctx.weight_dtype = weight.dtype
@@ -280,14 +278,14 @@ class HeadAndLoss(torch.autograd.Function):
         for start in range(0, len(h), rows):
             chunk = h[start:start + rows]
             y = targets[start:start + rows]
-            trained = y != IGNORE
+            is_target = y != IGNORE
             nats, grad = chunk_loss(chunk @ w.t(), y.clamp(min=0), vocab_size, softcap, needs_gradient)
-            loss += (nats * trained).sum()
-            trained = trained[:, None].to(h.dtype)       # masks positions where they are C wide, not V
+            loss += (nats * is_target).sum()
+            mask = is_target[:, None].to(h.dtype)        # applied to [rows, C], which is narrower than V
             if dh is not None:
-                dh[start:start + rows] = (grad @ w) * trained
+                dh[start:start + rows] = (grad @ w) * mask
             if dw is not None:
-                dw += grad.t() @ (chunk * trained)
+                dw += grad.t() @ (chunk * mask)
         ctx.save_for_backward(dh, dw)
         return loss
 
@@ -305,8 +303,8 @@ class HeadAndLoss(torch.autograd.Function):
 def chunk_loss(logits, y, vocab_size, softcap, needs_gradient):
     """Return the nats of targets y [N], fp32 [N], and their gradient by logits [N, V padded], in its dtype.
 
-    The first is log(sum(exp(logits))) - logits[y], its gradient softmax - onehot. Compiled, bf16 logits are
-    read twice and the gradient is written once, 6 bytes a logit, where the steps one by one move 18.
+    The nats are log(sum(exp(logits))) - logits[y] and the gradient is softmax - onehot. Compiled, this reads
+    bf16 logits twice and writes the gradient once: 6 bytes a logit instead of 18 in eager mode.
     """
     if torch.compiler.is_compiling():
         return fused_loss(logits, y, vocab_size, softcap, needs_gradient)
@@ -315,7 +313,7 @@ def chunk_loss(logits, y, vocab_size, softcap, needs_gradient):
         logits = softcap * torch.tanh(logits.float() / softcap)
     logits[:, vocab_size:] = float("-inf")
     p = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    # The likeliest id has p = 1 / sum(exp(logits - max)), so two maxima give the log of the sum.
+    # The largest p is 1 / sum(exp(logits - max)), so two maxima give the log of the sum.
     log_sum = logits.amax(-1).float() - p.amax(-1).log()
     nats = log_sum - logits.gather(1, y[:, None])[:, 0].float()
     if not needs_gradient:
@@ -328,7 +326,7 @@ def chunk_loss(logits, y, vocab_size, softcap, needs_gradient):
 
 
 def fused_loss(logits, y, vocab_size, softcap, needs_gradient):
-    """Return the same, in the form that a compiler makes two loops of."""
+    """Return the same in a form that compiles to two loops."""
     z = logits.float()
     slope = 1.0
     if softcap:

@@ -41,7 +41,7 @@ class Ours:
     def __init__(self, model, cfg, hw, rows):
         slots = cfg.slots or min(rows, 512)
         context = cfg.prompt_tokens + cfg.max_new_tokens
-        self.engine = Engine(model, slots, context, Sampling(), cfg.seed, hw.sampling_dtype)
+        self.engine = Engine(model, slots, context, Sampling(), seed=cfg.seed, dtype=hw.sampling_dtype)
 
     def run(self, prompts, samples, new):
         """Return how many tokens were sampled."""

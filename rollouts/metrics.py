@@ -168,7 +168,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
 
 
 def facts(run, found, pipeline):
-    """Return what doctor.diagnose has to know of the model and how it is asked. found: hf.Found, what training
+    """Return what doctor.diagnose has to know of the model and how it is asked. found: hf.ModelSource, what training
     began with."""
     chat = pipeline.tokenizer.template["name"] != "plain"
     return {

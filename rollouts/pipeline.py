@@ -27,7 +27,7 @@ UNFINISHED = Grade(0.0, {}, "", None)
 def few_shot_of(cfg, found):
     """Return how many worked examples stand before a question: for a model that was trained here as many as
     grpo.py trained it with, none after other training, for it has seen the form; four for any other. found:
-    hf.Found."""
+    hf.ModelSource."""
     if cfg.few_shot is not None:
         return cfg.few_shot
     if found.step is None:

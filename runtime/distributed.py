@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from model import Parts
+from model import CompiledParts
 from runtime.config import BadInput
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that record a step, and can't accumulate
@@ -193,7 +193,7 @@ class TrainedModel(nn.Module):
         self.model = model
         self.is_sharded = is_spread(model)
         self.local = Forward(model)
-        model.parts = Parts()
+        model.parts = CompiledParts()
         if compile and mode in CUDA_GRAPHS:
             self.local = torch.compile(self.local, mode=mode, dynamic=dynamic)
         elif compile:
@@ -201,7 +201,7 @@ class TrainedModel(nn.Module):
             torch._dynamo.config.optimize_ddp = False
             # Sizes of one, adapters that are off and what takes no gradient have code of their own.
             torch._dynamo.config.recompile_limit = 32
-            model.parts = Parts.compiled(mode, dynamic, blocks=not self.is_sharded)       # which sharding compiles
+            model.parts = CompiledParts.compiled(mode, dynamic, blocks=not self.is_sharded)       # which sharding compiles
         self.ddp = None
         self.rehearsed_s = None              # see memory.rehearse
 
@@ -219,8 +219,8 @@ class TrainedModel(nn.Module):
     def loss(self, x, y):
         return self.call("loss", x, y)
 
-    def token_logprobs(self, x, y, temperature=1.0, prompts=None, trained=None):
-        return self.call("token_logprobs", x, y, temperature, prompts, trained)
+    def token_logprobs(self, x, y, temperature=1.0, prompts=None, target_index=None):
+        return self.call("token_logprobs", x, y, temperature, prompts, target_index)
 
     def call(self, method, *args):
         """Evaluation is each rank's own, and they need not have as many batches, unless the model is

@@ -168,7 +168,7 @@ def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
     """Return {name: bytes} of what a training step adds to the weights, without compiling (which saves some
     of the activations)."""
     trainable = sum(parallel.local(p).numel() for p in model.parameters() if p.requires_grad)
-    rows_of_logits = min(micro_batch * block_size, model.rows_at_a_time(hardware.device))
+    rows_of_logits = min(micro_batch * block_size, model.rows_per_chunk(hardware.device))
     feedback = {"feedback": model.feedback.bytes_to_come()} if model.feedback else {}
     return feedback | {
         "gradients": 4 * trainable,

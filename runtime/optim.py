@@ -231,7 +231,7 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
         for group in optimizer.param_groups:
             parameters += [p for p in group["params"] if p.grad is not None]
         scaler.unscale_(optimizer)
-    norm = parallel.whole(nn.utils.get_total_norm([p.grad for p in parameters], foreach=None))
+    norm = parallel.full_tensor(nn.utils.get_total_norm([p.grad for p in parameters], foreach=None))
     grad_norm = norm.item()
     finite = math.isfinite(grad_norm)
     if finite and grad_clip:

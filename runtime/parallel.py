@@ -9,7 +9,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from layers.lora import whole
+from layers.lora import full_tensor
 from runtime import distributed
 from runtime.config import BadInput
 
@@ -56,7 +56,7 @@ def write_on_main(tensors, write):
     """Call write(values) on the first rank alone, as distributed.on_main does. values yields the tensors
     whole, one after another, so that one is in memory at a time. The other ranks take part in gathering them,
     to the last even if write fails. Every rank must call."""
-    values = map(whole, tensors)
+    values = map(full_tensor, tensors)
 
     def on_first_rank():
         try:
@@ -114,7 +114,7 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
         register_fsdp_forward_method(model, method)
 
     model.to_empty(device=hw.device)
-    model.fill_rotations()
+    model.fill_rope_tables()
     hand_out(weights, model, hw.device)
     return model
 

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 import hf
-from layers.linear_attention import favor_features, first_gain, mix, orthogonal_vectors
+from layers.linear_attention import favor_features, initial_qk_gain, mix, orthogonal_vectors
 from layers.ops import ATTENTION, repeat_heads
 from measure.runs import process
 from model import GPT, GPTConfig
@@ -115,7 +115,7 @@ def print_errors_of(run, text):
 def print_errors():
     print(f"relative error of FAVOR+'s weights, {D} channels a head, 512 positions, features: "
           f"{', '.join(map(str, FEATURES))}")
-    for size in (first_gain(shape_of(Config(), "favor-sum", 512)), 0.5, 0.7, 1.0):
+    for size in (initial_qk_gain(shape_of(Config(), "favor-sum", 512)), 0.5, 0.7, 1.0):
         errors = favor_errors(FEATURES, size)
         print(f"  |q| = |k| = {size * math.sqrt(D):.1f}: {shown(errors)}", flush=True)
 

@@ -1,4 +1,4 @@
-"""The engine's text is that of the plain model, whoever else is in the batch."""
+"""The engine samples the same ids as the plain model, in any batch."""
 import subprocess
 import sys
 
@@ -17,8 +17,8 @@ from runtime import memory
 
 @pytest.fixture(autouse=True, params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
-    """Every test runs twice, the second time through what a GPU's engine does, with graphs that are recorded."""
-    monkeypatch.setattr("engine.generate.ACT_AS", request.param)
+    """Run every test a second time on a GPU's branches, with recorded graphs."""
+    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", request.param)
     monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
     Recorded.made.clear()
     return request.param
@@ -28,9 +28,9 @@ SHAPES = {"default": {}, "grouped": dict(n_head=4, n_kv_head=2, mlp="swiglu", ti
           "gpt2": dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True)}
 
 
-def make(**knobs):
+def make(**options):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**dict(vocab_size=100, block_size=192, n_layer=2, n_head=2, n_embd=32) | knobs))
+    model = GPT(GPTConfig(**dict(vocab_size=100, block_size=192, n_layer=2, n_head=2, n_embd=32) | options))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -49,9 +49,9 @@ on_a_gpu = pytest.mark.parametrize("acting", ["cuda"], indirect=True)
 @pytest.mark.parametrize("acting, groups", [(None, False), (None, True), ("cuda", False)], indirect=["acting"],
                          ids=["together", "in groups that are sorted", "as on a GPU"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(shape, groups, acting, monkeypatch):
+def test_greedy_batch_equals_the_model_without_a_cache(shape, groups, acting, monkeypatch):
     if groups:
-        monkeypatch.setattr("engine.kv_cache.GROUP", 2)
+        monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", 2)
         monkeypatch.setattr("engine.generate.SORT_EVERY", 3)
     model = make(**SHAPES[shape])
     lengths = [(7 * i) % 40 + 1 for i in range(20)]
@@ -71,12 +71,12 @@ def test_greedy_from_a_ragged_refilled_batch_equals_one_by_one_without_a_cache(s
     assert len(shapes) == len(Recorded.made) == (4 if acting else 0)
 
 
-def test_a_prompt_that_waits_for_slots_and_a_sorted_batch_keep_their_own_keys(monkeypatch):
-    """More samples than slots, of prompts of very different lengths, while rows change places."""
+def test_waiting_prompts_and_sorted_rows_keep_their_keys(monkeypatch):
+    """Sample more than the slots hold, from prompts of very different lengths, while rows are sorted."""
     model, together = make(), {}
     requests = [Request(p, num_samples=9, key=i, max_new_tokens=5 + 7 * i) for i, p in enumerate(prompts(6))]
     for group, every in ((10**6, 10**6), (2, 2)):
-        monkeypatch.setattr("engine.kv_cache.GROUP", group)
+        monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", group)
         monkeypatch.setattr("engine.generate.SORT_EVERY", every)
         found = {(s.request.key, s.index): s for s in Engine(model, slots=5, poll=1 + (group == 2)).generate(requests)}
         for key, s in found.items():
@@ -110,7 +110,7 @@ def test_log_probabilities_at_temperature_one_over_all_ids():
 
 
 @pytest.mark.parametrize("poll", [3, 8])
-def test_looking_at_results_every_few_steps_changes_nothing(poll):
+def test_poll_interval_changes_nothing(poll):
     texts = prompts(9)
 
     def run(poll):
@@ -123,9 +123,9 @@ def test_looking_at_results_every_few_steps_changes_nothing(poll):
 
 @on_a_cpu
 @pytest.mark.parametrize("shape", [dict(n_layer=1, n_kv_head=1), dict(n_layer=3)], ids=str)
-def test_the_cache_s_rows_grow_with_what_is_read_and_nothing_else_changes(shape):
-    """Long and short samples in turn, of prompts that wait in the last row for slots: they are moved along. (With one layer and one head a
-    row that is full is one piece of memory, which PyTorch refuses to copy within its own tensor.)"""
+def test_growing_the_cache_changes_nothing(shape):
+    """Long and short samples alternate, and prompts waiting in the last row are moved. (With one layer and
+    one head a full row is contiguous, which PyTorch refuses to copy within its own tensor.)"""
     model = make(**shape)
     engine, widths = Engine(model, slots=3, sampling=Sampling(temperature=0), cuda_graphs=False), []
     resize, at = engine.cache.resize, engine.cache.storage.data_ptr()
@@ -141,7 +141,7 @@ def test_the_cache_s_rows_grow_with_what_is_read_and_nothing_else_changes(shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_deterministic_is_bitwise_alone_and_among_others(dtype):
+def test_deterministic_is_bitwise_in_any_batch(dtype):
     texts = prompts(40)
     engine = Engine(make(n_head=4, n_kv_head=2, n_embd=64), slots=64, deterministic=True, dtype=dtype)
     request = Request(texts[5], num_samples=3, key=5, max_new_tokens=30)
@@ -171,14 +171,14 @@ def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it():
         Engine(make(), sampling=Sampling(stop_strings=("x",)))
 
 
-def test_a_call_has_its_own_sampling_and_leaves_the_engines():
+def test_a_call_can_override_the_sampling():
     def decode(ids):
         return "".join(chr(32 + i) for i in ids)
 
-    def run(engine, **knobs):
+    def run(engine, **options):
         requests = [Request(p, num_samples=2, key=i, max_new_tokens=40) for i, p in enumerate(prompts(6))]
         return sorted((s.request.key, s.index, s.ids, s.reason, s.logprobs, s.full_logprobs)
-                      for s in engine.generate(requests, **knobs))
+                      for s in engine.generate(requests, **options))
     default = Sampling(temperature=0.7, stop_strings=("A", "longer than the other"), full_logprobs=True)
     greedy = Sampling(temperature=0, stop=(3, 50), stop_strings=("b", "zz"))
     plain = Sampling(top_k=5)
@@ -189,7 +189,7 @@ def test_a_call_has_its_own_sampling_and_leaves_the_engines():
     for s in (greedy, default, plain, None, greedy):
         assert run(engine, sampling=s) == alone[s or default]
         assert engine.sampling is default
-    engine.sampling = plain                                            # of the calls that follow
+    engine.sampling = plain                                            # for later calls
     assert run(engine) == alone[plain] and run(engine, sampling=default) == alone[default]
 
 
@@ -200,7 +200,7 @@ def test_stop_strings_of_a_call_need_decode():
     assert next(engine.generate([Request([1, 2])], sampling=Sampling(stop=(3,)))).ids
 
 
-def test_a_prompt_is_computed_once_whatever_the_slots(monkeypatch):
+def test_each_prompt_is_prefilled_once(monkeypatch):
     computed = []
     plain = Engine.prefill
     monkeypatch.setattr(Engine, "prefill", lambda self, prompts: (computed.extend(prompts), plain(self, prompts)))
@@ -213,8 +213,8 @@ def test_a_prompt_is_computed_once_whatever_the_slots(monkeypatch):
 
 @on_a_gpu
 @pytest.mark.parametrize("fails", ["replay", "__init__"])
-def test_out_of_memory_in_a_graph_or_while_one_is_captured_loses_nothing_either(monkeypatch, fails):
-    """Of the capture CUDA says no more than that something failed before."""
+def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fails):
+    """A failing capture raises a CUDA error that does not mention memory."""
     def run():
         engine = Engine(make(), slots=8)
         return {(s.request.key, s.index): s.ids for s in engine.generate(
@@ -236,7 +236,8 @@ def test_out_of_memory_in_a_graph_or_while_one_is_captured_loses_nothing_either(
 
 
 def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, enable_gqa, seqused_k):
-    """What torch.nn.attention.varlen says that its kernel computes, of one query a sequence. Nothing here waits for values."""
+    """Compute the documented result of torch.nn.attention.varlen for one query a sequence, without
+    synchronizing."""
     N, G, D = q.shape
     assert (k.shape[1:], max_q, enable_gqa) == ((1, D), 1, True)
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (cu_seq_q, cu_seq_k, seqused_k))
@@ -248,13 +249,13 @@ def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, enable_gqa, sequse
 
 @on_a_gpu
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_by_lengths_is_that_by_a_mask(monkeypatch, shape):
-    """What the kernel is given, in graphs, with rows that are refilled; not the kernel, which needs a GPU."""
+def test_varlen_attention_equals_masked_attention(monkeypatch, shape):
+    """Check the kernel's arguments, in graphs and with refilled rows; the kernel itself needs a GPU."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     model, found = make(**SHAPES[shape]), {}
     for decoding in ("mask", "length"):
         engine = Engine(model, slots=6)
-        engine.decoding = decoding                         # which the real kernel has in 16 bits alone
+        engine.decoding = decoding                         # the real kernel needs 16 bits
         found[decoding] = {s.request.key: s for s in engine.generate(
             Request(p, key=i, max_new_tokens=(7 * i) % 40 + 1) for i, p in enumerate(prompts(20)))}
     for key, sample in found["mask"].items():
@@ -263,11 +264,11 @@ def test_attention_by_lengths_is_that_by_a_mask(monkeypatch, shape):
 
 
 @on_a_gpu
-def test_decoding_by_lengths_is_an_option_of_16_bits(monkeypatch):
+def test_decoding_by_length_needs_16_bits(monkeypatch):
     model = make(n_head=4, n_kv_head=2)
 
-    def chosen(**knobs):
-        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | knobs).decoding
+    def chosen(**options):
+        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | options).decoding
     monkeypatch.setattr("engine.generate.has_varlen_attention", lambda: True)
     assert chosen() == "mask" and chosen(decoding="length") == "length"
     assert chosen(decoding="length", deterministic=True) == chosen(decoding="length", dtype=torch.float32) == "mask"
@@ -276,12 +277,12 @@ def test_decoding_by_lengths_is_an_option_of_16_bits(monkeypatch):
 
 
 
-# of a recorded step: views, and what does nothing in evaluation or to what is as it should be
+# operations without a kernel: views, dropout in evaluation and `to` without a conversion
 FREE = "view transpose split split_with_sizes slice select expand unsqueeze chunk unbind flatten reshape dropout to".split()
 
 
-def decode_kernels(n_layer, **knobs):
-    engine = Engine(make(n_layer=n_layer, **knobs), slots=2)
+def decode_kernels(n_layer, **options):
+    engine = Engine(make(n_layer=n_layer, **options), slots=2)
     list(engine.generate([Request([1, 2, 3], 2, max_new_tokens=2)]))
     names = [function.__name__.split(".")[0] for function, *_ in Recorded.made[-1].operations]
     return len([name for name in names if name not in FREE])
@@ -290,7 +291,8 @@ def decode_kernels(n_layer, **knobs):
 @on_a_gpu
 @pytest.mark.parametrize("shape, most", [("default", 19), ("grouped", 20), ("gpt2", 12)])
 def test_a_layer_of_a_decoding_step_has_few_kernels(shape, most):
-    """At few rows a step takes as long as its kernels take to start. Beside the layers: masks, noise, head, draw, positions."""
+    """With few rows a step's time is that of its kernel launches. Besides the layers: masks, noise, head,
+    draw, positions."""
     two = decode_kernels(2, **SHAPES[shape])
     three = decode_kernels(3, **SHAPES[shape])
     assert three - two <= most and two - 2 * most <= 32
@@ -320,7 +322,7 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
     monkeypatch.setattr(Engine, "prefill", prefill)
     assert run(engine) == expected and engine.slots == 2 and engine.cache.k.shape[1] == engine.slots + 1
     monkeypatch.setattr(Engine, "decode_step", lambda *arguments: (_ for _ in ()).throw(torch.OutOfMemoryError("pretended")))
-    with pytest.raises(torch.OutOfMemoryError):                        # one slot, and still too much
+    with pytest.raises(torch.OutOfMemoryError):                        # too large even with one slot
         run(engine)
 
 
@@ -336,8 +338,8 @@ def test_slots_follow_the_free_memory(monkeypatch):
 
 
 @on_a_cpu
-def test_memory_is_what_the_arithmetic_says():
-    """In a process of its own: the growth of its resident set."""
+def test_memory_matches_the_estimate():
+    """Measure the growth of the resident set in a separate process."""
     code = """
 import torch
 import torch.nn.functional as F
@@ -373,16 +375,16 @@ def test_progress_counts():
         assert all(0 < len(ids) < 5 and whole[s.request.key, s.index][:len(ids)] == ids for s, ids in line[6])
 
 
-def test_two_runs_at_once_on_one_engine_are_refused():
+def test_concurrent_generate_calls_are_refused():
     engine = Engine(make(), slots=2)
     first = engine.generate(Request(p, key=i, max_new_tokens=3) for i, p in enumerate(prompts(5)))
     next(first)
     next(engine.generate([Request([1, 2])]))
-    with pytest.raises(RuntimeError, match="taken over"):
+    with pytest.raises(RuntimeError, match="took over"):
         list(first)
 
 
-def test_a_run_that_is_given_up_leaves_the_engine_usable():
+def test_an_abandoned_generate_leaves_the_engine_usable():
     engine, request = Engine(make(), slots=2), Request([1, 2, 3], num_samples=5, key=1, max_new_tokens=8)
     expected = sorted((s.index, s.ids) for s in engine.generate([request]))
     next(engine.generate(Request(p, key=i, max_new_tokens=3) for i, p in enumerate(prompts(5))))
@@ -401,7 +403,7 @@ def test_a_sample_does_not_depend_on_the_batch_around_it():
     assert other.ids != together[0, 0]
 
 
-def test_requests_are_drawn_no_sooner_than_slots_are_free():
+def test_requests_are_read_only_when_slots_are_free():
     drawn = []
 
     def requests():
@@ -416,22 +418,22 @@ def test_requests_are_drawn_no_sooner_than_slots_are_free():
 @pytest.mark.parametrize("request_, words", [
     (Request([]), "prompt of 0 tokens"), (Request([1] * 192), "prompt of 192 tokens"), (Request([5, 100]), "token id 100"),
     (Request([-1]), "token id -1"), (Request([1], num_samples=0), "num_samples=0"), (Request([1], max_new_tokens=0), "at least 1")])
-def test_what_can_not_be_sampled_is_one_sentence(request_, words):
+def test_request_errors_are_one_sentence(request_, words):
     with pytest.raises(ValueError, match=words):
         next(Engine(make(), slots=2).generate([request_]))
 
 
-@pytest.mark.parametrize("knobs", [dict(temperature=-1), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_k=0),
+@pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_k=0),
                                    dict(min_p=2.0)], ids=str)
-def test_filters_out_of_range_are_refused(knobs):
+def test_filters_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match="can't be sampled from"):
-        Sampling(**knobs)
+        Sampling(**options)
 
 
-def test_knobs_that_mean_nothing_are_refused():
-    for knobs in (dict(slots=0), dict(poll=0), dict(context=1)):
+def test_invalid_options_are_refused():
+    for options in (dict(slots=0), dict(poll=0), dict(context=1)):
         with pytest.raises(ValueError, match="at least"):
-            Engine(make(), **knobs)
+            Engine(make(), **options)
     for stop in ("</answer>", ("",)):
         with pytest.raises(ValueError, match="tuple of texts"):
             Sampling(stop_strings=stop)
@@ -446,8 +448,8 @@ def test_a_tiny_temperature_is_greedy():
 
 
 def test_top_p_alone_counts_the_mass_of_all_ids(monkeypatch):
-    """Also of those outside the likeliest among which it looks."""
-    monkeypatch.setattr("engine.sampler.TOP_P_AMONG", 4)
+    """Ids outside the TOP_P_CANDIDATES count as well."""
+    monkeypatch.setattr("engine.sampler.TOP_P_CANDIDATES", 4)
     p = torch.tensor([0.3, 0.2, 0.11, 0.09] + [0.03] * 10)
     u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
     for top_p, allowed in ((0.45, 2), (0.55, 3), (0.95, 4)):
@@ -460,7 +462,7 @@ def test_the_context_ends_a_sample():
     assert len(sample.ids) == 2 and sample.reason == "length"
 
 
-def test_new_weights_are_taken_over_in_place():
+def test_load_copies_weights_in_place():
     a, b = make(), make(mlp_hidden=128)
     with torch.no_grad():
         for p in b.parameters():
@@ -468,7 +470,7 @@ def test_new_weights_are_taken_over_in_place():
     engine, request = Engine(a, slots=2), Request(prompts(1)[0], max_new_tokens=20)
     buffers = [p.data_ptr() for p in (*engine.model.parameters(), engine.cache.k, engine.cache.v)]
     before = next(engine.generate([request]))
-    engine.load(torch.compile(b))                                      # compiled when first called, which it is not
+    engine.load(torch.compile(b))                                      # never called, so never compiled
     after, fresh = (next(e.generate([request])) for e in (engine, Engine(b, slots=2)))
     assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs) and after.ids != before.ids
     engine.load(a)
@@ -503,7 +505,7 @@ def loaded(weights):
     return model
 
 
-def test_weights_that_are_not_finite_are_one_sentence_and_leave_nothing_behind():
+def test_non_finite_weights_are_one_sentence_and_leave_no_trace():
     good, bad, request = make(), make(), Request([1, 2, 3], max_new_tokens=10)
     bad.token_embedding.weight.data[2] = float("nan")
     expected = next(Engine(good, slots=1).generate([request])).ids
@@ -516,7 +518,7 @@ def test_weights_that_are_not_finite_are_one_sentence_and_leave_nothing_behind()
 
 
 def test_a_callers_own_code_is_not_part_of_the_engine():
-    """Neither its errors, whatever they are called, nor inference mode."""
+    """The caller's errors are not caught, and its code runs outside inference mode."""
     def requests():
         assert not torch.is_inference_mode_enabled()
         yield Request(torch.tensor([1, 2]).numpy(), num_samples=2, max_new_tokens=3)
@@ -537,8 +539,8 @@ def test_noise_is_uniform_and_distinct():
     assert abs(torch.corrcoef(torch.stack((u[:-1], u[1:])))[0, 1]) < 0.01
 
 
-def test_ids_among_few_and_among_many_are_the_same():
-    """Of a large vocabulary the block is found first; with ids of probability 0 behind them, the same ones are."""
+def test_draws_are_the_same_with_and_without_blocks():
+    """A large vocabulary is searched in two steps; ids of probability 0 behind the others make it large."""
     torch.manual_seed(0)
     p, u = torch.randn(500, 512).mul(3).softmax(-1), torch.rand(500, dtype=torch.float64)
     p[:, ::3] = 0

@@ -1,4 +1,5 @@
-"""The engine on a GPU says what it says on the CPU: with graphs and without, refilled, with new weights, short of memory."""
+"""The engine gives the same samples on a GPU as on a CPU: with and without graphs, refilled, with new
+weights, out of memory."""
 import pytest
 import torch
 
@@ -14,23 +15,23 @@ GREEDY = Sampling(temperature=0)
 
 @pytest.fixture(autouse=True)
 def acting(card, monkeypatch):
-    """Where the CPU stands in for a GPU, it takes a GPU's branches, with graphs that are recorded."""
+    """If the CPU stands in for a GPU, take a GPU's branches with recorded graphs."""
     if card.type == "cpu":
-        monkeypatch.setattr("engine.generate.ACT_AS", "cuda")
+        monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", "cuda")
         monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
 
 
-def on(card, **knobs):
-    return make(**knobs).to(card)
+def on(card, **options):
+    return make(**options).to(card)
 
 
 def requests(samples=2):
-    """More samples than the tests have slots, of unequal lengths."""
+    """Return requests of unequal lengths for more samples than the tests have slots."""
     return [Request(ids, samples, key, 3 + 5 * key) for key, ids in enumerate(prompts(8))]
 
 
 def samples_of(engine, asked=None):
-    """{(question, sample): (ids, log-probabilities)}"""
+    """Return {(question, sample): (ids, logprobs)}."""
     return {(s.request.key, s.index): (s.ids, s.logprobs) for s in engine.generate(asked or requests())}
 
 
@@ -44,22 +45,22 @@ def assert_same(found, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_refilled_batch_is_the_cpu_s(shape, graphs, card, monkeypatch):
+def test_a_refilled_batch_equals_the_cpu(shape, graphs, card, monkeypatch):
     engine = Engine(on(card, **SHAPES[shape]), slots=5, sampling=GREEDY, cuda_graphs=graphs)
     found = samples_of(engine)
     assert bool(engine.graphs) == graphs
-    monkeypatch.setattr("engine.generate.ACT_AS", None)
+    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", None)
     assert_same(found, samples_of(Engine(make(**SHAPES[shape]), slots=5, sampling=GREEDY)))
 
 
 def test_graphs_change_no_draw(card):
-    """At a temperature, and after a stop."""
+    """Cover sampling at a temperature, and a stop."""
     sampling = Sampling(temperature=0.9, top_p=0.95, stop=(3, 50))
     graphs, eager = (samples_of(Engine(on(card), slots=5, sampling=sampling, cuda_graphs=flag)) for flag in (True, False))
     assert_same(graphs, eager)
 
 
-def test_new_weights_are_read_by_graphs_that_are_there(card):
+def test_existing_graphs_read_new_weights(card):
     old, new = on(card), on(card)
     with torch.no_grad():
         for p in new.parameters():
@@ -75,7 +76,7 @@ def test_new_weights_are_read_by_graphs_that_are_there(card):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_deterministic_in_company_is_alone_bit_for_bit(dtype, card):
+def test_deterministic_is_bitwise_in_any_batch(dtype, card):
     engine = Engine(on(card, n_head=4, n_kv_head=2), slots=4, dtype=dtype, deterministic=True)
     together = samples_of(engine)
     for request in requests():
@@ -85,8 +86,8 @@ def test_deterministic_in_company_is_alone_bit_for_bit(dtype, card):
 
 @pytest.mark.parametrize("dtype, way", [(torch.float32, "mask"), (torch.bfloat16, "mask"), (torch.bfloat16, "length")],
                          ids=["fp32", "bf16", "bf16 by lengths"])
-def test_log_probabilities_are_those_of_training(dtype, way, card, record_property):
-    """In bf16 on average: now and then a single one is off by a tenth."""
+def test_logprobs_equal_training(dtype, way, card, record_property):
+    """In bf16 compare means: a single logprob is sometimes off by 0.1."""
     if way == "length" and not (card.type == "cuda" and has_varlen_attention()):
         pytest.skip("PyTorch has no attention by lengths here")
     model = on(card, n_head=4, n_kv_head=2, n_embd=128)
@@ -105,8 +106,9 @@ def test_log_probabilities_are_those_of_training(dtype, way, card, record_proper
 
 
 @pytest.mark.parametrize("where", ["prefill", "eager step", "first run", "capture", "later capture"])
-def test_out_of_memory_goes_on_with_half_the_slots(where, card, monkeypatch):
-    """Which call of a method fails, once; with graphs a step is called to set libraries up and to be recorded."""
+def test_out_of_memory_halves_the_slots(where, card, monkeypatch):
+    """One call of a method fails; with graphs a step is called once to initialise libraries and once for the
+    capture."""
     method, number = {"prefill": ("prefill", 2), "eager step": ("decode_step", 9), "first run": ("decode_step", 1),
                       "capture": ("decode_step", 2), "later capture": ("decode_step", 4)}[where]
     graphs = where != "eager step"
@@ -126,8 +128,8 @@ def test_out_of_memory_goes_on_with_half_the_slots(where, card, monkeypatch):
     assert_same(found, expected)
 
 
-def test_a_cache_that_does_not_fit_has_half_the_slots(card):
-    """For which the allocator refuses memory by itself."""
+def test_a_cache_that_is_too_large_gets_half_the_slots(card):
+    """Here the allocator itself runs out of memory."""
     if card.type != "cuda":
         pytest.skip("only CUDA's allocator can be given a limit")
     model = on(card)
@@ -136,7 +138,7 @@ def test_a_cache_that_does_not_fit_has_half_the_slots(card):
     total = torch.cuda.get_device_properties(card).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(card) + 2**27) / total, card)
     try:
-        engine = Engine(model, slots=2**13, sampling=GREEDY)           # of which the cache alone takes 800 MB
+        engine = Engine(model, slots=2**13, sampling=GREEDY)           # the cache alone takes 800 MB
         assert 8 <= engine.slots < 2**13
         assert_same(samples_of(engine), expected)
     finally:

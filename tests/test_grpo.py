@@ -389,7 +389,7 @@ def test_logprobs_in_chunks_are_the_same_and_so_is_their_gradient(kind, rows):
     weight = torch.rand(y.shape, generator=torch.Generator().manual_seed(0))
     for at_a_time in (10**6, rows):
         model = tiny(trained=True, **kind)
-        model.rows_at_a_time = lambda device, logits: at_a_time
+        model.rows_per_chunk = lambda device, logits: at_a_time
         logp, entropy = model.token_logprobs(x, y, 0.8)
         (logp * weight).sum().backward()
         results.append([logp.detach(), entropy, *(p.grad for p in model.parameters())])
@@ -428,7 +428,7 @@ def test_what_is_trained_on_follows_from_lengths_alone():
     rollouts += [Completion(list(r.prompt), [1, 256], [-1.0, -1.0], True) for r in rollouts[:5]]          # prompts that stand there already
     batch = padded(rollouts)
     for i, r in enumerate(rollouts):
-        n, g = len(r.ids), batch.prefixes.of[i]
+        n, g = len(r.ids), batch.prefixes.prompt_index[i]
         assert batch.prefixes.lengths[g] == len(r.prompt) - 1 and batch.prefixes.ids[g, :batch.prefixes.lengths[g]].tolist() == r.prompt[:-1]
         assert batch.x[i, :n].tolist() == [r.prompt[-1], *r.ids[:-1]] and not batch.x[i, n:].any()
         assert batch.y[i].tolist() == (r.ids if r.trained else [IGNORE] * n) + [IGNORE] * (batch.y.shape[1] - n)
@@ -631,7 +631,7 @@ def test_a_run_trains_on_the_very_ids_that_were_sampled_after_the_prompt(learn, 
     met = 0
     for batch in watched.batches:
         assert batch.x.numel() + batch.prefixes.ids.numel() <= 64
-        for x, y, logprobs, g in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled_logprobs, batch.prefixes.of):
+        for x, y, logprobs, g in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled_logprobs, batch.prefixes.prompt_index):
             trained_on = [t for t, target in enumerate(y) if target != IGNORE]
             whole = tuple(batch.prefixes.ids[g, :batch.prefixes.lengths[g]].tolist() + x[:trained_on[-1] + 1] + [y[trained_on[-1]]])
             n, _ = sampled[whole][0]

@@ -1,4 +1,4 @@
-"""Models of transformers, and ours, are the same function on both sides of hf.py."""
+"""transformers and model.py compute the same function before and after import and export by hf.py."""
 import copy
 import json
 
@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hf
-from model import GPT, GPTConfig, on_meta, rotations
+from model import GPT, GPTConfig, on_meta, rope_tables
 from runtime.config import BadInput
 from test_tokenizer import write
 from text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ HONOURED = {
     "Qwen2": LLAMA,
     "Qwen3": LLAMA | dict(head_dim=32, attention_bias=True),
 }
-# Keys that change no logits, at least while keys of hf.NEUTRAL are neutral.
+# Keys that change no logits, given the values in hf.NEUTRAL_VALUES.
 IRRELEVANT = """_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
     is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
     reorder_and_upcast_attn return_dict transformers_version use_cache
@@ -41,12 +41,12 @@ MODELS = {
 
 
 def theirs(name):
-    kind, knobs = MODELS[name]
+    kind, options = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(
-        getattr(transformers, f"{kind}Config")(**knobs)).eval()
+        getattr(transformers, f"{kind}Config")(**options)).eval()
     with torch.no_grad():
-        for p in model.parameters():                      # biases and gains begin at 0 and 1, which would hide mistakes
+        for p in model.parameters():                      # initial biases of 0 and gains of 1 would hide mistakes
             p.add_(0.1 * torch.randn_like(p))
     return model
 
@@ -73,10 +73,10 @@ def test_logits_equal_at_every_position_and_after_a_round_trip(name, tmp_path):
     assert (logits(back, X) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("knobs", [{}, dict(tied_head=True), dict(mlp="swiglu", n_kv_head=1), dict(qk_norm=False)], ids=str)
-def test_what_train_py_makes_goes_out_and_is_the_same_function(knobs, tmp_path):
+@pytest.mark.parametrize("options", [{}, dict(tied_head=True), dict(mlp="swiglu", n_kv_head=1), dict(qk_norm=False)], ids=str)
+def test_exports_compute_the_same_function(options, tmp_path):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**dict(vocab_size=300, block_size=256, n_layer=2, n_head=2, n_embd=64) | knobs))
+    model = GPT(GPTConfig(**dict(vocab_size=300, block_size=256, n_layer=2, n_head=2, n_embd=64) | options))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -85,13 +85,13 @@ def test_what_train_py_makes_goes_out_and_is_the_same_function(knobs, tmp_path):
     assert (logits(back, X) - logits(model, X)).abs().max() < 1e-4
 
 
-def test_what_transformers_can_not_compute_is_one_sentence(tmp_path):
-    for knobs in (dict(norm="layernorm"), dict(logit_softcap=15.0), dict(mlp="gelu")):
+def test_export_errors_are_one_sentence(tmp_path):
+    for options in (dict(norm="layernorm"), dict(logit_softcap=15.0), dict(mlp="gelu")):
         with pytest.raises(BadInput, match="no architecture"):
-            hf.export(GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=1, n_head=2, n_embd=32, **knobs)), tmp_path)
+            hf.export(GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=1, n_head=2, n_embd=32, **options)), tmp_path)
 
 
-SIZES = {                     # as published: the config.json's own words, and the number of parameters
+SIZES = {                     # published config.json and number of parameters
     "gpt2": (dict(model_type="gpt2", activation_function="gelu_new", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12),
              124_439_808),
     "gpt2-medium": (dict(model_type="gpt2", activation_function="gelu_new", vocab_size=50257, n_positions=1024, n_embd=1024, n_layer=24,
@@ -156,7 +156,7 @@ def test_an_index_without_shards_is_one_sentence(folder, weight_map):
 
 
 def test_shards_may_be_links_and_lie_in_folders(folder, tmp_path_factory):
-    """As in the hub's cache, where every file is a link out of its folder."""
+    """In the hub's cache every file is a link out of its folder."""
     blobs, index = tmp_path_factory.mktemp("blobs"), folder / "model.safetensors.index.json"
     (folder / "part").mkdir()
     for shard in list(folder.glob("*.safetensors")):
@@ -177,10 +177,10 @@ def spoil(folder, change):
 
 @pytest.mark.parametrize("change, words", [
     (lambda t: t.pop(next(iter(t))), "has no tensor model"),
-    (lambda t: t.update(extra=torch.zeros(1)), "no place for, extra"),
+    (lambda t: t.update(extra=torch.zeros(1)), "unexpected tensors for a .*, extra"),
     (lambda t: t.update({k: v[:1].clone() for k, v in list(t.items())[:1]}), "has the shape"),
 ])
-def test_tensors_that_do_not_belong_together_are_named(folder, change, words):
+def test_mismatched_tensors_are_named(folder, change, words):
     spoil(folder, change)
     with pytest.raises(BadInput, match=words):
         hf.load(folder)
@@ -188,10 +188,10 @@ def test_tensors_that_do_not_belong_together_are_named(folder, change, words):
 
 @pytest.mark.parametrize("kind", HONOURED)
 def test_every_key_of_config_json_is_honoured_refused_or_irrelevant(kind):
-    """A field that a later transformers adds belongs into one of the three."""
+    """A new field of a later transformers has to be added to one of the three."""
     config_class = getattr(transformers, f"{kind}Config")
     fields = config_class().to_dict().keys()
-    assert sorted(fields) == sorted([*HONOURED[kind], *fields & hf.NEUTRAL.keys(), *fields & {*IRRELEVANT}])
+    assert sorted(fields) == sorted([*HONOURED[kind], *fields & hf.NEUTRAL_VALUES.keys(), *fields & {*IRRELEVANT}])
     about = config_class(**HONOURED[kind]).to_dict()
     assert hf.read_config(config_class().to_dict()) != hf.read_config(about)
     others = {"rope_parameters": {"rope_type": "default"}, "hidden_act": "relu", "activation_function": "gelu_new"}
@@ -199,7 +199,7 @@ def test_every_key_of_config_json_is_honoured_refused_or_irrelevant(kind):
         other = others.get(key) or (not value if type(value) is bool else 2 * value)
         assert hf.read_config(about | {key: other}) != hf.read_config(about), key
     others = {"layer_types": ["sliding_attention"] * 2, "partial_rotary_factor": 0.5}
-    for key, neutral in hf.NEUTRAL.items():
+    for key, neutral in hf.NEUTRAL_VALUES.items():
         assert hf.read_config(about | {key: neutral}) == hf.read_config(about)
         with pytest.raises(BadInput, match=f"config.json has {key}="):
             hf.read_config(about | {key: others.get(key, not neutral)})
@@ -221,15 +221,15 @@ WITHOUT = {key: value for key, value in LLAMA3.items() if key != "original_max_p
     {"rope_parameters": LINEAR, "rope_theta": 1e6}, {"rope_parameters": LINEAR}, {"rope_scaling": LINEAR | {"rope_theta": 77.0}, "rope_theta": 1e6},
     {"rope_parameters": UNSCALED, "rope_theta": 77.0}, {"rope_parameters": WITHOUT}, {"rope_parameters": LLAMA3, "original_max_position_embeddings": 32},
     {"rope_scaling": WITHOUT, "original_max_position_embeddings": 32}], ids=str)
-def test_rotary_keys_that_contradict_one_another_or_lack_some(change):
+def test_contradictory_or_missing_rotary_keys(change):
     about = SHAPE | {"model_type": "llama", "hidden_act": "silu"} | change
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(about))).inv_freq
-    _, sin = rotations(hf.read_config(about))
+    _, sin = rope_tables(hf.read_config(about))
     assert (sin[1, 0, -len(theirs):] - theirs.sin()).abs().max() < 1e-6
 
 
-def test_model_safetensors_counts_before_an_index(folder):
-    """As in transformers, whether the shards of an earlier save are there or not."""
+def test_model_safetensors_takes_precedence_over_an_index(folder):
+    """This is transformers' order, with or without the shards of an earlier save."""
     other = theirs("llama, linear rope")
     other.config.save_pretrained(folder)
     tensors = {name: value.contiguous() for name, value in other.state_dict().items()}
@@ -241,13 +241,13 @@ def test_model_safetensors_counts_before_an_index(folder):
     assert (logits(hf.load(folder), X) - expected).abs().max() < 1e-4
 
 
-def test_a_folder_of_something_else_is_named(folder):
+def test_unsupported_folders_are_refused(folder):
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     with pytest.raises(BadInput, match="lacks model.safetensors: get"):
         hf.load(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(BadInput, match=r"lacks model.safetensors \(pytorch_model.bin is not read here\)"):
+    with pytest.raises(BadInput, match=r"lacks model.safetensors \(pytorch_model.bin is not supported\)"):
         hf.load(folder)
     step = folder / "checkpoints" / "step_00000004"
     step.mkdir(parents=True)
@@ -257,7 +257,7 @@ def test_a_folder_of_something_else_is_named(folder):
             hf.find(part)
 
 
-def test_stop_ids_come_back_from_an_export(tmp_path):
+def test_stop_ids_survive_an_export(tmp_path):
     tokenizer = Tokenizer(write(tmp_path / "in", "smol", files={"generation_config": {"eos_token_id": [0, 1, 2]}}))
     model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, block_size=8, n_layer=1, n_head=1, n_embd=8))
     hf.export(model, tmp_path / "out", tokenizer)
@@ -287,7 +287,7 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
         hf.load(folder)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="has 257 ids, and the model in .* 200, none for '<.endoftext.>'"):
-        hf.Found(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
+        hf.ModelSource(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
     (folder / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="model type None"):
         hf.load(folder)

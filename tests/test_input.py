@@ -379,9 +379,9 @@ SCRIPTS = {"train": train, "grpo": grpo, "sample": sample, "eval": evaluation, "
         ("--prefetch=1e9", "too large"), ("--min_lr=0.1", "--min_lr=0.1, where the schedule ends, is above --learning_rate=0.01"),
         ("--lora_alpha=4", "--lora_alpha=4.0 is about adapters"), ("--lora_linears=up", "--lora_linears=up is about adapters"),
         ("--prompt=\udcff{}", "is not UTF-8"))),
-    ("train", [*TEXT, "--init_from=RUN", "--lora_rank=17"], "rank 17 hold more than the 16 channels"),
+    ("train", [*TEXT, "--init_from=RUN", "--lora_rank=17"], "rank of 17 exceeds the model's 16 channels"),
     *(("grpo", ["--init_from=RUN", "--task=arithmetic:1", knob], words) for knob, words in (
-        ("--min_lr=1", "is above --learning_rate=0.0003"), ("--lora_linears=up", "about adapters"), ("--lora_rank=17", "17 hold more than the 16 channels"),
+        ("--min_lr=1", "is above --learning_rate=0.0003"), ("--lora_linears=up", "about adapters"), ("--lora_rank=17", "17 exceeds the model's 16 channels"),
         ("--reward_workers=9999", "too large"), ("--k_samples=1e9", "--k_samples=1000000000 is too large"), ("--num_questions=1e9", "--num_questions"),
         ("--few_shot=5000", "--few_shot=5000 is too large"), ("--few_shot=9", "lower --few_shot"))),
     *(("sample", ["RUN", knob], words) for knob, words in (

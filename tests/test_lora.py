@@ -1,4 +1,4 @@
-"""Adapters: what is trained and what is not, on and off, merged, saved, and as PEFT's files."""
+"""LoRA adapters: trained and frozen weights, on and off, merging, saving, export to PEFT."""
 import copy
 import json
 
@@ -19,7 +19,7 @@ X, Y = ids(), ids(seed=2)
 
 
 def adapted(rank=4, alpha=None, linears=LINEARS, dtype=torch.float32, learnt=True, **kw):
-    """A model away from its initialisation, with adapters that have learnt something."""
+    """Return a model with non-zero adapters."""
     model = add_lora(tiny(trained=True, **kw).to(dtype), rank, alpha, linears)
     if learnt:
         for name, p in adapters(model).items():
@@ -32,7 +32,7 @@ def trainable(model):
 
 
 @kinds
-def test_at_first_the_function_is_the_same_and_base_names_stay(kind):
+def test_new_adapters_keep_the_function_and_the_names(kind):
     base = tiny(trained=True, **kind)
     expected, names = base(X), base.state_dict().keys()
     model = add_lora(base, 4)
@@ -58,7 +58,7 @@ def test_one_step_moves_every_b_and_no_weight_of_the_base(kind, checkpointing):
 
 
 @kinds
-def test_what_is_trained_is_rank_times_in_plus_out(kind):
+def test_number_of_trained_weights(kind):
     model = adapted(rank=3, **kind)
     c = model.config
     C, q, kv, M = c.n_embd, c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.mlp_hidden
@@ -94,7 +94,7 @@ def test_a_layer_is_the_formula():
 
 
 @kinds
-def test_off_is_the_base_bit_for_bit_also_nested_and_after_an_exception(kind):
+def test_adapters_off_is_bitwise_the_base(kind):
     base, model = tiny(trained=True, **kind), adapted(**kind)
     expected, on = base(X), model(X)
     assert (on - expected).abs().max() > 1e-2
@@ -121,7 +121,7 @@ def test_merged_is_the_same_function_without_adapters(kind):
     assert all(torch.equal(v, plain.state_dict()[k]) for k, v in merged(plain).items())
 
 
-def test_merging_into_a_bf16_base_keeps_what_was_learnt():
+def test_merging_into_a_bf16_base_keeps_the_update():
     model = adapted(dtype=torch.bfloat16)
     for name, layer in model.named_modules():
         if isinstance(layer, LoRA):
@@ -135,7 +135,7 @@ def test_merging_into_a_bf16_base_keeps_what_was_learnt():
             assert lost["fp32"] < 1e-4 and lost["bf16"] > 0.03, lost
 
 
-def test_adapters_alone_go_out_and_back():
+def test_adapters_are_saved_and_loaded():
     model, other = adapted(**QWEN), adapted(learnt=False, **QWEN)
     load_adapters(other, adapters(model))
     assert torch.equal(other(X), model(X))
@@ -144,12 +144,12 @@ def test_adapters_alone_go_out_and_back():
             load_adapters(wrong, adapters(model))
 
 
-def test_what_can_not_be_adapted_is_one_sentence():
-    for knobs, words in ((dict(rank=0), "rank of 1 or more"), (dict(rank=2, linears=("qkv", "head")), "choose from qkv"),
+def test_add_lora_errors_are_one_sentence():
+    for options, words in ((dict(rank=0), "rank of 1 or more"), (dict(rank=2, linears=("qkv", "head")), "choose from qkv"),
                          (dict(rank=2, linears=("gate",)), "choose from qkv"), (dict(rank=2, linears="up"), "choose from qkv")):
         model = tiny()
         with pytest.raises(ValueError, match=words):
-            add_lora(model, **knobs)
+            add_lora(model, **options)
         assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ValueError, match="adapters already"):
         add_lora(adapted(), 4)
@@ -220,12 +220,12 @@ def test_peft_computes_the_same_function(name, linears, tmp_path):
     assert (base(X).logits - expected).abs().max() > 1e-2
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
     assert (theirs(X).logits - expected).abs().max() < 1e-4
-    own = {k for k, _ in theirs.named_parameters() if "lora_" in k}      # adapters there, and each of them in the file
+    own = {k for k, _ in theirs.named_parameters() if "lora_" in k}      # every adapter is in the file
     assert {k.replace(".default", "") for k in own} == tensors.keys()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6, str(tmp_path / "base"))
     (tmp_path / "base" / "adapter_config.json").write_text(json.dumps(config))
-    for name in ("adapters", "base"):                     # transformers would add those that lie beside a model
+    for name in ("adapters", "base"):                     # transformers would load adapters beside a model
         with pytest.raises(BadInput, match=f"{name} holds a PEFT adapter of {tmp_path / 'base'}"):
             hf.find(tmp_path / name)
 
@@ -240,6 +240,6 @@ def test_an_adapted_model_is_exported_merged(name, tmp_path):
     assert (theirs(X).logits - model(X)).abs().max() < 1e-4
 
 
-def test_adapters_of_a_model_without_any_is_one_sentence(tmp_path):
+def test_exporting_missing_adapters_is_one_sentence(tmp_path):
     with pytest.raises(BadInput, match="no adapters"):
         hf.export_adapters(tiny(), tmp_path)

@@ -1,4 +1,4 @@
-"""Attention of linear cost: what layers/linear_attention.py computes against sums that are written out, alone, in a model, in the engine, in runs."""
+"""Linear attention against explicit sums: alone, in a model, in the engine and in runs."""
 import contextlib
 import dataclasses
 import io
@@ -27,7 +27,7 @@ from layers.linear_attention import mix, mix_step
 from layers.lora import add_lora, merged
 from model import GPT, GPTConfig
 from recorded import Recorded
-from rollouts import pipeline
+from rollouts.batch import padded
 from rollouts.pipeline import Completion
 from runtime import checkpoint, distributed, guard, hardware, memory
 from runtime.config import BadInput
@@ -37,13 +37,13 @@ KINDS = [("favor", "sum"), ("favor", "delta"), ("linear", "sum"), ("linear", "de
 kinds = pytest.mark.parametrize("kind, rule", KINDS, ids=["-".join(kind) for kind in KINDS])
 
 
-def make(kind="favor", rule="sum", trained=True, **knobs):
-    """A small model with two queries a key head, away from its initialisation."""
+def make(kind="favor", rule="sum", trained=True, **options):
+    """Return a small model with two queries a key head and perturbed weights."""
     torch.manual_seed(0)
     shape = dict(vocab_size=100, block_size=192, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, mixer=kind, mixer_rule=rule, mixer_features=24)
     if kind == "softmax":
         shape |= {"mixer_rule": "sum"}
-    model = GPT(GPTConfig(**shape | knobs))
+    model = GPT(GPTConfig(**shape | options))
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad and trained:
@@ -52,7 +52,7 @@ def make(kind="favor", rule="sum", trained=True, **knobs):
 
 
 def inputs(kind, rule, B=2, T=150, H=4, K=2, D=8, M=24, size=1.0):
-    """What `mix` takes, of random queries, keys and values: leaves that ask for gradients."""
+    """Return random arguments of `mix`, which require gradients."""
     torch.manual_seed(1)
     config = GPTConfig(vocab_size=10, n_layer=1, n_head=H, n_kv_head=K, head_dim=D, n_embd=16, mixer=kind, mixer_rule=rule, mixer_features=M)
     layer = GPT(config).blocks[0].attention.mixer
@@ -61,7 +61,7 @@ def inputs(kind, rule, B=2, T=150, H=4, K=2, D=8, M=24, size=1.0):
 
 
 def naive(q, k, v, write=None):
-    """The same in fp64, by all T x T weights or one position after another."""
+    """Compute `mix` in fp64 from all T x T weights, or one position after another."""
     q, k, v = (x.double() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
@@ -82,7 +82,7 @@ def naive(q, k, v, write=None):
 
 @kinds
 @pytest.mark.parametrize("T", [1, 5, 64, 65, 150])
-def test_chunks_compute_what_is_written_out_and_so_do_their_gradients(kind, rule, T):
+def test_chunked_results_and_gradients_equal_the_reference(kind, rule, T):
     x = inputs(kind, rule, T=T)
     y, expected = mix(*x)[0], naive(*x)
     assert y.dtype == torch.float32 and (y - expected).abs().max() < 1e-4
@@ -92,8 +92,9 @@ def test_chunks_compute_what_is_written_out_and_so_do_their_gradients(kind, rule
 
 
 @kinds
-def test_a_state_takes_the_place_of_all_positions_before(kind, rule):
-    """In parts that are no whole chunks, one position at a time, and of sequences of several lengths whose padding leaves no trace."""
+def test_a_state_replaces_all_earlier_positions(kind, rule):
+    """Cover parts that are not multiples of a chunk, single positions, and padded sequences of several
+    lengths."""
     x = [part.detach() for part in inputs(kind, rule)]
     y, last = mix(*x)
     first, state = mix(*(part[:, :70] for part in x))
@@ -114,7 +115,8 @@ def test_a_state_takes_the_place_of_all_positions_before(kind, rule):
 
 
 class CountWritten(TorchDispatchMode):
-    """Counts the numbers that operations put out, additions and zeros included, which FlopCounterMode does not see."""
+    """Count the numbers that operations write, including additions and zeros, which FlopCounterMode ignores.
+    """
 
     written = 0
 
@@ -134,13 +136,13 @@ def test_cost_is_linear_in_the_length(kind, rule):
         counts.append((products.get_total_flops(), numbers.written))
     assert counts[1][0] == pytest.approx(4 * counts[0][0], rel=0.01)
     assert counts[1][1] == pytest.approx(4 * counts[0][1], rel=0.1)
-    # The model's own count has it so too; softmax's grows.
+    # So is the model's own count, while softmax's grows.
     model = make(kind, rule)
     assert model.flops_per_token(100) == model.flops_per_token(10**5) > make("softmax").flops_per_token(0)
 
 
-def test_what_is_counted_is_what_is_computed():
-    """The products of a layer, without those of its linear layers."""
+def test_flops_per_token_are_counted():
+    """Count a layer's products without those of its linear layers."""
     config = GPTConfig(vocab_size=10, n_layer=1, n_head=4, n_kv_head=2, n_embd=64, mixer="favor", mixer_features=32)
     layer = GPT(config).blocks[0].attention.mixer
     q, k, v = (torch.randn(1, 640, heads, 16, requires_grad=True) for heads in (4, 2, 2))
@@ -150,8 +152,8 @@ def test_what_is_counted_is_what_is_computed():
 
 
 @kinds
-def test_no_query_or_key_is_too_large(kind, rule):
-    """The output stays a mean of values, and is neither 1e-14 nor infinite, where exp has no number for a feature."""
+def test_large_queries_and_keys_stay_finite(kind, rule):
+    """If exp over- or underflows in fp32, the output is still a mean of values."""
     for size in (1e-3, 10.0, 1000.0):
         x = inputs(kind, rule, T=100, size=size)
         y = mix(*x)[0]
@@ -164,11 +166,11 @@ def test_no_query_or_key_is_too_large(kind, rule):
 
 
 @kinds
-def test_its_output_has_softmax_s_scale_at_first(kind, rule):
-    """Of real shapes, before the output projection, which begins at zero."""
-    def scale(**knobs):
+def test_initial_output_has_the_scale_of_softmax(kind, rule):
+    """Use real shapes, before the output projection, which is initialised to zero."""
+    def scale(**options):
         torch.manual_seed(0)
-        model = GPT(GPTConfig(vocab_size=257, block_size=512, n_layer=1, n_head=4, n_embd=256, **knobs))
+        model = GPT(GPTConfig(vocab_size=257, block_size=512, n_layer=1, n_head=4, n_embd=256, **options))
         seen = []
         model.blocks[0].attention.out.register_forward_pre_hook(lambda module, given: seen.append(given[0].std().item()))
         with torch.no_grad():
@@ -191,26 +193,26 @@ def test_vectors_are_orthogonal_and_as_long_as_normal_ones():
     assert torch.equal(vectors.bfloat16().float(), vectors) and linear_attention.orthogonal_vectors(10, 64).shape == (10, 64)
 
 
-def test_favor_comes_near_softmax_with_many_features_and_not_with_256():
-    errors = mixer_lengths.favor_errors((16, 256, 4096))                           # of queries and keys as QK-norm gives them with a gain of 1
+def test_favor_approximates_softmax_with_many_features():
+    errors = mixer_lengths.favor_errors((16, 256, 4096))                           # QK-norm with a gain of 1
     assert errors[0] > errors[1] > errors[2] and 1.5 < errors[1] < 2.5
-    weak = mixer_lengths.favor_errors((16, 256, 4096), size=0.5)                   # smaller products, which are easier
+    weak = mixer_lengths.favor_errors((16, 256, 4096), size=0.5)                   # smaller products are easier
     assert weak[-1] < 0.12 and all(more > 2 * fewer for more, fewer in zip(weak, weak[1:]))
     layer = GPT(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=64, mixer="favor")).blocks[0].attention
     assert layer.q_norm.max().item() == layer.k_norm.min().item() == pytest.approx(64**-0.25)
-    assert mixer_lengths.favor_errors((256,), size=64**-0.25)[0] < 0.12   # as a model begins
+    assert mixer_lengths.favor_errors((256,), size=64**-0.25)[0] < 0.12   # the initial gain
 
 
 @pytest.mark.parametrize("gain", [1.0, 3.0, 4.5])
-def test_gains_that_grow_leave_the_weights_to_keys(gain):
-    """And not to the least feature, as they would where nothing makes up for a key's length."""
+def test_large_gains_keep_the_weights_on_keys(gain):
+    """MIN_FEATURE would dominate if the keys' length were not compensated."""
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=64, mixer="favor", mixer_features=64)
     attention = GPT(config).blocks[0].attention
     with torch.no_grad():
         attention.k_norm.fill_(gain)
         x = torch.randn(2, 40, 64)
-        q, k, v = attention.project_qkv(x, torch.ones(40, 1, 64), torch.zeros(40, 1, 64))        # rotated by nothing
+        q, k, v = attention.project_qkv(x, torch.ones(40, 1, 64), torch.zeros(40, 1, 64))        # no rotation
         y, _ = mix(*attention.mixer(x, q, k, v, gain=attention.k_norm))
         without_gain, _ = mix(*attention.mixer(x, q, k, v))
         vectors = attention.mixer.vectors.double()
@@ -236,19 +238,19 @@ def test_states_are_the_same_by_cumsum(monkeypatch, N):
 
 @pytest.mark.parametrize("kind", ["softmax", "softmax-math", *("-".join(kind) for kind in KINDS)])
 def test_a_layer_and_a_model_are_timed(kind):
-    """What studies/mixer_lengths.py does in a process for each."""
+    """studies/mixer_lengths.py runs this in a process per measurement."""
     cfg = mixer_lengths.Config(features=16, n_head=1, device="cpu")
     for what in ("layer", "model"):
         milliseconds, mib = mixer_lengths.measure(cfg, what, kind, 70)
         assert milliseconds > 0 <= mib
-    if "softmax" not in kind:                # whose fused kernel is not counted on a CPU
+    if "softmax" not in kind:                # its fused kernel is not counted on a CPU
         passes = mixer_lengths.layer_pass(cfg, hardware.setup("cpu", "fp32", compile=False), mixer_lengths.shape_of(cfg, kind, 70), 70)
         with FlopCounterMode(display=False) as counter:
             passes()
         assert counter.get_total_flops() > 70 * 64
 
 
-def test_the_length_from_which_it_is_faster():
+def test_break_even_length():
     assert mixer_lengths.crossing([1, 2, 3, 4], [5, 5, 5, 5], [4, 6, 4, 3]) == 3
     assert mixer_lengths.crossing([1, 2], [5, 5], [4, 4]) == 1 and mixer_lengths.crossing([1, 2], [5, 5], [4, 6]) is None
 
@@ -257,7 +259,7 @@ def test_the_length_from_which_it_is_faster():
     ("--lengths=a", "--lengths=a should be different numbers"), ("--lengths=0", "should be numbers of positions, above 0"),
     ("--kinds=favor", "--kinds=favor should be of softmax, softmax-math, favor-sum"), ("--rounds=0", "--rounds=0 is too small"),
     ("--errors --run=out", "--run and --text go together"), ("--errors --text=out", "--run and --text go together")])
-def test_what_can_t_be_timed_is_refused(argv, said):
+def test_invalid_timing_options_are_refused(argv, said):
     with pytest.raises(BadInput, match=said):
         mixer_lengths.main(argv.split())
 
@@ -277,7 +279,7 @@ def test_an_earlier_token_changes_later_logits_and_a_later_one_never_does(kind, 
             assert not change[:at].any() and (change[at:] > 1e-6).all(), at
 
 
-def test_of_softmax_no_weight_is_new_and_those_of_the_others_are_drawn_after_its():
+def test_mixer_weights_are_drawn_after_the_others():
     softmax = make("softmax", trained=False).state_dict()
     assert not [name for name in softmax if "mixer" in name]
     for kind, new in (("linear", []), ("favor", ["vectors"])):
@@ -326,13 +328,13 @@ def test_features_and_states_are_fp32_in_a_model_of_bf16(kind, rule):
 
 
 @kinds
-def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(kind, rule):
-    """As grpo.py calls it: prompts of different lengths, one of a single token, so with none before the row."""
+def test_shared_prompts_equal_repeated_prompts(kind, rule):
+    """As in grpo.py, prompts have different lengths; one is a single token, which leaves no prefix."""
     model = make(kind, rule)
     rollouts = [Completion(prompt, [7 * i % 100] * (3 + i), [-1.0] * (3 + i), True)
                 for i, prompt in enumerate([[5] * 90, [5] * 90, [9], [1, 2, 3], [1, 2, 3]])]
     for part in (rollouts, rollouts[2:3]):
-        batch = pipeline.padded(part)
+        batch = padded(part)
         logprobs, _ = model.token_logprobs(batch.x, batch.y, 1.0, batch.prefixes)
         for c, row in zip(part, logprobs):
             whole = model(torch.tensor([c.prompt + c.ids]))[0, len(c.prompt) - 1:-1].log_softmax(-1)
@@ -355,8 +357,8 @@ def test_adapters_leave_the_features_alone():
 
 @pytest.mark.parametrize("wrong, message", [
     (dict(mixer="performer"), "mixer=performer should be softmax, favor or linear"), (dict(mixer_rule="gated"), "should be sum or delta"),
-    (dict(mixer="softmax", mixer_rule="delta"), "mixer_rule=delta is for mixer=favor or linear"), (dict(mixer_features=0), "mixer_features=0")])
-def test_what_is_not_computed_is_refused(wrong, message):
+    (dict(mixer="softmax", mixer_rule="delta"), "mixer_rule=delta needs mixer=favor or linear"), (dict(mixer_features=0), "mixer_features=0")])
+def test_invalid_mixer_configs_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**wrong)
 
@@ -394,23 +396,23 @@ def test_the_log_names_the_kind_of_attention():
 
 @pytest.fixture(params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
-    monkeypatch.setattr("engine.generate.ACT_AS", request.param)
+    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", request.param)
     monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
     return request.param
 
 
-def some_requests(n, **knobs):
+def some_requests(n, **options):
     g = torch.Generator().manual_seed(1)
     lengths = [1, 70, 2, 64, 65, 1, 30, 90][:n]
-    return [Request(torch.randint(100, (length,), generator=g).tolist(), key=i, **knobs) for i, length in enumerate(lengths)]
+    return [Request(torch.randint(100, (length,), generator=g).tolist(), key=i, **options) for i, length in enumerate(lengths)]
 
 
 @kinds
-def test_a_ragged_refilled_batch_decodes_what_the_plain_model_does(kind, rule, acting):
+def test_a_refilled_batch_decodes_like_the_plain_model(kind, rule, acting):
     model = make(kind, rule)
     engine = Engine(model, slots=3, sampling=Sampling(temperature=0), poll=2)
     requests = [dataclasses.replace(r, num_samples=1 + r.key % 3, max_new_tokens=6 + 5 * r.key % 13) for r in some_requests(8)]
-    for _ in range(2):                       # the second time in slots that hold the states of others
+    for _ in range(2):                       # the second time the slots hold old states
         done = list(engine.generate(requests))
         assert len(done) == sum(r.num_samples for r in requests)
         for s in done:
@@ -424,7 +426,7 @@ def test_a_ragged_refilled_batch_decodes_what_the_plain_model_does(kind, rule, a
 
 
 @kinds
-def test_a_sample_does_not_depend_on_who_is_beside_it(kind, rule, acting):
+def test_a_sample_does_not_depend_on_its_batch(kind, rule, acting):
     model = make(kind, rule)
     *others, request = some_requests(8, num_samples=3, max_new_tokens=12)
     for deterministic in (False, True):
@@ -437,7 +439,7 @@ def test_a_sample_does_not_depend_on_who_is_beside_it(kind, rule, acting):
             assert s.logprobs == (alone[index].logprobs if deterministic else pytest.approx(alone[index].logprobs, abs=1e-4))
 
 
-def test_half_the_slots_after_memory_ran_out(monkeypatch):
+def test_out_of_memory_halves_the_slots(monkeypatch):
     engine = Engine(make(), slots=4, seed=5)
     expected = {(s.request.key, s.index): s.ids for s in engine.generate(some_requests(4, num_samples=2, max_new_tokens=9))}
     steps, launch = [], engine.launch
@@ -453,8 +455,8 @@ def test_half_the_slots_after_memory_ran_out(monkeypatch):
 
 
 @kinds
-def test_weights_are_handed_over_in_bf16(kind, rule):
-    """Random features with them."""
+def test_weights_are_loaded_in_bf16(kind, rule):
+    """This includes the random features."""
     model = make(kind, rule)
     engine = Engine(make(kind, rule, trained=False), slots=2, dtype=torch.bfloat16, sampling=Sampling(temperature=0))
     with torch.no_grad():
@@ -491,7 +493,7 @@ def favor(tmp_path_factory, text):
 
 
 def run(main, argv, code=0):
-    """Run a script's main in this process, which saves the seconds that importing torch takes; return what it said."""
+    """Run a script's main in this process, which saves importing torch; return its output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
         guard.run(main, argv)
@@ -516,9 +518,9 @@ def test_a_run_keeps_its_mixer_and_its_features(favor, tmp_path, capsys):
     assert sample.main([str(favor), "--prompt=the", "--max_new_tokens=3", "--num_samples=2", "--device=cpu"]) in (0, None)
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(text, tmp_path):
-    knobs = TINY | dict(dataset=text, data_dir=text.parent / "tokens", max_steps=14, save_interval=12)
-    run(train.main, flags(**knobs, mixer="favor", mixer_rule="delta", mixer_features=16, n_kv_head=1, dtype="fp32", out_dir=tmp_path / "b"))
+def test_a_resumed_run_reaches_the_same_weights(text, tmp_path):
+    options = TINY | dict(dataset=text, data_dir=text.parent / "tokens", max_steps=14, save_interval=12)
+    run(train.main, flags(**options, mixer="favor", mixer_rule="delta", mixer_features=16, n_kv_head=1, dtype="fp32", out_dir=tmp_path / "b"))
     expected = weights(tmp_path / "b", 14)
     shutil.rmtree(tmp_path / "b/checkpoints/step_00000014")
     run(train.main, flags(init_from="resume", out_dir=tmp_path / "b"))
@@ -526,7 +528,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(text, tmp_path):
     assert largest_difference(after, expected) == 0 and largest_difference(after, weights(tmp_path / "b", 12)) > 1e-4
 
 
-def test_a_model_json_without_these_fields_is_softmax_s(favor, tmp_path):
+def test_old_model_json_means_softmax(favor, tmp_path):
     about = checkpoint.read_model(favor)["architecture"]
     assert {"mixer", "mixer_rule", "mixer_features"} <= about.keys()
     old = {key: value for key, value in about.items() if not key.startswith("mixer")}
@@ -541,7 +543,7 @@ def test_a_model_of_hugging_face_s_keeps_softmax(tmp_path):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_reinforcement_learning(favor, tmp_path, deterministic):
-    """Two steps, whose log-probabilities are the engine's up to rounding."""
+    """Run two steps, in which logprobs equal the engine's up to rounding."""
     (tmp_path / "letters.py").write_text(REWARD)
     run(grpo.main, flags(init_from=favor, task=tmp_path / "letters.py", out_dir=tmp_path / "grpo", prompts_per_step=2, k_samples=4,
                          max_new_tokens=8, max_steps=2, warmup_steps=0, eval_interval=0, dtype="fp32", reward_pool="serial",
@@ -557,7 +559,7 @@ def test_reinforcement_learning(favor, tmp_path, deterministic):
 
 
 def test_answers_are_verified_and_kept_and_counted(favor, tmp_path):
-    """datagen.py's samples and eval.py's, which stop early, are refilled and are the same when asked for again."""
+    """Samples of datagen.py and eval.py stop early, are refilled, and are the same when repeated."""
     verified = REWARD.replace('completion.count("t") / max(1, len(completion))', 'float("t" in completion)')
     (tmp_path / "letter.py").write_text(verified + 'STOP = " "')
     shared = dict(task=tmp_path / "letter.py", max_new_tokens=16, device="cpu")
@@ -573,16 +575,16 @@ def test_answers_are_verified_and_kept_and_counted(favor, tmp_path):
 
 
 def test_two_ranks_that_share_the_weights(text, tmp_path):
-    knobs = dict(mixer="favor", mixer_rule="delta", mixer_features=15, dtype="fp32", max_steps=4, save_interval=4, batch_size=2,
+    options = dict(mixer="favor", mixer_rule="delta", mixer_features=15, dtype="fp32", max_steps=4, save_interval=4, batch_size=2,
                  gradient_accumulation_steps=2, eval_interval=4, optimizer="adamw", learning_rate=1e-3)
-    trained(tmp_path / "one", text, **knobs)
-    trained(tmp_path / "two", text, ranks=2, parallel="fsdp", **knobs)
+    trained(tmp_path / "one", text, **options)
+    trained(tmp_path / "two", text, ranks=2, parallel="fsdp", **options)
     assert largest_difference(weights(tmp_path / "one", 4), weights(tmp_path / "two", 4)) < 1e-4
 
 
 @pytest.mark.parametrize("rule", ["sum", "delta"])
-def test_a_block_that_is_compiled_computes_the_same(monkeypatch, rule):
-    """Lengths that are longer than a chunk share their code. Only the delta rule's loop stays outside of it."""
+def test_compiled_blocks_compute_the_same(monkeypatch, rule):
+    """Lengths above a chunk share compiled code. Only the delta rule's loop is not compiled."""
     graphs = count_graphs(monkeypatch)
     found = []
     for compile in (False, True):

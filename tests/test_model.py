@@ -20,7 +20,7 @@ QWEN = dict(mlp="swiglu", n_kv_head=1, head_dim=24, qkv_bias=True, logit_softcap
 def tiny(seed=0, trained=False, **kw):
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**(dict(vocab_size=100, block_size=32, n_layer=2, n_head=4, n_embd=64) | kw)))
-    if trained:                       # away from the zeros of the initialisation
+    if trained:                       # no longer zero as initialised
         for p in model.parameters():
             p.data.add_(torch.randn_like(p) * 0.1)
     return model
@@ -112,7 +112,7 @@ def test_all_logits_never_exist_at_once():
     assert seen.size <= max(4 * 32 * 2048 // 8, 2048 * 32)
 
 
-def test_nothing_to_train_on_is_zero_without_nan():
+def test_loss_without_targets_is_zero():
     model = tiny(trained=True)
     loss = model.loss(ids(), torch.full((3, 16), IGNORE))
     loss.backward()
@@ -121,7 +121,7 @@ def test_nothing_to_train_on_is_zero_without_nan():
 
 
 @pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
-def test_no_position_sees_the_future(kind):
+def test_attention_is_causal(kind):
     model = tiny(trained=True, **kind)
     x = ids()
     changed = x.clone()
@@ -132,7 +132,7 @@ def test_no_position_sees_the_future(kind):
 
 
 @pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
-def test_loss_is_that_of_the_logits(kind):
+def test_loss_equals_the_cross_entropy_of_the_logits(kind):
     model = tiny(trained=True, **kind)
     x = ids()
     expected = F.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="sum")
@@ -154,21 +154,21 @@ def test_checkpointing_gives_the_same_gradients_bit_for_bit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_on_a_cpu_drops_the_share_everywhere_and_keeps_the_mean(p, dtype):
     torch.manual_seed(0)
-    x = torch.ones(40_003, 16, dtype=dtype).t().requires_grad_()      # not contiguous, and no multiple of eight numbers
+    x = torch.ones(40_003, 16, dtype=dtype).t().requires_grad_()      # neither contiguous nor a multiple of eight
     y = drop_out(x, p)
     zeros = (y == 0).float()
     exact = round(256 * p) / 256
     spread = 5 * math.sqrt(exact * (1 - exact))
     assert abs(zeros.mean() - exact) < spread / math.sqrt(x.numel())
-    assert (zeros.flatten()[:640_000].view(-1, 8).mean(0) - exact).abs().max() < spread / math.sqrt(80_000)    # by each byte of a word
+    assert (zeros.flatten()[:640_000].view(-1, 8).mean(0) - exact).abs().max() < spread / math.sqrt(80_000)    # for each byte of a word
     a, b = zeros.flatten()[:-1] - exact, zeros.flatten()[1:] - exact
-    assert abs((a * b).mean()) < spread**2 / 5 / math.sqrt(x.numel())                                            # neighbours by themselves
+    assert abs((a * b).mean()) < spread**2 / 5 / math.sqrt(x.numel())                                            # neighbours are independent
     assert y.max().item() == pytest.approx(1 / (1 - exact), rel=4e-3) and torch.equal(y[y > 0].unique(), y.max()[None])
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
 
 
-def test_dropout_is_off_in_evaluation_and_that_of_the_generator_s_state():
+def test_dropout_is_off_in_evaluation_and_follows_the_generator():
     x = torch.randn(5, 7)
     assert drop_out(x, 0.5, False) is x and drop_out(x, 0.0) is x
     torch.manual_seed(3)
@@ -178,10 +178,10 @@ def test_dropout_is_off_in_evaluation_and_that_of_the_generator_s_state():
 
 
 @pytest.mark.parametrize("prompt", [None, 0, 70])
-@pytest.mark.parametrize("T", [0, 1, 10, 128, 300])          # from 129 on in parts
+@pytest.mark.parametrize("T", [0, 1, 10, 128, 300])          # more than 128 are computed in parts
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_written_out_attention_equals_the_fused_one(K, T, prompt):
-    """Also behind prompts of 0 to 70 positions, of which some are padding, and where it is compiled, which takes it whole."""
+def test_math_attention_equals_sdpa(K, T, prompt):
+    """Cover prompts of 0 to 70 positions with padding, and torch.compile, which does not split the rows."""
     torch.manual_seed(0)
     S = T + (prompt or 0)
     inputs = [torch.randn(3, length, heads, 8, requires_grad=True) for length, heads in ((T, 4), (S, K), (S, K))]
@@ -220,8 +220,9 @@ def test_norm_on_a_cpu_equals_pytorch_s(heads, dtype, within):
         assert mine.dtype == dtype and (mine - exact).norm() < within * exact.norm()
 
 
-def test_norm_on_a_gpu_keeps_its_format():
-    """Autocast there has rms_norm among what is computed in fp32, which would make queries, keys and what a linear layer reads fp32."""
+def test_norm_on_a_gpu_keeps_its_dtype():
+    """Autocast on a GPU runs rms_norm in fp32, which would make queries, keys and the inputs of linear layers
+    fp32."""
     with FakeTensorMode():
         x, gain = torch.empty(2, 3, 8, device="cuda", dtype=torch.bfloat16), torch.empty(8, device="cuda")
         torch.set_autocast_enabled("cuda", True)
@@ -233,8 +234,8 @@ def test_norm_on_a_gpu_keeps_its_format():
             torch.set_autocast_enabled("cuda", False)
 
 
-def test_no_wrong_second_derivatives():
-    """Backward passes written by hand can't be differentiated again, and say so."""
+def test_second_derivatives_raise():
+    """Hand-written backward passes can't be differentiated again."""
     x, gain = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     for y in (rms_norm(x, gain, 1e-5), SquaredReLU.apply(x)):
         first, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -245,7 +246,7 @@ def test_no_wrong_second_derivatives():
     assert frozen.grad is None and x.grad is not None
 
 
-def test_squared_relu_equals_what_it_says():
+def test_squared_relu_and_its_gradient():
     x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     assert SquaredReLU.apply(x).equal(F.relu(x).square())
     assert torch.autograd.gradcheck(SquaredReLU.apply, x)
@@ -264,7 +265,7 @@ def test_generate_is_greedy_at_temperature_0_and_keeps_to_real_ids():
     out = model.generate(ids(2, 4, 5), 6, temperature=0)
     for t in range(4, 10):
         assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
-    hot = model.generate(ids(64, 4, 5), 40, temperature=100.0)          # and past block_size
+    hot = model.generate(ids(64, 4, 5), 40, temperature=100.0)          # beyond block_size
     assert hot.max() < 5 and hot.shape == (64, 44)
     assert torch.equal(model.generate(ids(2, 4, 5), 6, temperature=2.0, top_k=1), out)
 
@@ -277,7 +278,7 @@ def test_generate_samples_the_softmax():
     assert ((counts - expected) ** 2 / expected).sum() < 18.5             # chi-square, 4 degrees of freedom, p = 0.001
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_indivisible_head_counts_are_refused():
     for wrong in (dict(n_head=3), dict(n_kv_head=3), dict(head_dim=7)):
         with pytest.raises(ValueError):
             GPTConfig(**(dict(n_embd=64, n_head=4) | wrong))
@@ -290,7 +291,7 @@ def test_heads_that_do_not_divide_are_refused():
     dict(qk_norm="yes"), dict(tied_head=1), dict(logit_softcap=-1), dict(rope_scaling=[]), dict(rope_scaling={"factor": 0}),
     dict(rope_scaling={"factor": "2"}), dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), dict(rope_scaling={"rope_type": []}),
     dict(rope_scaling={"ramp": 1}), dict(rope_scaling={"rate": 1.0}), dict(rope_scaling={"factor": "linear"}), dict(rope_scaling={"rope_type": "llama3", "factor": -8.0})], ids=str)
-def test_a_shape_that_can_not_be_computed_names_its_field(wrong):
+def test_invalid_configs_name_the_field(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))) as e:
         GPTConfig(**dict(n_embd=64, n_head=4) | wrong)
     assert "\n" not in str(e.value)
@@ -307,21 +308,22 @@ def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
     with torch.autocast("cpu", torch.bfloat16):
         eager = torch.autograd.grad(model.loss(x, y), list(model.parameters()))
         for a, b in zip(torch.autograd.grad(compiled(x, y), list(model.parameters())), eager):
-            assert (a - b).norm() <= 0.01 * b.norm()          # the loss that is fused rounds a bf16 gradient otherwise
+            assert (a - b).norm() <= 0.01 * b.norm()          # the fused loss rounds a bf16 gradient differently
 
 
 def test_squares_of_fp16_stay_finite():
-    """Those of more than 255.9 are infinite in it; the gradient is that of the largest that is left."""
+    """The squares of numbers above 255.9 overflow; the gradient is that of the largest number that remains.
+    """
     x = torch.tensor([-1.0, 0.5, 200.0, 300.0, 60000.0], dtype=torch.float16, requires_grad=True)
     y = SquaredReLU.apply(x)
     y.backward(torch.full_like(y, 0.5))
     assert y.tolist() == [0.0, 0.25, 40000.0, 65024.0, 65024.0] and x.grad.tolist() == [0.0, 0.5, 200.0, 255.0, 255.0]
 
 
-def test_a_gpu_s_memory_says_how_many_logits_are_computed_at_a_time(monkeypatch):
-    """At 152k ids, 2**25 of them would be 220 rows."""
+def test_gpu_memory_determines_the_logits_per_chunk(monkeypatch):
+    """At 152k ids, 2**25 logits would be 220 rows."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = tiny(vocab_size=151936, n_embd=32, n_layer=1)
-    assert model.rows_at_a_time(torch.device("cuda")) == 80 * 2**30 // 256 // 151936 > 2000
-    assert model.rows_at_a_time(torch.device("cpu")) == 2**25 // 151936
+    assert model.rows_per_chunk(torch.device("cuda")) == 80 * 2**30 // 256 // 151936 > 2000
+    assert model.rows_per_chunk(torch.device("cpu")) == 2**25 // 151936

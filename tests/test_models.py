@@ -1,4 +1,5 @@
-"""Models that exist, from a folder or the hub, through every script: train, resume, adapt, evaluate, sample, export."""
+"""Every script with an existing model from a folder or the hub: train, resume, adapt, evaluate, sample,
+export."""
 import json
 import shutil
 import subprocess
@@ -35,8 +36,8 @@ def source(tmp_path_factory):
     return folder
 
 
-def tune(out_dir, text, source, **knobs):
-    return trained(out_dir, text, defaults=TUNE, init_from=source, **knobs)
+def tune(out_dir, text, source, **options):
+    return trained(out_dir, text, defaults=TUNE, init_from=source, **options)
 
 
 def script(name, *arguments, ranks=1, **options):
@@ -53,8 +54,8 @@ def tuned(source, text, tmp_path_factory):
     return folder
 
 
-def test_a_run_folder_needs_nothing_else(source, tuned, text, tmp_path):
-    """Neither to go on nor to be sampled from: the model it began with may be gone."""
+def test_a_run_folder_is_self_contained(source, tuned, text, tmp_path):
+    """A run can be resumed and sampled from when its base model is gone."""
     gone = tmp_path / "small-chat"
     shutil.copytree(source, gone)
     tune(tmp_path / "a", text, gone, max_steps=4)
@@ -97,9 +98,9 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     content = bytearray((tmp_path / "b" / "base.safetensors").read_bytes())
     content[-9] ^= 1
     (tmp_path / "b" / "base.safetensors").write_bytes(content)
-    for knobs, words in ((dict(max_steps=9), "base.safetensors, the weights that the run began with"), (dict(lora_alpha=800.0), "lora_alpha=800.0 can't go on"),
+    for options, words in ((dict(max_steps=9), "base.safetensors, the weights that the run began with"), (dict(lora_alpha=800.0), "lora_alpha=800.0 can't go on"),
                          (dict(lora_rank=8), "lora_rank=8 can't go on")):
-        done = run(tmp_path / "b", text, defaults={}, init_from="resume", **knobs)
+        done = run(tmp_path / "b", text, defaults={}, init_from="resume", **options)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -110,7 +111,7 @@ def test_adapters_train_the_same_on_two_ranks(source, text, tmp_path):
     assert alone == pytest.approx(shared, abs=1e-5) and alone[-1] < alone[0] - 0.01
 
 
-def test_what_was_tuned_goes_back_to_transformers_with_its_tokenizer(tuned, tmp_path):
+def test_a_tuned_model_is_exported_with_its_tokenizer(tuned, tmp_path):
     script("hf.py", tuned, tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -127,7 +128,7 @@ def test_what_was_tuned_goes_back_to_transformers_with_its_tokenizer(tuned, tmp_
     assert largest_difference(again.load().state_dict(), ours.load().state_dict()) == 0
 
 
-def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
+def test_a_model_from_scratch_survives_export_and_import(tmp_path, text):
     trained(tmp_path / "a", text, max_steps=2)
     script("hf.py", tmp_path / "a", tmp_path / "out")
     x = torch.arange(32)[None]
@@ -135,7 +136,7 @@ def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
     theirs, ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), list("the naïve cat".encode())
     assert theirs("the naïve cat").input_ids == ids and theirs.eos_token_id == 256
     assert find(tmp_path / "out").tokenizer().encode("the naïve cat").tolist() == ids
-    for name in ("tokenizer.json", "tokenizer_config.json"):             # such as exports of old have none
+    for name in ("tokenizer.json", "tokenizer_config.json"):             # as in old exports
         (tmp_path / "out" / name).unlink()
     out = script("sample.py", tmp_path / "out", "--tokenizer=bytes", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
     assert out == script("sample.py", tmp_path / "a", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
@@ -147,8 +148,8 @@ def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
         (dict(init_from=tmp_path / "out", out_dir=tmp_path / "out", tokenizer="bytes"), "holds the model to start from"),
         (dict(out_dir=tmp_path / "out"), "not a run's"), (dict(lora_rank=4), "need a model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
         (dict(init_from=tmp_path / "a", lora_rank=4, lora_linears="qkvv"), "choose from qkv"), (dict(lora_alpha=0.0), "above 0")]
-    for knobs, words in refused:
-        done = run(knobs.pop("out_dir", tmp_path / "b"), text, defaults={}, **knobs)
+    for options, words in refused:
+        done = run(options.pop("out_dir", tmp_path / "b"), text, defaults={}, **options)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     done = forked.run([sys.executable, str(ROOT / "hf.py"), str(tmp_path / "a"), str(tmp_path / "out")], env=environment(),
                           capture_output=True, text=True)
@@ -164,7 +165,7 @@ def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp
                               capture_output=True, text=True, timeout=120)
     with hub.serve(tmp_path / "hub") as url:
         assert load_by_name(url).stdout.split()[1:] == ["chatml"]
-    assert load_by_name(url).stdout.split()[1:] == ["chatml"]                  # nothing answers there now
+    assert load_by_name(url).stdout.split()[1:] == ["chatml"]                  # the server is down now
     shutil.rmtree(tmp_path / "home")
     assert "gave no such model" in load_by_name(url, HF_HUB_OFFLINE="1").stderr
 
@@ -172,7 +173,7 @@ def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp
 # --- eval.py ---
 
 def perplexity_by_hand(folder, ids, block_size, stride):
-    """Total nats over all tokens but the first, by transformers, a token at a time."""
+    """Return the total nats of all tokens but the first by transformers, one token at a time."""
     model, nats = transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), 0.0
     with torch.no_grad():
         for target in range(1, len(ids)):
@@ -183,7 +184,7 @@ def perplexity_by_hand(folder, ids, block_size, stride):
 
 
 @pytest.mark.parametrize("stride", [24, 7])
-def test_perplexity_is_what_transformers_computes(source, tmp_path, stride):
+def test_perplexity_equals_transformers(source, tmp_path, stride):
     words = "the cat sat on a mat, née 漢字\nand counted 123 of them twice " * 3
     (tmp_path / "a.txt").write_text(words)
     ids = Tokenizer(source).encode(words).tolist()
@@ -215,7 +216,7 @@ def test_a_split_is_evaluated_without_touching_the_others(tuned, tmp_path):
     (["RUN", "--dataset=TEXT", "--block_size=8", "--stride=9"], "A stride of 9"),
     (["RUN", "--dataset=TEXT", "--stride=0"], "at least 1"), (["/nowhere", "--dataset=TEXT"], "no folder /nowhere"),
     (["RUN", "--dataset=task:unit_conversion", "--split=test"], "no split test")])
-def test_what_eval_can_not_do_is_one_sentence(tuned, text, tmp_path, arguments, words):
+def test_eval_errors_are_one_sentence(tuned, text, tmp_path, arguments, words):
     arguments = [a.replace("RUN", str(tuned)).replace("TEXT", str(text)) for a in arguments]
     done = forked.run([sys.executable, str(ROOT / "eval.py"), *arguments, f"--data_dir={tmp_path}"], env=environment(), text=True,
                           capture_output=True)
@@ -232,13 +233,13 @@ def test_ranks_share_the_samples_and_print_the_same(tuned):
     assert alone.startswith(few)
 
 
-WILD = ["--temperature=2", "--seed=3", "--dtype=fp32"]                 # so that there is something to see
+WILD = ["--temperature=2", "--seed=3", "--dtype=fp32"]                 # so that samples differ
 
 
-def test_what_can_not_be_sampled_is_one_sentence_on_any_rank(tuned):
+def test_sampling_errors_are_one_sentence_on_any_rank(tuned):
     for ranks in (1, 2):
-        for knob, words in (("--top_p=0", "can't be sampled from"), (f"--prompt={'the ' * 400}", "can't be continued")):
-            done = forked.run(command("", ranks, "sample.py", defaults={})[:-1] + [str(tuned), knob], env=environment(), text=True,
+        for option, words in (("--top_p=0", "can't be sampled from"), (f"--prompt={'the ' * 400}", "can't be continued")):
+            done = forked.run(command("", ranks, "sample.py", defaults={})[:-1] + [str(tuned), option], env=environment(), text=True,
                                   capture_output=True)
             assert done.returncode and done.stderr.count("error: ") == 1 and words in done.stderr, done.stderr
 
@@ -270,8 +271,8 @@ def signature(completion):
 '''
 
 
-def test_a_chat_model_climbs_the_ladder(source, tmp_path):
-    """Asked with worked examples and an instruction, trained without them, with the recipe for SmolLM2."""
+def test_a_chat_model_runs_the_whole_pipeline(source, tmp_path):
+    """Ask with worked examples and an instruction, train without them, by the recipe for SmolLM2."""
     task, out = tmp_path / "letters.py", tmp_path / "rft.json"
     task.write_text(LADDER)
     about = json.loads(script("datagen.py", f"--init_from={source}", f"--task={task}", f"--output={out}", "--num_questions=12", "--oversample=4",
@@ -289,14 +290,14 @@ def test_a_chat_model_climbs_the_ladder(source, tmp_path):
     assert [m["questions"] for m in figures["models"]] == [10, 10] and "difference" in figures["models"][1]
 
 
-@pytest.mark.parametrize("knob, words", [
+@pytest.mark.parametrize("option, words", [
     ("--out_dir=", "is empty"), ("--data_dir=", "is empty"), ("--out_dir={}", "summary.json is there"),
     ("--out_dir={}/other", "seconds is there")])
-def test_the_quickstart_does_not_begin_over_files_of_others(tmp_path, knob, words):
+def test_the_quickstart_does_not_overwrite_other_files(tmp_path, option, words):
     (tmp_path / "other").mkdir()
     for path in (tmp_path / "summary.json", tmp_path / "other/seconds"):
         path.write_text("precious")
-    done = subprocess.run(["bash", ROOT / "runs/quickstart.sh", knob.format(tmp_path)],
+    done = subprocess.run(["bash", ROOT / "runs/quickstart.sh", option.format(tmp_path)],
                           env=environment(PYTHON="false"), capture_output=True, text=True)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
     assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"precious"}
@@ -317,7 +318,7 @@ def test_an_earlier_quickstart_is_replaced_and_nothing_else(tmp_path):
     assert done.returncode == 9 and left == {"seconds": "base 7.5 7.5\n", "summary.csv": "summary.csv"}
 
 
-def test_a_summary_of_others_is_named_and_stays(tmp_path, monkeypatch):
+def test_another_summary_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, []))
     (tmp_path / "summary.json").write_text("precious")
     with pytest.raises(BadInput, match="summary.json is there"):

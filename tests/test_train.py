@@ -216,7 +216,7 @@ def test_save_only_model_is_small_and_starts_a_new_run(tmp_path, text):
     trained(tmp_path / "a", text, save_only_model=True, max_steps=10)
     assert not (tmp_path / "a" / "checkpoints" / "step_00000010" / "state.json").exists()
     refused = run(tmp_path / "a", text, init_from="resume")
-    assert refused.returncode == 2 and "weights alone" in refused.stderr
+    assert refused.returncode == 2 and "only weights" in refused.stderr
     trained(tmp_path / "b", text, init_from=tmp_path / "a", max_steps=5)
     assert metrics(tmp_path / "b")[1] < metrics(tmp_path / "a")[1] - 0.3     # it starts from what the first had learnt
 
