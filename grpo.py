@@ -605,7 +605,7 @@ def main(argv):
                            cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum, hw.compile, hw.dtype)
+                             cfg.muon_momentum, hw)
 
     asked = json.dumps([(question, request.ids) for question, request in stream.pairs])
     digest = hashlib.sha256(asked.encode()).hexdigest()

@@ -411,7 +411,7 @@ def validate(cfg, run, model, held_out):
 
 def main(argv):
     distributed.init()
-    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA + feedback.KNOBS, saved_of=knobs_of, claim=claim)
+    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA + feedback.FROZEN_OPTIONS, saved_of=knobs_of, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
@@ -433,7 +433,7 @@ def main(argv):
                            cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum, hw.compile, hw.dtype)
+                             cfg.muon_momentum, hw)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
 
     run = Run(cfg, hw, model, optimizers, micro_batch, number_of_steps(cfg, dataset), dataset.digest)

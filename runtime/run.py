@@ -187,7 +187,7 @@ class Run:
 
     def bytes_to_come(self):
         """Return the memory that the optimizers will take from their first step on, and what the stage keeps."""
-        return optim.state_to_come(self.optimizers) + self.other_bytes
+        return optim.pending_bytes(self.optimizers) + self.other_bytes
 
     # --- a step ---
 
@@ -327,7 +327,7 @@ class Run:
 
         def write(values):
             step = plain_state["progress"]["step"]
-            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, cfg.keep_last,
+            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss,
                             dataclasses.asdict(cfg), values)
             (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
         parallel.write_on_main([*weights.values(), *moments.values()], write)
@@ -356,7 +356,7 @@ class Run:
             raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of "
                            f"{state['optimizer']}: leave it out.")
         if "optimizers" in state:
-            optim.load_moments(self.model, self.optimizers, optim.moments_of_old(self.model, self.optimizers, state))
+            optim.load_moments(self.model, self.optimizers, optim.legacy_moments(self.model, self.optimizers, state))
         else:
             with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
                 optim.load_moments(self.model, self.optimizers, moments)

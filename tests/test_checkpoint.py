@@ -23,7 +23,7 @@ def save(out_dir, step, value=1.0, **kw):
 
 def test_the_last_k_and_the_best_are_kept(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
-        save(tmp_path, step, val_loss=loss, keep_last=2)
+        save(tmp_path, step, val_loss=loss, config={"keep_last": 2})
     assert checkpoint.steps(tmp_path) == [2, 4, 5]
     assert checkpoint.best(tmp_path) == 2 == checkpoint.choose(tmp_path)
     assert checkpoint.newest_intact(tmp_path) == 5
@@ -52,13 +52,13 @@ def test_going_on_from_an_earlier_step_outlives_the_later_ones(tmp_path):
     for step in (10, 20):
         save(tmp_path, step, val_loss=30.0 - step)
     (tmp_path / "checkpoints" / "step_00000020" / "state.json").write_bytes(b"torn")
-    save(tmp_path, 15, keep_last=1)
+    save(tmp_path, 15, config={"keep_last": 1})
     assert checkpoint.newest_intact(tmp_path) == 15 and checkpoint.steps(tmp_path) == [10, 15]
 
 
 def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
     for step, loss in ((1, float("nan")), (2, 5.0), (3, float("inf"))):
-        save(tmp_path, step, val_loss=loss, keep_last=9)
+        save(tmp_path, step, val_loss=loss, config={"keep_last": 9})
     assert checkpoint.best(tmp_path) == 2 and checkpoint.best_loss(tmp_path) == 5.0
     assert checkpoint.best_loss(tmp_path, 1) > 5.0                    # a later step's, damaged perhaps, is not the one to beat
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_names_files_elsewhere_is_damaged(tmp_path, name):
     about = config.read_sealed(meta, "")
     about["sha256"][name] = checkpoint.sha256(tmp_path / "secret")
     meta.write_bytes(config.seal(about))
-    assert "no file beside it" in checkpoint.damage(tmp_path, 1)
+    assert "not a file in its folder" in checkpoint.damage(tmp_path, 1)
 
 
 def test_a_part_of_a_checkpoint_is_never_taken_for_one(tmp_path):
@@ -163,14 +163,14 @@ def files(folder):
     "config.json", "model.json", *PLAIN])
 def test_a_file_that_is_not_a_run_s_is_named_and_stays(tmp_path, name, overwrite):
     put(tmp_path, name)
-    with pytest.raises(BadInput, match=rf"holds {re.escape(name.partition('/')[0])}, not a run's"):
+    with pytest.raises(BadInput, match=rf"is not a run folder, but holds {re.escape(name.partition('/')[0])}, which"):
         checkpoint.open_run(tmp_path, CONFIG, MODEL, overwrite)
     assert files(tmp_path) == [name] and (tmp_path / name).read_text() == '{"precious": 1}'
 
 
 def test_all_files_in_the_way_are_named_and_others_are_not(tmp_path):
     put(tmp_path, "config.json", "model.json", "samples.txt", "slurm-7.out", "checkpoints/precious.pt")
-    with pytest.raises(BadInput, match="holds checkpoints, config.json, model.json, samples.txt, not"):
+    with pytest.raises(BadInput, match="holds checkpoints, config.json, model.json, samples.txt, which"):
         checkpoint.open_run(tmp_path, CONFIG, MODEL)
 
 

@@ -167,7 +167,7 @@ def test_a_prompt_of_another_form_is_named(base, tmp_path, capsys):
 
 def test_a_model_that_can_not_end_is_told_from_a_limit_that_is_too_low(base, text, tmp_path, capsys):
     trained(tmp_path / "endless", text, max_steps=20, learning_rate=0.02, block_size=64)
-    for model, said in ((base, "raise --max_new_tokens"), (tmp_path / "endless", "does not know how to")):
+    for model, said in ((base, "raise --max_new_tokens"), (tmp_path / "endless", "has not learned to stop")):
         out = tmp_path / f"run of {model.name}"
         knobs = GRPO | dict(init_from=model, task=first(tmp_path, STOP="#"), max_new_tokens=1, max_steps=4)
         assert said in ailing(capsys, grpo.main, "never_ends", out, **knobs)["never_ends"]["sentence"]
@@ -260,7 +260,7 @@ def test_wrong_labels_are_not_a_text_learnt_by_heart(text, by, tmp_path, capsys,
     knobs = PRETRAIN | {"dataset": text, "data_dir": tmp_path / "tokens", "eval_interval": 5}
     found = ailing(capsys, train.main, "validation_rises", tmp_path / "run", **knobs)
     sentence = found["validation_rises"]["sentence"]
-    assert "the labels or the evaluation are wrong" in sentence and "by heart" not in sentence
+    assert "the labels or the evaluation are wrong" in sentence and "memorises" not in sentence
 
 
 def test_healthy_runs_are_left_in_peace(base, text, tmp_path, capsys):
@@ -328,7 +328,7 @@ def test_a_policy_that_collapsed_is_not_told_to_ask_easier_questions(name, n):
 
 
 @pytest.mark.parametrize("val_loss, epochs, said", [
-    (2.5, 0.5, "labels"), (6.0, 5, "labels"), (2.5, 5, "by heart"), (6.0, 50, "by heart")])
+    (2.5, 0.5, "labels"), (6.0, 5, "labels"), (2.5, 5, "memorises"), (6.0, 50, "memorises")])
 def test_a_text_is_learnt_by_heart_once_it_has_been_read_often(val_loss, epochs, said):
     facts = {"vocabulary": 257, "steps_per_epoch": 20 / epochs}
     start = START | {"config": {"init_from": "scratch"}, "facts": facts}

@@ -152,9 +152,9 @@ def test_matrices_are_of_the_seed_and_as_many_as_asked_for():
     assert (error @ wide).norm().item() == pytest.approx(error.norm().item(), rel=0.05)
     for backward, matrix in (("feedback", "each"), ("feedback", "shared"), ("feedback_micro", "each"), ("feedback_micro", "shared")):
         lent = feedback.Feedback(GPTConfig(**SHAPE), backward, matrix, 0)
-        said = lent.bytes_to_come()
+        said = lent.pending_bytes()
         unique = {id(m): m.nbytes for block in lent.matrices("cpu") for m in block if m is not None}
-        assert said == sum(unique.values()) and lent.bytes_to_come() == 0
+        assert said == sum(unique.values()) and lent.pending_bytes() == 0
 
 
 @pytest.mark.parametrize("kind", ["feedback", "micro"])
@@ -182,7 +182,7 @@ def test_a_frozen_block_gets_nothing_and_the_others_what_they_got(tuned):
 def test_no_product_is_computed_for_a_point_through_which_nothing_learns():
     first, last = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
     impossible = torch.empty(5, 5)
-    _, wire = feedback.Driven.apply([2 * torch.eye(4), impossible, torch.eye(4)], False, None, first, torch.randn(2, 3, 16), last)
+    _, wire = feedback.InjectFeedback.apply([2 * torch.eye(4), impossible, torch.eye(4)], False, None, first, torch.randn(2, 3, 16), last)
     error = torch.randn(2, 3, 4)
     wire.backward(error)
     assert torch.equal(first.grad, 2 * error) and torch.equal(last.grad, error)
@@ -202,7 +202,7 @@ def test_its_products_are_counted(tuned, kind):
 @pytest.mark.parametrize("knobs", [dict(trained_blocks="last"), dict(trained_blocks=1), dict(n_layer=1)], ids=str)
 def test_the_top_block_alone_has_no_feedback_to_learn_from(knobs):
     model = GPT(GPTConfig(**SHAPE | {"n_layer": knobs.pop("n_layer", 3)}))
-    with pytest.raises(BadInput, match="The top block learns from the true gradient, and no other one learns here"):
+    with pytest.raises(BadInput, match="--backward=feedback has no effect on the top block"):
         feedback.attach(model, train.Config(backward="feedback", **knobs))
     feedback.attach(model, train.Config(backward="feedback_micro", **knobs))         # of which it has two points
 
@@ -420,8 +420,8 @@ def test_resume_is_exact(one, tmp_path, text, name):
 
 
 @pytest.mark.parametrize("change, said", [
-    (dict(backward="backprop"), "backward=backprop can't go on from .* which has backward=feedback"),
-    (dict(feedback_matrix="shared"), "feedback_matrix=shared can't go on"), (dict(trained_blocks=2), "trained_blocks=2 can't go on"),
+    (dict(backward="backprop"), "backward=backprop contradicts .* which has backward=feedback"),
+    (dict(feedback_matrix="shared"), "feedback_matrix=shared contradicts"), (dict(trained_blocks=2), "trained_blocks=2 contradicts"),
     (dict(seed=7), "drawn with another seed than --seed=7: leave it out")], ids=str)
 def test_what_drives_the_blocks_is_kept_on_resume(one, change, said):
     with pytest.raises(BadInput, match=said):
@@ -452,14 +452,14 @@ def test_runs_with_frozen_blocks(tmp_path, text, blocks, trained_ones):
 
 @pytest.mark.parametrize("knobs, said", [
     (dict(backward="dfa"), "--backward=dfa should be backprop, feedback or feedback_micro"),
-    (dict(feedback_matrix="shared"), "is about feedback, and --backward=backprop has none"),
-    (dict(backward="feedback_micro", feedback_matrix="identity"), "has no form for the channels of the MLP"),
+    (dict(feedback_matrix="shared"), "has no effect with --backward=backprop"),
+    (dict(backward="feedback_micro", feedback_matrix="identity"), "to the MLP, which has more channels"),
     (dict(backward="feedback", compile_mode="reduce-overhead"), "compiles a step as a whole"),
-    (dict(backward="feedback", init_from="x", lora_rank=4), "Adapters stand beside weights that stay as they are"),
-    (dict(orthogonality=0.1, init_from="x", lora_rank=4), "Adapters stand beside weights that stay as they are"),
-    (dict(trained_blocks="last", init_from="x", lora_rank=4), "Adapters stand beside weights that stay as they are"),
-    (dict(trained_blocks="none", backward="feedback"), "with --trained_blocks=none no block does"),
-    (dict(trained_blocks=0, orthogonality=0.1), "with --trained_blocks=none no block does"),
+    (dict(backward="feedback", init_from="x", lora_rank=4), "--lora_rank freezes the weights of all blocks"),
+    (dict(orthogonality=0.1, init_from="x", lora_rank=4), "--lora_rank freezes the weights of all blocks"),
+    (dict(trained_blocks="last", init_from="x", lora_rank=4), "--lora_rank freezes the weights of all blocks"),
+    (dict(trained_blocks="none", backward="feedback"), "have no effect with --trained_blocks=none"),
+    (dict(trained_blocks=0, orthogonality=0.1), "have no effect with --trained_blocks=none"),
     (dict(trained_blocks=-1), "--trained_blocks=-1 is too small"),
     (dict(trained_blocks="first"), "--trained_blocks=first should be a whole number, all, none or last"),
     (dict(orthogonality=-1), "--orthogonality=-1.0 is too small"),

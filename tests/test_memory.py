@@ -98,7 +98,7 @@ def test_a_micro_batch_of_one_that_does_not_fit_says_what_is_needed(text, tmp_pa
     done = run(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "0"})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert not (tmp_path / "a/metrics.jsonl").exists()
-    for words in ("one sequence of 32 tokens does not fit CPU", "GiB left", "weights 0.00, gradients", "in all", "--block_size"):
+    for words in ("one sequence of 32 tokens does not fit in memory; CPU", "GiB free", "GiB (weights 0.00, gradients", "--block_size"):
         assert words in done.stderr
     trained(tmp_path / "a", text, max_steps=1)                       # nothing was begun that would have to be overwritten
 

@@ -97,8 +97,8 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     content = bytearray((tmp_path / "b" / "base.safetensors").read_bytes())
     content[-9] ^= 1
     (tmp_path / "b" / "base.safetensors").write_bytes(content)
-    for knobs, words in ((dict(max_steps=9), "base.safetensors, the weights that the run began with"), (dict(lora_alpha=800.0), "lora_alpha=800.0 can't go on"),
-                         (dict(lora_rank=8), "lora_rank=8 can't go on")):
+    for knobs, words in ((dict(max_steps=9), "base.safetensors, the weights that the run started from"), (dict(lora_alpha=800.0), "lora_alpha=800.0 contradicts"),
+                         (dict(lora_rank=8), "lora_rank=8 contradicts")):
         done = run(tmp_path / "b", text, defaults={}, init_from="resume", **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
@@ -145,7 +145,7 @@ def test_what_train_py_makes_comes_back_from_its_export(tmp_path, text):
     refused = [
         (dict(init_from=tmp_path / "out"), "has no tokenizer.json"), (dict(init_from=tmp_path / "a", tokenizer="gpt2"), "its own tokenizer"),
         (dict(init_from=tmp_path / "out", out_dir=tmp_path / "out", tokenizer="bytes"), "holds the model to start from"),
-        (dict(out_dir=tmp_path / "out"), "not a run's"), (dict(lora_rank=4), "need a model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
+        (dict(out_dir=tmp_path / "out"), "not a run folder"), (dict(lora_rank=4), "need a model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
         (dict(init_from=tmp_path / "a", lora_rank=4, lora_linears="qkvv"), "choose from qkv"), (dict(lora_alpha=0.0), "above 0")]
     for knobs, words in refused:
         done = run(knobs.pop("out_dir", tmp_path / "b"), text, defaults={}, **knobs)
@@ -320,7 +320,7 @@ def test_an_earlier_quickstart_is_replaced_and_nothing_else(tmp_path):
 def test_a_summary_of_others_is_named_and_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, []))
     (tmp_path / "summary.json").write_text("precious")
-    with pytest.raises(BadInput, match="summary.json is there"):
+    with pytest.raises(BadInput, match="summary.json exists"):
         summary.main(tmp_path)
     assert (tmp_path / "summary.json").read_text() == "precious"
 

@@ -1,5 +1,6 @@
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_the_rest():
 
 @pytest.mark.parametrize("at_a_time", [2**25, 32 * 96])
 def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
-    monkeypatch.setattr(optim, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(optim, "MUON_BATCH", at_a_time)
     monkeypatch.setattr(optim, "muon_dtype", lambda *given: torch.bfloat16)
     shapes = [(32, 96), (96, 32), (32, 96), (32, 32), (32, 96)]
     mine, theirs = ([torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)]
@@ -73,7 +74,7 @@ def test_muon_compiled_does_the_same(monkeypatch):
         monkeypatch.setattr(optim, "COMPILE_ON", devices)
         torch.manual_seed(0)
         model = GPT(GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=8))
-        _, muon = optim.build(model, "muon", 0.01, compile=compile)
+        _, muon = optim.build(model, "muon", 0.01, hardware=SimpleNamespace(compile=compile, dtype="auto"))
         assert muon.is_compiled == (devices == ("cpu",) and compile)
         for i, p in enumerate(model.parameters()):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
@@ -126,7 +127,7 @@ def counted(x, **knobs):
 optim.newton_schulz = counted
 weights = []
 for devices in ((), ("cpu",)):
-    optim.SPREAD_ON = devices
+    optim.DIVIDE_ON = devices
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.nn.Parameter(torch.zeros(16, 24)) for _ in range(5)]
     muon = optim.Muon(matrices, lr=0.1)

@@ -65,7 +65,7 @@ def test_a_file_that_matplotlib_did_not_draw_is_not_drawn_over(tmp_path):
         knobs = [str(tmp_path)] + ([f"--output={tmp_path / name}"] if name != "curves.png" else [])
         assert curves.main(knobs) == curves.main(knobs) == 0             # its own is replaced
         (tmp_path / name).write_bytes(b"precious")
-        with pytest.raises(BadInput, match=f"{name} is there"):
+        with pytest.raises(BadInput, match=f"{name} exists"):
             curves.main(knobs)
         assert (tmp_path / name).read_bytes() == b"precious"
 
@@ -77,14 +77,14 @@ def test_a_run_is_drawn_and_told_beside_the_seeds_of_a_recipe(tmp_path, capsys):
     assert curves.main([str(tmp_path), "--expected=quickstart_grpo"]) == 0
     seeds = [row[2] for row in curves.recorded("quickstart_grpo")["reward"]["runs"]]
     assert f"{tmp_path}: reward 0.9 at step 3, seeds {min(seeds):.3g} to {max(seeds):.3g}; " in capsys.readouterr().out
-    for knobs, words in ((["--expected=nothing"], "choose chess_mini"), (["--expected=cpu_small", "--x=time"], "is about steps")):
+    for knobs, words in ((["--expected=nothing"], "choose chess_mini"), (["--expected=cpu_small", "--x=time"], "needs --x=steps")):
         with pytest.raises(BadInput, match=words):
             curves.main([str(tmp_path), *knobs])
 
 
 def test_what_can_not_be_drawn_is_one_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "config": {}}) + "\n" + '{"step": 1, "lo')
-    for arguments, words in (((), "Which runs"), ((tmp_path / "none",), "not the folder of a run"), ((tmp_path,), "no step yet"),
+    for arguments, words in (((), "No run is given"), ((tmp_path / "none",), "not a run folder"), ((tmp_path,), "no step yet"),
                              ((tmp_path, "--x=epochs"), "should be steps, tokens or time")):
         done = plot(*arguments)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
