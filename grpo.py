@@ -29,7 +29,7 @@ import torch
 import hf
 import tasks
 from engine import Engine, Sampling, slots_that_fit
-from experimental.pcgrad import Surgery
+from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
 from rollouts.batch import WorstCase, logprobs_of, micro_batches, padded, round_up
@@ -618,7 +618,7 @@ def main(argv):
                            f"--init_from={cfg.out_dir} and another --out_dir=.")
     with task_errors():                      # before a run folder is touched
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
-    surgery = Surgery(cfg, run, stream)
+    surgery = PCGrad(cfg, run, stream)
     run.other_bytes = surgery.bytes()
     with pool, run.open(tokenizer, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)

@@ -8,7 +8,7 @@ from statistics import fmean, median
 RECENT_STEPS = 20                            # steps that a check looks at,
 MIN_LINES = 3                                # but at least this many logged ones
 MAX_LINES = 500                              # kept in memory
-MIN_SAMPLES = 200                            # before a check says that none of them does something
+MIN_SAMPLES = 200                            # needed for a statement about none or all of them
 
 
 @dataclass
@@ -166,8 +166,8 @@ def other_prompts(run):
     """The prompts have another form than those that the model was trained on."""
     facts = run.facts
     if facts.get("unread_template"):
-        return ("The model's chat template is not chatml, so its prompts are plain text: expect poor "
-                "answers, or choose a model with a chatml template.")
+        return ("The model's chat template is not chatml, so prompts are plain text: choose a model with a "
+                "chatml template, or expect poor answers.")
     prompt = facts.get("prompt")
     trained = facts.get("trained_prompt")
     if not prompt or not trained or prompt == trained or run.config.get("few_shot"):
@@ -197,7 +197,7 @@ def groups_alike(run):
     else:
         why = ("no sample is correct: the questions are too hard. Ask easier ones, raise --k_samples, "
                f"fine-tune on verified answers first, {resample}")
-    return f"{share:.0%} of the groups have equal rewards, so they teach nothing; in most of them {why}."
+    return f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}."
 
 
 def broken_verifier(run):
@@ -420,8 +420,7 @@ def loss_rises(run):
             or min(losses) < begin[0] or losses[-1] < 1.02 * begin[0] or (run.mean("moved") or 0) > 0.05):
         return None
     return (f"The loss rises from the first step ({begin[0]:.2f} to {losses[-1]:.2f}), although steps are "
-            "small: the sign of the loss or of its gradient is wrong, or the learning rate is far too "
-            "large.")
+            "small: the loss or its gradient has the wrong sign, or the learning rate is far too large.")
 
 
 def not_learning(run):
@@ -458,8 +457,9 @@ def validation_rises(run):
              f"falls (to {training[-1]:.3f})")
     worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * uniform), math.inf)
     if per_epoch and worse <= 10 * per_epoch and now > uniform:
-        return (f"{risen} and is above that of uniform predictions (ln {vocabulary:,} = {uniform:.2f}): the "
-                "labels or the evaluation are wrong, or the validation text is of another kind.")
+        return (f"{risen}, and the former exceeds that of uniform predictions (ln {vocabulary:,} = "
+                f"{uniform:.2f}): the labels or the evaluation are wrong, or the validation text is of "
+                "another kind.")
     if per_epoch and steps[-1] <= per_epoch:
         return (f"{risen}, although no text has been repeated: the labels or the evaluation are wrong, the "
                 "validation text is of another kind, or "
@@ -475,8 +475,8 @@ def text_repeated(run):
     epochs = run.steps[-1]["step"] / per_epoch
     if epochs <= 10:
         return None
-    return (f"The data have been repeated {epochs:.0f} times without dropout, and repetitions after about "
-            "the fourth teach little: use more data, train for fewer steps, or set --dropout=0.1.")
+    return (f"The run has made {epochs:.0f} passes over the data without dropout, and those after about the "
+            "fourth teach little: use more data, train for fewer steps, or set --dropout=0.1.")
 
 
 def slower_than_before(run):

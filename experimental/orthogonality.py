@@ -46,5 +46,5 @@ def add_gradients(cfg, run):
             results = [penalty(part) for part in whole(weight).split(rows)]
             penalties += [value for value, _ in results]
             gradient = torch.cat([part for _, part in results])
-            parallel.local(weight.grad).add_(gradient[parallel.my_rows(weight)], alpha=strength)
+            parallel.local(weight.grad).add_(gradient[parallel.local_rows(weight)], alpha=strength)
     return {"orthogonality": torch.stack(penalties).mean()}

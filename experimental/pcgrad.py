@@ -30,7 +30,7 @@ def project(gram, orders):
     return coefficients
 
 
-class Surgery:
+class PCGrad:
     """Yields the micro-batches of an optimizer step by domain and sets the parameters' gradients to PCGrad's.
     With --surgery=none, or a single domain, it yields all of them together and leaves the gradients alone."""
 

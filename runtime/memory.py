@@ -80,9 +80,9 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     """Try a training step with the longest sequences and (without `inputs`) an evaluation. Return None if
     they run and fit, else the exception; Failure if the model is sharded, since this process can't try again.
 
-    Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU
-    estimate first: the kernel kills a process that takes too much memory. inputs: arguments of
-    token_logprobs in grpo.py, with about as many positions. Sets model.rehearsed_s: seconds of the last
+    Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
+    where the kernel kills a process that takes too much, an estimate comes first. inputs: arguments of
+    token_logprobs for grpo.py, with about as many positions. Sets model.rehearsed_s: seconds of the last
     micro-step, None if unknown. Every rank must call.
     """
     if hardware.device.type == "cpu":
@@ -116,7 +116,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     except Exception as e:                   # out of memory, a torch.compile failure, or a bug in the model
         failure = e
         if model.is_sharded:                  # the other ranks are in the middle of an exchange
-            problem = "ran out of memory: lower the sequences or tokens of a micro-step"
+            problem = "ran out of memory: lower --batch_size or --tokens_per_micro_batch"
             if not is_out_of_memory(e):
                 reason = str(e).strip().partition("\n")[0]
                 problem = f"failed ({type(e).__name__}: {reason}): try --compile=false"

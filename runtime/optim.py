@@ -32,7 +32,7 @@ class Muon(torch.optim.Muon):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
-                n = max(1, MUON_BATCH // shape.numel()) * parallel.cards(matrices[0])
+                n = max(1, MUON_BATCH // shape.numel()) * parallel.num_shards(matrices[0])
                 if is_divided(matrices[0]):
                     n = -(-n // distributed.world_size()) * distributed.world_size()
                 for start in range(0, len(matrices), n):
@@ -60,9 +60,9 @@ class Muon(torch.optim.Muon):
             compiled() if self.is_compiled else newton_schulz, coefficients=group["ns_coefficients"],
             steps=group["ns_steps"], eps=group["eps"], dtype=dtype)
         if parallel.is_sharded(matrices[0]):
-            updates = parallel.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
+            updates = parallel.map_sharded(updates, shape[0], matrices[0].device_mesh, orthogonal)
         elif is_divided(matrices[0]):
-            updates = parallel.in_turn(updates, orthogonal)
+            updates = parallel.map_replicated(updates, orthogonal)
         else:
             updates = orthogonal(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])

@@ -21,12 +21,12 @@ def local(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def cards(tensor):
+def num_shards(tensor):
     """Return the number of ranks that share the rows of a tensor."""
     return tensor.device_mesh.size(tensor.device_mesh.ndim - 1) if is_sharded(tensor) else 1
 
 
-def my_rows(tensor):
+def local_rows(tensor):
     """Return the slice of a tensor's rows on this rank."""
     if not is_sharded(tensor):
         return slice(None)
@@ -47,7 +47,7 @@ def fill(tensor, values, name):
     shape = values.shape if isinstance(values, torch.Tensor) else values.get_shape()
     if tuple(shape) != tuple(tensor.shape):
         raise ValueError(f"{name} has the shape {tuple(shape)} instead of {tuple(tensor.shape)}")
-    local(tensor).copy_(values[my_rows(tensor)] if tensor.ndim else values[...])
+    local(tensor).copy_(values[local_rows(tensor)] if tensor.ndim else values[...])
 
 
 def write_on_main(tensors, write):
@@ -122,7 +122,7 @@ def mesh_of(device_type, parallel):
     if parallel == "hybrid":
         shape.insert(0, distributed.world_size() // shape[0])
     mesh = dist.init_device_mesh(device_type, tuple(shape), mesh_dim_names=("nodes", "cards")[-len(shape):])
-    if parallel == "hybrid":                 # its process groups have PyTorch's default timeout
+    if parallel == "hybrid":                 # replace the default timeout of the mesh's own groups
         for dimension in range(len(shape)):
             dist.distributed_c10d._set_pg_timeout(distributed.STEP_TIMEOUT, mesh.get_group(dimension))
     return mesh
@@ -158,7 +158,7 @@ def gathered(model, dtype, kept_gradients=0):
 
 # --- Muon's matrices ---
 
-def by_owners(slices, n_rows, mesh, function):
+def map_sharded(slices, n_rows, mesh, function):
     """Apply a function to whole matrices that are sharded by rows, each on one card: matrix k on card k
     modulo their number. slices: this rank's rows [N, rows, columns], of n_rows. function: [n, n_rows,
     columns] -> the same shape. Return this rank's rows of the result. Each rank sends and receives its slices
@@ -187,7 +187,7 @@ def by_owners(slices, n_rows, mesh, function):
     return result
 
 
-def in_turn(matrices, function):
+def map_replicated(matrices, function):
     """Return function(matrices) for replicated matrices [N, rows, columns]: each of n ranks computes every
     n-th matrix, and all gather the results. Every rank must call."""
     n = distributed.world_size()

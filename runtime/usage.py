@@ -43,8 +43,8 @@ def interrupted(*_):
 
 
 class Output:
-    """Standard output or error that drops text once its terminal or the reader of its pipe is gone, so that a
-    run goes on."""
+    """Standard output or error that drops text once its terminal or reader is gone, so that a run
+    continues."""
 
     ends = False                             # whether the script exits when its reader is gone
 
@@ -105,8 +105,7 @@ def one_line(text):
 
 
 def load_package(name, package=None):
-    """Import a module of an optional package. The ImportError gives the cause and the remedy, without a full
-    stop."""
+    """Import a module of an optional package; an ImportError names the cause and the remedy."""
     package = package or name.partition(".")[0]
     top = package.replace("-", "_")
     try:

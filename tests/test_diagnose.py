@@ -17,7 +17,7 @@ import train
 from conftest import flags, trained
 from doctor import checks, diagnose
 from doctor.diagnose import Doctor
-from engine.generate import sampler
+from engine import sampler
 from rollouts import metrics
 from rollouts.pipeline import Completion
 from runtime import config, guard, hardware, optim

@@ -145,7 +145,7 @@ def test_nothing_is_drawn_and_no_thread_started(terminal, monkeypatch, where, tm
     if where == "another rank":
         monkeypatch.setenv("RANK", "1")
     if where == "another's process":
-        monkeypatch.setattr(progress, "shared", True)
+        monkeypatch.setattr(progress, "disabled", True)
     threads = threading.active_count()
     for _ in track(range(3), "counting", "sheep"):
         assert threading.active_count() == threads

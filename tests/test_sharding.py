@@ -186,7 +186,7 @@ def double(matrices):
     return 2 * matrices
 mine = sharding.rows_of(distributed.rank(), 3, 7)
 mesh = torch.distributed.init_device_mesh("cpu", (3,))
-result = sharding.by_owners(whole[:, mine], 7, mesh, double)
+result = sharding.map_sharded(whole[:, mine], 7, mesh, double)
 assert torch.equal(result, 2 * whole[:, mine])
 said = distributed.gather(computed)
 if distributed.is_main():

@@ -10,7 +10,7 @@ import torch
 import forked
 import grpo
 from conftest import ROOT, environment, flags, largest_difference, metrics, weights
-from experimental.pcgrad import Surgery, project
+from experimental.pcgrad import PCGrad, project
 from runtime import checkpoint
 from test_grpo import GRPO, TASK, base, learn, letters, lines, one_thread, same, write        # noqa: F401 (fixtures)
 
@@ -81,13 +81,13 @@ def test_without_a_conflict_it_is_the_sum():
 # --- on a model ---
 
 def lent(kind="pcgrad", buffers="device", domains=("a", "b", "c"), seed=0, scale=1.0):
-    """A Surgery on two small layers, and these."""
+    """A PCGrad on two small layers, and these."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
     cfg = grpo.Config(surgery=kind, surgery_buffers=buffers, seed=seed)
     run = SimpleNamespace(model=model, step=0, hardware=SimpleNamespace(device=torch.device("cpu")),
                           scaler=SimpleNamespace(get_scale=lambda: scale))
-    return Surgery(cfg, run, SimpleNamespace(domains=list(domains))), model, run
+    return PCGrad(cfg, run, SimpleNamespace(domains=list(domains))), model, run
 
 
 def step_of(surgery, model, sign=1.0):
