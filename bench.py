@@ -352,7 +352,7 @@ def check_output(path):
     own_names = [Path(file).name for file in own if file]
     for file in (path, path.with_suffix(".png"), path.with_suffix(".trace.json")):
         if file.exists() and file.name not in own_names:
-            raise config.in_the_way(file, "bench.py's")
+            raise config.would_overwrite(file, "bench.py's")
 
 
 def check_writable(path):

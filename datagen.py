@@ -127,7 +127,7 @@ class Attempts:
                 self.read(path)
         for path in [Path(output), self.path, *self.parts()]:
             if path.exists() and not (is_log(self.path) or is_log(path)):
-                raise config.in_the_way(path, f"datagen.py's, which has its log of attempts in {self.path}")
+                raise config.would_overwrite(path, f"datagen.py's, which has its log of attempts in {self.path}")
         self.write()
         if overwrite:
             Path(output).unlink(missing_ok=True)

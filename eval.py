@@ -228,12 +228,12 @@ def check_output(path):
     if not path.parent.is_dir():
         raise BadInput(f"There is no folder {path.parent} for --output={path}: make it, or choose another.")
     if path.is_dir():
-        raise config.in_the_way(path, "a file of answers")
+        raise config.would_overwrite(path, "a file of answers")
     if path.exists():
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
             if {"model", "question", "samples"} <= config.parse_json(file.readline(), dict).keys():
                 return
-        raise config.in_the_way(path, "eval.py's answers")
+        raise config.would_overwrite(path, "eval.py's answers")
 
 
 def of_domains(task, questions, grades, first_grades):

@@ -385,7 +385,7 @@ def validate(cfg, run, model, held_out):
 
 def main(argv):
     distributed.init()
-    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA + feedback.KNOBS, saved_of=knobs_of, claim=claim)
+    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA + feedback.FROZEN_OPTIONS, saved_of=knobs_of, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)

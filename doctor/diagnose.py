@@ -1,11 +1,10 @@
-"""The doctor: what is wrong with a run of train.py or grpo.py, in sentences.
+"""The doctor: names the problems of a run of train.py or grpo.py.
 
     python -m doctor out/grpo
     python -m doctor out/grpo --json
 
-While a run goes on, `Doctor` says the sentence of a check (doctor/checks.py) when it first holds and when
-it ends; here the same is done with what a run has left in metrics.jsonl. Exit codes: 0 nothing is wrong at the
-last step, 3 something is, 2 there is no such run.
+During a run, `Doctor` reports when a finding of a check (doctor/checks.py) begins and ends; this command does
+the same from metrics.jsonl. Exit codes: 0 no finding at the last step, 3 a finding, 2 no such run.
 """
 import json
 from dataclasses import dataclass
@@ -15,39 +14,39 @@ from runtime import config, guard
 from runtime.config import BadInput
 from runtime.metrics import check_run, read_lines
 
-CALM = 3                                     # looks without it after which something has ended
-FOUND = 3                                    # exit code
+LINES_TO_END = 3                             # consecutive lines without a finding that end it
+EXIT_FINDINGS = 3                            # exit code
 
 
 @dataclass
 class Config:
     runs: tuple = ()                         # run folders; usually without --runs=
-    json: bool = False                       # an object a run, for programs
+    json: bool = False                       # print one JSON object per run
 
 
 @dataclass
 class Finding:
-    """What a check has found: from which step on, and to which one, None while it goes on."""
+    """A check's finding, from step `since` to step `until` (None: not ended)."""
     name: str
     sentence: str
     since: int
     until: int | None = None
-    calm: int = 0                            # looks in a row that did not find it any more
+    lines_without: int = 0                   # latest consecutive lines without it
 
     def __str__(self):
         if self.until is None:
             return f"{self.name}, since step {self.since}: {self.sentence}"
-        return f"{self.name}, steps {self.since} to {self.until}, over now: {self.sentence}"
+        return f"{self.name}, steps {self.since} to {self.until}, now over: {self.sentence}"
 
     def as_json(self):
         return {"name": self.name, "sentence": self.sentence, "since": self.since, "until": self.until}
 
 
 class Doctor:
-    """Examines a run after each line that it writes. `findings` are all so far, in their order."""
+    """Examines a run after each line of metrics.jsonl. `findings`: all of them, in order."""
 
     def __init__(self, lines=()):
-        """lines: what the run wrote before it was resumed."""
+        """lines: those from before the run was resumed."""
         self.run = History()
         self.findings = []
         for line in lines:
@@ -55,11 +54,11 @@ class Doctor:
 
     @property
     def holding(self):
-        """The findings that have not ended."""
+        """Return the findings that have not ended."""
         return [finding for finding in self.findings if finding.until is None]
 
     def look(self, line):
-        """Take in a line of metrics.jsonl. Returns the findings that begin or end with it."""
+        """Add a line of metrics.jsonl and return the findings that begin or end with it."""
         self.run.add(line)
         if not kind_of(line):
             return []
@@ -67,9 +66,9 @@ class Doctor:
         found = examine(self.run)
         changed = []
         for finding in self.holding:
-            finding.calm = 0 if finding.name in found else finding.calm + 1
+            finding.lines_without = 0 if finding.name in found else finding.lines_without + 1
             finding.sentence = found.pop(finding.name, finding.sentence)
-            if finding.calm == CALM:
+            if finding.lines_without == LINES_TO_END:
                 finding.until = step
                 changed.append(finding)
         begun = [Finding(name, sentence, step) for name, sentence in found.items()]
@@ -80,7 +79,7 @@ class Doctor:
 def main(argv):
     cfg = config.load(Config, argv, positional="runs")
     if not cfg.runs:
-        raise BadInput("Which run? python -m doctor out/grpo")
+        raise BadInput("No run is given: name a run folder, such as python -m doctor out/grpo.")
     holding = []
     for folder in cfg.runs:
         check_run(folder)
@@ -94,8 +93,8 @@ def main(argv):
             print(f"{folder}: {finding}")
         if not doctor.findings:
             steps = doctor.run.steps[-1]["step"] if doctor.run.steps else 0
-            print(f"{folder}: nothing is wrong in what {steps} steps have logged.")
-    return FOUND if holding else 0
+            print(f"{folder}: nothing is wrong after {steps} steps.")
+    return EXIT_FINDINGS if holding else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""For notebooks: run the project's commands in a cell, with their curves at the end.
+"""Runs the project's commands in a notebook cell and shows their curves.
 
     from doctor.notebook import follow, run
     run("train.py config/quickstart.py", out_dir="out/base", resume="auto")
@@ -13,22 +13,22 @@ import sys
 from collections import deque
 from pathlib import Path
 
-import matplotlib.figure                     # noqa: F401 (here, lest the stop button cut the import short)
+import matplotlib.figure                     # noqa: F401 (early: the stop button must not interrupt it)
 from IPython.display import DisplayHandle, Image, Pretty, display
 
 from doctor import plot
 from runtime.config import BadInput
 from runtime.metrics import read_run
 
-LINES = 8                                    # of a command's output that are shown
+LINES = 8                                    # lines of output that are shown
 
 
 def run(command, ranks=1, lines=LINES, **options):
-    """Run a script of the project, given as on a command line in its folder, and show its last lines as they
-    come and, of a command with an out_dir, its curves at the end.
+    """Run a script of the project, as on a command line, showing its last lines; at the end show the curves
+    if there is an out_dir. RuntimeError with the command's message if it fails.
 
-    ranks: processes that share the work (torchrun). The stop button ends the command as Ctrl-C does, after
-    saving; pressed again, at once. RuntimeError with the command's own sentence if it fails.
+    ranks: processes (torchrun). The stop button ends the command like Ctrl-C, after a checkpoint; pressed
+    again, at once.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     start = [sys.executable]
@@ -36,39 +36,39 @@ def run(command, ranks=1, lines=LINES, **options):
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         environment["OMP_NUM_THREADS"] = "1"
     arguments = command.split() + [f"--{key}={value}" for key, value in options.items()]
-    # In a session of its own: Jupyter's stop button interrupts all processes of the notebook's, and the second
-    # Ctrl-C, which is `run`'s, would end the command before it has saved.
-    process = subprocess.Popen(start + arguments, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, start_new_session=True)
-    said = deque(maxlen=200)
+    # In its own session: Jupyter's stop button interrupts the notebook's session, and with the signal below
+    # the command would get two, which end it before it saves.
+    process = subprocess.Popen(start + arguments, env=environment, stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    output = deque(maxlen=200)
     stopped = False
     try:
-        show_output(process, said, lines)
+        show_output(process, output, lines)
     except KeyboardInterrupt:
         stopped = True
         process.send_signal(signal.SIGINT)
         process.wait()
     finally:
-        if process.poll() is None:           # the stop button again
+        if process.poll() is None:           # the stop button was pressed again
             process.kill()
     out_dir = options.get("out_dir")
     if out_dir:
         show_curves(out_dir)
     if stopped:
         print("Stopped. Run this cell again to resume.")
-    elif process.returncode not in (0, 3):   # 3: the doctor has found something
-        errors = [line for line in said if line.startswith("error: ")] or list(said)
+    elif process.returncode not in (0, 3):   # 3: findings of the doctor
+        errors = [line for line in output if line.startswith("error: ")] or list(output)
         raise RuntimeError(errors[-1] if errors else f"{command} ended with exit code {process.returncode}")
 
 
-def show_output(process, said, lines):
-    """Append a process's lines to `said` until it ends, and show the last of them."""
+def show_output(process, output, lines):
+    """Append a process's lines to `output` until it ends, and show the last ones."""
     handle = DisplayHandle()
     handle.display(Pretty(""))
     for line in process.stdout:
         if line.strip():
-            said.append(line.decode(errors="replace").rstrip())
-            handle.update(Pretty("\n".join(list(said)[-lines:])))
+            output.append(line.decode(errors="replace").rstrip())
+            handle.update(Pretty("\n".join(list(output)[-lines:])))
     process.wait()
 
 
@@ -84,10 +84,10 @@ def show_curves(out_dir):
 
 
 def follow(out_dir, lines=LINES):
-    """Show the last lines and the curves of a run as they are now, of one that runs elsewhere, say."""
+    """Show the present last lines and curves of a run, which may run elsewhere."""
     log = Path(out_dir) / "training.log"
-    said = log.read_text(errors="replace").splitlines() if log.exists() else [f"There is no run in {out_dir} yet."]
-    display(Pretty("\n".join(said[-lines:])))
+    text = log.read_text(errors="replace") if log.exists() else f"There is no run in {out_dir} yet."
+    display(Pretty("\n".join(text.splitlines()[-lines:])))
     show_curves(out_dir)
 
 

@@ -1,20 +1,17 @@
 """Training without backpropagation between the blocks: direct feedback alignment (DFA). --backward=feedback.
 
-Backpropagation hands a block the error that the blocks above it pass down. Here e, the gradient of the loss
-by what the last block puts out [B, T, C], drives every block at once: the gradient by a lower block's output
-is taken to be e B, B being a matrix that is drawn once and never learns, and nothing passes from a block to
-the one below. (Lillicrap et al. 2016, Random synaptic feedback weights support error backpropagation for deep
-learning; Nøkland 2016, Direct Feedback Alignment; on transformers Launay et al. 2020, DFA Scales to Modern
-Deep Learning Tasks and Architectures.)
+Let e be the gradient of the loss with respect to the last block's output [B, T, C]. In DFA the gradient with
+respect to the output of every lower block is e M, where M is a fixed random matrix, and no gradient flows
+from one block to the block below. (Lillicrap et al. 2016, Random synaptic feedback weights support error
+backpropagation for deep learning; Nøkland 2016, Direct Feedback Alignment; on transformers Launay et al.
+2020, DFA Scales to Modern Deep Learning Tasks and Architectures.)
 
-feedback: within a block gradients are backpropagated, from its output to its weights. feedback_micro: a block
-is cut at three points, each of which is driven: what attention has added to, the MLP's activation, the
-output.
-The last block's output has the true gradient, which final norm and head backpropagate to it, so these three
-learn as ever. The embeddings belong to the first block: they get what it backpropagates of the feedback by
-its output (feedback_micro: by its attention).
+feedback: a block backpropagates the feedback at its output to its weights. feedback_micro: a block receives
+feedback at three points: the residual stream after attention, the MLP's activation, and its output.
+The last block's output, the final norm and the head have true gradients. The embeddings get the gradient that
+the first block backpropagates from its feedback (feedback_micro: its attention does).
 
-e is taken before the vocabulary head, so that a matrix is C x C, and not V x C.
+e is taken before the vocabulary head, so that M is C x C instead of V x C.
 """
 import torch
 
@@ -23,41 +20,39 @@ from model import Block
 from runtime import config, distributed
 from runtime.config import BadInput
 
-
-# of train.py; a run that goes on keeps them
-KNOBS = ["backward", "feedback_matrix", "trained_blocks"]
+# Options of train.py that are frozen on resume
+FROZEN_OPTIONS = ["backward", "feedback_matrix", "trained_blocks"]
 
 
 def check(cfg):
-    """BadInput for knobs of train.py that don't go together: those of this file, and --orthogonality."""
-    driven = cfg.backward != "backprop"
+    """Raise BadInput for conflicts among the options of this file and --orthogonality."""
+    uses_feedback = cfg.backward != "backprop"
     config.at_least(cfg, 0, "orthogonality")
     config.at_least(cfg, 1, "orthogonality_warmup")
     if type(cfg.trained_blocks) is int:
         config.at_least(cfg, 0, "trained_blocks")
-    if cfg.lora_rank and (driven or cfg.trained_blocks != "all" or cfg.orthogonality):
-        raise BadInput("Adapters stand beside weights that stay as they are: leave out --lora_rank, or "
-                       "--backward, --trained_blocks and --orthogonality.")
-    if cfg.feedback_matrix != "each" and not driven:
-        raise BadInput(f"--feedback_matrix={cfg.feedback_matrix} is about feedback, and --backward=backprop "
-                       "has none: give --backward=feedback too, or leave it out.")
+    if cfg.lora_rank and (uses_feedback or cfg.trained_blocks != "all" or cfg.orthogonality):
+        raise BadInput("--lora_rank freezes the weights of all blocks: leave it out, or --backward, "
+                       "--trained_blocks and --orthogonality.")
+    if cfg.feedback_matrix != "each" and not uses_feedback:
+        raise BadInput(f"--feedback_matrix={cfg.feedback_matrix} has no effect with --backward=backprop: use "
+                       "--backward=feedback, or leave it out.")
     if cfg.feedback_matrix == "identity" and cfg.backward == "feedback_micro":
-        raise BadInput("--feedback_matrix=identity has no form for the channels of the MLP, which are more "
-                       "than the error's: give --backward=feedback, or another matrix.")
-    if driven and cfg.compile_mode in distributed.CUDA_GRAPHS:
-        raise BadInput(f"--compile_mode={cfg.compile_mode} compiles a step as a whole, and feedback goes "
-                       "from block to block: use default or max-autotune-no-cudagraphs.")
-    if driven and cfg.init_from == "resume" and config.read_saved(cfg.out_dir)["seed"] != cfg.seed:
-        raise BadInput(f"The matrices of {cfg.out_dir} were drawn with another seed than --seed={cfg.seed}: "
-                       "leave it out, or start from scratch.")
-    if cfg.trained_blocks in ("none", 0) and (driven or cfg.orthogonality):
-        raise BadInput("--backward and --orthogonality are about how blocks learn, and with "
-                       "--trained_blocks=none no block does: leave one of them out.")
+        raise BadInput("--feedback_matrix=identity can't map the error to the MLP, which has more channels: "
+                       "use --backward=feedback, or another matrix.")
+    if uses_feedback and cfg.compile_mode in distributed.CUDA_GRAPHS:
+        raise BadInput(f"--compile_mode={cfg.compile_mode} compiles a step as a whole, and --backward="
+                       f"{cfg.backward} needs separate blocks: use default or max-autotune-no-cudagraphs.")
+    if uses_feedback and cfg.init_from == "resume" and config.read_saved(cfg.out_dir)["seed"] != cfg.seed:
+        raise BadInput(f"The feedback matrices of {cfg.out_dir} were drawn with another seed than "
+                       f"--seed={cfg.seed}: leave it out, or start from scratch.")
+    if cfg.trained_blocks in ("none", 0) and (uses_feedback or cfg.orthogonality):
+        raise BadInput("--backward and --orthogonality have no effect with --trained_blocks=none: leave one "
+                       "of them out.")
 
 
 def attach(model, cfg):
-    """Have a GPT learn as cfg says: freeze its lower blocks, and drive the others by feedback. Nothing is
-    changed by --backward=backprop --trained_blocks=all."""
+    """Freeze the lower blocks of a GPT and set up feedback for the others, as cfg asks."""
     n_layer = len(model.blocks)
     trained = {"all": n_layer, "none": 0, "last": 1}.get(cfg.trained_blocks, cfg.trained_blocks)
     if trained > n_layer:
@@ -68,8 +63,8 @@ def attach(model, cfg):
     if cfg.backward == "backprop":
         return
     if cfg.backward == "feedback" and trained == 1:
-        raise BadInput("The top block learns from the true gradient, and no other one learns here: leave out "
-                       "--backward=feedback, or train more blocks.")
+        raise BadInput("--backward=feedback has no effect on the top block, the only one that is trained: "
+                       "leave it out, or train more blocks.")
     if cfg.backward == "feedback_micro":
         for block in model.blocks:
             block.__class__ = BlockInParts
@@ -77,11 +72,11 @@ def attach(model, cfg):
 
 
 class BlockInParts(Block):
-    """A Block that is cut behind attention and behind the MLP's activation."""
+    """A Block that is cut after attention and after the MLP's activation."""
 
     def forward(self, x, cos, sin, attend):
-        """Return what is driven, [B, T, C], [B, T, mlp_hidden] and [B, T, C]; the last is what a Block
-        returns."""
+        """Return the three feedback points, [B, T, C], [B, T, mlp_hidden] and [B, T, C]; the last is a
+        Block's output."""
         y = self.attention(self.attention_norm(x), cos, sin, attend)
         attended = x + drop_out(y, self.dropout, self.training)
         x = attended.detach()
@@ -91,11 +86,11 @@ class BlockInParts(Block):
 
 
 class Feedback:
-    """The matrices, and for each forward pass a Pass. Every rank, and a run that goes on, draws the same
-    ones: they are a function of the seed."""
+    """The feedback matrices. They depend only on the seed, so all ranks and resumed runs draw the same
+    ones."""
 
     def __init__(self, shape, backward, matrix, seed):
-        """shape: GPTConfig. backward, matrix, seed: the knobs backward, feedback_matrix and seed."""
+        """shape: GPTConfig. backward, matrix, seed: the options backward, feedback_matrix and seed."""
         C = shape.n_embd
         self.n_layer = shape.n_layer
         self.channels = C
@@ -105,8 +100,8 @@ class Feedback:
         self.drawn = None                    # see matrices
 
     def matrices(self, device):
-        """Return for each block those of its points, fp32 [C, channels of the point]. None stands for the
-        error as it is: that of the last block's output, and of every one with feedback_matrix=identity."""
+        """Return a list per block of the matrices of its points, fp32 [C, channels of the point]. None is the
+        identity: for the last block's output, and for all points with feedback_matrix=identity."""
         if self.matrix == "identity":
             return [[None]] * self.n_layer
         if self.drawn is None:
@@ -124,11 +119,11 @@ class Feedback:
         return self.drawn
 
     def draw(self, width, generator):
-        """Return a matrix fp32 [C, width] that leaves the length of an error as it is, on average."""
+        """Return a random matrix, fp32 [C, width], that preserves the norm of an error on average."""
         return torch.randn(self.channels, width, generator=generator) * width**-0.5
 
-    def bytes_to_come(self):
-        """Return what the matrices will take, 0 once they are drawn."""
+    def pending_bytes(self):
+        """Return the bytes that the matrices will take; 0 once they are drawn."""
         if self.drawn or self.matrix == "identity":
             return 0
         widths = set(self.widths) if self.matrix == "shared" else self.widths * self.n_layer
@@ -136,46 +131,47 @@ class Feedback:
         return 4 * self.channels * (sum(widths) - top)
 
     def flops_per_token(self):
-        """Return the FLOPs that are added to backpropagation's: those of the products with the matrices. The
-        product with an activation's stands for what the MLP's second layer would have handed down."""
+        """Return the FLOPs of the products with the matrices, in addition to backpropagation's. The product
+        for an MLP's activation replaces that of the MLP's second layer."""
         points = self.n_layer * min(2, len(self.widths)) - 1
         return 0 if self.matrix == "identity" else 2 * self.channels**2 * points
 
     def start(self, model):
-        """Return the Pass of a forward pass that begins."""
-        return Pass(self, distributed.is_spread(model))
+        """Return the ForwardPass for a new forward pass."""
+        return ForwardPass(self, distributed.is_spread(model))
 
 
-class Pass:
-    """A forward pass: GPT.hidden calls it with what each block returns, and gives the next one what it
-    returns.
+class ForwardPass:
+    """One forward pass: GPT.hidden calls it with each block's outputs and passes the result to the next
+    block.
 
-    The wire is how autograd brings the error at the top to the lower blocks, one after another: an output
-    without memory that each block's Driven has beside the block's, and that is an input of the next one's.
+    The wire carries the error from the top to the lower blocks through autograd: a second output of each
+    block's InjectFeedback, which takes no memory and is an input of the next block's.
     """
 
     def __init__(self, feedback, is_spread):
         self.feedback = feedback
         self.is_spread = is_spread
-        self.block = 0                       # the next one's number
+        self.block = 0                       # index of the next block
         self.wire = None
 
     def __call__(self, points):
-        """Return what the next block reads of what a block puts out: [B, T, C], or a tuple at whose end that
-        is."""
+        """Return the next block's input [B, T, C]. points: a block's output [B, T, C], or a tuple that ends
+        with it."""
         points = points if isinstance(points, tuple) else (points,)
         if not torch.is_grad_enabled():
             return points[-1]
         matrices = self.feedback.matrices(points[-1].device)[self.block]
         self.block += 1
         is_top = self.block == self.feedback.n_layer
-        h, self.wire = Driven.apply(matrices, is_top, self.wire, *points)
-        # A sharded block is let go of when the gradient of its input is there, which Driven then ignores.
+        h, self.wire = InjectFeedback.apply(matrices, is_top, self.wire, *points)
+        # FSDP reshards a block when the gradient of its input arrives; InjectFeedback then ignores it.
         return h if is_top or self.is_spread else h.detach()
 
 
-class Driven(torch.autograd.Function):
-    """Passes a block's output on, and gives the block the error at the top through its matrices."""
+class InjectFeedback(torch.autograd.Function):
+    """Forward: the identity. Backward: replaces the gradients of a block's points by the error at the top
+    times their matrices."""
 
     @staticmethod
     def forward(ctx, matrices, is_top, wire, *points):
@@ -193,9 +189,9 @@ class Driven(torch.autograd.Function):
             error = from_above
         gradients = []
         with torch.autocast(error.device.type, enabled=False):
-            for matrix, dtype, wanted in zip(ctx.matrices, ctx.dtypes, ctx.needs_input_grad[3:]):
-                if matrix is None or not wanted:                   # a frozen block wants none
-                    gradients.append(error if wanted else None)
+            for matrix, dtype, needs_grad in zip(ctx.matrices, ctx.dtypes, ctx.needs_input_grad[3:]):
+                if matrix is None or not needs_grad:               # a frozen block needs none
+                    gradients.append(error if needs_grad else None)
                 else:
                     gradients.append((error.float() @ matrix).to(dtype))
         return None, None, error if ctx.needs_input_grad[2] else None, *gradients

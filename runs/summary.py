@@ -62,7 +62,7 @@ def main(folder):
     summary, intervals = summarise(folder)
     path = folder / "summary.json"
     if path.exists() and b"total_seconds" not in path.read_bytes():
-        raise config.in_the_way(path, "the quickstart's", "folder")
+        raise config.would_overwrite(path, "the quickstart's", "folder")
     plot.check_output(folder / "summary.png")
     path.write_text(json.dumps(summary, indent=1))
     print_stages(summary)

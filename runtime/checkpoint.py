@@ -1,23 +1,22 @@
-"""Checkpoints that are whole or not there, and the rest of a run folder.
+"""Atomic checkpoints and the rest of a run folder.
 
-    out/run/config.json               every knob, resolved
-            model.json                architecture, tokenizer, prompt template: with any checkpoint's weights,
+    out/run/config.json               all options, resolved
+            model.json                architecture, tokenizer, prompt template; with any checkpoint it makes
                                       the model
-            tokenizer.json            if it is Hugging Face's
-            base.safetensors          with LoRA: the frozen weights, and base.sha256; the checkpoints' are the
-                                      adapters alone. Of grpo.py with a KL term: the reference's weights
+            tokenizer.json            for a Hugging Face tokenizer
+            base.safetensors          with LoRA: the frozen weights (checkpoints then hold adapters only); for
+                                      grpo.py with a KL term: the reference model. base.sha256: its digest
             run.lock                  while a process writes here
-            samples.txt               of grpo.py: answers to the same questions as training goes on
+            samples.txt               grpo.py: completions of the same questions during training
             metrics.jsonl training.log
-            bad_batch_step_5_rank_0.pt                    what a run that diverged was learning from
+            bad_batch_step_5_rank_0.pt                    last batch of a run that diverged
             tensorboard/ wandb/ wandb_id                  with --tensorboard, --wandb
-            retry.json                after a failed step: what is to be different when the run goes on
-            checkpoints/step_00000100/model.safetensors   weights, readable by anyone
-                                      optimizer.safetensors   what the optimizers keep of each weight, and
-                                      state.json          all else that resuming needs; both are absent with
-                                                          save_only_model, and one file state.pt in old runs
+            retry.json                after a failed step: changed settings for the resume
+            checkpoints/step_00000100/model.safetensors   weights
+                                      optimizer.safetensors   optimizer state of each weight
+                                      state.json          rest of the training state (save_only_model omits
+                                                          both; old runs have one file state.pt)
                                       meta.json           step, validation loss, config, SHA-256 of the files
-                                                          beside it
 """
 import contextlib
 import errno
@@ -41,28 +40,27 @@ from runtime import lock
 from runtime.config import LARGEST, BadInput, parse_json, read_sealed, seal
 from runtime.progress import ProgressLine
 
-# All that a run writes into its folder (wandb keeps to one of its own). When a run begins none of it may be
-# there, unless it is an earlier run's: then it goes, and nothing else does. By the first two a run is known;
-# they are replaced, so that they are never missing.
-KNOWN_BY = ("model.json", "config.json")
-ATOMIC = (*KNOWN_BY, "metrics.jsonl", "tokenizer.json", "base.sha256", "retry.json")
-# What a writer that was killed leaves; the next start removes it.
-UNFINISHED = tuple(f"{name}.tmp-[0-9]*" for name in ATOMIC)
-LEFT = (*UNFINISHED, "base.partial*", "checkpoints/partial*",
-        "checkpoints/step_" + 8 * "[0-9]" + ".replaced")
-WRITTEN = (*KNOWN_BY, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json", "base.safetensors",
-           "base.sha256", "retry.json", "retreat.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
-           "checkpoints/step_" + 8 * "[0-9]", "tensorboard/events.out.tfevents.*", *LEFT)
-
+# A folder with these two files is a run. They are replaced atomically, so that they are never missing.
+IDENTITY_FILES = ("model.json", "config.json")
+ATOMIC_FILES = (*IDENTITY_FILES, "metrics.jsonl", "tokenizer.json", "base.sha256", "retry.json")
+# Left by a writer that was killed; the next start removes them.
+TEMPORARY_FILES = tuple(f"{name}.tmp-[0-9]*" for name in ATOMIC_FILES)
+STALE_FILES = (*TEMPORARY_FILES, "base.partial*", "checkpoints/partial*",
+               "checkpoints/step_" + 8 * "[0-9]" + ".replaced")
+# Everything that a run writes into its folder, except wandb's own folder. --overwrite removes only these.
+RUN_FILES = (*IDENTITY_FILES, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json",
+             "base.safetensors", "base.sha256", "retry.json", "retreat.json", "wandb_id",
+             "bad_batch_step_*_rank_*.pt", "checkpoints/step_" + 8 * "[0-9]",
+             "tensorboard/events.out.tfevents.*", *STALE_FILES)
 
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
                torch.int64: "I64"}
 
 
-# --- files that are whole or not there ---
+# --- atomic files ---
 
 def fsync(path):
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Flush a file, or a folder's directory entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,8 +69,8 @@ def fsync(path):
 
 
 def write_atomically(path, content):
-    """Replace the file by `content` (bytes): after a crash it holds the old or the new, never a part."""
-    temporary = Path(f"{path}.tmp-{os.getpid()}")             # another process may be writing it too
+    """Replace a file by `content` (bytes); after a crash it holds either the old or the new content."""
+    temporary = Path(f"{path}.tmp-{os.getpid()}")             # another process may write the same file
     try:
         temporary.write_bytes(content)
         fsync(temporary)
@@ -80,28 +78,27 @@ def write_atomically(path, content):
     except OSError as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise OSError(e.errno, e.strerror, str(path)) from None        # a full disk names no file
+        raise OSError(e.errno, e.strerror, str(path)) from None        # ENOSPC comes without a file name
     fsync(Path(path).parent)
 
 
 def is_full(error):
-    """Tell whether an exception says that a disk, or a share of it, is full."""
+    """Return whether an exception reports a full disk or quota."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
-def not_written(what, error, then):
-    """Return the BadInput for what could not be written. then: what to do when its cause is mended."""
+def write_error(subject, error, remedy):
+    """Return the BadInput for a failed write of `subject`. remedy: the action after the cause is fixed."""
     reason = getattr(error, "strerror", None) or error
-    advice = "free some space" if is_full(error) else "mend that"
-    return BadInput(f"{what} could not be written ({reason}): {advice}, and {then}.")
+    advice = "free some space" if is_full(error) else "fix that"
+    return BadInput(f"{subject} could not be written ({reason}): {advice}, and {remedy}.")
 
 
 def inside(folder, name):
-    """Return folder / name. BadInput if a name that a file gave leads out of the folder (links may)."""
+    """Return folder / name; BadInput if a name from a downloaded file leads out of the folder (links may)."""
     path = Path(name) if isinstance(name, str) and "\0" not in name else None
     if not path or not path.name or path.is_absolute() or ".." in path.parts:
-        raise BadInput(f"{folder} names {str(name)[:80]!r} as a file of its own, which is no path in it: get "
-                       "it again.")
+        raise BadInput(f"{folder} names a file {str(name)[:80]!r}, which is not inside it: get it again.")
     return Path(folder) / name
 
 
@@ -113,23 +110,23 @@ def sha256(path):
 
 
 def write_tensors(path, tensors, values):
-    """Write a safetensors file of {name: tensor}, of which names, dtypes and shapes are read here. Their
-    contents are taken from `values`, one after another: safetensors' own save_file wants all of them in
-    memory."""
+    """Write a safetensors file. tensors: {name: tensor}, for names, dtypes and shapes only. values: an
+    iterator over their contents, one in memory at a time, unlike safetensors' save_file."""
     header = {}
     end = 0
     for name, tensor in tensors.items():
         start = end
         end += tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        dtype = SAFETENSORS[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)                     # so that numbers begin at multiples of 8
+    encoded += b" " * (-len(encoded) % 8)                     # align the data to 8 bytes
     with open(path, "wb") as file, ProgressLine(f"writing {path.name}", end, "B") as line:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for _ in header:
             value = next(values)
             line.add(file.write(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-            del value                        # before the next is gathered
+            del value                        # free it before the next one is gathered
 
 
 # --- checkpoints ---
@@ -138,14 +135,14 @@ def step_folder(out_dir, step):
     return Path(out_dir) / "checkpoints" / f"step_{step:08d}"
 
 
-def save(out_dir, step, weights, state=None, moments=None, val_loss=None, keep_last=2, config=None, values=None):
-    """Write the checkpoint of `step`, then drop all but the newest keep_last and the one of least validation
-    loss.
+def save(out_dir, step, weights, state=None, moments=None, val_loss=None, config=None, values=None):
+    """Write the checkpoint of `step`, then delete all but the newest config["keep_last"] (2 without a config)
+    and the one with the lowest validation loss.
 
-    weights: {name: tensor}. What resuming needs, None without: state, a dictionary as JSON has them, and
-    moments, {name: tensor}, the optimizers'. values: both their tensors in order, if they are sharded: whole.
-    Written under another name, flushed to the disk, then renamed. If the disk is full the earlier checkpoints
-    stay as they were, one of this same step too.
+    weights: {name: tensor}. state: a JSON-serializable dictionary, and moments: {name: tensor} of the
+    optimizers; both are needed to resume. values: iterator over the unsharded contents of weights and
+    moments, in this order; needed if they are sharded. Files are written under a temporary name, flushed and
+    renamed, so that a full disk leaves earlier checkpoints intact, even one of the same step.
     """
     moments = moments or {}
     values = values or iter([*weights.values(), *moments.values()])
@@ -168,30 +165,31 @@ def save(out_dir, step, weights, state=None, moments=None, val_loss=None, keep_l
         write_atomically(partial / "meta.json", seal(meta))
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)            # `tidy` puts it back if this process ends right here
+            final.rename(replaced)            # `tidy` restores it if this process dies here
         partial.rename(final)
         fsync(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as e:
         shutil.rmtree(partial, ignore_errors=True)
-        raise not_written(f"The checkpoint of step {step} in {folder}", e,
-                          "go on with --init_from=resume; the earlier checkpoints are untouched") from None
+        raise write_error(f"The checkpoint of step {step} in {folder}", e,
+                          "resume with --init_from=resume; earlier checkpoints are intact") from None
+    keep_last = (config or {}).get("keep_last", 2)
     newest = [other for other in steps(out_dir) if other <= step][-keep_last:]
     kept = [*newest, best(out_dir, step)]
-    for other in steps(out_dir):              # a later step than this one was damaged, or was rolled back
+    for other in steps(out_dir):              # later steps were damaged or rolled back
         if other not in kept:
             shutil.rmtree(step_folder(out_dir, other), ignore_errors=True)
 
 
 def steps(out_dir):
-    """Return the steps that have a checkpoint, in order."""
+    """Return the steps that have a checkpoint, sorted."""
     folders = Path(out_dir, "checkpoints").glob("step_*")
     matches = [re.fullmatch(r"step_(\d{8,})", folder.name) for folder in folders]
     return sorted(int(match[1]) for match in matches if match)
 
 
 def read_meta(out_dir, step):
-    """Return the meta.json of a checkpoint; {} if it can't be read, or is not as `save` wrote it."""
+    """Return the meta.json of a checkpoint; {} if it is unreadable or not as `save` wrote it."""
     try:
         meta = read_sealed(step_folder(out_dir, step) / "meta.json", "restore it")
     except BadInput:
@@ -204,7 +202,7 @@ def read_meta(out_dir, step):
 
 
 def best(out_dir, last=math.inf):
-    """Return the step of least validation loss among the checkpoints (up to step `last`); None if none was
+    """Return the checkpointed step with the lowest validation loss up to step `last`; None if none was
     evaluated."""
     losses = {}
     for step in steps(out_dir):
@@ -215,21 +213,20 @@ def best(out_dir, last=math.inf):
 
 
 def best_loss(out_dir, last=math.inf):
-    """Return the least validation loss among the checkpoints up to step `last`; infinity if none was
-    evaluated."""
+    """Return the lowest validation loss of the checkpoints up to step `last`; infinity if there is none."""
     step = best(out_dir, last)
     return math.inf if step is None else read_meta(out_dir, step)["val_loss"]
 
 
 def damage(out_dir, step):
-    """Return None if every file of the checkpoint is as it was written, else what is wrong with it."""
+    """Return None if every file of the checkpoint matches its digest, else a description of the problem."""
     folder = step_folder(out_dir, step)
     expected = read_meta(out_dir, step).get("sha256")
     if not expected:
         return "meta.json is missing or unreadable"
     for name, digest in expected.items():
         if Path(name).name != name:
-            return f"meta.json names {name}, which is no file beside it"
+            return f"meta.json names {name}, which is not a file in its folder"
         if not (folder / name).is_file():
             return f"{name} is missing"
         try:
@@ -241,40 +238,39 @@ def damage(out_dir, step):
 
 
 def newest_intact(out_dir, log=print):
-    """Return the newest step whose checkpoint is whole, None if there is none. Damaged ones are named (by
-    log, which prints a line) and passed over."""
+    """Return the newest step with an intact checkpoint, None if there is none. log: prints a line for each
+    damaged one."""
     for step in reversed(steps(out_dir)):
         problem = damage(out_dir, step)
         if problem is None:
             return step
-        log(f"The checkpoint of step {step} in {out_dir} is damaged ({problem}); trying the one before.")
+        log(f"The checkpoint of step {step} in {out_dir} is damaged ({problem}): trying the previous one.")
     return None
 
 
 @contextlib.contextmanager
-def loading(what):
-    """Turn what files raise that hold no weights, or another model's, into BadInput. what: they are, with
-    their folder."""
+def loading(subject):
+    """Turn errors from files without weights, or with another model's, into BadInput. subject: the files and
+    their folder, for the message."""
     try:
-        with ProgressLine(f"loading {what[0].lower()}{what[1:]}"):
+        with ProgressLine(f"loading {subject[0].lower()}{subject[1:]}"):
             yield
-    except torch.OutOfMemoryError:           # a RuntimeError too, of which the files know nothing
+    except torch.OutOfMemoryError:           # a RuntimeError, but not an error of the files
         raise
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError,
             LookupError, AttributeError) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise BadInput(f"{what} can't be loaded ({reason}): put back the files of one model as they were "
-                       "written, or choose another.") from None
+        raise BadInput(f"{subject} can't be loaded ({reason}): restore the original files of one model, or "
+                       "choose another.") from None
 
 
 def load_weights(out_dir, step, device="cpu"):
-    """Return {name: tensor} of a checkpoint."""
+    """Return the weights of a checkpoint, {name: tensor}."""
     return load_file(step_folder(out_dir, step) / "model.safetensors", device=str(device))
 
 
 def save_base(out_dir, weights, values=None):
-    """Write the frozen weights that a run's adapters stand beside, once for all its checkpoints. values: see
-    save."""
+    """Write the frozen weights under a run's adapters, once for all its checkpoints. values: see save."""
     partial = Path(out_dir) / f"base.partial-{os.getpid()}"
     final = Path(out_dir) / "base.safetensors"
     try:
@@ -284,11 +280,11 @@ def save_base(out_dir, weights, values=None):
         write_atomically(Path(out_dir) / "base.sha256", sha256(final).encode())
     except OSError as e:
         partial.unlink(missing_ok=True)
-        raise not_written(final, e, "start again with --overwrite") from None
+        raise write_error(final, e, "start again with --overwrite") from None
 
 
 def load_base(out_dir, device="cpu"):
-    """Return the {name: tensor} that save_base was given. BadInput if it is not as it was written."""
+    """Return the weights that save_base wrote, {name: tensor}; BadInput if the file is damaged."""
     file = Path(out_dir) / "base.safetensors"
     try:
         intact = sha256(file) == file.with_suffix(".sha256").read_text()
@@ -296,21 +292,20 @@ def load_base(out_dir, device="cpu"):
     except (OSError, ValueError) as e:
         problem = getattr(e, "strerror", None) or e
     if problem:
-        raise BadInput(f"{file}, the weights that the run began with, can't be used ({problem}): start again "
-                       "from its model with --overwrite.")
+        raise BadInput(f"{file}, the weights that the run started from, can't be used ({problem}): start the "
+                       "run again with --overwrite.")
     return load_file(file, device=str(device))
 
 
 @contextlib.contextmanager
 def open_tensors(out_dir, step, name="model.safetensors"):
-    """Give {name: slice to be read from the file} of a checkpoint, while it is open."""
+    """Open a file of a checkpoint and yield {name: lazily read slice}."""
     with safe_open(step_folder(out_dir, step) / name, framework="pt") as file:
         yield {key: file.get_slice(key) for key in file.keys()}
 
 
 def load_state(out_dir, step):
-    """Return the state that `save` was given. Of an old run's it is {"optimizers": their state_dicts} and
-    more."""
+    """Return the state that `save` was given; in old runs it also has "optimizers", their state_dicts."""
     folder = step_folder(out_dir, step)
     if (folder / "state.json").exists():
         return parse_json((folder / "state.json").read_bytes(), dict)
@@ -320,7 +315,7 @@ def load_state(out_dir, step):
 
 
 def has_state(out_dir, step):
-    """Tell whether training can go on from the checkpoint, and not only be started from its weights."""
+    """Return whether training can resume from the checkpoint; without a state it only has weights."""
     return bool({"state.json", "state.pt"} & read_meta(out_dir, step).get("sha256", {}).keys())
 
 
@@ -332,19 +327,19 @@ def read_model(out_dir):
 
 
 def choose(out_dir, log=print):
-    """Return the step whose weights stand for the run: the best evaluated, or the newest if none was.
+    """Return the step whose weights represent the run: the best evaluated one, else the newest intact one.
     BadInput if there is none."""
     step = best(out_dir)
     if step is None or damage(out_dir, step):
         step = newest_intact(out_dir, log)
     if step is None:
-        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or let this one go on until "
-                       "it saves.")
+        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or wait until this one saves.")
     return step
 
 
 def is_run(folder):
-    """Tell whether open_run's model.json and config.json are there (or the first alone: killed between)."""
+    """Return whether a folder has the model.json and config.json of a run; a run that was killed as it
+    started may have only the first."""
     folder = Path(folder)
 
     def has_keys(name, *keys):
@@ -359,36 +354,36 @@ def is_run(folder):
 
 
 def check_kinds(out_dir):
-    """BadInput if a name of a run's is a link, through which it would write or remove files elsewhere, or a
-    FIFO, at which it would wait: a folder may be a stranger's."""
-    is_folder = {pattern.partition("/")[0]: "/" in pattern for pattern in WRITTEN}
+    """Raise BadInput if a run file is a link, which would redirect writes and deletions, or a FIFO, which
+    would block: a folder may come from a stranger."""
+    is_folder = {pattern.partition("/")[0]: "/" in pattern for pattern in RUN_FILES}
     for path in sorted(Path(out_dir).iterdir()) if Path(out_dir).is_dir() else ():
         for name in is_folder:
-            kind, is_it = ("folder", stat.S_ISDIR) if is_folder[name] else ("plain file", stat.S_ISREG)
-            if fnmatch(path.name, name) and not is_it(path.lstat().st_mode):
-                raise BadInput(f"{path} is a link or otherwise no {kind}, and a run writes there: move it "
-                               "elsewhere, or choose another --out_dir=.")
+            kind, has_kind = ("folder", stat.S_ISDIR) if is_folder[name] else ("regular file", stat.S_ISREG)
+            if fnmatch(path.name, name) and not has_kind(path.lstat().st_mode):
+                raise BadInput(f"{path} is not a {kind}, and a run would write to it: move it elsewhere, or "
+                               "choose another --out_dir=.")
 
 
 def check_replaceable(out_dir, overwrite):
-    """BadInput if a folder holds a run that may not be replaced, or what is not a run's."""
+    """Raise BadInput if a folder holds a run that may not be replaced, or other files with a run's names."""
     folder = Path(out_dir)
     if not is_run(folder):
-        taken = set()
-        for pattern in set(WRITTEN) - set(UNFINISHED):        # killed as it wrote its first file: none of anybody's
-            taken |= {path.name for path in folder.glob(pattern.partition("/")[0])}
-        taken.discard(lock.NAME)              # whether it is ours lock.take looks
-        if taken:
-            raise BadInput(f"{out_dir} holds {', '.join(sorted(taken))}, not a run's, but in the way of "
-                           "one: move it elsewhere, or choose another --out_dir= (--overwrite replaces runs "
-                           "alone).")
+        foreign = set()
+        for pattern in set(RUN_FILES) - set(TEMPORARY_FILES):  # a run killed at its first write leaves those
+            foreign |= {path.name for path in folder.glob(pattern.partition("/")[0])}
+        foreign.discard(lock.NAME)            # lock.take checks it
+        if foreign:
+            raise BadInput(f"{out_dir} is not a run folder, but holds {', '.join(sorted(foreign))}, which a "
+                           "run would overwrite: move it elsewhere, or choose another --out_dir= "
+                           "(--overwrite replaces only runs).")
     elif ((folder / "metrics.jsonl").exists() or steps(out_dir)) and not overwrite:
-        raise BadInput(f"{out_dir} already holds a run: continue it with --init_from=resume, replace it with "
+        raise BadInput(f"{out_dir} already holds a run: resume it with --init_from=resume, replace it with "
                        "--overwrite, or choose another --out_dir=.")
 
 
 def remove(out_dir, patterns):
-    """Remove what a run left by these names: files, and of folders those in checkpoints/."""
+    """Delete a run's files with these names, and folders inside checkpoints/."""
     for pattern in patterns:
         for path in list(Path(out_dir).glob(pattern)):
             if pattern.startswith("checkpoints/") and path.is_dir() and not path.is_symlink():
@@ -398,31 +393,31 @@ def remove(out_dir, patterns):
 
 
 def open_run(out_dir, config, model, overwrite=False, resume=False):
-    """Write config.json and model.json; refuse an out_dir that holds a run (metrics or checkpoints) unless it
-    is to be overwritten or resumed, and one that holds other files by the names of a run's."""
+    """Lock a run folder and write its config.json and model.json. BadInput if it holds a run (metrics or
+    checkpoints), unless that is overwritten or resumed, or other files with a run's names."""
     folder = Path(out_dir)
     try:
         check_kinds(out_dir)
         if (folder / lock.NAME).exists():
-            lock.take(folder / lock.NAME, out_dir)            # a run that writes there is not one to replace
+            lock.take(folder / lock.NAME, out_dir)            # never replace a run that is active
         if not resume:
-            check_replaceable(out_dir, overwrite)             # before anything of ours is in the folder
+            check_replaceable(out_dir, overwrite)             # before this run writes anything
         folder.mkdir(parents=True, exist_ok=True)
         lock.take(folder / lock.NAME, out_dir)
         if not resume:
-            check_replaceable(out_dir, overwrite)             # another run may have begun there meanwhile
-            remove(out_dir, [name for name in WRITTEN if name not in (*KNOWN_BY, lock.NAME)])
+            check_replaceable(out_dir, overwrite)             # another run may have started there meanwhile
+            remove(out_dir, [name for name in RUN_FILES if name not in (*IDENTITY_FILES, lock.NAME)])
         write_atomically(folder / "model.json", seal(model))
         write_atomically(folder / "config.json", seal(config))
     except OSError as e:
-        advice = "mend that" if resume else "mend that, or choose another --out_dir="
+        advice = "fix that" if resume else "fix that, or choose another --out_dir="
         raise BadInput(f"{out_dir} can't be written to ({e.strerror}): {advice}.") from None
 
 
 def tidy(out_dir):
-    """Put a run folder in order whose last writer was killed. Its lock must be held."""
+    """Clean up a run folder after its last writer was killed. The caller must hold its lock."""
     folder = Path(out_dir)
     for replaced in folder.glob("checkpoints/step_*.replaced"):
         if not replaced.with_suffix("").exists():
             replaced.rename(replaced.with_suffix(""))
-    remove(out_dir, LEFT)
+    remove(out_dir, STALE_FILES)

@@ -1,9 +1,5 @@
-"""Knobs: dataclass defaults, then config files (Python files of assignments), then --key=value flags; the
-last one wins.
-
-A key that no dataclass field has is an error, from a file as from a flag, and so is a value of the wrong
-type.
-"""
+"""Options: dataclass defaults, then config files (Python files of assignments), then --key=value flags. The
+last value wins; an unknown key or a value of the wrong type is an error."""
 import contextlib
 import dataclasses
 import difflib
@@ -19,41 +15,37 @@ from pathlib import Path
 
 from runtime.usage import help_text, is_first_rank
 
-
-# not taken over from the run that is resumed
-OF_THIS_CALL = ("out_dir", "init_from", "resume", "overwrite", "eval_only")
-# Knobs that are paths: an empty one would be the current directory.
-PATHS = "out_dir data_dir output init_from dataset tokenizer model models runs paths run".split()
-PYTORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}       # names that a dtype may have too
-LARGEST = 2**63 - 1                  # whole number, as torch and NumPy hold them
+# Options that are not inherited from the run that is resumed
+NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only")
+# Options that are paths: an empty path would be the current directory.
+PATH_OPTIONS = "out_dir data_dir output init_from dataset tokenizer model models runs paths run".split()
+DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+LARGEST = 2**63 - 1                  # int64, as in torch and NumPy
 
 
 class BadInput(Exception):
-    """Something the user can mend. The message is one sentence: what is wrong and what to do. Exit code 2."""
+    """An error that the user can fix. Its message is one sentence: problem and remedy. Exit code 2."""
 
 
-def in_the_way(path, whose, knob="--output="):
-    """The BadInput for a file where one is to be written that would replace one of ours alone."""
-    return BadInput(f"{path} is there and not {whose}: move it elsewhere, or choose another {knob}.")
+def would_overwrite(path, expected, option="--output="):
+    """Return the BadInput for an output path that holds a file other than the `expected` kind."""
+    return BadInput(f"{path} exists and is not {expected}: move it elsewhere, or choose another {option}.")
 
 
 def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
-    """Config instance from `argv` (config files and flags, in order). `--help` prints every knob and exits. A
-    word that is neither is the value of the knob named by `positional`, if there is one; of several, if its
-    type is tuple.
+    """Return a Config from `argv`, config files and flags in order. `--help` prints every option and exits.
+    Any other word is a value of the option `positional`, which collects several if its type is tuple.
 
-    With init_from=resume the values of the run in out_dir stand in for the defaults, and with init_from=MODEL
-    those that saved_of(MODEL), if there is one, gives; a knob in `frozen` that is given another value then is
-    an error. claim: of a stage that writes into out_dir, runtime.run.claim; it is called before anything
-    there is read.
+    init_from=resume replaces the defaults by the options of the run in out_dir, init_from=MODEL by
+    saved_of(MODEL); then a different value for an option in `frozen` is an error. claim: runtime.run.claim,
+    for a stage that writes to out_dir; it is called before anything there is read.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
     hints = typing.get_type_hints(Config)
     given = {}
     for arg in argv:
-        # bytes that Python could not decode, and can't print
         if any("\ud800" <= c <= "\udfff" for c in arg):
-            raise BadInput(f"{ascii(arg)} is not UTF-8: write it in UTF-8.")
+            raise BadInput(f"{ascii(arg)} is not UTF-8: encode it as UTF-8.")
         if arg in ("-h", "--help"):
             print(help_text(Path(inspect.getfile(Config)).read_text(encoding="utf-8")))
             sys.exit(0)
@@ -85,39 +77,39 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
         saved = read_saved(run) if init_from == "resume" else saved_of(run)
         for key in frozen:
             if key in given and key in saved and given[key] != saved[key]:
-                raise BadInput(f"{key}={given[key]} can't go on from {run}, which has {key}={saved[key]}; "
-                               "leave it out, or start from scratch.")
+                raise BadInput(f"{key}={given[key]} contradicts {run}, which has {key}={saved[key]}: leave "
+                               "it out, or start from scratch.")
         values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
-                   for key in fields if key in saved and key not in OF_THIS_CALL}
+                   for key in fields if key in saved and key not in NOT_INHERITED}
         if init_from == "resume" and claim and not any((Path(run) / "checkpoints").glob("step_*")):
-            values |= {"init_from": begin_again(run, saved), "overwrite": True}
+            values |= {"init_from": restart_from(run, saved), "overwrite": True}
             given.pop("init_from")
     return Config(**(values | given))
 
 
 def choose_start(given, found):
-    """Return the flags that count, after what runtime.run.claim found in out_dir."""
-    if found == "restarted":                 # all knobs are in the run folder
+    """Return the flags that apply. found: the result of runtime.run.claim for out_dir."""
+    if found == "restarted":                 # all options are in the run folder
         return {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
     if given.get("resume") != "auto":
         return given
     if given.get("overwrite"):
-        raise BadInput("--resume=auto goes on with the run that --overwrite would replace: leave one of them out.")
+        raise BadInput("--resume=auto resumes the run that --overwrite would replace: leave one of them out.")
     return given | {"init_from": "resume"} if found == "run" else given
 
 
-def begin_again(run, saved):
-    """Return what a run began from that was stopped before its first checkpoint, and so begins again."""
+def restart_from(run, saved):
+    """Return the original init_from of a run that stopped before its first checkpoint."""
     if saved.get("init_from", "resume") == "resume":
-        raise BadInput(f"{run} has no checkpoint to go on from: put one back, or start a new run.")
+        raise BadInput(f"{run} has no checkpoint to resume from: restore one, or start a new run.")
     if is_first_rank():
-        print(f"The run in {run} has no checkpoint yet, so it begins again, as its config.json says.", flush=True)
+        print(f"The run in {run} has no checkpoint yet: it restarts as its config.json says.", flush=True)
     return saved["init_from"]
 
 
 def check_paths(given, fields):
-    """BadInput if a path that was given is an empty text, as a shell makes of a variable that is not set."""
-    for name in PATHS:
+    """Raise BadInput for an empty path, which is usually an unset shell variable."""
+    for name in PATH_OPTIONS:
         paths = given.get(name)
         for path in paths if isinstance(paths, tuple) else [paths]:
             if isinstance(path, str) and not path.strip() and path != fields[name].default:
@@ -125,11 +117,10 @@ def check_paths(given, fields):
 
 
 def read_saved(out_dir):
-    """The resolved config of the run in out_dir, as a dictionary."""
+    """Return the resolved config of the run in out_dir, a dictionary."""
     path = Path(out_dir) / "config.json"
     if not path.is_file():
-        raise BadInput(f"{out_dir} is not the folder of a run (it has no config.json): give the out_dir of "
-                       "one.")
+        raise BadInput(f"{out_dir} is not a run folder (it has no config.json): give the out_dir of a run.")
     try:
         return read_sealed(path, "restore it, or start a new run")
     except BadInput as e:
@@ -138,34 +129,33 @@ def read_saved(out_dir):
                 saved = read_sealed(meta, "").get("config")
                 if isinstance(saved, dict):
                     if is_first_rank():
-                        print(f"{path} is damaged; what {meta} says of the knobs counts.", flush=True)
+                        print(f"{path} is damaged: using the options in {meta}.", flush=True)
                     return saved
         raise e
 
 
 def seal(content):
-    """Return a dictionary as the bytes of a JSON file that tells whether it is as it was written."""
+    """Return a dictionary as the bytes of a JSON file with a checksum."""
     return json.dumps(content | {"checksum": checksum(content)}, indent=1).encode()
 
 
 def read_sealed(path, advice):
-    """Return the dictionary of a file that `seal` wrote, or of one from before there was a checksum.
-    BadInput, which ends with the advice, if it is not as it was written."""
+    """Return the dictionary of a file that `seal` wrote (old files have no checksum); BadInput, which ends
+    with `advice`, if it is damaged."""
     content = read_json(path, advice)
     expected = content.pop("checksum", None)
     if expected not in (None, checksum(content)):
-        raise BadInput(f"{path} is not as it was written (it fails its checksum): {advice}.")
+        raise BadInput(f"{path} is damaged (it fails its checksum): {advice}.")
     return content
 
 
 def checksum(content):
-    """Return the CRC-32 of a dictionary, whatever the order of its keys, as eight hexadecimal digits."""
+    """Return the CRC-32 of a dictionary as eight hexadecimal digits, independent of the order of its keys."""
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def read_json(path, advice):
-    """The object that a JSON file holds; BadInput, which ends with the advice, if it can't be read or holds
-    none."""
+    """Return the object in a JSON file; BadInput, which ends with `advice`, if there is none."""
     try:
         return parse_json(Path(path).read_bytes(), dict)
     except (OSError, ValueError) as e:
@@ -173,21 +163,21 @@ def read_json(path, advice):
 
 
 def parse_json(text, kind=object):
-    """What a JSON text, or its bytes, stands for; ValueError if it is none, nested too deep to be read, or no
+    """Return the value of JSON text or bytes. ValueError if it is not JSON, nested too deeply, or not a
     `kind`."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"it is not readable JSON: {e}") from None
     if not isinstance(content, kind):
-        raise ValueError(f"it holds a {type(content).__name__}, and no object")
+        raise ValueError(f"it holds a {type(content).__name__}, not an object")
     return content
 
 
 def read_file(path):
-    """The assignments of a config file, without modules and names that begin with an underscore."""
+    """Return the assignments of a config file, without modules and names that begin with an underscore."""
     if not Path(path).is_file():
-        raise BadInput(f"There is no config file {path}.")
+        raise BadInput(f"There is no config file {path}: check the path.")
     names = {"__file__": path}
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), names)
@@ -198,15 +188,16 @@ def read_file(path):
     return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 
 
-def check_known(key, fields, what):
+def check_known(key, fields, source):
+    """Raise BadInput for a key that is no field. source: the flag, or the file and the name."""
     if key not in fields:
         near = difflib.get_close_matches(key.replace("-", "_"), fields, n=1)
-        raise BadInput(f"{what} is not a "
-                       f"knob{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}")
+        raise BadInput(f"{source} is not an "
+                       f"option{f'; did you mean {near[0]}?' if near else '; --help lists them all.'}")
 
 
 def choices(hint):
-    """The types or literal values that a field's annotation admits."""
+    """Return the types or literal values that a field's annotation admits."""
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -214,9 +205,8 @@ def choices(hint):
     return [hint]
 
 
-def parse(text, hint, what):
-    """The value that a flag's text stands for: None, true/false, a whole number (2e4 too), a number, or the
-    text."""
+def parse(text, hint, source):
+    """Return the value of a flag's text: None, a bool, an integer (2e4 too), a float, or the text."""
     options = choices(hint)
     if hint is tuple:
         return tuple(text.split(","))
@@ -231,17 +221,18 @@ def parse(text, hint, what):
             except ValueError:
                 continue
             whole = number is float and int in options and value.is_integer()
-            return check_type(int(value) if whole else value, hint, what)
-    return check_type(text, hint, what)
+            return check_type(int(value) if whole else value, hint, source)
+    return check_type(text, hint, source)
 
 
-def check_type(value, hint, what):
+def check_type(value, hint, source):
+    """Return the value, converted where its annotation asks for it; BadInput if it has another type."""
     options = choices(hint)
-    if isinstance(value, str) and PYTORCH.get(value) in options:
-        value = PYTORCH[value]
+    if isinstance(value, str) and DTYPE_ALIASES.get(value) in options:
+        value = DTYPE_ALIASES[value]
     kind = type(value)
     if kind is int and abs(value) > LARGEST:
-        raise BadInput(f"{what} is too large: a whole number is at most 2**63 - 1.")
+        raise BadInput(f"{source} is too large: a whole number is at most 2**63 - 1.")
     if any(value is o or (isinstance(o, str) and value == o) for o in options) or kind in options:
         if not (kind is float and not math.isfinite(value)):
             return value
@@ -253,13 +244,13 @@ def check_type(value, hint, what):
               {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list",
                dict: "an object"}[o] for o in options]
     near = difflib.get_close_matches(str(value), [o for o in options if isinstance(o, str)], n=1)
-    raise BadInput(f"{what}={str(value)[:80]} should be "
+    raise BadInput(f"{source}={str(value)[:80]} should be "
                    f"{', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
                    f"{f'; did you mean {near[0]}?' if near else '.'}")
 
 
 def at_least(cfg, least, names):
-    """BadInput if one of the named knobs (None and "auto" aside) is smaller than `least`."""
+    """Raise BadInput if one of the named options (except None and "auto") is smaller than `least`."""
     for name in names.split():
         value = getattr(cfg, name)
         if value not in (None, "auto") and value < least:
@@ -267,7 +258,7 @@ def at_least(cfg, least, names):
 
 
 def at_most(cfg, most, names):
-    """BadInput if one of the named knobs (None and "auto" aside) is larger than `most`."""
+    """Raise BadInput if one of the named options (except None and "auto") is larger than `most`."""
     for name in names.split():
         value = getattr(cfg, name)
         if value not in (None, "auto") and value > most:
@@ -275,22 +266,21 @@ def at_most(cfg, most, names):
 
 
 def below(cfg, limit, names):
-    """BadInput if one of the named knobs is not smaller than `limit`."""
+    """Raise BadInput if one of the named options is not smaller than `limit`."""
     for name in names.split():
         if getattr(cfg, name) >= limit:
             raise BadInput(f"--{name}={getattr(cfg, name)} is too large: it must be below {limit}.")
 
 
 def check_sampling(cfg):
-    """BadInput for knobs of sample.py, eval.py and datagen.py that can't be sampled with."""
+    """Raise BadInput for invalid sampling options of sample.py, eval.py and datagen.py."""
     at_least(cfg, 1, "max_new_tokens top_k")
     at_least(cfg, 0, "temperature seed min_p")
     at_most(cfg, 1, "top_p min_p")
 
 
 def check_questions(cfg):
-    """BadInput for what eval.py, datagen.py and grpo.py can't have of a task, before one draws questions for
-    minutes."""
+    """Raise BadInput for invalid task options of eval.py, datagen.py and grpo.py."""
     at_least(cfg, 1, "num_questions reward_workers")
     at_least(cfg, 0, "few_shot")
     at_most(cfg, 10**7, "num_questions")

@@ -1,4 +1,4 @@
-"""What this machine is and what it can do: device, precision, attention kernel, peak speed."""
+"""The hardware of this process: device, precision, attention kernels, peak FLOP/s and bandwidth."""
 import contextlib
 import ctypes
 import os
@@ -16,11 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime import distributed
 from runtime.config import BadInput
 
-# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, as the
-# makers state them (rows still to be checked against a data sheet: V100, T4, A10, L40S, RTX 5090, B200, H100
-# PCIe and NVL); None where the hardware lacks the format. Matched as whole words, the specific name before
-# the general; any run of other characters may stand between ("A100-SXM4-80GB" is an "A100 80GB"). A card that
-# is not listed has no MFU: a guess would be worse.
+# Dense peaks with fp32 accumulation in TFLOP/s (bf16, fp16, tf32, fp32) and memory bandwidth in TB/s, from
+# the vendors' data sheets (not checked yet: V100, T4, A10, L40S, RTX 5090, B200, H100 PCIe and NVL); None for
+# an unsupported format. Names match as whole words with anything between them ("A100-SXM4-80GB" is an "A100
+# 80GB"), specific names first. A card that is not listed has no MFU, since a guess would be worse.
 PEAKS = {
     "H100 PCIe":  (756, 756, 378, 51, 2.0),
     "H100 NVL":   (835, 835, 417, 60, 3.9),
@@ -38,8 +37,8 @@ PEAKS = {
     "T4":         (None, 65, None, 8.1, 0.32),
     "V100":       (None, 125, None, 15.7, 0.9),
 }
-# share a listed card's name, not its speed
-OTHER_CARDS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")
+# Variants with a listed card's name but another speed
+UNLISTED_VARIANTS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -47,16 +46,16 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# Before this version cuDNN's attention has given NaN gradients at some lengths.
+# Up to this version cuDNN's attention has given NaN gradients at some lengths.
 CUDNN_VERSION = 91500
-PROCESS_WIDE = contextlib.ExitStack()        # settings that hold until the process ends
+PROCESS_WIDE = contextlib.ExitStack()        # contexts that last until the process ends
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def peaks(name):
-    """Return (TFLOP/s by dtype, TB/s) of a device by its name; ({}, None) if it is not in the table."""
-    if any(re.search(rf"\b{other}\b", name) for other in OTHER_CARDS):
+    """Return (TFLOP/s by format, TB/s) of a device by its name; ({}, None) if it is not in the table."""
+    if any(re.search(rf"\b{variant}\b", name) for variant in UNLISTED_VARIANTS):
         return {}, None
     for card, (bf16, fp16, tf32, fp32, bandwidth) in PEAKS.items():
         words = r"\b.*\b".join(card.split())
@@ -69,18 +68,18 @@ def peaks(name):
 class Hardware:
     device: torch.device
     name: str
-    dtype: str                       # bf16 | fp16 | fp32: what matrix products compute in
+    dtype: str                       # of matrix products: bf16 | fp16 | fp32
     tf32: bool
     compile: bool
     attention: str                   # sdpa | sdpa_repeated | math, for ops.ATTENTION
-    attention_kernels: list          # of sdpa on a GPU, in the order of preference; elsewhere [attention]
-    peaks: dict                      # dense TFLOP/s by format, one device; {} if not known
-    bandwidth: float | None          # of its memory, TB/s; None if not known
-    busy_since: tuple = (0.0, 0.0)   # wall clock and CPU time when `busy` was last asked, s
+    attention_kernels: list          # on a GPU: sdpa's kernels in order of preference; elsewhere [attention]
+    peaks: dict                      # dense TFLOP/s of one device by format; {} if unknown
+    bandwidth: float | None          # of device memory, TB/s; None if unknown
+    busy_since: tuple = (0.0, 0.0)   # wall and CPU time at the last call of `busy`, s
 
     @property
     def peak_tflops(self):
-        """Return the peak at dtype; None if not known."""
+        """Return the peak at dtype; None if unknown."""
         return self.peaks.get(self.product_format())
 
     @property
@@ -88,14 +87,13 @@ class Hardware:
         return DTYPES[self.dtype]
 
     def product_format(self, dtype=None):
-        """Return the format in which products of dtype (None: this hardware's own) are computed: tf32 where
-        that takes the place of fp32."""
+        """Return the format of products in dtype (None: this hardware's): tf32 where it replaces fp32."""
         dtype = dtype or self.dtype
         return "tf32" if dtype == "fp32" and self.tf32 else dtype
 
     @property
     def sampling_format(self):
-        """Return the format of weights and cache where answers are sampled: bf16, or fp32, since fp16 is too
+        """Return the dtype of the engine's weights and cache: bf16, or fp32, since fp16's range is too
         narrow."""
         return "bf16" if self.dtype == "bf16" else "fp32"
 
@@ -105,13 +103,13 @@ class Hardware:
 
     @property
     def length_multiple(self):
-        """Return to what multiple the lengths of batches are rounded up where they vary, so that compiled code,
-        and the kernels it calls, see few of them."""
+        """Return the multiple to which varying batch lengths are rounded up; compiled code should see few
+        shapes."""
         return 64 if self.compile else 1
 
     @property
     def settings(self):
-        """Return what was chosen, or had to be, for the log."""
+        """Return the resolved settings for the log."""
         return {
             "device": self.name,
             "dtype": self.dtype,
@@ -120,13 +118,13 @@ class Hardware:
         }
 
     def attention_name(self, config):
-        """Return how a model with that GPTConfig attends, for the log."""
+        """Return the attention kernels or the mixer of a GPTConfig, for the log."""
         if config.mixer != "softmax":
             return f"{config.mixer} ({config.mixer_rule})"
         return " > ".join(self.attention_kernels)
 
     def autocast(self):
-        """Return the context in which matrix products are computed in dtype; weights stay fp32."""
+        """Return the context that computes matrix products in dtype; weights stay fp32."""
         if self.dtype == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.torch_dtype)
@@ -136,20 +134,20 @@ class Hardware:
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype == "fp16")
 
     def wait(self):
-        """Wait until the device is done with what it was given, as a CPU always is."""
+        """Wait until the device has finished its queue; a CPU has none."""
         if self.device.type in ("cuda", "mps"):
             getattr(torch, self.device.type).synchronize()
 
     def mfu(self, tokens_per_s, flops_per_token):
-        """Return the model FLOPs utilisation of one device, 0 to 1; None if its peak is not known."""
+        """Return the model FLOPs utilisation of one device, 0 to 1; None if its peak is unknown."""
         return self.peak_tflops and tokens_per_s * flops_per_token / (self.peak_tflops * 1e12)
 
     def busy(self):
-        """Return the utilisation, 0 to 1: the share of the last second in which the GPU ran a kernel (NVML's,
-        None without the package nvidia-ml-py); of a CPU, the share of its threads' time that this process
-        used since the last call (None at the first)."""
+        """Return the utilisation, 0 to 1. GPU: fraction of the last second in which a kernel ran (NVML; None
+        without the package nvidia-ml-py). CPU: fraction of its threads' time that this process used since the
+        last call (None at the first)."""
         if self.device.type == "cuda":
-            with contextlib.suppress(Exception):          # no NVML, or a driver without it: not known
+            with contextlib.suppress(Exception):          # no NVML, or a driver without it
                 return torch.cuda.utilization(self.device) / 100
             return None
         last_wall, last_cpu = self.busy_since
@@ -160,8 +158,8 @@ class Hardware:
         return min(1.0, (cpu - last_cpu) / (wall - last_wall) / torch.get_num_threads())
 
     def memory_gb(self):
-        """Return (GiB in use, the most so far): what tensors hold on a GPU, the process's resident set
-        elsewhere (there the first is None where the system does not tell)."""
+        """Return (GiB in use, peak GiB): of tensors on a GPU, of the resident set elsewhere, where the first
+        is None without /proc."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss      # bytes on a Mac, KiB elsewhere
@@ -172,7 +170,7 @@ class Hardware:
         return in_use, peak / (2**30 if sys.platform == "darwin" else 2**20)
 
     def memory_size_gb(self):
-        """Return the GiB of the GPU, or of the machine."""
+        """Return the GiB of memory of the GPU, or of the machine."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory / 2**30
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -180,9 +178,8 @@ class Hardware:
 
 def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto", deterministic=False,
           keep_memory=True, fixed_shapes=False):
-    """Return the Hardware of this process: choose by what is there, obey what is asked for, and raise
-    BadInput for what can't be had. keep_memory: on a CPU, see keep_freed_memory. fixed_shapes: of all
-    batches, see attention_order."""
+    """Return the Hardware of this process and apply its settings. BadInput if a requested device or kernel is
+    unavailable. keep_memory: see keep_freed_memory (CPU only). fixed_shapes: see attention_order."""
     kind = device.split(":")[0]
     if kind == "auto":
         if torch.cuda.is_available():
@@ -191,15 +188,15 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
             kind = "mps" if torch.backends.mps.is_available() else "cpu"
         device = kind
     if kind not in ("cuda", "mps", "cpu"):
-        raise BadInput(f"--device={device} is not known: use auto, cuda, cuda:1, mps or cpu.")
+        raise BadInput(f"--device={device} is unknown: use auto, cuda, cuda:1, mps or cpu.")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device=cuda was asked for, but PyTorch sees no GPU here: use --device=cpu, or "
-                       "install a CUDA build.")
+        raise BadInput("--device=cuda needs a GPU, and PyTorch finds none: use --device=cpu, or install a "
+                       "CUDA build of PyTorch.")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise BadInput("--device=mps was asked for, but this is no Apple GPU: use --device=cpu.")
+        raise BadInput("--device=mps needs an Apple GPU, and PyTorch finds none: use --device=cpu.")
     if kind == "mps" and distributed.world_size() > 1:
-        raise BadInput("Several ranks can't exchange gradients on an Apple GPU: give --device=cpu, or start "
-                       "one process.")
+        raise BadInput("Several ranks can't exchange gradients on an Apple GPU: use --device=cpu, or one "
+                       "process.")
     name = {"cpu": f"CPU, {torch.get_num_threads()} threads", "mps": "Apple GPU"}.get(kind)
     capability = (0, 0)
     if kind == "cuda":
@@ -207,21 +204,21 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
         if distributed.world_size() > 1:
             index = str(distributed.local_rank())
         if not index.isdigit() or int(index) >= torch.cuda.device_count():
-            raise BadInput(f"GPU {index} was asked for, and there are {torch.cuda.device_count()}, counted "
-                           "from 0: change --device or torchrun's --nproc_per_node.")
+            raise BadInput(f"GPU {index} does not exist; this machine has {torch.cuda.device_count()}, "
+                           "numbered from 0: change --device or torchrun's --nproc_per_node.")
         device = f"cuda:{index}"
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
     if dtype == "auto":
-        if kind == "cuda":           # not is_bf16_supported(): it is also true on a T4, which emulates bf16
+        if kind == "cuda":           # is_bf16_supported() is also true on a T4, which emulates bf16
             dtype = "bf16" if capability >= (8, 0) else "fp16"
         else:
             dtype = "bf16" if kind == "cpu" and cpu_multiplies_bf16() else "fp32"
     if kind == "cpu" and keep_memory:
         keep_freed_memory()
     tf32 = tf32 and capability >= (8, 0)
-    if kind == "cuda":               # this one call keeps PyTorch's old and new TF32 switches in agreement
+    if kind == "cuda":               # sets both PyTorch's old and its new TF32 switches
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -231,20 +228,20 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     backend, kernels = choose_attention(attention, device, capability, dtype, fixed_shapes)
     if compile is None:
         compile = kind == "cuda"
-    if compile and distributed.local_world_size() > 1:        # read when the compiler is imported
+    if compile and distributed.local_world_size() > 1:        # the compiler reads it at its import
         threads = max(1, min(32, os.cpu_count()) // distributed.local_world_size())
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", f"{threads}")
     return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernels, *peaks(name))
 
 
 def choose_attention(attention, device, capability, dtype, fixed_shapes):
-    """Return (a name in ops.ATTENTION, the list of kernels that it may take). flash, cudnn and efficient name one
-    of sdpa's GPU kernels. BadInput for a kernel that this device lacks."""
+    """Return (a name in ops.ATTENTION, the list of kernels that it may use). flash, cudnn and efficient are
+    sdpa's GPU kernels; BadInput for one that this device lacks."""
     kind = device.partition(":")[0]
     if attention in ("flash", "cudnn", "efficient") and kind != "cuda":
         raise BadInput(f"--attention={attention} needs a GPU: use auto, sdpa or math.")
     if attention == "auto" and kind == "cpu" and dtype == "bf16":
-        return "math", ["math"]                               # see ops.ATTENTION for what that buys
+        return "math", ["math"]                               # faster, see ops.ATTENTION
     if attention == "math":
         return "math", ["math"]
     if kind != "cuda":
@@ -252,7 +249,7 @@ def choose_attention(attention, device, capability, dtype, fixed_shapes):
     shared = shares_heads(capability, DTYPES[dtype]) and attention != "efficient"
     backend = "sdpa" if shared else "sdpa_repeated"
     if attention == "sdpa":
-        torch.compiler.config.cache_key_tag = "attention by PyTorch"          # see use_attention
+        torch.compiler.config.cache_key_tag = "attention by PyTorch"         # see use_attention
         return backend, ["sdpa"]
     names = attention_order(attention, capability, dtype, fixed_shapes)
     warm_up_sdpa(device)
@@ -261,12 +258,12 @@ def choose_attention(attention, device, capability, dtype, fixed_shapes):
 
 
 def attention_order(attention, capability, dtype, fixed_shapes):
-    """Return the names of the kernels that a GPU may take, in their order. BadInput for one that it lacks.
+    """Return the kernels that a GPU may use, in order of preference; BadInput for one that it lacks.
 
-    attention: auto, or a name. capability: the card's. dtype: bf16 | fp16 | fp32. fixed_shapes: whether
-    batches always have the same shape, for cuDNN builds a plan for each new one (a second in a public
-    report, forward and backward; not measured here). What is asked for by name goes to math where it has no
-    kernel, as for lengths of 0 and 1.
+    attention: auto or a kernel, which falls back to math where it has no implementation, such as lengths 0
+    and 1. capability: the card's. dtype: bf16 | fp16 | fp32. fixed_shapes: all batches have one shape; cuDNN
+    builds a plan for each new shape (about a second in a public report, forward and backward; not measured
+    here).
     """
     has_flash = capability >= (8, 0) and dtype != "fp32"
     if attention in ("flash", "cudnn") and not has_flash:
@@ -276,69 +273,71 @@ def attention_order(attention, capability, dtype, fixed_shapes):
         return [attention, "math"]
     names = ["flash", "efficient", "math"] if has_flash else ["efficient", "math"]
     if has_flash and fixed_shapes and (torch.backends.cudnn.version() or 0) > CUDNN_VERSION:
-        # On Hopper it is the fastest, on Ampere usually not.
+        # cuDNN is the fastest on Hopper, usually not on Ampere.
         names.insert(0 if capability[0] == 9 else 1, "cudnn")
     return names
 
 
 def use_attention(names):
-    """Have PyTorch take the first of these kernels that can do what is asked, in this process; in the end
-    math, which can all."""
+    """Make PyTorch use the first of these kernels that supports a call, in the whole process, and math as the
+    last resort."""
     names = list(dict.fromkeys([*names, "math"]))
     PROCESS_WIDE.close()
     PROCESS_WIDE.enter_context(sdpa_order(names))
-    # Compiled code that is kept on the disk has one kernel in it, and its key does not say which.
+    # Compiled code in the disk cache contains one kernel, which its key does not name.
     torch.compiler.config.cache_key_tag = f"attention {names}"
 
 
 def warm_up_sdpa(device):
-    """Call attention once: on Hopper PyTorch's first call brings an order of its own, over what was asked."""
+    """Call attention once: on Hopper PyTorch's first call overrides the order of kernels."""
     x = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device=device)
     F.scaled_dot_product_attention(x, x, x)
 
 
 def sdpa_order(names=("flash", "efficient", "math")):
-    """Return the context in which these kernels are taken, in their order. The default is for shapes that
-    vary, in any dtype."""
+    """Return the context that uses these kernels, in this order. The default suits varying shapes and any
+    dtype."""
     return sdpa_kernel([SDPA[name] for name in names], set_priority=True)
 
 
 def shares_heads(capability, dtype):
-    """Tell whether a fused kernel shares key heads among query heads: flash does. Others need them repeated,
-    or PyTorch takes math without a word, whose scores take a GiB at 16 x 1,024 tokens and 15 heads."""
+    """Return whether the fused kernel shares key heads among query heads, as flash does. Others need repeated
+    heads; without them PyTorch silently uses math, whose scores take a GiB at 16 x 1,024 tokens and 15
+    heads."""
     return capability >= (8, 0) and dtype != torch.float32
 
 
 def expand_segments():
-    """Have the allocator of a GPU grow its segments, so that lengths that vary leave fewer holes; unless its
-    settings come with the environment, by one of the names that PyTorch's versions have for it."""
+    """Use expandable segments in the GPU allocator, against fragmentation by varying lengths, unless the
+    environment configures it."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # by its names of torch 2.13, and of those before it
-        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-        with contextlib.suppress(RuntimeError):               # of a platform without them
-            change("expandable_segments:True")
+        # its name in torch 2.13, and before
+        set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        set_allocator = set_allocator or torch.cuda.memory._set_allocator_settings
+        with contextlib.suppress(RuntimeError):               # unsupported platform
+            set_allocator("expandable_segments:True")
 
 
 def cpu_multiplies_bf16():
-    """Tell whether there is AVX512-BF16 or AMX: a 2-core Zen 5 multiplies bf16 matrices 4.3 times faster than
-    fp32 ones."""
+    """Return whether the CPU has AVX512-BF16 or AMX; a 2-core Zen 5 multiplies bf16 matrices 4.3 times faster
+    than fp32 ones."""
     features = ("avx512_bf16", "amx_tile")
     return any(getattr(torch.cpu, f"_is_{feature}_supported", bool)() for feature in features)
 
 
 def keep_freed_memory():
-    """Let glibc reuse freed tensors instead of giving their pages back, to be faulted in again at the next
-    step. docs/notes.md has what that buys."""
+    """Let glibc reuse the memory of freed tensors instead of returning it, which would cost page faults at
+    every step (measured in docs/notes.md)."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
         return
-    M_TRIM_THRESHOLD = -1                                     # as malloc.h has them
+    M_TRIM_THRESHOLD = -1                                     # from malloc.h
     M_TOP_PAD = -2
     M_MMAP_THRESHOLD = -3
     M_ARENA_MAX = -8
-    if not mallopt(M_MMAP_THRESHOLD, 1 << 30):                # older versions refuse more than 32 MiB
+    if not mallopt(M_MMAP_THRESHOLD, 1 << 30):                # older versions accept at most 32 MiB
         mallopt(M_MMAP_THRESHOLD, 32 << 20)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_TOP_PAD, 64 << 20)
-    mallopt(M_ARENA_MAX, 1)              # autograd's thread would get an arena of its own
+    mallopt(M_ARENA_MAX, 1)              # else autograd's thread gets its own arena

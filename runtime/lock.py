@@ -1,4 +1,4 @@
-"""One writer in a place: a lock that the kernel lets go of when its process ends, however that ends."""
+"""flock on a run folder, so that two processes never write to it; the kernel releases it at process exit."""
 import contextlib
 import datetime
 import os
@@ -13,34 +13,33 @@ try:
 except ImportError:                          # Windows
     fcntl = None
 
-from runtime.config import BadInput, in_the_way
+from runtime.config import BadInput, would_overwrite
 
-
-WAIT = 2.0                                   # seconds for a process that is just ending, at a restart
+WAIT = 2.0                                   # seconds; at a restart the holder may be about to exit
 NAME = "run.lock"                            # in a run folder
-FIRST_WORDS = "Held by process "             # of what a lock file says
+LOCK_PREFIX = "Held by process "             # first words of every lock file
 
-held = {}                                    # {path: open file}; until the process ends, so a Retry keeps them
+held = {}                                    # {path: open file}; a Retry keeps them
 
 
-def take(path, place, knob="--out_dir="):
-    """Lock a file, which is made if need be and says who holds it. BadInput if another process holds it, or
-    if it is something else; a warning where the file system has no locks. What this process holds it may take
-    again. place, knob: what is locked, and the flag that names it, for people."""
+def take(path, place, option="--out_dir="):
+    """Lock a file, created if absent, and write the holder into it; this process may take it again.
+    BadInput if another process holds it or the file is no lock; prints a warning on a file system without
+    locks. place, option: for messages, the locked path and the flag that sets it."""
     path = resolved(path)
     if path in held:
         return
-    file = open_locked(path, place, knob)
-    with contextlib.suppress(OSError):       # of a full disk: then it does not say who
+    file = open_locked(path, place, option)
+    with contextlib.suppress(OSError):       # on a full disk the file does not name its holder
         file.truncate(0)
-        file.write(f"{FIRST_WORDS}{os.getpid()} on {socket.gethostname()}, since "
+        file.write(f"{LOCK_PREFIX}{os.getpid()} on {socket.gethostname()}, since "
                    f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: {shlex.join(sys.argv)}\n")
         file.flush()
     held[path] = file
 
 
-def open_locked(path, place, knob):
-    """Return the lock file of that path, open and locked."""
+def open_locked(path, place, option):
+    """Return the lock file, open and locked."""
     began = time.monotonic()
     while True:
         try:
@@ -48,28 +47,28 @@ def open_locked(path, place, knob):
             file.seek(0)
             holder = file.readline().strip()
         except OSError as e:
-            raise BadInput(f"{path}, the lock of {place}, can't be opened ({e.strerror or e}): mend that, or "
-                           f"choose another {knob}.") from None
-        if holder and not holder.startswith(FIRST_WORDS):
+            raise BadInput(f"{path}, the lock of {place}, can't be opened ({e.strerror or e}): fix that, or "
+                           f"choose another {option}.") from None
+        if holder and not holder.startswith(LOCK_PREFIX):
             file.close()
-            raise in_the_way(path, "a lock of ours", knob)
+            raise would_overwrite(path, "a nanoRFT lock", option)
         try:
             if fcntl is None:
-                raise OSError("this system has none")
+                raise OSError("Windows has no flock")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             if time.monotonic() - began > WAIT:
-                raise BadInput(f"Another run is writing {place} ({holder or 'it does not say which'}): wait for its "
-                               f"end, stop it, or choose another {knob}.") from None
+                raise BadInput(f"Another run is writing to {place} ({holder or 'holder unknown'}): wait for "
+                               f"its end, stop it, or choose another {option}.") from None
             time.sleep(0.1)
             continue
         except OSError as e:
-            print(f"{place} is on a file system without locks ({e.strerror or e}): see to it that no second run "
-                  "writes there.", flush=True)
+            print(f"{place} is on a file system without locks ({e.strerror or e}): make sure that no second "
+                  "run writes there.", flush=True)
             return file
-        # Whoever held it may have removed the file after it was opened here: then another may have made a new
-        # one.
+        # The last holder may have removed the file after it was opened here, and another process may have
+        # created a new one.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
             return file
         file.close()
@@ -80,12 +79,12 @@ def resolved(path):
 
 
 def open_own(path, flags):
-    """Open a file through no link."""
+    """Open a file without following links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def release(path):
-    """Let go of a lock, and remove its file."""
+    """Release a lock and remove its file."""
     file = held.pop(resolved(path), None)
     if file:
         Path(path).unlink(missing_ok=True)
@@ -98,7 +97,7 @@ def release_all():
 
 
 def close_all():
-    """Let go of copies: a forked process (a loader's) must not keep what its parent holds."""
+    """Close a forked process's copies (a loader's), which would keep its parent's locks."""
     for file in held.values():
         file.close()
     held.clear()

@@ -1,4 +1,4 @@
-"""The micro-batch that fits: a rehearsal before the first step, arithmetic for machines and people."""
+"""The largest micro-batch that fits: a trial step before training, and estimates of its memory."""
 import dataclasses
 import os
 import time
@@ -14,13 +14,13 @@ from runtime.guard import Failure
 from runtime.progress import ProgressLine
 
 GIB = 2**30
-# peak resident set over the arithmetic below: 1.0 to 1.6 in six shapes (docs/notes.md)
+# Measured peak resident set divided by the estimate below: 1.0 to 1.6 for six shapes (docs/notes.md)
 CPU_SLACK = 1.6
 
 
 def is_out_of_memory(error):
-    """Tell whether an allocator is behind it: a GPU's, an Apple GPU's or the CPU's, alone, as the cause that a
-    compiler reports, or as what ended the capture of a CUDA graph."""
+    """Return whether an error comes from an allocator (CPU, CUDA, MPS), directly, through a compiler or from
+    the capture of a CUDA graph."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if "captur" in str(error) and error.__context__:
@@ -30,13 +30,12 @@ def is_out_of_memory(error):
 
 
 def weight_bytes(model):
-    """Return what this rank keeps of the weights."""
+    """Return the bytes of this rank's weights."""
     return sum(parallel.local(p).numel() * p.element_size() for p in model.parameters())
 
 
 def n_params(config):
-    """Count the weights of GPT(config) without building it, which takes minutes where a GPTConfig is
-    absurd."""
+    """Count the weights of GPT(config) without building it, which takes minutes for an absurd config."""
     channels = config.n_embd
     heads = config.n_head * config.head_dim
     qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
@@ -61,39 +60,36 @@ def n_params(config):
 
 
 def check_weights(config, device, ranks=1):
-    """Raise BadInput if not even the weights of GPT(config) fit, of which each of the `ranks` has its share,
-    with the sines and cosines of rotary positions."""
+    """Raise BadInput if the weights of GPT(config), sharded over `ranks`, do not fit in memory."""
     device = torch.device(device)
     rotations = 2 * config.block_size * config.head_dim if config.position == "rope" else 0
     size = 4 * (n_params(config) // ranks + rotations)
     free = available(device)
     if size > free:
-        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and "
-                       f"{device.type.upper()} has {free / GIB:.1f} free: lower --n_layer or --n_embd, "
-                       "choose a smaller model, or share it among GPUs with --parallel=fsdp.")
+        raise BadInput(f"The weights of this model alone take {size / GIB:.1f} GiB, and the "
+                       f"{device.type.upper()} has {free / GIB:.1f} GiB free: lower --n_layer or --n_embd, "
+                       "choose a smaller model, or shard it over several GPUs with --parallel=fsdp.")
 
 
 def smaller(micro_batch, share):
-    """Return the largest micro-batch of at most half the size that cuts a rank's share of a step into
-    equal parts."""
+    """Return the largest micro-batch, at most half the size, that divides a rank's share of a step."""
     return next(n for n in range(micro_batch // 2, 0, -1) if share % n == 0)
 
 
 def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None):
-    """Try a training step of the longest sequences and (without `inputs`) an evaluation. Return None if they
-    run and fit, else the exception.
+    """Try a training step with the longest sequences and (without `inputs`) an evaluation. Return None if
+    they run and fit, else the exception; Failure if the model is sharded, since this process can't try again.
 
-    Failure where a sharded model can't be tried again in this process. The gradients of `passes` micro-steps
-    accumulate as they will, with room taken for the optimizer's state. model.rehearsed_s: seconds of the last
-    one, None if not known. On a CPU, where the kernel kills what takes too much instead of refusing it,
-    arithmetic comes first. inputs: what grpo.py calls the model with for log-probabilities, of about as many
-    positions. Every rank must call.
+    Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
+    where the kernel kills a process that takes too much, an estimate comes first. inputs: arguments of
+    token_logprobs for grpo.py, with about as many positions. Sets model.rehearsed_s: seconds of the last
+    micro-step, None if unknown. Every rank must call.
     """
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
         needed = CPU_SLACK * sum(step_bytes.values())
         free = available(hardware.device)
-        if distributed.any(needed > free):    # asked of all before one of them takes memory
+        if distributed.any(needed > free):    # decide together before any rank allocates
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
     x = torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device)
     y = torch.zeros_like(x)
@@ -111,21 +107,21 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
             hardware.wait()
             model.rehearsed_s = time.perf_counter() - clock
         if hardware.compile and passes == 1:
-            model.rehearsed_s = None         # it was mostly compiled in
+            model.rehearsed_s = None         # mostly compilation
         if not inputs:
             model.eval()
             with hardware.autocast(), torch.no_grad():
                 model.loss(x, y)
         del reserved, loss
-    # out of memory, what torch.compile stumbles over here, or a mistake in the model
-    except Exception as e:
+    except Exception as e:                   # out of memory, a torch.compile failure, or a bug in the model
         failure = e
         if model.is_sharded:                  # the other ranks are in the middle of an exchange
-            what = "runs out of memory: give fewer sequences or tokens a micro-step"
+            problem = "ran out of memory: lower --batch_size or --tokens_per_micro_batch"
             if not is_out_of_memory(e):
-                what = f"fails ({type(e).__name__}: {str(e).strip().partition(chr(10))[0]}): try --compile=false"
-            raise Failure(f"Rank {distributed.rank()} {what}; a sharded model can't try again by itself.") from None
-        if is_out_of_memory(e):               # a new one, for the traceback of this one holds tensors
+                reason = str(e).strip().partition("\n")[0]
+                problem = f"failed ({type(e).__name__}: {reason}): try --compile=false"
+            raise Failure(f"Rank {distributed.rank()} {problem} (a sharded model can't retry).") from None
+        if is_out_of_memory(e):               # a new exception: the traceback of this one holds tensors
             failure = torch.OutOfMemoryError(str(e).partition("\n")[0])
     model.train().zero_grad(set_to_none=True)
     if hardware.device.type == "cuda":
@@ -135,22 +131,21 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
 
 
 def fit(hardware, size, attempt, smaller, advice, log):
-    """Return (model, size) that fit on every rank. attempt: size of a micro-batch -> (model as the loop calls
-    it, exception of its rehearsal, or None). Without torch.compile where that fails; with a smaller(size),
-    and again, while memory runs out on one rank, and BadInput with advice() once there is none. log: prints
-    a line."""
+    """Return (model, micro-batch size) that fit on every rank. attempt: size -> (model for the loop,
+    exception of `rehearse` or None). While memory runs out on any rank, try smaller(size); BadInput with
+    advice() once that is None. If torch.compile fails, do without. log: prints a line."""
     while True:
         failure = None
         if hardware.compile:
-            torch.compiler.reset()            # with `failure`, all that an earlier attempt holds in memory
+            torch.compiler.reset()            # frees the memory of the last attempt, as does failure = None
         with ProgressLine(f"trying a micro-batch of {size}{', compiling' if hardware.compile else ''}"):
             model, failure = attempt(size)
         if distributed.any(failure is not None and is_out_of_memory(failure)):
             next_size = smaller(size)
             if next_size is None:
                 raise BadInput(advice())
-            log(f"A micro-batch of {size} does not fit the memory ({failure or 'on another rank'}): "
-                f"{next_size} instead.")
+            log(f"A micro-batch of {size} does not fit in memory ({failure or 'on another rank'}): "
+                f"trying {next_size}.")
             size = next_size
         elif distributed.any(failure is not None):
             if not hardware.compile:
@@ -158,18 +153,17 @@ def fit(hardware, size, attempt, smaller, advice, log):
             reason = "on another rank"
             if failure:
                 reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0]
-            log(f"torch.compile failed, training goes on without it ({reason}).")
+            log(f"torch.compile failed ({reason}): training continues without it.")
             hardware.compile = False
         else:
             return model, size
 
 
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
-    """Return {name: bytes} of what a training step adds to the weights, without compiling (which saves some
-    of the activations)."""
+    """Return {name: bytes} of a step besides the weights, in eager mode (torch.compile saves less)."""
     trainable = sum(parallel.local(p).numel() for p in model.parameters() if p.requires_grad)
     rows_of_logits = min(micro_batch * block_size, model.rows_per_chunk(hardware.device))
-    feedback = {"feedback": model.feedback.bytes_to_come()} if model.feedback else {}
+    feedback = {"feedback": model.feedback.pending_bytes()} if model.feedback else {}
     return feedback | {
         "gradients": 4 * trainable,
         "gathered": parallel.gathered_bytes(model, hardware.torch_dtype),
@@ -180,20 +174,20 @@ def parts(model, hardware, micro_batch, block_size, optimizer_bytes):
 
 
 def saved_for_backward(model, hardware, rows, block_size):
-    """Return the bytes that a forward pass of rows x block_size keeps for the backward pass. Shapes alone are
-    computed."""
-    saved = {}                               # {storage: bytes}, for several tensors may share one
+    """Return the bytes that a forward pass of rows x block_size saves for the backward pass, computed with
+    fake tensors."""
+    saved = {}                               # {storage: bytes}; tensors may share a storage
 
     def record(tensor):
         storage = tensor.untyped_storage()
         saved[storage._cdata] = storage.nbytes()
         return tensor
-    # Fake tensors on "cpu", which has the same autocast and needs no GPU; its kernels, whatever setup chose
-    # for a GPU.
+    # Fake tensors on "cpu" have the same autocast and need no GPU; the kernels are the CPU's, not those that
+    # setup chose for a GPU.
     with FakeTensorMode(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         config = dataclasses.replace(model.config)
         fake_model = type(model)(config, model.backend, model.gradient_checkpointing, model.loss_chunks)
-        # whose fused attention drops out without keeping the weights, unlike the CPU's
+        # A GPU's fused attention does not keep the attention weights for dropout; the CPU's does.
         if hardware.device.type != "cpu":
             fake_model.config.dropout = 0.0
         x = torch.zeros(rows, block_size, dtype=torch.long)
@@ -207,8 +201,7 @@ def saved_for_backward(model, hardware, rows, block_size):
 
 
 def available(device):
-    """Return the bytes that this process can still take: of the GPU, or of its share of the machine (or
-    container)."""
+    """Return the free bytes of the GPU, or this process's share of those of the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -224,7 +217,7 @@ def available(device):
 
 
 def read_text(path):
-    """Return a file's text, which is empty if it can't be read."""
+    """Return a file's text, or "" if it can't be read."""
     try:
         return path.read_text()
     except OSError:
@@ -232,12 +225,12 @@ def read_text(path):
 
 
 def advice(model, hardware, block_size, optimizer_bytes, lower="lower --n_layer, --n_embd or --block_size"):
-    """Return the sentence for a micro-batch of one that does not fit: what is needed, what is there, what to
-    lower."""
+    """Return the message for a micro-batch of one sequence that does not fit: memory needed, free memory, and
+    options to change."""
     needed = {"weights": weight_bytes(model)} | parts(model, hardware, 1, block_size, optimizer_bytes)
     shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in needed.items())
     if not model.gradient_checkpointing and needed["activations"] > needed["gradients"] / 2:
         lower = f"use --gradient_checkpointing, or {lower}"
-    return (f"A micro-batch of one sequence of {block_size} tokens does not fit {hardware.name}, which has "
-            f"{available(hardware.device) / GIB:.2f} GiB left beside the weights; it needs about (GiB) "
-            f"{shown}, {sum(needed.values()) / GIB:.2f} in all: {lower}.")
+    return (f"A micro-batch of one sequence of {block_size} tokens does not fit in memory; {hardware.name} "
+            f"has {available(hardware.device) / GIB:.2f} GiB free beside the weights, and a step needs about "
+            f"{sum(needed.values()) / GIB:.2f} GiB ({shown}): {lower}.")

@@ -1,4 +1,4 @@
-"""What train.py and grpo.py share of an optimizer step."""
+"""Optimizers, learning rate schedule and optimizer step of train.py and grpo.py."""
 import functools
 import math
 
@@ -8,23 +8,21 @@ import torch.nn as nn
 from runtime import distributed, parallel
 from runtime.hardware import cpu_multiplies_bf16
 
-# Weights that Muon moves together: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where bf16
-# is slow.
-AT_A_TIME = 2**25
-# Devices on which ranks that have the same gradients share Muon's work, and exchange its results. On a
-# CPU that would take longer than it saves.
-SPREAD_ON = ("cuda",)
-# Devices on which --compile is for Newton and Schulz's iteration too. Its products stay as they are; what is
-# fused is around them. On a CPU compiling them takes longer than a run would save.
+# Weights that Muon updates in one batch: 128 MiB of updates in fp32 and three times 64 in bf16, or 128 where
+# bf16 is slow.
+MUON_BATCH = 2**25
+# Devices on which DDP ranks divide Muon's matrices among them. On a CPU the exchange costs too much.
+DIVIDE_ON = ("cuda",)
+# Devices on which --compile includes Newton-Schulz. On a CPU compiling it takes longer than a run saves.
 COMPILE_ON = ("cuda",)
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with the same results, up to rounding, and state. Matrices of one shape are
-    orthogonalised together: of a small model each product is quicker done than dispatched (16 matrices 128
-    wide, two Zen 5 cores: 4.0 ms instead of 8.0)."""
+    """torch.optim.Muon with the same state, and the same results up to rounding. It orthogonalises matrices
+    of one shape as a batch, since dispatch dominates small products (16 matrices 128 wide, two Zen 5 cores:
+    4.0 ms instead of 8.0)."""
     is_compiled = False
-    in_fp32 = False                          # on a CPU, where a run is in fp32
+    in_fp32 = False                          # for a run in fp32 on a CPU
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -34,55 +32,55 @@ class Muon(torch.optim.Muon):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
-                n = max(1, AT_A_TIME // shape.numel()) * parallel.cards(matrices[0])       # so many for each
-                if is_shared_out(matrices[0]):
+                n = max(1, MUON_BATCH // shape.numel()) * parallel.num_shards(matrices[0])
+                if is_divided(matrices[0]):
                     n = -(-n // distributed.world_size()) * distributed.world_size()
                 for start in range(0, len(matrices), n):
                     self.update(matrices[start:start + n], group)
 
     def update(self, matrices, group):
-        """Do one step of matrices of one shape."""
+        """Do one step for matrices of one shape."""
         lr = group["lr"]
         momentum = group["momentum"]
         shape = matrices[0].shape
         for p in matrices:
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        # Of sharded weights each rank moves its own rows.
+        # Each rank updates its own rows of sharded weights.
         grads = [parallel.local(p.grad) for p in matrices]
         buffers = [parallel.local(self.state[p]["momentum_buffer"]) for p in matrices]
         weights = [parallel.local(p) for p in matrices]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov's
+        updates = torch._foreach_lerp(grads, buffers, momentum)              # Nesterov momentum
         dtype = muon_dtype(weights[0].device, self.in_fp32)
         updates = torch.stack(updates)
-        if dtype != torch.float16:           # which is too narrow until their length is taken out
+        if dtype != torch.float16:           # before normalisation fp16's range is too narrow
             updates = updates.to(dtype)
         orthogonal = functools.partial(
             compiled() if self.is_compiled else newton_schulz, coefficients=group["ns_coefficients"],
             steps=group["ns_steps"], eps=group["eps"], dtype=dtype)
         if parallel.is_sharded(matrices[0]):
-            updates = parallel.by_owners(updates, shape[0], matrices[0].device_mesh, orthogonal)
-        elif is_shared_out(matrices[0]):
-            updates = parallel.in_turn(updates, orthogonal)
+            updates = parallel.map_sharded(updates, shape[0], matrices[0].device_mesh, orthogonal)
+        elif is_divided(matrices[0]):
+            updates = parallel.map_replicated(updates, orthogonal)
         else:
             updates = orthogonal(updates)
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        step_size = -0.2 * lr * math.sqrt(max(shape))            # as long as AdamW's
+        step_size = -0.2 * lr * math.sqrt(max(shape))            # matches AdamW's RMS
         torch._foreach_add_(weights, updates.unbind(), alpha=step_size)
 
 
-def is_shared_out(matrix):
-    """Tell whether each rank orthogonalises some of the matrices that all of them have."""
+def is_divided(matrix):
+    """Return whether the ranks divide replicated matrices among them, for orthogonalisation."""
     is_whole = not parallel.is_sharded(matrix)
-    return is_whole and distributed.world_size() > 1 and matrix.device.type in SPREAD_ON
+    return is_whole and distributed.world_size() > 1 and matrix.device.type in DIVIDE_ON
 
 
 @functools.cache
 def muon_dtype(device, in_fp32=False):
-    """Return what Muon multiplies in: bf16, which is exact enough, or where that is only emulated fp16 on a
-    GPU, which has tensor cores for it, and fp32 on a CPU. (Of 16 matrices of a small model on two Zen 3 cores
-    that is 35 times as fast, and a training step in fp32 more than twice.) in_fp32: on a CPU anyway."""
+    """Return the dtype of Muon's products: bf16, which is exact enough. Where bf16 is only emulated: fp16 on
+    a GPU, fp32 on a CPU (16 matrices of a small model on two Zen 3 cores: 35 times as fast, and a training
+    step more than twice). in_fp32: use fp32 on any CPU."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     on_cpu = device.type == "cpu"
@@ -90,33 +88,33 @@ def muon_dtype(device, in_fp32=False):
 
 
 def newton_schulz(x, coefficients, steps, eps, dtype):
-    """Return x [N, rows, columns] with all singular values between about 0.7 and 1.2: Newton and Schulz's
-    iteration, quintic (Jordan et al. 2024), in dtype."""
+    """Orthogonalise x [N, rows, columns]: the quintic Newton-Schulz iteration in dtype brings all singular
+    values to between about 0.7 and 1.2 (Jordan et al. 2024)."""
     a, b, c = coefficients
-    given = x.dtype
+    input_dtype = x.dtype
     tall = x.shape[1] > x.shape[2]
     x = x.mT.contiguous() if tall else x
     x = (x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)).to(dtype)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(given)
+    return (x.mT if tall else x).to(input_dtype)
 
 
 @functools.cache
 def compiled():
-    """Return newton_schulz compiled for each shape that it meets, of which a GPT has three or four."""
+    """Return newton_schulz compiled separately for each shape; a GPT has three or four."""
     return torch.compile(newton_schulz, dynamic=False)
 
 
 def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.95), fused=True,
-          momentum=0.95, compile=False, dtype="auto"):
-    """Return the optimizers of a step, as a list. Weight decay is on matrices only, not on norms and biases.
+          momentum=0.95, hardware=None):
+    """Return a list of optimizers. Weight decay applies to matrices, not to norms and biases.
 
-    muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's size (Liu
-    et al. 2025) so that one learning rate serves both; AdamW for embeddings, head, adapters (whose rank it
-    would undo) and the rest. compile: torch.compile what Muon does to its matrices, on a GPU. dtype: the
-    run's; with fp32 a CPU multiplies Muon's matrices in fp32 too.
+    muon: Muon (Jordan et al. 2024) for the matrices inside the blocks, its update scaled to AdamW's RMS (Liu
+    et al. 2025) so that both share one learning rate; AdamW for embeddings, head, adapters (Muon would change
+    their rank) and the rest. hardware: a run's Hardware; with its compile Muon is compiled on a GPU, with its
+    dtype fp32 Muon uses fp32 on a CPU.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     hidden = set()
@@ -135,14 +133,15 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
     optimizers = [torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)]
     if muon and hidden:
         optimizers.append(Muon([group(hidden, weight_decay)], lr=learning_rate, momentum=momentum))
-        optimizers[-1].in_fp32 = dtype == "fp32"
-        optimizers[-1].is_compiled = compile and next(iter(trained.values())).device.type in COMPILE_ON
+        if hardware:
+            optimizers[-1].in_fp32 = hardware.dtype == "fp32"
+            device = next(iter(trained.values())).device
+            optimizers[-1].is_compiled = hardware.compile and device.type in COMPILE_ON
     return optimizers
 
 
 def moments(model, optimizers):
-    """Return what the optimizers keep of each weight as {weight's name.its name: tensor}, such as
-    head.weight.exp_avg."""
+    """Return the optimizers' state as {weight.key: tensor}, such as head.weight.exp_avg."""
     names = {p: name for name, p in model.named_parameters()}
     result = {}
     for optimizer in optimizers:
@@ -152,15 +151,15 @@ def moments(model, optimizers):
 
 
 def load_moments(model, optimizers, saved):
-    """Bring back what `moments` returned, given as tensors or as slices of a file. ValueError if it is
-    another model's."""
+    """Restore the state that `moments` returned, from tensors or slices of a file. ValueError if it belongs
+    to another model."""
     names = {p: name for name, p in model.named_parameters()}
-    left = set(saved)
+    unused = set(saved)
     for optimizer in optimizers:
         keys = ("momentum_buffer",) if isinstance(optimizer, Muon) else ("step", "exp_avg", "exp_avg_sq")
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if f"{names[p]}.{keys[0]}" not in left:       # it had no gradient yet
+                if f"{names[p]}.{keys[0]}" not in unused:     # it had no gradient yet
                     continue
                 for key in keys:
                     kept = torch.zeros_like(p, requires_grad=False)
@@ -169,14 +168,13 @@ def load_moments(model, optimizers, saved):
                     name = f"{names[p]}.{key}"
                     parallel.fill(kept, saved[name], name)
                     optimizer.state[p][key] = kept
-                    left.remove(name)
-    if left:
-        raise ValueError(f"{min(left)} is left over")
+                    unused.remove(name)
+    if unused:
+        raise ValueError(f"{min(unused)} is left over")
 
 
-def moments_of_old(model, optimizers, state):
-    """Return as `moments` does what stands in the state of an old run, which has the optimizers'
-    state_dicts."""
+def legacy_moments(model, optimizers, state):
+    """Convert the state_dicts in the state of an old run to the form of `moments`."""
     names = {p: name for name, p in model.named_parameters()}
     result = {}
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -186,22 +184,22 @@ def moments_of_old(model, optimizers, state):
     return result
 
 
-def state_to_come(optimizers):
-    """Return the bytes that the optimizers will keep from their first step on: two fp32 numbers a weight for
+def pending_bytes(optimizers):
+    """Return the bytes of optimizer state that the first step will allocate: two fp32 numbers per weight for
     AdamW, one for Muon."""
     total = 0
     for optimizer in optimizers:
-        bytes_a_weight = 4 if isinstance(optimizer, torch.optim.Muon) else 8
+        bytes_per_weight = 4 if isinstance(optimizer, torch.optim.Muon) else 8
         for group in optimizer.param_groups:
-            to_come = [parallel.local(p) for p in group["params"] if p not in optimizer.state]
-            total += sum(bytes_a_weight * p.numel() for p in to_come)
+            pending = [parallel.local(p) for p in group["params"] if p not in optimizer.state]
+            total += sum(bytes_per_weight * p.numel() for p in pending)
     return total
 
 
 def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):
-    """Return the learning rate of step 0 ... max_steps - 1. Linear warm-up, then cosine or linear down to
-    min_lr, or constant, or wsd: constant, then linear down over the last `cooldown` of the steps (Hu et al.
-    2024). warmup_steps: None for a tenth of the steps, at most 50."""
+    """Return the learning rate of a step, 0 to max_steps - 1: linear warm-up, then constant, cosine or linear
+    decay to min_lr, or wsd: constant, then linear decay over the last fraction `cooldown` of the steps (Hu et
+    al. 2024). warmup_steps: None for a tenth of the steps, at most 50."""
     if warmup_steps is None:
         warmup_steps = min(50, max_steps // 10)
     if step < warmup_steps:
@@ -211,21 +209,18 @@ def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldo
         start = max(warmup_steps, max_steps - math.ceil(cooldown * max_steps))
     done = min(1.0, max(0.0, (step - start) / max(1, max_steps - start)))
     if schedule == "constant":
-        share = 1.0
+        scale = 1.0
     elif schedule == "cosine":
-        share = 0.5 * (1 + math.cos(math.pi * done))
+        scale = 0.5 * (1 + math.cos(math.pi * done))
     else:
-        share = 1 - done
-    return min_lr + share * (learning_rate - min_lr)
+        scale = 1 - done
+    return min_lr + scale * (learning_rate - min_lr)
 
 
 def apply_step(optimizers, scaler, lr, grad_clip=0.0):
-    """Unscale, clip, check, step, clear. Return (norm of the gradients before clipping, whether they were
-    finite).
-
-    The gradients are summed over the ranks before, and the norm is that of all of them, so every rank decides
-    alike; with a non-finite one no optimizer moves.
-    """
+    """Unscale and clip the gradients, step, and clear them. Return (gradient norm before clipping, whether it
+    is finite). If it is not, no optimizer steps; every rank must call, with gradients already summed over the
+    ranks, so that all decide alike."""
     parameters = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,8 +1,6 @@
-"""Models that are spread over the ranks: PyTorch's FSDP2 (fully_shard), by which each rank keeps a slice of
-rows of every tensor.
+"""Sharded models: with PyTorch's FSDP2 (fully_shard) each rank keeps a slice of the rows of every tensor.
 
-What is not sharded passes through these functions as it is, so that a checkpoint or an optimizer need not
-ask.
+These functions return unsharded tensors unchanged, so that checkpoints and optimizers need no case for them.
 """
 from collections import deque
 
@@ -15,47 +13,47 @@ from runtime.config import BadInput
 
 
 def is_sharded(tensor):
-    return hasattr(tensor, "full_tensor")             # a DTensor, without importing what defines it
+    return hasattr(tensor, "full_tensor")             # a DTensor, without the import
 
 
 def local(tensor):
-    """Return this rank's rows of a tensor, in the same memory."""
+    """Return this rank's rows of a tensor, without a copy."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def cards(tensor):
-    """Return among how many ranks the rows of a tensor are shared."""
+def num_shards(tensor):
+    """Return the number of ranks that share the rows of a tensor."""
     return tensor.device_mesh.size(tensor.device_mesh.ndim - 1) if is_sharded(tensor) else 1
 
 
-def my_rows(tensor):
-    """Return the slice of rows that this rank has of a tensor."""
+def local_rows(tensor):
+    """Return the slice of a tensor's rows on this rank."""
     if not is_sharded(tensor):
         return slice(None)
-    mesh = tensor.device_mesh                # of cards that share, and before that perhaps of nodes, which don't
+    mesh = tensor.device_mesh                # its last dimension: the ranks that share rows
     return rows_of(mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), len(tensor))
 
 
 def rows_of(rank, ranks, n):
-    """Return the slice of n rows that one of the ranks has: as torch.chunk cuts them."""
+    """Return the slice of n rows on a rank, as torch.chunk splits them."""
     size = -(-n // ranks)
     return slice(min(n, rank * size), min(n, (rank + 1) * size))
 
 
 @torch.no_grad()
 def fill(tensor, values, name):
-    """Copy values, a tensor or a slice of a safetensors file, into a tensor: each rank its own rows.
-    ValueError with the name if they have another shape."""
+    """Copy this rank's rows of `values`, a tensor or a slice of a safetensors file, into a tensor.
+    ValueError, with the name, if the shapes differ."""
     shape = values.shape if isinstance(values, torch.Tensor) else values.get_shape()
     if tuple(shape) != tuple(tensor.shape):
-        raise ValueError(f"{name} has the shape {tuple(shape)} and not {tuple(tensor.shape)}")
-    local(tensor).copy_(values[my_rows(tensor)] if tensor.ndim else values[...])
+        raise ValueError(f"{name} has the shape {tuple(shape)} instead of {tuple(tensor.shape)}")
+    local(tensor).copy_(values[local_rows(tensor)] if tensor.ndim else values[...])
 
 
 def write_on_main(tensors, write):
-    """Call write(values) on the first rank alone, as distributed.on_main does. values yields the tensors
-    whole, one after another, so that one is in memory at a time. The other ranks take part in gathering them,
-    to the last even if write fails. Every rank must call."""
+    """Call write(values) on the first rank only, as distributed.on_main does. values yields the unsharded
+    tensors, one in memory at a time. All ranks gather all of them, even if write fails. Every rank must
+    call."""
     values = map(full_tensor, tensors)
 
     def on_first_rank():
@@ -71,8 +69,8 @@ def write_on_main(tensors, write):
 # --- the model ---
 
 def build(make, hw, parallel, sum_locally=False, compile_mode=None):
-    """Return the model that make(device) makes. parallel fsdp or hybrid, with several ranks: spread over
-    them, see `shard`; the first one makes it in the computer's memory, and the others without values."""
+    """Return make(device), sharded for several ranks with parallel fsdp or hybrid (see `shard`): then the
+    first rank makes the model in CPU memory, the others on the meta device."""
     if parallel == "ddp" or distributed.world_size() == 1:
         return make(hw.device)
     device = torch.device("cpu" if distributed.is_main() else "meta")
@@ -81,33 +79,32 @@ def build(make, hw, parallel, sum_locally=False, compile_mode=None):
 
 
 def ranks_that_share(parallel):
-    """Return among how many ranks a model is spread: all, with hybrid those of a node."""
+    """Return the number of ranks that share a model: 1, all, or with hybrid those of a node."""
     return {"ddp": 1, "fsdp": distributed.world_size(), "hybrid": distributed.local_world_size()}[parallel]
 
 
 def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
-    """Spread a model over the ranks: every tensor by its rows. Blocks are gathered one at a time as they are
-    computed, in bf16 where hw computes in it, else in fp32; their gradients are summed in fp32, in each
-    micro-step or (sum_locally, which keeps all of them on each rank) in the last. parallel hybrid: over those
-    of a node, and nodes sum their gradients. The first rank's model has the weights, and is emptied tensor by
-    tensor."""
+    """Shard every tensor of a model by rows; with parallel hybrid over the ranks of a node, and gradients are
+    summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes in it, else in fp32.
+    Gradients are reduced in fp32 at each micro-step, or with sum_locally only at the last, which keeps a full
+    gradient on each rank. The first rank's model has the weights; they are freed tensor by tensor."""
     # Imported here: it takes half a second, and most runs don't need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     weights = dict(model.named_parameters())
     model.to("meta")
     model.sum_locally = sum_locally
-    dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow for weights
+    dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     mesh = mesh_of(hw.device.type, parallel)
     for block in model.blocks:
         if hw.compile:
             block.compile(mode=compile_mode)
         fully_shard(block, mesh=mesh, mp_policy=precision)
-    # Let go of after a forward pass, as the blocks are: an evaluation has no backward pass that would do so.
+    # Reshard after the forward pass, as the blocks do: an evaluation has no backward pass to do it.
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     for module in [*model.blocks, model]:
-        # A plain sum: a loss is divided by the targets of all ranks.
+        # Sum and do not average: the loss is divided by the number of targets on all ranks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     for method in ("loss", "token_logprobs"):
@@ -115,24 +112,24 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
 
     model.to_empty(device=hw.device)
     model.fill_rope_tables()
-    hand_out(weights, model, hw.device)
+    broadcast(weights, model, hw.device)
     return model
 
 
 def mesh_of(device_type, parallel):
-    """Return the mesh of ranks: those that share, and with hybrid the nodes before them."""
+    """Return the mesh of the ranks that share a model; with hybrid the nodes are its first dimension."""
     shape = [ranks_that_share(parallel)]
     if parallel == "hybrid":
         shape.insert(0, distributed.world_size() // shape[0])
     mesh = dist.init_device_mesh(device_type, tuple(shape), mesh_dim_names=("nodes", "cards")[-len(shape):])
-    if parallel == "hybrid":                 # groups of its own, which would wait for half an hour
+    if parallel == "hybrid":                 # replace the default timeout of the mesh's own groups
         for dimension in range(len(shape)):
             dist.distributed_c10d._set_pg_timeout(distributed.STEP_TIMEOUT, mesh.get_group(dimension))
     return mesh
 
 
-def hand_out(weights, model, device):
-    """Fill a sharded model with the first rank's weights {name: tensor}, which is emptied on the way."""
+def broadcast(weights, model, device):
+    """Fill a sharded model with the first rank's weights, {name: tensor}, and empty that dictionary."""
     for name, p in model.named_parameters():
         values = torch.empty(p.shape, dtype=p.dtype, device=device)
         if distributed.is_main():
@@ -142,9 +139,9 @@ def hand_out(weights, model, device):
 
 
 def gathered_bytes(model, dtype):
-    """Return what a step of a sharded model has beside its share, 0 of another: two blocks (the next while
-    one is computed) and what is in no block, in the dtype that is computed in, and gradients in fp32, of a
-    block or all."""
+    """Return the bytes that a step of a sharded model gathers beyond this rank's share (0 if unsharded): two
+    blocks, since the next is prefetched, and all weights outside blocks, in the compute dtype; and fp32
+    gradients of one block, or with sum_locally of all."""
     if not distributed.is_spread(model):
         return 0
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
@@ -152,7 +149,7 @@ def gathered_bytes(model, dtype):
 
 
 def gathered(model, dtype, kept_gradients=0):
-    """Do the arithmetic of gathered_bytes, for any model (on the device meta, say)."""
+    """Compute gathered_bytes for any model, for example on the meta device."""
     itemsize = 2 if dtype == torch.bfloat16 else 4
     block = sum(p.numel() for p in model.blocks[0].parameters())
     others = sum(p.numel() for p in model.parameters()) - len(model.blocks) * block
@@ -161,13 +158,11 @@ def gathered(model, dtype, kept_gradients=0):
 
 # --- Muon's matrices ---
 
-def by_owners(slices, n_rows, mesh, function):
-    """Return this rank's rows of function(matrices), given its rows of these: slices [N, rows, columns],
-    n_rows in all. Every matrix is put together and computed on one of the mesh's cards, the k-th on card k
-    modulo their number. function: matrices [n, n_rows, columns] -> the same shape.
-
-    Each rank sends and receives twice what it has of all matrices. Every rank must call.
-    """
+def map_sharded(slices, n_rows, mesh, function):
+    """Apply a function to whole matrices that are sharded by rows, each on one card: matrix k on card k
+    modulo their number. slices: this rank's rows [N, rows, columns], of n_rows. function: [n, n_rows,
+    columns] -> the same shape. Return this rank's rows of the result. Each rank sends and receives its slices
+    twice; every rank must call."""
     cards = mesh.size(mesh.ndim - 1)
     mine = mesh.get_local_rank(mesh.ndim - 1)
     group = mesh.get_group(mesh.ndim - 1)
@@ -192,14 +187,14 @@ def by_owners(slices, n_rows, mesh, function):
     return result
 
 
-def in_turn(matrices, function):
-    """Return function(matrices), of matrices [N, rows, columns] that all ranks have: each computes every n-th
-    of them, n being their number, and all get all. Every rank must call."""
+def map_replicated(matrices, function):
+    """Return function(matrices) for replicated matrices [N, rows, columns]: each of n ranks computes every
+    n-th matrix, and all gather the results. Every rank must call."""
     n = distributed.world_size()
     mine = matrices[distributed.rank()::n]
-    done = matrices.new_zeros(-(-len(matrices) // n), *matrices.shape[1:])
+    results = matrices.new_zeros(-(-len(matrices) // n), *matrices.shape[1:])
     if len(mine):
-        done[:len(mine)] = function(mine)
-    gathered = [torch.empty_like(done) for _ in range(n)]
-    dist.all_gather(gathered, done)
+        results[:len(mine)] = function(mine)
+    gathered = [torch.empty_like(results) for _ in range(n)]
+    dist.all_gather(gathered, results)
     return torch.stack(gathered, 1).flatten(0, 1)[:len(matrices)]

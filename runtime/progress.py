@@ -6,11 +6,11 @@
             line.add(len(x))
     for row in track(rows, "reading", "rows"):
         ...
-    with ProgressLine("compiling"):          # nothing to count: the name alone
+    with ProgressLine("compiling"):          # no count, only the name
         ...
 
-The line is erased at its end. Nothing is drawn, and tqdm is not imported, where standard error is no terminal,
-on all ranks but the first, and after never(). Imports no torch, since tasks draw questions with it.
+The line is erased when the work is done. Only the first rank draws, and only if standard error is a terminal
+and never() was not called; else tqdm is not imported. Imports no torch, since tasks use it.
 """
 import contextlib
 import os
@@ -21,12 +21,12 @@ from runtime.usage import is_first_rank
 
 DELAY = 2.0                          # seconds before a line is drawn
 FORM = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {rate_fmt}{postfix}, ETA {remaining}"
-shared = False                       # the terminal belongs to the process that started this one
+disabled = False                     # the terminal belongs to the parent process
 
 
 class ProgressLine:
-    """A line with a name from `with` to its end. total, unit: of the things that are counted (None: nothing is), B
-    for bytes. note: a function that gives a few words more."""
+    """A named line while its `with` block runs. total: the count at the end; None counts nothing. unit: of
+    the count, B for bytes. note: a function that returns a short suffix."""
 
     def __init__(self, name, total=None, unit="", note=None):
         self.name = name
@@ -40,9 +40,10 @@ class ProgressLine:
             from tqdm import tqdm
             in_bytes = self.unit == "B"
             self.bar = tqdm(desc=self.name, total=self.total, unit="B" if in_bytes else f" {self.unit}",
-                            unit_scale=in_bytes, delay=DELAY, leave=False, dynamic_ncols=True, position=0, file=sys.stderr,
-                            bar_format=FORM if self.total else "{desc} ...")
-            self.timer = threading.Timer(DELAY, self.draw)    # nothing may be counted until then
+                            unit_scale=in_bytes, delay=DELAY, leave=False, dynamic_ncols=True, position=0,
+                            file=sys.stderr, bar_format=FORM if self.total else "{desc} ...")
+            # tqdm draws only when something is counted.
+            self.timer = threading.Timer(DELAY, self.draw)
             self.timer.daemon = True
             self.timer.start()
         return self
@@ -65,7 +66,7 @@ class ProgressLine:
 
 
 def track(values, name, unit, total=None):
-    """Yield the values, with a line that counts those that are done. total: if they are no list."""
+    """Yield the values and count them on a progress line. total: needed if `values` has no length."""
     with ProgressLine(name, len(values) if total is None else total, unit) as line:
         for value in values:
             yield value
@@ -73,7 +74,7 @@ def track(values, name, unit, total=None):
 
 
 def clear():
-    """Erase the lines, for text that is about to be printed: they come back below it."""
+    """Erase the lines before text is printed; tqdm draws them again below it."""
     tqdm = sys.modules.get("tqdm")
     for bar in list(tqdm.tqdm._instances) if tqdm else ():
         with contextlib.suppress(OSError, ValueError):        # the terminal was closed
@@ -81,19 +82,19 @@ def clear():
 
 
 def never():
-    """Draw nothing in this process: the terminal is another's, which started it."""
-    global shared
-    shared = True
+    """Draw nothing in this process, whose terminal belongs to its parent."""
+    global disabled
+    disabled = True
 
 
 def is_watched():
-    """Tell whether there is someone to look at a line that this process draws."""
+    """Return whether this process may draw on a terminal."""
     is_terminal = bool(sys.stderr) and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return is_terminal and is_first_rank() and not shared
+    return is_terminal and is_first_rank() and not disabled
 
 
 def duration(seconds):
-    """Write seconds: 5s, 3m20s, 2h05m."""
+    """Format seconds as 5s, 3m20s or 2h05m."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"

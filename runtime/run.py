@@ -183,7 +183,7 @@ class Run:
 
     def bytes_to_come(self):
         """Return the memory that the optimizers will take from their first step on, and what the stage keeps."""
-        return optim.state_to_come(self.optimizers) + self.other_bytes
+        return optim.pending_bytes(self.optimizers) + self.other_bytes
 
     # --- a step ---
 
@@ -340,7 +340,7 @@ class Run:
 
         def write(values):
             step = plain_state["progress"]["step"]
-            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, cfg.keep_last,
+            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss,
                             dataclasses.asdict(cfg), values)
             (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
         parallel.write_on_main([*weights.values(), *moments.values()], write)
@@ -369,7 +369,7 @@ class Run:
             raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of "
                            f"{state['optimizer']}: leave it out.")
         if "optimizers" in state:
-            optim.load_moments(self.model, self.optimizers, optim.moments_of_old(self.model, self.optimizers, state))
+            optim.load_moments(self.model, self.optimizers, optim.legacy_moments(self.model, self.optimizers, state))
         else:
             with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
                 optim.load_moments(self.model, self.optimizers, moments)
@@ -489,7 +489,7 @@ def start(cfg, hardware, build, micro_batch, num_steps, digest, step=None, stage
     model = parallel.build(build, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum, hardware.compile, hardware.dtype)
+                             cfg.muon_momentum, hardware)
     run = Run(cfg, hardware, model, optimizers, micro_batch, num_steps, digest, stage_state)
     if step is not None:
         run.restore(step)

@@ -1,15 +1,15 @@
-"""What doctor.diagnose has to know of the weights beside a step's figures."""
+"""Samples of the last block's weights: did a step move them, and does the engine have them?"""
 import torch
 
 from layers.lora import merged_weights
 
-NUMBERS = 256                                # of each matrix
+NUMBERS = 256                                # sampled weights of each matrix
 
 
 @torch.no_grad()
 def fingerprint(model, dtype=torch.float32):
-    """Return some numbers of each matrix of the last block, adapters merged, as they are in dtype: a copy,
-    fp32 [n], on the model's device. Of a sharded model every rank must call."""
+    """Return sampled weights of the last block's matrices, adapters merged and rounded to dtype: fp32 [n] on
+    the model's device. Every rank must call if the model is sharded."""
     last = f"blocks.{model.config.n_layer - 1}."
     parts = []
     for _, weight in merged_weights(model, dtype, last):
@@ -19,5 +19,5 @@ def fingerprint(model, dtype=torch.float32):
 
 
 def moved(before, after):
-    """Return by which share of their size the weights of two fingerprints differ."""
+    """Return the relative change ||after - before|| / ||before|| of two fingerprints."""
     return ((after - before).norm() / before.norm().clamp(min=1e-30)).item()

@@ -93,7 +93,7 @@ def write_teachers(cfg):
     with task_errors():
         countdown_search.check(argument or None)
     if path.exists() and b'"together"' not in path.read_bytes():
-        raise config.in_the_way(path, "a list of ours", "--teachers=")
+        raise config.would_overwrite(path, "a list of ours", "--teachers=")
     found = teachers(cfg.num_questions, argument or None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1))
@@ -297,7 +297,7 @@ def main(argv):
     summary, intervals = summarise(folder, known, again)
     path = folder / "summary.json"
     if path.exists() and b"total_seconds" not in path.read_bytes():
-        raise config.in_the_way(path, "the ladder's", "folder")
+        raise config.would_overwrite(path, "the ladder's", "folder")
     plot.check_output(folder / "summary.png")
     path.write_text(json.dumps(summary, indent=1))
     traces = side_by_side(answers(folder / "greedy.jsonl"), again, known["unsolved"])

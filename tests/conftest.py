@@ -124,9 +124,9 @@ def near_the_seeds(name, key, values):
 
 
 def unknown(out_dir):
-    """The files of a run's folder that runtime.checkpoint.WRITTEN does not list."""
+    """The files of a run's folder that runtime.checkpoint.RUN_FILES does not list."""
     from runtime import checkpoint
-    listed = {path for pattern in checkpoint.WRITTEN for path in Path(out_dir).glob(pattern)}
+    listed = {path for pattern in checkpoint.RUN_FILES for path in Path(out_dir).glob(pattern)}
     return [path for path in Path(out_dir).rglob("*") if path.is_file() and not {path, path.parent} & listed]
 
 

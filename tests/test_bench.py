@@ -356,7 +356,7 @@ def test_rewards(capsys):
     (["--stage=grpo", "--prompt_tokens=300"], "has 256 positions"), (["--stage=grpo", "--steps=0"], "at least 1"),
     (["--stage=grpo", "--work=8x1"], "at least 2"), (["--stage=train", "--bath_size=3"], "did you mean batch_size"),
     (["--stage=train", "--batch_size=x"], "should be a whole number"), (["--stage=train", "none.py"], "no config file none.py"),
-    (["--batch_size=3"], "--batch_size is not a knob"), (["--stage=train", "--max_steps=3"], "with --steps= how many"),
+    (["--batch_size=3"], "--batch_size is not an option"), (["--stage=train", "--max_steps=3"], "with --steps= how many"),
     (["--stage=sft", "--dataset=x.json"], "leave it out"), (["--stage=grpo", "--eval_interval=2"], "leave it out"),
     (["--ladder"], "is for --stage=train, sft or grpo"),
     (["--stage=train", "--ladder", "--ablate"], "give one of them"), (["--stage=train", "--ladder", "--peers"], "leave --peers out"),
@@ -371,7 +371,7 @@ def test_bad_input(argv, sentence):
 @pytest.mark.parametrize("name", ["f.json", "f.png", "f.trace.json"])
 def test_a_file_that_bench_did_not_write_is_named_and_stays(tmp_path, name):
     (tmp_path / name).write_text("precious")
-    with pytest.raises(BadInput, match=f"{name} is there"):
+    with pytest.raises(BadInput, match=f"{name} exists"):
         bench.main(["--stage=rewards", "--output=f.json"])
     assert (tmp_path / name).read_text() == "precious"
 
@@ -383,7 +383,7 @@ def test_an_earlier_record_is_replaced_with_what_it_names(tmp_path):
     (tmp_path / "f.json").write_text(json.dumps(record | {"trace": "f.trace.json"}))
     bench.check_output(tmp_path / "f.json")
     (tmp_path / "f.json").write_text(json.dumps(record))
-    with pytest.raises(BadInput, match="f.trace.json is there"):
+    with pytest.raises(BadInput, match="f.trace.json exists"):
         bench.check_output(tmp_path / "f.json")
 
 

@@ -23,7 +23,7 @@ def save(out_dir, step, value=1.0, **kw):
 
 def test_the_last_k_and_the_best_are_kept(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
-        save(tmp_path, step, val_loss=loss, keep_last=2)
+        save(tmp_path, step, val_loss=loss, config={"keep_last": 2})
     assert checkpoint.steps(tmp_path) == [2, 4, 5]
     assert checkpoint.best(tmp_path) == 2 == checkpoint.choose(tmp_path)
     assert checkpoint.newest_intact(tmp_path) == 5
@@ -38,7 +38,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
         assert moments["w.exp_avg"][:].tolist() == [-2.0] * 4
 
 
-def test_any_tensor_is_written_as_safetensors_read_it(tmp_path):
+def test_written_tensors_are_read_by_safetensors(tmp_path):
     tensors = {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2), "whole": torch.arange(5), "a": torch.randn(3, 4).t(),
                "b": torch.randn(7).bfloat16(), "c": torch.randn(1, 2, 3).half(), "naïve": torch.randn(2).double()}
     checkpoint.write_tensors(tmp_path / "x", tensors, iter(tensors.values()))
@@ -47,25 +47,25 @@ def test_any_tensor_is_written_as_safetensors_read_it(tmp_path):
     assert all(torch.equal(again[name], t) and again[name].dtype == t.dtype for name, t in tensors.items())
 
 
-def test_going_on_from_an_earlier_step_outlives_the_later_ones(tmp_path):
-    """After a damaged step 20 a run goes on from step 10: neither pruning nor `best` may prefer the damaged one."""
+def test_resuming_from_an_earlier_step_removes_the_later_ones(tmp_path):
+    """After a damaged step 20 a run resumes from step 10: neither pruning nor `best` may prefer the damaged one."""
     for step in (10, 20):
         save(tmp_path, step, val_loss=30.0 - step)
     (tmp_path / "checkpoints" / "step_00000020" / "state.json").write_bytes(b"torn")
-    save(tmp_path, 15, keep_last=1)
+    save(tmp_path, 15, config={"keep_last": 1})
     assert checkpoint.newest_intact(tmp_path) == 15 and checkpoint.steps(tmp_path) == [10, 15]
 
 
-def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
+def test_a_non_finite_loss_is_never_the_best(tmp_path):
     for step, loss in ((1, float("nan")), (2, 5.0), (3, float("inf"))):
-        save(tmp_path, step, val_loss=loss, keep_last=9)
+        save(tmp_path, step, val_loss=loss, config={"keep_last": 9})
     assert checkpoint.best(tmp_path) == 2 and checkpoint.best_loss(tmp_path) == 5.0
     assert checkpoint.best_loss(tmp_path, 1) > 5.0                    # a later step's, damaged perhaps, is not the one to beat
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "meta.json"])
 @pytest.mark.parametrize("how", ["torn", "flipped", "gone"])
-def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, name, how):
+def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, name, how):
     save(tmp_path, 1)
     save(tmp_path, 2)
     path = tmp_path / "checkpoints" / "step_00000002" / name
@@ -92,10 +92,10 @@ def test_a_checkpoint_that_names_files_elsewhere_is_damaged(tmp_path, name):
     about = config.read_sealed(meta, "")
     about["sha256"][name] = checkpoint.sha256(tmp_path / "secret")
     meta.write_bytes(config.seal(about))
-    assert "no file beside it" in checkpoint.damage(tmp_path, 1)
+    assert "not a file in its folder" in checkpoint.damage(tmp_path, 1)
 
 
-def test_a_part_of_a_checkpoint_is_never_taken_for_one(tmp_path):
+def test_a_partial_checkpoint_does_not_count(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "checkpoints" / "partial-7").mkdir()
     (tmp_path / "checkpoints" / "partial-7" / "model.safetensors").write_bytes(b"half")
@@ -123,7 +123,7 @@ except checkpoint.BadInput as e:
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def test_a_stranger_s_pickle_is_not_run(tmp_path):
+def test_pickles_are_not_executed(tmp_path):
     class Bomb:
         def __reduce__(self):
             return (print, ("boom",))
@@ -147,7 +147,7 @@ def test_a_folder_with_a_run_is_not_overwritten_unasked(tmp_path):
 
 
 def put(folder, *names):
-    """Files of the user's, each with something in it."""
+    """Write the user's own files."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text('{"precious": 1}')
@@ -161,20 +161,20 @@ def files(folder):
 @pytest.mark.parametrize("name", [
     "checkpoints/precious.pt", "checkpoints/step_00000010/model.safetensors", "tensorboard/notes.txt",
     "config.json", "model.json", *PLAIN])
-def test_a_file_that_is_not_a_run_s_is_named_and_stays(tmp_path, name, overwrite):
+def test_a_foreign_file_is_named_and_kept(tmp_path, name, overwrite):
     put(tmp_path, name)
-    with pytest.raises(BadInput, match=rf"holds {re.escape(name.partition('/')[0])}, not a run's"):
+    with pytest.raises(BadInput, match=rf"is not a run folder, but holds {re.escape(name.partition('/')[0])}, which"):
         checkpoint.open_run(tmp_path, CONFIG, MODEL, overwrite)
     assert files(tmp_path) == [name] and (tmp_path / name).read_text() == '{"precious": 1}'
 
 
-def test_all_files_in_the_way_are_named_and_others_are_not(tmp_path):
+def test_all_files_that_a_run_would_overwrite_are_named(tmp_path):
     put(tmp_path, "config.json", "model.json", "samples.txt", "slurm-7.out", "checkpoints/precious.pt")
-    with pytest.raises(BadInput, match="holds checkpoints, config.json, model.json, samples.txt, not"):
+    with pytest.raises(BadInput, match="holds checkpoints, config.json, model.json, samples.txt, which"):
         checkpoint.open_run(tmp_path, CONFIG, MODEL)
 
 
-def test_overwriting_a_run_removes_what_runs_write_and_nothing_else(tmp_path):
+def test_overwrite_removes_only_run_files(tmp_path):
     mine = ["checkpoints/best/precious.pt", "checkpoints/precious.pt", "checkpoints/step_1", "notes.txt",
             "checkpoints/step_00000001.bak/w.pt", "run.log", "slurm-7.out", "tensorboard/notes.txt",
             "wandb/run-1/files/output.log"]
@@ -191,14 +191,14 @@ def test_overwriting_a_run_removes_what_runs_write_and_nothing_else(tmp_path):
     checkpoint.open_run(tmp_path, CONFIG, MODEL)          # which is a run that has not logged a step yet
 
 
-def test_a_run_that_was_killed_before_its_config_was_written_is_known(tmp_path):
+def test_a_run_killed_before_its_config_was_written_is_a_run(tmp_path):
     checkpoint.open_run(tmp_path, CONFIG, MODEL)
     (tmp_path / "config.json").unlink()
     checkpoint.open_run(tmp_path, CONFIG, MODEL)
     assert files(tmp_path) == ["config.json", "model.json", "run.lock"]
 
 
-def test_memory_that_runs_out_is_not_the_files_fault():
+def test_out_of_memory_is_not_reported_as_damaged_files():
     with pytest.raises(torch.OutOfMemoryError), checkpoint.loading("The checkpoint"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(BadInput, match="The checkpoint can't be loaded"), checkpoint.loading("The checkpoint"):

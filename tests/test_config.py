@@ -11,7 +11,7 @@ from runtime.config import BadInput
 
 @dataclass
 class Config:
-    """A few knobs."""
+    """A few options."""
     # the run
     out_dir: str = "out/a"      # a folder
     init_from: str = "scratch"
@@ -30,7 +30,7 @@ def load(*argv, **kw):
     return config.load(Config, argv, **kw)
 
 
-def test_dtypes_have_pytorch_s_names_too():
+def test_dtypes_accept_pytorch_names():
     for script in ("train", "grpo", "datagen", "eval", "sample"):
         Config = importlib.import_module(script).Config
         for theirs, ours in {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32"}.items():
@@ -50,7 +50,7 @@ def test_values_get_their_field_s_type():
     assert load("--n_kv_head=none").n_kv_head is None and load("--learning_rate=1e-3").learning_rate == 1e-3
 
 
-def test_one_word_may_stand_without_a_flag():
+def test_one_positional_word():
     assert load("--n_layer=2", "out/x", positional="out_dir").out_dir == "out/x"
     with pytest.raises(BadInput, match="'b' is neither"):
         load("a", "b", positional="out_dir")
@@ -111,7 +111,7 @@ def test_an_empty_path_in_a_file_is_one_sentence(tmp_path):
         load(str(tmp_path / "c.py"))
 
 
-def test_resume_takes_the_saved_values_and_refuses_other_frozen_ones(tmp_path):
+def test_resume_uses_saved_values_and_refuses_changed_frozen_ones(tmp_path):
     (tmp_path / "config.json").write_text('{"n_layer": 7, "learning_rate": 0.5, "init_from": "scratch"}')
     resume = ("--init_from=resume", f"--out_dir={tmp_path}")
     cfg = load(*resume, "--learning_rate=0.25", "--n_layer=7", frozen=["n_layer"])
@@ -135,7 +135,7 @@ def test_an_edited_config_of_a_run_is_one_sentence(tmp_path, text, words):
     assert "\n" not in str(e.value)
 
 
-def test_what_can_not_be_opened_is_one_sentence_too(tmp_path, capsys):
+def test_an_unreadable_file_is_one_sentence(tmp_path, capsys):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(BadInput, match=r"can't be read \((Is a directory|No such file or directory)\): mend it\."):
             config.read_json(path, "mend it")
@@ -148,7 +148,7 @@ def test_what_can_not_be_opened_is_one_sentence_too(tmp_path, capsys):
     assert capsys.readouterr().err == "error: secret can't be opened (Permission denied): change its permissions, or choose another.\n"
 
 
-def test_a_retry_goes_on_with_the_knobs_of_the_run_folder(tmp_path, monkeypatch, capsys):
+def test_a_retry_uses_the_options_of_the_run_folder(tmp_path, monkeypatch, capsys):
     calls = []
 
     def main(argv):
@@ -174,7 +174,7 @@ def test_a_retry_goes_on_with_the_knobs_of_the_run_folder(tmp_path, monkeypatch,
         assert cfg.out_dir == str(tmp_path) and cfg.overwrite == (n_layer == 2)
 
 
-def test_resume_auto_goes_on_if_there_is_something_to_go_on_with(tmp_path, capsys):
+def test_resume_auto_resumes_an_existing_run(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"n_layer": 3, "init_from": "scratch"}')
     flags = [f"--out_dir={tmp_path}", "--resume=auto", "--learning_rate=0.5"]
     assert config.load(train.Config, flags, claim=lambda _: "nothing").init_from == "scratch"
@@ -188,7 +188,7 @@ def test_resume_auto_goes_on_if_there_is_something_to_go_on_with(tmp_path, capsy
         config.load(train.Config, [*flags, "--overwrite"], claim=lambda _: "run")
 
 
-def test_a_sealed_file_tells_whether_it_is_as_it_was_written(tmp_path):
+def test_a_sealed_file_detects_changes(tmp_path):
     content = {"lr": 0.1, "name": "ü", "list": [1, None, {"a": True}]}
     path = tmp_path / "x.json"
     path.write_bytes(config.seal(content))
@@ -211,7 +211,7 @@ def test_a_sealed_file_tells_whether_it_is_as_it_was_written(tmp_path):
     assert config.read_sealed(path, "mend it") == {"lr": 0.2}
 
 
-def test_help_has_every_knob_with_default_choices_and_comment(capsys):
+def test_help_has_every_option_with_default_choices_and_comment(capsys):
     with pytest.raises(SystemExit) as e:
         load("--help")
     text = capsys.readouterr().out

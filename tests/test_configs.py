@@ -63,7 +63,7 @@ def test_the_header_states_what_the_file_makes(path):
     hw = hardware.setup("cpu", dtype="bf16" if cfg.dtype == "auto" else cfg.dtype, attention="sdpa")
     hw.device = torch.device("cuda")
     optimizers = optim.build(model, cfg.optimizer, fused=False)
-    need = memory.parts(model, hw, cfg.batch_size, cfg.block_size, optim.state_to_come(optimizers))
+    need = memory.parts(model, hw, cfg.batch_size, cfg.block_size, optim.pending_bytes(optimizers))
     whole = 4 * model.n_params() + sum(need.values())
     on_one = r"([\d.]+) GiB"
     if cfg.parallel == "fsdp":

@@ -253,7 +253,7 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 400
     assert "are solved by none" in capsys.readouterr().out
     path.write_text("precious")
-    with pytest.raises(BadInput, match="is there and not a list of ours"):
+    with pytest.raises(BadInput, match="exists and is not a list of ours"):
         runs_countdown.main([f"--teachers={path}"])
 
 
@@ -318,7 +318,7 @@ def test_the_summary(ladder, capsys):
     assert first.splitlines() == ["problem 2 (no teacher solves it)", "base (wrong)   rft (wrong)   grpo (right)", "base writes    rft writes    grpo writes",
                                   "answer: 2.     answer: 2.    answer: 2."] and len(others) == 3
     (ladder / "summary.json").write_text("precious")
-    with pytest.raises(BadInput, match="summary.json is there"):
+    with pytest.raises(BadInput, match="summary.json exists"):
         runs_countdown.main([str(ladder)])
 
 

@@ -1,4 +1,4 @@
-"""The doctor: each ailment is made on purpose in a small run, and named within 20 steps; a healthy run is left in peace."""
+"""The doctor names faults that are put into small runs within 20 steps, and finds nothing in healthy runs."""
 import contextlib
 import io
 import json
@@ -17,7 +17,7 @@ import train
 from conftest import flags, trained
 from doctor import checks, diagnose
 from doctor.diagnose import Doctor
-from engine.generate import sampler
+from engine import sampler
 from rollouts import metrics
 from rollouts.pipeline import Completion
 from runtime import config, guard, hardware, optim
@@ -66,7 +66,7 @@ def first(folder, reward=HONEST, name="first.py", **replaced):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A small model that is right at times."""
+    """A small model that is sometimes correct."""
     folder = tmp_path_factory.mktemp("base")
     task = first(folder)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -77,13 +77,13 @@ def base(tmp_path_factory):
 
 
 def findings(out_dir):
-    """The names of what was found in a run, and the steps in which it was."""
+    """Return {name: last finding} of a run."""
     lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
     return {line["finding"]["name"]: line["finding"] for line in lines if "finding" in line}
 
 
 def ailing(capsys, main, expected, out_dir, **knobs):
-    """Run, and hold that the doctor named what is expected within 20 steps, in the log and afterwards."""
+    """Run, and check that the doctor reports the expected finding within 20 steps, in the log and afterwards."""
     assert main(flags(out_dir=out_dir, **knobs)) == 0
     said = capsys.readouterr().out
     found = findings(out_dir)
@@ -112,7 +112,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_in_a_run_of_grpo_is_named(base, name, tmp_path, capsys):
+def test_faults_in_grpo_are_named(base, name, tmp_path, capsys):
     reward, knobs = BROKEN[name]
     task = first(tmp_path, reward)
     ailing(capsys, grpo.main, name, tmp_path / "run", **GRPO | dict(init_from=base, task=task) | knobs)
@@ -137,7 +137,7 @@ def uphill(monkeypatch):
     ("never_ends", HONEST, {"temperature": 5}, None, "at --temperature=5 the model writes noise"),
     ("reward_fell", HONEST, {"learning_rate": 1e-3, "max_steps": 12}, uphill, "the sign of the loss"),
 ], ids=["constant", "form alone", "rate x 100", "temperature 5", "uphill"])
-def test_the_cause_is_named_and_no_other(base, tmp_path, capsys, monkeypatch, name, reward, knobs, spoil, said):
+def test_only_the_cause_is_named(base, tmp_path, capsys, monkeypatch, name, reward, knobs, spoil, said):
     if spoil:
         spoil(monkeypatch)
     knobs = GRPO | dict(init_from=base, task=first(tmp_path, reward), max_steps=3) | knobs
@@ -146,7 +146,7 @@ def test_the_cause_is_named_and_no_other(base, tmp_path, capsys, monkeypatch, na
     assert not any(other in sentence for other in ("too hard", "too easy", "raise --max_new_tokens"))
 
 
-def test_right_answers_are_tried_on_another_question(tmp_path):
+def test_correct_answers_are_graded_for_another_question(tmp_path):
     asked = [{"question": f"{a},0", "answer": str(a), "a": a, "train": True} for a in range(10, 20)]
     for reward, share in ((HONEST, 0), ("return float(answer.isdigit()), {}", 1)):
         with _pool.Pool(str(first(tmp_path, reward, f"{share}.py")), kind="serial") as pool:
@@ -165,9 +165,9 @@ def test_a_prompt_of_another_form_is_named(base, tmp_path, capsys):
     assert "'{}='" in found["other_prompts"]["sentence"]
 
 
-def test_a_model_that_can_not_end_is_told_from_a_limit_that_is_too_low(base, text, tmp_path, capsys):
+def test_a_model_that_never_ends_differs_from_a_low_limit(base, text, tmp_path, capsys):
     trained(tmp_path / "endless", text, max_steps=20, learning_rate=0.02, block_size=64)
-    for model, said in ((base, "raise --max_new_tokens"), (tmp_path / "endless", "does not know how to")):
+    for model, said in ((base, "raise --max_new_tokens"), (tmp_path / "endless", "has not learned to stop")):
         out = tmp_path / f"run of {model.name}"
         knobs = GRPO | dict(init_from=model, task=first(tmp_path, STOP="#"), max_new_tokens=1, max_steps=4)
         assert said in ailing(capsys, grpo.main, "never_ends", out, **knobs)["never_ends"]["sentence"]
@@ -238,7 +238,7 @@ def jump(monkeypatch):
     ("waits_for_data", {}, slow_loader),
     ("slower_than_before", {}, slow_machine),
 ], ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_broken_in_a_run_of_train_is_named(text, name, knobs, spoil, tmp_path, capsys, monkeypatch):
+def test_faults_in_train_are_named(text, name, knobs, spoil, tmp_path, capsys, monkeypatch):
     if "dataset" in knobs:
         path = tmp_path / knobs["dataset"]
         path.write_text("".join(random.Random(0).choices("abcdefgh", k=600)))
@@ -250,7 +250,7 @@ def test_what_is_broken_in_a_run_of_train_is_named(text, name, knobs, spoil, tmp
 
 
 @pytest.mark.parametrize("by", [1, -1], ids=["the inputs", "two ahead"])
-def test_wrong_labels_are_not_a_text_learnt_by_heart(text, by, tmp_path, capsys, monkeypatch):
+def test_wrong_labels_are_not_memorisation(text, by, tmp_path, capsys, monkeypatch):
     batches = data.batches
 
     def shifted(*args):
@@ -260,11 +260,11 @@ def test_wrong_labels_are_not_a_text_learnt_by_heart(text, by, tmp_path, capsys,
     knobs = PRETRAIN | {"dataset": text, "data_dir": tmp_path / "tokens", "eval_interval": 5}
     found = ailing(capsys, train.main, "validation_rises", tmp_path / "run", **knobs)
     sentence = found["validation_rises"]["sentence"]
-    assert "the labels or the evaluation are wrong" in sentence and "by heart" not in sentence
+    assert "the labels or the evaluation are wrong" in sentence and "memorises" not in sentence
 
 
-def test_healthy_runs_are_left_in_peace(base, text, tmp_path, capsys):
-    """Many more are looked at by a campaign (docs/diagnosis.md)."""
+def test_healthy_runs_have_no_findings(base, text, tmp_path, capsys):
+    """docs/diagnosis.md reports many more."""
     assert train.main(flags(**PRETRAIN, dataset=text, data_dir=tmp_path / "tokens", out_dir=tmp_path / "train")) == 0
     knobs = GRPO | dict(init_from=base, task=first(tmp_path), out_dir=tmp_path / "grpo", max_steps=20, eval_interval=10, eval_questions=180)
     assert grpo.main(flags(**knobs)) == 0
@@ -275,10 +275,10 @@ def test_healthy_runs_are_left_in_peace(base, text, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"run": str(tmp_path / "grpo"), "healthy": True, "findings": []}
 
 
-# --- the doctor himself ---
+# --- the doctor on made-up metrics ---
 
 def lines(n, first=1, **figures):
-    """n logged steps of GRPO that are healthy but for some figures, each a value or a function of the step."""
+    """Return n logged steps of GRPO, healthy except for some metrics, each a value or a function of the step."""
     healthy = dict(loss=0.0, lr=1e-3, grad_norm=0.1, updates=1, groups=32, reward=0.5, pass_at_1=0.5, zero_variance=0.4, truncated=0.0,
                    entropy=0.3, kl_old=0.0, clip_fraction=0.0, logprob_gap=1e-6, completion_tokens=50.0, errors=0, timeouts=0,
                    moved=1e-3, engine_stale=0.0, distinct=4.0, epoch=0.1, tokens_per_s=1000.0)
@@ -308,14 +308,14 @@ START = {"step": 0, "config": dict(k_samples=8, prompts_per_step=32, max_new_tok
     "few_questions": {"epoch": 9.0},
     "slower_than_before": {"tokens_per_s": lambda step: 1000.0 if step < 10 else 300.0},
 }.items(), ids=lambda value: value if isinstance(value, str) else "")
-def test_each_check_by_its_figures(name, figures):
+def test_each_check_by_its_metrics(name, figures):
     assert not Doctor([START, *lines(15)]).findings
     doctor = Doctor([START, *lines(15, **figures)])
     assert [finding.name for finding in doctor.holding] == [name]
     assert doctor.holding[0].sentence.endswith(".") and "\n" not in doctor.holding[0].sentence
 
 
-def test_a_reward_that_was_there_and_is_gone():
+def test_a_reward_that_has_fallen():
     doctor = Doctor([START, *lines(20), *lines(5, first=21, reward=0.1, pass_at_1=0.1)])
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]
 
@@ -328,8 +328,8 @@ def test_a_policy_that_collapsed_is_not_told_to_ask_easier_questions(name, n):
 
 
 @pytest.mark.parametrize("val_loss, epochs, said", [
-    (2.5, 0.5, "labels"), (6.0, 5, "labels"), (2.5, 5, "by heart"), (6.0, 50, "by heart")])
-def test_a_text_is_learnt_by_heart_once_it_has_been_read_often(val_loss, epochs, said):
+    (2.5, 0.5, "labels"), (6.0, 5, "labels"), (2.5, 5, "memorises"), (6.0, 50, "memorises")])
+def test_a_text_is_memorised_only_after_many_passes(val_loss, epochs, said):
     facts = {"vocabulary": 257, "steps_per_epoch": 20 / epochs}
     start = START | {"config": {"init_from": "scratch"}, "facts": facts}
     read = [{"step": step, "loss": 5.5 - 0.2 * step} for step in range(1, 21)]
@@ -340,7 +340,7 @@ def test_a_text_is_learnt_by_heart_once_it_has_been_read_often(val_loss, epochs,
 
 
 @pytest.mark.parametrize("entropy, differs", [(0.03, True), (0.5, False)])
-def test_what_rounding_explains_depends_on_how_certain_the_model_is(entropy, differs):
+def test_the_rounding_limit_depends_on_entropy(entropy, differs):
     doctor = Doctor([START, *lines(8, logprob_gap=0.015, entropy=entropy)])
     assert differs == ("engine_differs" in [finding.name for finding in doctor.holding])
 
@@ -350,14 +350,14 @@ def test_a_chat_template_that_can_not_be_read():
     assert [finding.name for finding in doctor.holding] == ["other_prompts"]
 
 
-def test_noise_is_not_an_ailment():
+def test_noise_is_not_a_finding():
     def noisy(step):
         return 0.5 + 0.25 * math.sin(1e4 * step)
     assert not Doctor([START, *lines(300, reward=noisy, pass_at_1=noisy, zero_variance=noisy)]).findings
     assert not Doctor([START, *lines(40, moved=lambda step: 0.0 if step % 2 else 1e-3, errors=lambda step: int(step == 7))]).findings
 
 
-def test_a_finding_is_said_once_and_ends_once():
+def test_a_finding_begins_and_ends_once():
     doctor = Doctor([START])
     events = []
     for line in lines(30, truncated=lambda step: 0.9 if step <= 12 else 0.0):
@@ -366,7 +366,7 @@ def test_a_finding_is_said_once_and_ends_once():
     assert not doctor.holding and len(doctor.findings) == 1
 
 
-def test_a_run_that_is_resumed_goes_on_where_its_doctor_was():
+def test_a_resumed_run_keeps_its_findings():
     broken = lines(30, truncated=lambda step: 0.9 if step <= 12 else 0.0)
     whole = Doctor([START, *broken])
     resumed = Doctor([START, *broken[:9], START])
@@ -376,7 +376,7 @@ def test_a_run_that_is_resumed_goes_on_where_its_doctor_was():
     assert [f.as_json() for f in resumed.findings] == [f.as_json() for f in whole.findings]
 
 
-def test_old_runs_and_figures_that_are_none_are_no_error(tmp_path):
+def test_old_runs_and_missing_metrics_are_no_error(tmp_path):
     old = [{"step": step, "loss": "nan", "reward": None, "tokens_per_s": True} for step in range(1, 9)]
     assert not Doctor([{"step": 0, "config": {"k_samples": 4}}, *old]).findings
     assert not Doctor([*old, {"step": 8, "val_loss": "nan"}, {"step": 9, "val_accuracy": None}]).findings
@@ -401,7 +401,7 @@ def test_no_run_is_a_sentence(tmp_path, capsys):
 # --- the campaign on the quickstart ---
 
 @pytest.mark.parametrize("name", breakages.BROKEN)
-def test_what_the_campaign_breaks_is_a_task_with_knobs_of_grpo(name, tmp_path):
+def test_each_breakage_is_a_task_with_options_of_grpo(name, tmp_path):
     _, pays, knobs = breakages.BROKEN[name]
     (tmp_path / "task.py").write_text(breakages.TASK.format(pays))
     task = tasks.load(str(tmp_path / "task.py"))
@@ -417,7 +417,7 @@ def test_what_the_campaign_breaks_is_a_task_with_knobs_of_grpo(name, tmp_path):
     config.load(grpo.Config, flags(task=tmp_path / "task.py", **knobs))
 
 
-def test_what_the_campaign_spoils_in_code(monkeypatch):
+def test_breakages_in_code(monkeypatch):
     monkeypatch.setattr(engine.Engine, "load", engine.Engine.load)
     monkeypatch.setattr(grpo, "Sampling", grpo.Sampling)
     honest = engine.Engine.load
@@ -428,7 +428,7 @@ def test_what_the_campaign_spoils_in_code(monkeypatch):
 
 
 @pytest.mark.parametrize("samples, of_a_model_of, tokens", [(64, 256, 64), (1000, 512, 256), (1000, 60, 30), (15, 256, None), (64, 45, None)])
-def test_cut_off_answers_go_on_for_no_longer_than_an_update_takes(samples, of_a_model_of, tokens):
+def test_truncated_answers_are_continued_no_longer_than_an_update_takes(samples, of_a_model_of, tokens):
     """Without a cache: 4 samples of a model of half a billion parameters took an hour on a CPU."""
     asked = []
     def generate(ids, n, temperature, generator):

@@ -45,7 +45,7 @@ def learn(model, steps, seed=1):
 
 @pytest.fixture(scope="module")
 def tuned():
-    """A function: knobs -> a model after 20 steps of backpropagation, to which they are attached."""
+    """Return a function: options -> a model after 20 steps of backpropagation, with feedback attached."""
     @functools.cache
     def state(**shape):
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ def learned(module):
 
 
 def of(name):
-    """The block that a weight belongs to; None of the others."""
+    """Return the block of a weight, None outside the blocks."""
     return int(name.split(".")[1]) if name.startswith("blocks.") else None
 
 
@@ -89,7 +89,7 @@ def of(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lower_blocks_get_another_gradient_and_the_top_the_true_one(tuned, kind):
-    """What must differ is every matrix's direction; what must not is the same bit for bit. (-s: by how much.)"""
+    """The gradients of lower blocks differ in direction; those of the top are equal bit for bit. (-s prints by how much.)"""
     true = gradients(tuned(**only_shape(KINDS[kind])))
     ours = gradients(tuned(**KINDS[kind]))
     assert ours.keys() == true.keys()
@@ -109,7 +109,7 @@ def test_lower_blocks_get_another_gradient_and_the_top_the_true_one(tuned, kind)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_gets_the_error_at_the_top_through_its_matrices(tuned, kind):
-    """By hand: each block alone, from its input on, with e B as the gradient by each of its points."""
+    """By hand: each block alone, with e times its matrix as the gradient at each of its points."""
     model = tuned(**KINDS[kind])
     ours = gradients(model)
     x, y = batch()
@@ -134,7 +134,7 @@ def test_a_block_gets_the_error_at_the_top_through_its_matrices(tuned, kind):
             torch.testing.assert_close(ours[f"blocks.{i}.{name}"], gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_matrices_are_of_the_seed_and_as_many_as_asked_for():
+def test_matrices_depend_on_seed_and_feedback_matrix():
     def drawn(seed=0, backward="feedback", matrix="each", **shape):
         return feedback.Feedback(GPTConfig(**SHAPE | shape), backward, matrix, seed).matrices("cpu")
     each = drawn()
@@ -152,14 +152,14 @@ def test_matrices_are_of_the_seed_and_as_many_as_asked_for():
     assert (error @ wide).norm().item() == pytest.approx(error.norm().item(), rel=0.05)
     for backward, matrix in (("feedback", "each"), ("feedback", "shared"), ("feedback_micro", "each"), ("feedback_micro", "shared")):
         lent = feedback.Feedback(GPTConfig(**SHAPE), backward, matrix, 0)
-        said = lent.bytes_to_come()
+        said = lent.pending_bytes()
         unique = {id(m): m.nbytes for block in lent.matrices("cpu") for m in block if m is not None}
-        assert said == sum(unique.values()) and lent.bytes_to_come() == 0
+        assert said == sum(unique.values()) and lent.pending_bytes() == 0
 
 
 @pytest.mark.parametrize("kind", ["feedback", "micro"])
 def test_every_block_learns(tuned, kind):
-    """Loss falls and all matrices move, from zero-initialised outputs on."""
+    """The loss falls and all matrices change, although outputs are initialised to zero."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SHAPE))
     feedback.attach(model, train.Config(**KINDS[kind]))
@@ -179,17 +179,17 @@ def test_a_frozen_block_gets_nothing_and_the_others_what_they_got(tuned):
     assert all(torch.equal(ours[name], whole[name]) for name in ours)
 
 
-def test_no_product_is_computed_for_a_point_through_which_nothing_learns():
+def test_no_product_for_a_point_without_gradients():
     first, last = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
     impossible = torch.empty(5, 5)
-    _, wire = feedback.Driven.apply([2 * torch.eye(4), impossible, torch.eye(4)], False, None, first, torch.randn(2, 3, 16), last)
+    _, wire = feedback.InjectFeedback.apply([2 * torch.eye(4), impossible, torch.eye(4)], False, None, first, torch.randn(2, 3, 16), last)
     error = torch.randn(2, 3, 4)
     wire.backward(error)
     assert torch.equal(first.grad, 2 * error) and torch.equal(last.grad, error)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_products_are_counted(tuned, kind):
+def test_flops_include_the_feedback_products(tuned, kind):
     totals = []
     for knobs in (KINDS[kind], only_shape(KINDS[kind])):
         model = tuned(**knobs)
@@ -200,9 +200,9 @@ def test_its_products_are_counted(tuned, kind):
 
 
 @pytest.mark.parametrize("knobs", [dict(trained_blocks="last"), dict(trained_blocks=1), dict(n_layer=1)], ids=str)
-def test_the_top_block_alone_has_no_feedback_to_learn_from(knobs):
+def test_the_top_block_alone_has_no_feedback(knobs):
     model = GPT(GPTConfig(**SHAPE | {"n_layer": knobs.pop("n_layer", 3)}))
-    with pytest.raises(BadInput, match="The top block learns from the true gradient, and no other one learns here"):
+    with pytest.raises(BadInput, match="--backward=feedback has no effect on the top block"):
         feedback.attach(model, train.Config(backward="feedback", **knobs))
     feedback.attach(model, train.Config(backward="feedback_micro", **knobs))         # of which it has two points
 
@@ -234,7 +234,7 @@ def test_loss_scale_accumulation_and_checkpointing(tuned, kind):
 
 
 def test_the_product_is_fp32_under_autocast(tuned):
-    """Also if the backward pass runs within it."""
+    """Also if the backward pass runs under autocast."""
     model = tuned(**KINDS["feedback"])
     seen = {}
 
@@ -266,7 +266,7 @@ def test_compiled_block_by_block_it_is_the_same(tuned, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["feedback", "micro"])
-def test_memory_is_what_the_arithmetic_says(tuned, kind):
+def test_memory_equals_the_estimate(tuned, kind):
     """A rehearsal draws the matrices; before it they are counted, and so is what autograd keeps, which is no more than
     without feedback."""
     model = tuned(**KINDS[kind])
@@ -286,7 +286,7 @@ def test_memory_is_what_the_arithmetic_says(tuned, kind):
     assert "feedback" not in memory.parts(tuned(), hw, 6, 16, 0)
 
 
-def test_without_it_nothing_is_attached():
+def test_backprop_attaches_nothing():
     model = GPT(GPTConfig(**SHAPE))
     before = dict(vars(model))
     feedback.attach(model, train.Config())
@@ -314,7 +314,7 @@ def test_frozen_blocks_neither_move_nor_have_a_state(tuned, blocks, frozen):
 # --- orthogonality ---
 
 @pytest.mark.parametrize("rows, columns", [(5, 5), (4, 9), (9, 4)])
-def test_the_penalty_is_that_of_singular_values_and_its_gradient_autograd_s(rows, columns):
+def test_penalty_equals_singular_values_and_its_gradient_autograd_s(rows, columns):
     w = torch.randn(rows, columns, dtype=torch.float64, requires_grad=True)
     wide = w if rows <= columns else w.mT
     value = (wide @ wide.mT - torch.eye(len(wide))).square().sum() / len(wide)
@@ -328,7 +328,7 @@ def test_the_penalty_is_that_of_singular_values_and_its_gradient_autograd_s(rows
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_its_gradient_is_added_once_a_step_to_attention_s_projections(tuned, grouped):
+def test_penalty_gradient_is_added_once_per_step(tuned, grouped):
     shape = SHAPE | ({"n_head": 4, "n_kv_head": 2} if grouped else {})
     torch.manual_seed(0)
     model = learn(GPT(GPTConfig(**shape)), 3)
@@ -352,7 +352,7 @@ def test_its_gradient_is_added_once_a_step_to_attention_s_projections(tuned, gro
         assert (expected[name] is not None) == name.endswith(("qkv.weight", "out.weight"))
 
 
-def test_it_makes_projections_orthogonal():
+def test_penalty_makes_projections_orthogonal():
     torch.manual_seed(0)
     model = learn(GPT(GPTConfig(**SHAPE)), 3)
     run = SimpleNamespace(model=model, step=0, scaler=SimpleNamespace(get_scale=lambda: 1.0))
@@ -383,7 +383,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory, text):
-    """A function that gives the folder of a variant's run by one process, made once."""
+    """Return a cached function: variant -> run folder of one process."""
     made = {}
 
     def get(name):
@@ -404,7 +404,7 @@ def agree(out, theirs):
 
 @pytest.mark.parametrize("name, change", [("feedback", dict(batch_size=8, gradient_accumulation_steps=1)), ("feedback", dict(ranks=2)),
                                           ("feedback", dict(ranks=2, parallel="fsdp")), ("micro", dict(ranks=2, parallel="fsdp"))], ids=str)
-def test_the_same_step_in_other_pieces(one, tmp_path, text, name, change):
+def test_the_same_step_in_other_micro_batches(one, tmp_path, text, name, change):
     trained(tmp_path / "a", text, **KNOBS | VARIANTS[name] | change)
     agree(tmp_path / "a", one(name))
 
@@ -420,16 +420,16 @@ def test_resume_is_exact(one, tmp_path, text, name):
 
 
 @pytest.mark.parametrize("change, said", [
-    (dict(backward="backprop"), "backward=backprop can't go on from .* which has backward=feedback"),
-    (dict(feedback_matrix="shared"), "feedback_matrix=shared can't go on"), (dict(trained_blocks=2), "trained_blocks=2 can't go on"),
+    (dict(backward="backprop"), "backward=backprop contradicts .* which has backward=feedback"),
+    (dict(feedback_matrix="shared"), "feedback_matrix=shared contradicts"), (dict(trained_blocks=2), "trained_blocks=2 contradicts"),
     (dict(seed=7), "drawn with another seed than --seed=7: leave it out")], ids=str)
-def test_what_drives_the_blocks_is_kept_on_resume(one, change, said):
+def test_feedback_options_are_frozen_on_resume(one, change, said):
     with pytest.raises(BadInput, match=said):
         train.main(flags(out_dir=one("feedback"), init_from="resume", **change))
 
 
-def test_a_loss_scale_and_a_run_from_another_s_weights(one, tmp_path, text):
-    """fp16's, with the penalty; what was trained by feedback is a model like any other."""
+def test_fp16_and_weights_of_another_run(one, tmp_path, text):
+    """The loss scale with the penalty; a model trained by feedback is an ordinary model."""
     trained(tmp_path / "a", text, defaults={}, **KNOBS | dict(init_from=one("feedback"), dtype="fp16", backward="feedback_micro", max_steps=4,
                                                               warmup_steps=1, eval_tokens=640, log_interval=1, learning_rate=1e-3))
     assert metrics(tmp_path / "a")[4] < metrics(one("feedback"))[8] + 0.1
@@ -452,20 +452,20 @@ def test_runs_with_frozen_blocks(tmp_path, text, blocks, trained_ones):
 
 @pytest.mark.parametrize("knobs, said", [
     (dict(backward="dfa"), "--backward=dfa should be backprop, feedback or feedback_micro"),
-    (dict(feedback_matrix="shared"), "is about feedback, and --backward=backprop has none"),
-    (dict(backward="feedback_micro", feedback_matrix="identity"), "has no form for the channels of the MLP"),
+    (dict(feedback_matrix="shared"), "has no effect with --backward=backprop"),
+    (dict(backward="feedback_micro", feedback_matrix="identity"), "to the MLP, which has more channels"),
     (dict(backward="feedback", compile_mode="reduce-overhead"), "compiles a step as a whole"),
-    (dict(backward="feedback", init_from="x", lora_rank=4), "Adapters stand beside weights that stay as they are"),
-    (dict(orthogonality=0.1, init_from="x", lora_rank=4), "Adapters stand beside weights that stay as they are"),
-    (dict(trained_blocks="last", init_from="x", lora_rank=4), "Adapters stand beside weights that stay as they are"),
-    (dict(trained_blocks="none", backward="feedback"), "with --trained_blocks=none no block does"),
-    (dict(trained_blocks=0, orthogonality=0.1), "with --trained_blocks=none no block does"),
+    (dict(backward="feedback", init_from="x", lora_rank=4), "--lora_rank freezes the weights of all blocks"),
+    (dict(orthogonality=0.1, init_from="x", lora_rank=4), "--lora_rank freezes the weights of all blocks"),
+    (dict(trained_blocks="last", init_from="x", lora_rank=4), "--lora_rank freezes the weights of all blocks"),
+    (dict(trained_blocks="none", backward="feedback"), "have no effect with --trained_blocks=none"),
+    (dict(trained_blocks=0, orthogonality=0.1), "have no effect with --trained_blocks=none"),
     (dict(trained_blocks=-1), "--trained_blocks=-1 is too small"),
     (dict(trained_blocks="first"), "--trained_blocks=first should be a whole number, all, none or last"),
     (dict(orthogonality=-1), "--orthogonality=-1.0 is too small"),
     (dict(orthogonality_warmup=0), "--orthogonality_warmup=0 is too small"),
 ], ids=str)
-def test_bad_knobs_are_one_sentence(monkeypatch, tmp_path, knobs, said):
+def test_bad_options_are_one_sentence(monkeypatch, tmp_path, knobs, said):
     monkeypatch.setattr(train, "knobs_of", lambda model: {})
     with pytest.raises(BadInput, match=said):
         cfg = config.load(train.Config, flags(**TINY | knobs, out_dir=tmp_path / "a"))

@@ -3,6 +3,7 @@ import copy
 import functools
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def test_steps_of_an_optimizer(optimizer, compile, card, record_property):
     moved = []
     for device in (card, torch.device("cpu")):
         model = make("default").to(device)
-        optimizers = optim.build(model, optimizer, 0.01, weight_decay=0.1, compile=compile)
+        optimizers = optim.build(model, optimizer, 0.01, weight_decay=0.1, hardware=SimpleNamespace(compile=compile, dtype="auto"))
         before = [p.detach().clone() for p in model.parameters()]
         for step in range(3):
             for i, p in enumerate(model.parameters()):

@@ -27,7 +27,7 @@ def test_specific_names_come_before_general_ones():
 
 
 def on(monkeypatch, name, capability, **kw):
-    """The hardware that setup would choose on a machine with that card."""
+    """Return the Hardware that setup chooses on a machine with that card."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -59,8 +59,8 @@ def test_attention_kernels_stay_chosen_after_setup(monkeypatch):
     assert (only.attention, only.attention_kernels, math, cudnn) == ("sdpa", ["flash", "math"], True, False)
 
 
-def test_cudnn_is_for_lengths_that_stay_and_versions_that_are_right(monkeypatch):
-    """It builds a plan for each new shape, and some versions gave NaN gradients."""
+def test_cudnn_needs_fixed_shapes_and_a_good_version(monkeypatch):
+    """cuDNN builds a plan for each new shape, and some versions gave NaN gradients."""
     assert hardware.attention_order("auto", (9, 0), "bf16", True) == ["flash", "efficient", "math"]       # a build without it
     assert on(monkeypatch, "NVIDIA H200", (9, 0))[0].attention_kernels == ["flash", "efficient", "math"]
     assert on(monkeypatch, "NVIDIA A100", (8, 0), fixed_shapes=True)[0].attention_kernels == ["flash", "cudnn", "efficient", "math"]
@@ -72,7 +72,7 @@ def test_cudnn_is_for_lengths_that_stay_and_versions_that_are_right(monkeypatch)
     ((7, 5), "fp16", "sdpa_repeated", "efficient > math"), ((8, 0), "fp32", "sdpa_repeated", "efficient > math"),
     ((8, 0), "bf16", "sdpa", "flash > efficient > math")])
 def test_heads_are_repeated_where_no_fused_kernel_shares_them(monkeypatch, capability, dtype, backend, kernels):
-    """PyTorch would take math, and hold all scores."""
+    """Else PyTorch would use math and store all scores."""
     hw, *_ = on(monkeypatch, "some card", capability, dtype=dtype)
     assert (hw.attention, hw.attention_kernels) == (backend, kernels.split(" > "))
 
@@ -86,7 +86,7 @@ def test_compile_workers_are_shared_by_the_ranks_of_a_machine(monkeypatch):
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
 
 
-def test_segments_expand_unless_the_environment_says_what_the_allocator_does(monkeypatch):
+def test_segments_expand_unless_the_environment_configures_the_allocator(monkeypatch):
     asked = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -108,7 +108,7 @@ def test_several_ranks_are_refused_on_an_apple_gpu(monkeypatch):
 
 @pytest.mark.parametrize("kw", [dict(device="cuda:1"), dict(device="cuda:x"), dict(attention="flash", dtype="fp32"),
                                 dict(device="tpu"), dict(device="mps"), dict(attention="cudnn", dtype="fp32")])
-def test_what_is_not_there_is_refused(monkeypatch, kw):
+def test_missing_devices_are_refused(monkeypatch, kw):
     with pytest.raises(BadInput):
         on(monkeypatch, "NVIDIA A100", (8, 0), **kw)
 

@@ -144,7 +144,7 @@ def test_shards_outside_the_folder_are_refused(folder, name):
     about = json.loads(index.read_text())
     about["weight_map"]["lm_head.weight"] = name
     index.write_text(json.dumps(about))
-    with pytest.raises(BadInput, match="no path in it"):
+    with pytest.raises(BadInput, match="not inside it"):
         hf.load(folder)
 
 
@@ -283,7 +283,7 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
         with pytest.raises(BadInput, match=words):
             hf.load(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(BadInput, match="no object"):
+    with pytest.raises(BadInput, match="not an object"):
         hf.load(folder)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="has 257 ids, and the model in .* 200, none for '<.endoftext.>'"):

@@ -257,7 +257,7 @@ def test_a_config_json_with_null_or_full_attention_is_read_as_before(tmp_path):
 @pytest.mark.parametrize("name, text, words", [
     ("config.json", DEEP, "config.json can't be read"), ("model.safetensors.index.json", DEEP, "can't be read"),
     *(("model.safetensors.index.json", text, "which file holds") for text in ("{}", '{"weight_map": ["a"]}')),
-    *(("model.safetensors.index.json", text, "no path in it") for text in ('{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}')),
+    *(("model.safetensors.index.json", text, "not inside it") for text in ('{"weight_map": {"a": 3}}', '{"weight_map": {"a": []}}')),
     *((name, DEEP, f"{name} can't be read") for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")),
     ("tokenizer.json", DEEP, "not a readable tokenizer.json")])
 def test_other_files_nested_deep(run, tmp_path, name, text, words):
@@ -421,7 +421,7 @@ def test_what_max_new_tokens_is_clipped_to_is_said(run, capsys):
     assert said.out.startswith("abc")
 
 
-@pytest.mark.parametrize("ranks, words", [((1,), "GPU 1 was asked for"), ((0, 1), "no such file")])
+@pytest.mark.parametrize("ranks, words", [((1,), "GPU 1 does not exist"), ((0, 1), "no such file")])
 def test_what_is_wrong_on_any_rank_is_said_once(ranks, words):
     """By whichever rank finds it: the second of two may lack a GPU, and a file is missing for both."""
     program = f"""

@@ -1,4 +1,4 @@
-"""The user sets the effective batch; how it is cut into micro-batches follows from the memory that is there."""
+"""The user sets the effective batch; the micro-batch follows from the available memory."""
 import subprocess
 import time
 
@@ -45,7 +45,7 @@ def test_ranks_agree_on_the_smaller_one(plenty, text, tmp_path):
     assert losses_agree(tmp_path / "a", plenty)
 
 
-def test_later_one_process_repeats_the_step_in_halves(plenty, text, tmp_path):
+def test_out_of_memory_later_repeats_the_step_with_half_the_micro_batch(plenty, text, tmp_path):
     # Calls: one refused, two to rehearse 4 sequences, two a step; so 18 is the first half of step 8, and its second is refused.
     done = trained(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2"})
     assert "Step 8 ran out of memory" in done.stdout
@@ -53,18 +53,18 @@ def test_later_one_process_repeats_the_step_in_halves(plenty, text, tmp_path):
     assert losses_agree(tmp_path / "a", plenty) and sorted(set(metrics(tmp_path / "a", "micro_batch").values())) == [2, 4]
 
 
-def test_what_the_failed_step_held_is_free_when_it_is_repeated(plenty, text, tmp_path):
+def test_a_repeated_step_starts_with_the_memory_of_the_failed_one_freed(plenty, text, tmp_path):
     done = trained(tmp_path / "a", text, **LITTLE, **WHOLE,
                    env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2", "BACKWARD": "1"})
     assert "Step 8 ran out of memory" in done.stdout and losses_agree(tmp_path / "a", plenty)
 
 
-def test_several_ranks_without_a_checkpoint_are_told_how_to_begin_again(text, tmp_path):
+def test_several_ranks_without_a_checkpoint_get_the_flags_to_start_again(text, tmp_path):
     done = run(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE, env={"ROWS": "4", "CALLS": "5", "ROWS_LATER": "2"})
     assert done.returncode == 1 and "--overwrite --batch_size=2 --gradient_accumulation_steps=4" in done.stderr
 
 
-def test_later_several_ranks_end_and_go_on_from_the_checkpoint(plenty, text, tmp_path):
+def test_several_ranks_end_and_resume_from_the_checkpoint(plenty, text, tmp_path):
     done = run(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE,
                env={"ROWS": "4", "CALLS": "12", "ROWS_LATER": "2", "ONLY_RANK": "1"})
     assert done.returncode == 1 and "Rank 1 ran out of memory at step" in done.stderr and "micro-batch of 2 instead of 4" in done.stderr
@@ -74,8 +74,8 @@ def test_later_several_ranks_end_and_go_on_from_the_checkpoint(plenty, text, tmp
     assert losses_agree(tmp_path / "a", plenty)
 
 
-def test_torchrun_s_own_next_start_goes_on_from_the_checkpoint(plenty, text, tmp_path):
-    """The same command line, which would otherwise begin anew, or refuse to."""
+def test_torchrun_restart_resumes_from_the_checkpoint(plenty, text, tmp_path):
+    """With the same command line, which would otherwise start again or refuse to."""
     start = command(tmp_path / "a", 2, **LITTLE, **WHOLE, dataset=text, data_dir=text.parent / "tokens", overwrite=True)
     start.insert(start.index("--standalone"), "--max-restarts=1")
     env = environment(ROWS="4", CALLS="12", ROWS_LATER="2", ONLY_RANK="1")
@@ -85,7 +85,7 @@ def test_torchrun_s_own_next_start_goes_on_from_the_checkpoint(plenty, text, tmp
     assert losses_agree(tmp_path / "a", plenty) and not (tmp_path / "a/retry.json").exists()
 
 
-def test_a_step_is_repeated_though_a_run_keeps_weights_alone(plenty, text, tmp_path):
+def test_a_step_is_repeated_with_save_only_model(plenty, text, tmp_path):
     out = tmp_path / "a"
     done = trained(out, text, **LITTLE, **WHOLE, save_only_model=True,
                    env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2"})
@@ -98,12 +98,12 @@ def test_a_micro_batch_of_one_that_does_not_fit_says_what_is_needed(text, tmp_pa
     done = run(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "0"})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert not (tmp_path / "a/metrics.jsonl").exists()
-    for words in ("one sequence of 32 tokens does not fit CPU", "GiB left", "weights 0.00, gradients", "in all", "--block_size"):
+    for words in ("one sequence of 32 tokens does not fit in memory; CPU", "GiB free", "GiB (weights 0.00, gradients", "--block_size"):
         assert words in done.stderr
     trained(tmp_path / "a", text, max_steps=1)                       # nothing was begun that would have to be overwritten
 
 
-def test_weights_that_do_not_fit_are_not_even_made(text, tmp_path):
+def test_weights_that_do_not_fit_are_refused_before_allocation(text, tmp_path):
     done = run(tmp_path / "a", text, n_layer=100, n_embd=16384)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "The weights of this model alone take 12" in done.stderr and "--n_embd" in done.stderr
@@ -132,11 +132,11 @@ def test_absurd_shapes_are_refused_before_anything_is_built():
 
 
 @pytest.mark.parametrize("micro, share, less", [(8, 8, 4), (20, 20, 10), (5, 20, 2), (3, 3, 1), (32, 96, 16), (7, 12, 3), (2, 2, 1)])
-def test_smaller_cuts_the_share_into_equal_parts(micro, share, less):
+def test_smaller_divides_the_share_evenly(micro, share, less):
     assert memory.smaller(micro, share) == less
 
 
-def test_arithmetic_goes_before_trying_on_a_cpu(monkeypatch):
+def test_an_estimate_precedes_the_rehearsal_on_a_cpu(monkeypatch):
     model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=64))
     hw = hardware.setup("cpu")
     assert memory.rehearse(distributed.TrainedModel(model), hw, 4, 64, 2, 1000) is None and model.training
@@ -145,8 +145,8 @@ def test_arithmetic_goes_before_trying_on_a_cpu(monkeypatch):
     assert memory.is_out_of_memory(memory.rehearse(distributed.TrainedModel(model), hw, 4, 64, 2, 1000))
 
 
-def test_what_the_rehearsal_compiles_is_what_training_runs(monkeypatch):
-    """Block and loss, each for training and for evaluation, and nothing more when the first real micro-step comes."""
+def test_the_rehearsal_compiles_the_code_that_training_runs(monkeypatch):
+    """Block and loss, for training and evaluation; the first real micro-step compiles nothing."""
     graphs = count_graphs(monkeypatch)
     model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=2, n_head=2, n_embd=32))
     fast, hw = distributed.TrainedModel(model, compile=True, dynamic=False), hardware.setup("cpu", dtype="fp32")
@@ -159,7 +159,7 @@ def test_what_the_rehearsal_compiles_is_what_training_runs(monkeypatch):
     assert len(graphs) == 4
 
 
-def test_a_mistake_in_the_model_keeps_its_traceback(monkeypatch):
+def test_a_bug_in_the_model_keeps_its_traceback(monkeypatch):
     model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=1, n_head=2, n_embd=32))
     monkeypatch.setattr(model, "hidden", lambda x: x + "mistake")
     failure = memory.rehearse(distributed.TrainedModel(model), hardware.setup("cpu"), 4, 64, 2, 1000)
@@ -167,7 +167,7 @@ def test_a_mistake_in_the_model_keeps_its_traceback(monkeypatch):
 
 
 def test_activations_are_counted_as_autograd_keeps_them():
-    """The arithmetic is that of shapes alone; here against the tensors of a real forward pass."""
+    """Compare the estimate from shapes with the tensors of a real forward pass."""
     def both(dtype, attention, checkpointing):
         model = GPT(GPTConfig(vocab_size=300, block_size=64, n_layer=3, n_head=2, n_embd=64), attention, checkpointing)
         hw = hardware.setup("cpu", dtype=dtype, attention=attention)
@@ -190,7 +190,7 @@ def test_activations_are_counted_as_autograd_keeps_them():
     assert sizes["fp32", "sdpa", True][0] < 0.6 * sizes["fp32", "sdpa", False][0]
 
 
-def test_what_an_allocator_says_is_recognised():
+def test_allocator_errors_are_recognised():
     assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert memory.is_out_of_memory(MemoryError()) and memory.is_out_of_memory(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"))
     assert memory.is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"))
@@ -199,8 +199,8 @@ def test_what_an_allocator_says_is_recognised():
     assert memory.is_out_of_memory(refused.value) and not memory.is_out_of_memory(RuntimeError("size mismatch"))
 
 
-def test_memory_that_runs_out_while_a_graph_is_captured_is_recognised():
-    """CUDA then reports the capture; what ended it is the exception before."""
+def test_out_of_memory_during_graph_capture_is_recognised():
+    """CUDA reports the capture; the cause is the previous exception."""
     try:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory.")

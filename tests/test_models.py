@@ -98,9 +98,9 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     content = bytearray((tmp_path / "b" / "base.safetensors").read_bytes())
     content[-9] ^= 1
     (tmp_path / "b" / "base.safetensors").write_bytes(content)
-    for options, words in ((dict(max_steps=9), "base.safetensors, the weights that the run began with"), (dict(lora_alpha=800.0), "lora_alpha=800.0 can't go on"),
-                         (dict(lora_rank=8), "lora_rank=8 can't go on")):
-        done = run(tmp_path / "b", text, defaults={}, init_from="resume", **options)
+    for knobs, words in ((dict(max_steps=9), "base.safetensors, the weights that the run started from"), (dict(lora_alpha=800.0), "lora_alpha=800.0 contradicts"),
+                         (dict(lora_rank=8), "lora_rank=8 contradicts")):
+        done = run(tmp_path / "b", text, defaults={}, init_from="resume", **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -146,7 +146,7 @@ def test_a_model_from_scratch_survives_export_and_import(tmp_path, text):
     refused = [
         (dict(init_from=tmp_path / "out"), "has no tokenizer.json"), (dict(init_from=tmp_path / "a", tokenizer="gpt2"), "its own tokenizer"),
         (dict(init_from=tmp_path / "out", out_dir=tmp_path / "out", tokenizer="bytes"), "holds the model to start from"),
-        (dict(out_dir=tmp_path / "out"), "not a run's"), (dict(lora_rank=4), "need a model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
+        (dict(out_dir=tmp_path / "out"), "not a run folder"), (dict(lora_rank=4), "need a model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
         (dict(init_from=tmp_path / "a", lora_rank=4, lora_linears="qkvv"), "choose from qkv"), (dict(lora_alpha=0.0), "above 0")]
     for options, words in refused:
         done = run(options.pop("out_dir", tmp_path / "b"), text, defaults={}, **options)
@@ -321,7 +321,7 @@ def test_an_earlier_quickstart_is_replaced_and_nothing_else(tmp_path):
 def test_another_summary_is_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, []))
     (tmp_path / "summary.json").write_text("precious")
-    with pytest.raises(BadInput, match="summary.json is there"):
+    with pytest.raises(BadInput, match="summary.json exists"):
         summary.main(tmp_path)
     assert (tmp_path / "summary.json").read_text() == "precious"
 

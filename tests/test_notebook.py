@@ -193,7 +193,7 @@ def test_the_last_lines_are_shown_while_a_command_runs(helper, tmp_path):
 
 def test_a_run_that_is_elsewhere_is_shown_as_it_is_now(helper, tmp_path, capsys):
     helper.follow(tmp_path / "nowhere")
-    assert "There is no run in" in texts(helper)[-1] and "is not the folder of a run" in capsys.readouterr().out
+    assert "There is no run in" in texts(helper)[-1] and "is not a run folder" in capsys.readouterr().out
     (tmp_path / "training.log").write_text("".join(f"line {i}\n" for i in range(20)))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     helper.follow(tmp_path)

@@ -1,5 +1,6 @@
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,8 +45,8 @@ def test_muon_gets_the_matrices_inside_the_blocks_and_adamw_the_rest():
 
 
 @pytest.mark.parametrize("at_a_time", [2**25, 32 * 96])
-def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
-    monkeypatch.setattr(optim, "AT_A_TIME", at_a_time)
+def test_muon_equals_pytorch_s(at_a_time, monkeypatch):
+    monkeypatch.setattr(optim, "MUON_BATCH", at_a_time)
     monkeypatch.setattr(optim, "muon_dtype", lambda *given: torch.bfloat16)
     shapes = [(32, 96), (96, 32), (32, 96), (32, 32), (32, 96)]
     mine, theirs = ([torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(i))) for i, shape in enumerate(shapes)]
@@ -67,13 +68,13 @@ def test_muon_does_what_pytorch_s_does(at_a_time, monkeypatch):
 
 
 def test_muon_compiled_does_the_same(monkeypatch):
-    """As --compile has it on a GPU; without that flag, and on a CPU, nothing is compiled."""
+    """With --compile on a GPU; else nothing is compiled."""
     moved = []
     for devices, compile in (((), True), (("cpu",), False), (("cpu",), True)):
         monkeypatch.setattr(optim, "COMPILE_ON", devices)
         torch.manual_seed(0)
         model = GPT(GPTConfig(vocab_size=64, n_layer=1, n_head=2, n_embd=32, block_size=8))
-        _, muon = optim.build(model, "muon", 0.01, compile=compile)
+        _, muon = optim.build(model, "muon", 0.01, hardware=SimpleNamespace(compile=compile, dtype="auto"))
         assert muon.is_compiled == (devices == ("cpu",) and compile)
         for i, p in enumerate(model.parameters()):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
@@ -96,7 +97,7 @@ def test_muon_s_update_is_the_same_in_fp32_but_for_rounding():
 
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e6])            # of fp16 the first is 0 and the last infinite
 def test_muon_in_fp16_takes_gradients_of_any_size(monkeypatch, size):
-    """Of cards without bf16; Turing's tensor cores multiply fp16 alone."""
+    """For cards without bf16, such as Turing."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device.index else (8, 0))
     assert optim.muon_dtype(torch.device("cuda:1")) == torch.float16 and optim.muon_dtype(torch.device("cuda:0")) == torch.bfloat16
     gradient = size * torch.randn(2, 32, 96, generator=torch.Generator().manual_seed(0))
@@ -112,8 +113,8 @@ def test_muon_in_fp16_takes_gradients_of_any_size(monkeypatch, size):
     assert 0 < (exact - rounded).norm() < 0.01 * exact.norm()
 
 
-def test_ranks_with_the_same_gradients_share_muon_s_work():
-    """Two of five matrices go to one rank and three to the other; all weights are those of one process."""
+def test_ddp_ranks_divide_muon_s_matrices():
+    """Two of five matrices go to one rank, three to the other; weights equal those of one process."""
     program = """
 import torch
 from runtime import distributed, optim
@@ -126,7 +127,7 @@ def counted(x, **knobs):
 optim.newton_schulz = counted
 weights = []
 for devices in ((), ("cpu",)):
-    optim.SPREAD_ON = devices
+    optim.DIVIDE_ON = devices
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.nn.Parameter(torch.zeros(16, 24)) for _ in range(5)]
     muon = optim.Muon(matrices, lr=0.1)

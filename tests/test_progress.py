@@ -1,4 +1,4 @@
-"""Long work has a line on the terminal, which goes at its end; elsewhere nothing is printed."""
+"""Long work has a line on a terminal, erased at its end; elsewhere nothing is printed."""
 import contextlib
 import fcntl
 import os
@@ -28,7 +28,7 @@ from text.tokenizer import Tokenizer
 
 
 class Terminal:
-    """A pseudo-terminal, and what stands on its screen."""
+    """A pseudo-terminal and the text on its screen."""
 
     def __init__(self, columns):
         self.end, terminal = pty.openpty()
@@ -86,7 +86,7 @@ def terminal(monkeypatch):
 
 # --- the line ---
 
-def test_it_counts_and_leaves_nothing(terminal):
+def test_a_line_counts_and_is_erased(terminal):
     with ProgressLine("counting", 200, "sheep", note=lambda: "7% right") as line:
         terminal.until("counting: 0 of 200 sheep (0%)")
         time.sleep(0.2)
@@ -112,7 +112,7 @@ def test_quick_work_shows_nothing(terminal, monkeypatch):
     assert terminal.rows() == []
 
 
-def test_lines_that_are_logged_meanwhile_stand_above_it(terminal, tmp_path):
+def test_logged_lines_stand_above_the_progress_line(terminal, tmp_path):
     run_log = log.Log(tmp_path)
     with contextlib.redirect_stdout(terminal.file), ProgressLine("waiting", 5, "turns") as line:
         for i in range(3):
@@ -145,7 +145,7 @@ def test_nothing_is_drawn_and_no_thread_started(terminal, monkeypatch, where, tm
     if where == "another rank":
         monkeypatch.setenv("RANK", "1")
     if where == "another's process":
-        monkeypatch.setattr(progress, "shared", True)
+        monkeypatch.setattr(progress, "disabled", True)
     threads = threading.active_count()
     for _ in track(range(3), "counting", "sheep"):
         assert threading.active_count() == threads
@@ -165,7 +165,7 @@ def on_a_terminal(program):
     return terminal
 
 
-def test_a_verifier_s_process_leaves_the_run_s_terminal_alone(tmp_path):
+def test_worker_processes_draw_nothing(tmp_path):
     (tmp_path / "slow.py").write_text("""
 import time
 from runtime import progress
@@ -228,13 +228,13 @@ def test_trying_a_micro_batch(terminal):
 
 @pytest.fixture
 def graded(monkeypatch, tmp_path):
-    """Return the path of a task, of which each answer is right."""
+    """Return the path of a task that accepts every answer."""
     monkeypatch.setattr(_pool, "grade", lambda task, question, completion: Grade(1.0, {}, "", None))
     (tmp_path / "right.py").write_text("def reward(question, completion):\n    return 1.0\n")
     return str(tmp_path / "right.py")
 
 
-def test_asking_and_what_is_said_beside_the_count(terminal, graded):
+def test_asking_questions_and_the_note(terminal, graded):
     class Engine:
         progress = SimpleNamespace(tokens_per_s=1234.5)
 

@@ -1,4 +1,4 @@
-"""--parallel=fsdp: each rank has a share of every tensor, and all comes out as on one process."""
+"""--parallel=fsdp: each rank has a slice of every tensor, and results equal those of one process."""
 import shutil
 import sys
 import weakref
@@ -29,7 +29,7 @@ def optimizer_state(out_dir, step=20):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory, text):
-    """A function that gives the folders of a variant's run by one process and by two sharded ranks, made once."""
+    """Return a cached function: variant -> run folders of one process and of two sharded ranks."""
     made = {}
 
     def get(name):
@@ -63,8 +63,8 @@ def test_the_files_are_those_of_one_process(both):
     assert not list(two.rglob("*.pt"))
 
 
-def test_it_begins_with_the_weights_of_one_process(tmp_path, text):
-    """Bit for bit, after a step that moves nothing."""
+def test_initial_weights_are_those_of_one_process(tmp_path, text):
+    """Bit for bit, after a step with learning rate 0."""
     knobs = KNOBS | dict(max_steps=1, learning_rate=0, min_lr=0, optimizer="adamw")
     trained(tmp_path / "one", text, **knobs)
     trained(tmp_path / "three", text, ranks=2, parallel="fsdp", **knobs)
@@ -83,7 +83,7 @@ def test_four_ranks_on_two_nodes(both, tmp_path, text):
 
 
 @pytest.mark.parametrize("ranks, how", [(1, {}), (2, {}), (4, {}), (2, {"parallel": "ddp"})], ids=str)
-def test_it_goes_on_with_any_number_of_ranks_sharded_or_not(both, tmp_path, text, ranks, how):
+def test_a_sharded_run_resumes_with_any_number_of_ranks_sharded_or_not(both, tmp_path, text, ranks, how):
     _, two = both("muon")
     out = tmp_path / "a"
     shutil.copytree(two, out)
@@ -97,7 +97,7 @@ def test_it_goes_on_with_any_number_of_ranks_sharded_or_not(both, tmp_path, text
     assert largest_difference(optimizer_state(out), optimizer_state(two)) <= exact
 
 
-def test_a_run_that_was_whole_goes_on_sharded(both, tmp_path, text):
+def test_an_unsharded_run_resumes_sharded(both, tmp_path, text):
     one, _ = both("adamw")
     out = tmp_path / "a"
     shutil.copytree(one, out)
@@ -123,7 +123,7 @@ def test_adapters(both, tmp_path, text):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_other_precisions(tmp_path, text, dtype):
-    """Their rounding is not one process's: weights are gathered in bf16, and each rank sums its own."""
+    """Rounding differs from one process's: weights are gathered in bf16, and each rank sums its own part."""
     knobs = KNOBS | dict(dtype=dtype, max_steps=10)
     trained(tmp_path / "one", text, **knobs)
     trained(tmp_path / "two", text, ranks=2, parallel="fsdp", **knobs)
@@ -133,7 +133,7 @@ def test_other_precisions(tmp_path, text, dtype):
     assert scale[0] == scale[1] and bool(scale[0]) == (dtype == "fp16")
 
 
-def test_examples_of_which_ranks_have_unequal_numbers_of_micro_batches(both, tmp_path):
+def test_ranks_with_unequal_numbers_of_micro_batches(both, tmp_path):
     import json
     from test_examples import TUNE
     rows = [[f"{i} and {i}?", i + i, f"{'so ' * (i % 5)}{i} + {i} = {i + i}"] for i in range(10)]
@@ -154,7 +154,7 @@ def test_examples_of_which_ranks_have_unequal_numbers_of_micro_batches(both, tmp
 @pytest.mark.parametrize("knobs", [dict(beta=0.1, tis_cap=2.0), dict(beta=0.1, lora_rank=4, learning_rate=0.03, gradient_checkpointing=True)],
                          ids=["whole", "lora"])
 def test_grpo(both, tmp_path, knobs):
-    """The engine has the same weights after each step, so the same answers are sampled and the same is learnt."""
+    """The engine has the same weights after each step, so completions and updates are equal."""
     from test_grpo import GRPO, TASK
     (tmp_path / "letters.py").write_text(TASK)
     base, _ = both("muon")
@@ -186,7 +186,7 @@ def double(matrices):
     return 2 * matrices
 mine = sharding.rows_of(distributed.rank(), 3, 7)
 mesh = torch.distributed.init_device_mesh("cpu", (3,))
-result = sharding.by_owners(whole[:, mine], 7, mesh, double)
+result = sharding.map_sharded(whole[:, mine], 7, mesh, double)
 assert torch.equal(result, 2 * whole[:, mine])
 said = distributed.gather(computed)
 if distributed.is_main():
@@ -205,8 +205,8 @@ def test_rows_are_cut_as_torch_cuts_them(n, ranks):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_checkpoint_has_one_whole_tensor_in_memory_at_a_time(tmp_path, monkeypatch, fails):
-    """However it ends, all are gathered: other ranks take part in that."""
+def test_a_checkpoint_gathers_one_tensor_at_a_time(tmp_path, monkeypatch, fails):
+    """All tensors are gathered even if writing fails: other ranks take part."""
     alive, most, gathered = weakref.WeakSet(), [], []
 
     def gather(tensor):
@@ -229,7 +229,7 @@ def test_a_checkpoint_has_one_whole_tensor_in_memory_at_a_time(tmp_path, monkeyp
         assert largest_difference(checkpoint.load_weights(tmp_path, 1), weights) == 0
 
 
-def test_memory_is_a_share_of_it(monkeypatch):
+def test_memory_estimate_of_a_shard(monkeypatch):
     config = GPTConfig(vocab_size=1000, block_size=64, n_layer=4, n_head=4, n_embd=256)
     size = 4 * memory.n_params(config)
     monkeypatch.setattr(memory, "available", lambda device: size / 3)
@@ -238,7 +238,7 @@ def test_memory_is_a_share_of_it(monkeypatch):
     memory.check_weights(config, "cpu", ranks=4)
 
 
-def test_one_process_has_everything():
+def test_one_process_does_not_shard():
     hw = hardware.setup("cpu", dtype="fp32")
     model = GPT(GPTConfig(vocab_size=99, block_size=16, n_layer=1, n_head=2, n_embd=16))
     assert sharding.build(lambda device: model, hw, "fsdp") is model and not distributed.is_spread(model)
@@ -253,7 +253,7 @@ def test_one_process_has_everything():
     (dict(parallel="fsdp", compile_mode="reduce-overhead"), "can't be in one"),
     (dict(sum_locally=True), "--sum_locally is about weights that are shared"),
 ], ids=str)
-def test_bad_knobs_are_one_sentence(capsys, tmp_path, knobs, said):
+def test_bad_options_are_one_sentence(capsys, tmp_path, knobs, said):
     with pytest.raises(BadInput, match=said):
         cfg = config.load(train.Config, flags(**TINY | knobs, out_dir=tmp_path / "a"))
         train.check(cfg)
@@ -262,7 +262,7 @@ def test_bad_knobs_are_one_sentence(capsys, tmp_path, knobs, said):
             config.load(grpo.Config, flags(**knobs))
 
 
-def test_a_reference_that_is_shared_can_t_wait_elsewhere():
+def test_a_sharded_reference_model_can_not_be_offloaded():
     with pytest.raises(BadInput, match="--offload_reference moves a whole model"):
         grpo.check(config.load(grpo.Config, ["--init_from=x", "--parallel=fsdp", "--offload_reference", "--beta=0.1"]))
 

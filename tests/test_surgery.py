@@ -1,4 +1,4 @@
-"""Gradient surgery against the algorithm as it is published, and in runs of grpo.py."""
+"""PCGrad against the published algorithm, and in runs of grpo.py."""
 import math
 import shutil
 import sys
@@ -18,7 +18,7 @@ from test_grpo import GRPO, TASK, base, learn, letters, lines, one_thread, same,
 
 
 def directly(gradients, orders):
-    """PCGrad as algorithm 1 of Yu et al. 2020 has it, on the gradients themselves."""
+    """Return PCGrad's gradient, by algorithm 1 of Yu et al. 2020 on the gradients themselves."""
     total = torch.zeros_like(gradients[0])
     for i, order in enumerate(orders):
         mine = gradients[i].clone()
@@ -30,7 +30,7 @@ def directly(gradients, orders):
 
 
 def some(kind, K, seed=0):
-    """K gradients of 20 numbers, float64 [K, 20]."""
+    """Return K gradients, float64 [K, 20]."""
     generator = torch.Generator().manual_seed(100 * K + seed)
     gradients = torch.randn(K, 20, generator=generator, dtype=torch.float64)
     if kind == "zero":
@@ -49,7 +49,7 @@ KINDS = ("random", "zero", "duplicates", "opposites", "unlike in size")
 
 @pytest.mark.parametrize("K", range(2, 7))
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_coefficients_is_the_algorithm_itself(kind, K):
+def test_coefficients_equal_the_published_algorithm(kind, K):
     for seed in range(20):
         gradients = some(kind, K, seed)
         orders = [torch.randperm(K, generator=torch.Generator().manual_seed(seed + i)).tolist() for i in range(K)]
@@ -59,8 +59,8 @@ def test_by_coefficients_is_the_algorithm_itself(kind, K):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_coefficients_is_torchjd(kind):
-    """Which draws its orders from the global generator."""
+def test_coefficients_equal_torchjd(kind):
+    """torchjd draws its orders from the global generator."""
     weighting = pytest.importorskip("torchjd.aggregation", reason="pip install torchjd").PCGradWeighting()
     for K in range(2, 7):
         gradients = some(kind, K)
@@ -72,7 +72,7 @@ def test_by_coefficients_is_torchjd(kind):
         assert (ours - expected).norm() <= 1e-12 * gradients.norm()
 
 
-def test_without_a_conflict_it_is_the_sum():
+def test_without_conflicts_coefficients_are_one():
     gradients = some("random", 4).abs()
     orders = [[3, 2, 1, 0]] * 4
     assert torch.equal(project(gradients @ gradients.T, orders), torch.ones(4, dtype=torch.float64))
@@ -81,7 +81,7 @@ def test_without_a_conflict_it_is_the_sum():
 # --- on a model ---
 
 def lent(kind="pcgrad", buffers="device", domains=("a", "b", "c"), seed=0, scale=1.0):
-    """A PCGrad on two small layers, and these."""
+    """Return a PCGrad on two small layers, the layers and the run."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
     cfg = grpo.Config(surgery=kind, surgery_buffers=buffers, seed=seed)
@@ -109,7 +109,7 @@ def step_of(surgery, model, sign=1.0):
 
 
 @pytest.mark.parametrize("buffers, off", [("device", 1e-6), ("cpu", 1e-6), ("bf16", 1e-2)])
-def test_without_conflicts_a_step_is_that_of_all_together(buffers, off):
+def test_without_conflicts_a_step_equals_the_plain_one(buffers, off):
     plain = step_of(None, lent()[1])
     surgery, model, _ = lent(buffers=buffers)
     operated = step_of(surgery, model)
@@ -118,7 +118,7 @@ def test_without_conflicts_a_step_is_that_of_all_together(buffers, off):
     assert surgery.figures["surgery/norm_before"] == pytest.approx(plain.norm().item(), rel=off)
 
 
-def test_with_conflicts_it_is_not_and_does_what_the_algorithm_says():
+def test_with_conflicts_a_step_follows_the_algorithm():
     surgery, model, _ = lent()
     kept = []
     take = surgery.take
@@ -138,7 +138,7 @@ def test_with_conflicts_it_is_not_and_does_what_the_algorithm_says():
     assert surgery.figures["surgery/norm_after"] == pytest.approx(expected.norm().item())
 
 
-def test_orders_are_of_seed_step_and_optimizer_step():
+def test_orders_depend_on_seed_step_and_optimizer_step():
     def orders(seed, steps):
         surgery, _, run = lent(seed=seed, domains="abcdef")
         found = []
@@ -152,8 +152,8 @@ def test_orders_are_of_seed_step_and_optimizer_step():
     assert all(sorted(order) == list(range(6)) for order in first[0])
 
 
-def test_a_gradient_that_is_not_finite_makes_the_whole_so():
-    """So that the step is skipped, as any other is."""
+def test_a_non_finite_gradient_spreads():
+    """So the step is skipped like any other."""
     surgery, model, _ = lent()
     assert not step_of(surgery, model, sign=float("nan")).isfinite().all()
     assert math.isnan(surgery.figures["surgery/norm_before"])                # and not 0
@@ -170,7 +170,7 @@ def test_memory_is_a_gradient_for_each_domain(buffers, a_number):
     assert sum(g.numel() * g.element_size() for g in taken) == a_number * numbers
 
 
-def test_the_loss_scale_is_taken_out_of_what_is_logged():
+def test_logged_norms_exclude_the_loss_scale():
     plain, model, _ = lent()
     step_of(plain, model)
     scaled, model, _ = lent(scale=0.5)
@@ -192,7 +192,7 @@ def mixed(tmp_path_factory):
     return f"{write(folder, TASK)}+{write(folder, OTHER, 'others.py')}"
 
 
-def test_conflicts_are_found_and_taken_out(learn, mixed):
+def test_conflicts_are_projected_out(learn, mixed):
     plain = learn("plain", task=mixed, max_steps=2)
     operated = learn("operated", task=mixed, max_steps=2, surgery="pcgrad")
     first, second = lines(plain)[0], lines(operated)[0]
@@ -205,14 +205,14 @@ def test_conflicts_are_found_and_taken_out(learn, mixed):
 
 
 @pytest.mark.parametrize("knobs", [dict(), dict(mini_batches=2, inner_epochs=2, beta=0.1), dict(tokens_per_micro_batch=32)], ids=str)
-def test_a_single_task_has_nothing_to_operate_on(learn, letters, knobs):
+def test_a_single_task_is_unchanged(learn, letters, knobs):
     plain = learn("plain", max_steps=2, **knobs)
     operated = learn("operated", max_steps=2, surgery="pcgrad", **knobs)
     assert same(weights(plain, 2), weights(operated, 2)) and "surgery/conflicts" not in lines(operated)[0]
 
 
-def test_a_mixture_goes_on_bit_for_bit(learn, mixed):
-    """Stopped on the way, with surgery, several optimizer steps and questions that rest."""
+def test_a_mixture_resumes_bit_for_bit(learn, mixed):
+    """Stopped midway, with PCGrad, several optimizer steps and skipped questions."""
     knobs = dict(task=mixed, surgery="pcgrad", mini_batches=2, skip_solved=1, max_steps=6, save_interval=3)
     whole = learn("whole", **knobs)
     stopped = learn("stopped", **knobs)

@@ -1,4 +1,4 @@
-"""What a run leaves for those who watch it: TensorBoard, Weights & Biases, curves."""
+"""TensorBoard, Weights & Biases and plots of a run."""
 import json
 import sys
 
@@ -30,7 +30,7 @@ def test_tensorboard_gets_the_numbers_of_metrics_jsonl(tmp_path, text):
     assert not unknown(tmp_path / "a")
 
 
-def test_weights_and_biases_gets_a_run_of_its_own_that_a_resumed_one_continues(tmp_path, text):
+def test_a_resumed_run_continues_its_weights_and_biases_run(tmp_path, text):
     pytest.importorskip("wandb")
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     trained(tmp_path / "a", text, wandb=True, max_steps=4, env=offline)
@@ -58,33 +58,33 @@ def test_curves_of_two_runs(tmp_path, text, x):
     assert image.startswith(b"\x89PNG") and len(image) > 20_000
 
 
-def test_a_file_that_matplotlib_did_not_draw_is_not_drawn_over(tmp_path):
+def test_files_by_others_are_not_overwritten_by_plots(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n')
     for name in ("curves.png", "a.pdf"):
         knobs = [str(tmp_path)] + ([f"--output={tmp_path / name}"] if name != "curves.png" else [])
         assert curves.main(knobs) == curves.main(knobs) == 0             # its own is replaced
         (tmp_path / name).write_bytes(b"precious")
-        with pytest.raises(BadInput, match=f"{name} is there"):
+        with pytest.raises(BadInput, match=f"{name} exists"):
             curves.main(knobs)
         assert (tmp_path / name).read_bytes() == b"precious"
 
 
-def test_a_run_is_drawn_and_told_beside_the_seeds_of_a_recipe(tmp_path, capsys):
+def test_a_run_is_compared_with_recorded_seeds(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     rows = [{"step": 0, "config": {}}, *({"step": step, "loss": 0.0, "reward": 0.9, "entropy": 0.01} for step in (1, 2, 3))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert curves.main([str(tmp_path), "--expected=quickstart_grpo"]) == 0
     seeds = [row[2] for row in curves.recorded("quickstart_grpo")["reward"]["runs"]]
     assert f"{tmp_path}: reward 0.9 at step 3, seeds {min(seeds):.3g} to {max(seeds):.3g}; " in capsys.readouterr().out
-    for knobs, words in ((["--expected=nothing"], "choose chess_mini"), (["--expected=cpu_small", "--x=time"], "is about steps")):
+    for knobs, words in ((["--expected=nothing"], "choose chess_mini"), (["--expected=cpu_small", "--x=time"], "needs --x=steps")):
         with pytest.raises(BadInput, match=words):
             curves.main([str(tmp_path), *knobs])
 
 
-def test_what_can_not_be_drawn_is_one_sentence(tmp_path):
+def test_plot_errors_are_one_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "config": {}}) + "\n" + '{"step": 1, "lo')
-    for arguments, words in (((), "Which runs"), ((tmp_path / "none",), "not the folder of a run"), ((tmp_path,), "no step yet"),
+    for arguments, words in (((), "No run is given"), ((tmp_path / "none",), "not a run folder"), ((tmp_path,), "no step yet"),
                              ((tmp_path, "--x=epochs"), "should be steps, tokens or time")):
         done = plot(*arguments)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1

@@ -385,7 +385,7 @@ def check_output(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except BadInput:
-        raise config.in_the_way(path, "studies.gpu.run's") from None
+        raise config.would_overwrite(path, "studies.gpu.run's") from None
     except OSError as e:
         raise BadInput(f"{path} can't be written ({e.strerror}): name another file with --output=.") from None
 
