@@ -44,7 +44,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
     hints = typing.get_type_hints(Config)
     given = {}
     for arg in argv:
-        if any("\ud800" <= c <= "\udfff" for c in arg):
+        if any("\ud800" <= c <= "\udfff" for c in arg):       # undecodable bytes
             raise BadInput(f"{ascii(arg)} is not UTF-8: encode it as UTF-8.")
         if arg in ("-h", "--help"):
             print(help_text(Path(inspect.getfile(Config)).read_text(encoding="utf-8")))

@@ -387,8 +387,8 @@ def test_old_runs_and_missing_metrics_are_no_error(tmp_path):
 
 
 def test_a_long_history_stays_short():
-    doctor = Doctor([START, *lines(checks.MOST + 200)])
-    assert len(doctor.run.steps) <= checks.MOST and doctor.run.steps[0]["step"] == 1
+    doctor = Doctor([START, *lines(checks.MAX_LINES + 200)])
+    assert len(doctor.run.steps) <= checks.MAX_LINES and doctor.run.steps[0]["step"] == 1
 
 
 def test_no_run_is_a_sentence(tmp_path, capsys):

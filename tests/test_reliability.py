@@ -68,7 +68,7 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_folder(tmp_path, text
     try:
         done = run(tmp_path / "a", text, **knobs)
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert f"Another run is writing {tmp_path / 'a'} (Held by process {first.pid} on " in done.stderr
+        assert f"Another run is writing to {tmp_path / 'a'} (Held by process {first.pid} on " in done.stderr
         with pytest.raises(BadInput, match="Another run is writing"):      # both began at once, and saw an empty folder
             checkpoint.open_run(tmp_path / "a", {}, {})
         assert first.poll() is None
@@ -93,7 +93,7 @@ def test_a_process_may_take_its_lock_again_and_release_it(tmp_path):
     lock.take(path, tmp_path)
     lock.take(path, tmp_path)
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from runtime import lock; lock.WAIT = 0; lock.take({str(path)!r}, 'it')"
-    assert "Another run is writing it (Held by process" in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
+    assert "Another run is writing to it (Held by process" in subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
     pid = os.fork()
     if not pid:                                              # a loader, say: what it closes stays locked
         os._exit(len(lock.held))

@@ -177,7 +177,7 @@ def test_muon_s_matrices_are_computed_by_one_rank_each():
     program = f"""
 import sys, torch
 sys.path.insert(0, {str(ROOT)!r})
-from runtime import distributed, sharding
+from runtime import distributed, parallel as sharding
 distributed.init()
 whole = torch.arange(5 * 7 * 3.0).view(5, 7, 3)
 computed = []
