@@ -146,19 +146,14 @@ def never_ends(run):
     if share is None or share < 0.5:
         return None
     limit = run.config.get("max_new_tokens")
-    later = run.last("ends_later")
     first = first_value(run, "truncated")
     if temperature_advice(run):
         why = f"; {temperature_advice(run)}"
     elif first < 0.25 and (run.mean("reward") or 0) <= first_value(run, "reward"):
         why = f", {first:.0%} did at the first step, and the reward has not improved: {restart_advice(run)}"
-    elif later is None:
-        why = ": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end"
-    elif later:
-        why = f"; a few were continued, and {later:.0%} of them ended: raise --max_new_tokens"
     else:
-        why = ("; a few were continued, and none ended, so the model has not learned to stop: fine-tune on "
-               "answers that end, or set the task's STOP to a text that the model writes")
+        why = (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, or set "
+               "the task's STOP to a text that the model writes")
     return f"{share:.0%} of the completions reach --max_new_tokens={limit} without ending{why}."
 
 

@@ -198,8 +198,6 @@ def vitals(cfg, run, pipeline, groups, metrics):
         found["error"] = next((c.grade.error for c in completions if c.grade.error), None)
     if metrics["zero_variance"] >= 0.9:
         found["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
-    if metrics["truncated"] >= 0.5 and (run.step == 1 or run.step % (5 * cfg.log_interval) == 0):
-        found["ends_later"] = ends_later(cfg, run, pipeline, completions)
     return found
 
 
@@ -214,33 +212,6 @@ def paid_elsewhere(pipeline, groups):
     grades = pipeline.pool.score([(question, c.text) for c, question in answers[:8]])
     same = [grade.score == c.grade.score for grade, (c, _) in zip(grades, answers) if not grade.error]
     return fmean(same) if same else None
-
-
-def ends_later(cfg, run, pipeline, completions):
-    """Return the share of three completions that were cut off which end if the model goes on; None if there are
-    none, there is no room, going on would take longer than the step, or the model is sharded."""
-    cut_off = [c for c in completions if not c.finished][:3]
-    if not cut_off or cfg.parallel != "ddp":
-        return None
-    longest = max(len(c.prompt) + len(c.ids) for c in cut_off)
-    # Without a cache each token computes all that stands before it. Three completions that go on by n compute
-    # about 3 n longest positions, and an update three times (forward and backward) those of the step.
-    of_the_step = sum(len(c.prompt) + len(c.ids) for c in completions)
-    n = min(run.model.config.block_size - longest, 256, of_the_step // longest)
-    if n < 16:
-        return None
-    # Not the generator that training draws from.
-    generator = torch.Generator(run.hardware.device).manual_seed(run.step)
-    ended = 0
-    for c in cut_off:
-        ids = torch.tensor([c.prompt + c.ids], device=run.hardware.device)
-        with run.hardware.autocast():
-            longer = run.model.generate(ids, n, cfg.temperature, generator=generator)
-        longer = longer[0, len(c.prompt):].tolist()
-        stop = pipeline.task.stop
-        ended += (any(token in pipeline.tokenizer.stop for token in longer[len(c.ids):])
-                  or bool(stop) and stop in pipeline.tokenizer.decode(longer))
-    return ended / len(cut_off)
 
 
 def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
