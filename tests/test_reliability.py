@@ -245,7 +245,7 @@ def test_no_damage_ends_in_a_traceback_or_in_other_weights(tmp_path, text, done_
         if append:
             assert "could not be read and are left out" in capsys.readouterr().out
     (out / "model.json").rename(tmp_path / "model.json")
-    with pytest.raises(BadInput, match="a run's folder without its model.json"):
+    with pytest.raises(BadInput, match="is a run folder without model.json"):
         train.main([f"--out_dir={out}", "--init_from=resume", "--device=cpu"])
     (tmp_path / "model.json").rename(out / "model.json")
     for name in ("model.json", "config.json"):               # without a copy to fall back on
