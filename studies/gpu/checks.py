@@ -25,7 +25,7 @@ from engine import Engine
 from engine.gpu import CUDAGraph
 from layers.ops import ATTENTION, SDPA_WITH_MASK
 from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
-from measure.report import outcome, tell
+from measure.report import outcome, print_record
 from measure.synthetic import SHAPES
 from model import GPTConfig, blank
 from runtime import config, guard, hardware
@@ -140,7 +140,7 @@ def check_card(cfg, hw):
         commit=facts["commit"],
         date=facts["date"],
     )
-    tell(**outcome(hw.name, figures=figures))
+    print_record(**outcome(hw.name, figures=figures))
 
 
 def check_ceilings(cfg, hw):
@@ -148,12 +148,12 @@ def check_ceilings(cfg, hw):
         tflops = matmul_peak(hw, name) / 1e12
         nominal = hw.peaks.get(name)
         figures = {"tflops": tflops, "nominal_tflops": nominal, "of_nominal": nominal and tflops / nominal}
-        tell(**outcome(f"products, {name}", figures=figures))
+        print_record(**outcome(f"products, {name}", figures=figures))
     gb_per_s = read_bandwidth(hw) / 1e9
     nominal = hw.bandwidth and 1e3 * hw.bandwidth
     share = nominal and gb_per_s / nominal
     figures = {"gb_per_s": gb_per_s, "nominal_gb_per_s": nominal, "of_nominal": share}
-    tell(**outcome("reading memory", figures=figures))
+    print_record(**outcome("reading memory", figures=figures))
 
 
 def time_attention(hw, shape):
@@ -193,7 +193,7 @@ def check_attention(cfg, hw):
         if problem:
             lacks = "No available kernel" in problem or "No viable backend" in problem
             status = "skipped" if lacks else "failed"
-        tell(**outcome(name, status, figures=figures, error=problem))
+        print_record(**outcome(name, status, figures=figures, error=problem))
 
 
 def both_ways(engine):
@@ -252,11 +252,11 @@ def check_decoding(cfg, hw):
                 error = ((found - expected).norm() / expected.norm()).item()
                 figures = {"ms": 1e3 * once.seconds(), "calls": CALLS, "off_mask": error}
                 problem = None if error <= TOLERANCE else f"off by {error:.1%} from the mask's"
-                tell(**outcome(case, "failed" if problem else "ok", figures=figures, error=problem))
+                print_record(**outcome(case, "failed" if problem else "ok", figures=figures, error=problem))
             except Exception as e:           # no such kernel here, or none that a graph can hold
                 expected_to_run = way == "mask" and hw.device.type == "cuda"
                 status = "failed" if expected_to_run else "skipped"
-                tell(**outcome(case, status, error=f"{type(e).__name__}: {e}".splitlines()[0][:200]))
+                print_record(**outcome(case, status, error=f"{type(e).__name__}: {e}".splitlines()[0][:200]))
 
 
 CHECKS = {
