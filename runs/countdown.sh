@@ -65,7 +65,7 @@ stage rft "$python" train.py config/countdown_rft.py --init_from="$out/base" --d
     --out_dir="$out/rft" --seed="$seed" $device --resume=auto
 stage grpo $per_core grpo.py config/countdown_grpo.py $ask --init_from="$out/rft" --out_dir="$out/grpo" \
     --seed="$seed" --resume=auto \
-    ${grpo:+--max_steps="$grpo" --num_questions=$((32 * grpo)) --eval_interval="$grpo"}             # 32 a step
+    ${grpo:+--max_steps="$grpo" --num_questions=$((32 * grpo)) --eval_interval="$grpo"}            # 32 a step
 stage greedy evaluate greedy $models
 stage sampled evaluate sampled $models --num_samples=8 --temperature=1
 # these answers select the problems that the base fails; the sampled ones then compare the models on them
