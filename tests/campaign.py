@@ -100,7 +100,8 @@ def argv(stage, folder, out):
     base = folder / "base"
     if stage == "train":
         return flags(**TINY | saves | dict(dataset=folder / "text.txt", data_dir=folder / "tokens",
-                                           dropout=0.1, max_steps=6, tokenizer=folder / "tokenizer", out_dir=out))
+                                           tokenizer=folder / "tokenizer", dropout=0.1, max_steps=6,
+                                           out_dir=out))
     if stage == "rft":
         return flags(dataset=folder / "examples.json", init_from=base, lora_rank=2, batch_size=4, prompt="{}",
                      num_epochs=0.6, valid_share=0.2, learning_rate=0.01, out_dir=out, **saves)
