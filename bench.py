@@ -148,9 +148,8 @@ def script_config_class(stage):
 
 
 def split_arguments(argv):
-    """Split argv into (bench.py's arguments, those of the stage's script).
-
-    An option that both have goes to the script, except OWN_OPTIONS."""
+    """Split argv into (bench.py's arguments, those of the stage's script). An option that both have goes to
+    the script, except OWN_OPTIONS."""
     stages = [arg.removeprefix("--stage=") for arg in argv if arg.startswith("--stage=")]
     stage = stages[-1] if stages else Config.stage
     script_options = set()

@@ -5,8 +5,7 @@
 353,554,432 parameters; 1310.7M tokens, 11.11 epochs of WikiText-103.
 Memory, computed: 23.6 GiB at a micro-batch of 16 without torch.compile, which needs less.
 Time, computed: 377 minutes on one A100 at 45% MFU.
-Goal: below a100_production's perplexity; eleven epochs overfit, hence dropout and patience. Not run on a GPU
-yet.
+Goal: below a100_production's perplexity; eleven epochs overfit: dropout and patience. Not run on a GPU yet.
 The guide with this shape calls it 355M and expects 8 hours, 55 GB, and a token perplexity below 500.
 """
 out_dir = "out/a100_max"

@@ -1,5 +1,4 @@
-"""A byte-level model of chess as an environment, from scratch on a CPU: position and move to the new
-position.
+"""A byte-level model of chess as an environment (position, move -> new position), from scratch on a CPU.
 
     python train.py config/chess_mini.py
     python eval.py out/chess_mini --task=chess_world:A --num_questions=1000 --max_new_tokens=120

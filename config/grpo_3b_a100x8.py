@@ -1,5 +1,4 @@
-"""GRPO of a 3B model on GSM8K with eight A100s: FSDP for training, and a full bf16 copy on each card for
-sampling.
+"""GRPO of a 3B model on GSM8K with eight A100s: FSDP for training, a bf16 copy on each card for sampling.
 
     torchrun --nproc_per_node=8 grpo.py config/grpo_3b_a100x8.py
 

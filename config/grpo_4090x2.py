@@ -6,8 +6,7 @@
 
 The settings of the RookWorld plan: 8 prompts x 8 samples on each card, bf16, four reward workers,
 torch.compile, a KL term with the reference model offloaded to CPU memory. Its targets, for 8 x 8 on two
-cards, are 4 to 5 s a step and less than 3 GB a card (rollout_s, update_s and peak_memory_gb in the log). Not
-run on a GPU yet.
+cards, are 4 to 5 s a step and less than 3 GB a card. Not run on a GPU yet.
 """
 init_from = "out/chess_124m"
 out_dir = "out/grpo_4090x2"

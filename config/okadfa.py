@@ -1,5 +1,4 @@
-"""OKADFA's three parts (docs/okadfa.md), after any configuration of train.py: kernel attention, feedback
-alignment, orthogonality penalty.
+"""OKADFA's three parts, after any configuration of train.py (docs/okadfa.md).
 
     python train.py config/a100_fast.py config/okadfa.py --out_dir=out/okadfa_fast
     python train.py config/a100_max.py config/okadfa.py --out_dir=out/okadfa_max --dataset=FOLDER

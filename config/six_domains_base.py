@@ -1,5 +1,4 @@
-"""Pretraining on six domains on two cores: a byte-level model from scratch on worked examples, three in ten
-wrong.
+"""Pretraining on six domains on two cores: a byte-level model of worked examples, three in ten wrong.
 
     bash runs/domains.sh                     this, rejection sampling, fine-tuning and GRPO on all six
     python train.py config/six_domains_base.py

@@ -1,5 +1,4 @@
-"""config/a100_fast.py for a T4, the GPU of free notebooks (16 GB, no bf16): fp16 with loss scaling, smaller
-micro-batches.
+"""config/a100_fast.py for a free notebook's T4 (16 GB, no bf16): fp16, loss scaling, smaller micro-batches.
 
     python train.py config/t4_fp16.py
 

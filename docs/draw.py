@@ -34,11 +34,8 @@ def save(figure, name):
 def quickstart():
     """Draw the accuracy after each stage: a bar for the mean of the seeds, a dot for each seed."""
     seeds = recorded("quickstart_seeds")["seeds"].values()
-    stages = {
-        "base": "pretrained",
-        "rft": "tuned on its own\nverified answers",
-        "grpo": "after reinforcement\nlearning",
-    }
+    stages = {"base": "pretrained", "rft": "tuned on its own\nverified answers",
+              "grpo": "after reinforcement\nlearning"}
     ways = {"greedy": "greedy", "sampled": "one sample at T = 1", "pass_at_8": "best of 8 samples"}
     figure, axes = plt.subplots(figsize=(8, 3.6))
     for i, (way, label) in enumerate(ways.items()):

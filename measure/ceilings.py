@@ -154,10 +154,9 @@ def git_commit():
 
 
 def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
-    """Return (least seconds of sampling, of these the decoding steps' seconds, samples in flight).
-
-    Prefill is counted as FLOPs at the measured matmul speed; each decoding step as bytes of weights and KV
-    cache at the measured bandwidth. new: tokens of each sample."""
+    """Return (least seconds of sampling, of these the decoding steps' seconds, samples in flight). Prefill is
+    counted as FLOPs at the measured matmul speed; each decoding step as bytes of weights and KV cache at the
+    measured bandwidth. new: tokens of each sample."""
     model = on_meta(c)
     in_flight = min(slots, prompts * samples)
     dtype = hw.sampling_dtype

@@ -208,9 +208,8 @@ def table_row(name, options, runs, before, first, ladder):
 
 
 def bench_ladder(cfg, hw, work, script_args, log):
-    """Measure --ladder or --ablate: each row runs the script with other options, the same seed and data.
-
-    A row whose run had the same settings as the row it is compared with (torch.compile failed, say) is left
+    """Measure --ladder or --ablate: each row runs the script with other options, the same seed and data. A
+    row whose run had the same settings as the row it is compared with (torch.compile failed, say) is left
     out; a row that fails keeps the runs before the failure."""
     own_rows = {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}
     given = {option: getattr(work.config, option) for option in script_args.given - own_rows}

@@ -38,10 +38,8 @@ PEERS = {
 
 
 def chosen(stage, asked):
-    """Return the names of the peers to run.
-
-    asked: False, True (all that are installed; the others are reported) or comma-separated names. Raises
-    BadInput for an unknown name or one that is not installed."""
+    """Return the names of the peers to run. asked: False, True (all that are installed; the others are
+    reported) or comma-separated names. Raises BadInput for an unknown name or one that is not installed."""
     if not asked:
         return []
     known = PEERS.get(stage, {})
@@ -72,16 +70,17 @@ def import_transformers():
 # --- sampling, in bench.py's own process ---
 
 class Generate:
-    """transformers' generate: the prompts as one batch, num_return_sequences samples of each."""
-    name = "generate"
+    """transformers' generate: the prompts as one batch, num_return_sequences samples of each. name "static":
+    with a static KV cache, for which transformers compiles the model on a GPU."""
 
-    def __init__(self, folder, hw):
+    def __init__(self, folder, hw, name="generate"):
+        self.name = name
         transformers = import_transformers()
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype)
         self.model = model.to(hw.device).eval()
         self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
         self.device = hw.device
-        if self.name == "static":
+        if name == "static":
             self.options["cache_implementation"] = "static"
 
     def run(self, prompts, samples, new):
@@ -95,19 +94,9 @@ class Generate:
         return out[:, x.shape[1]:].numel()
 
 
-class Static(Generate):
-    """transformers' generate with a static KV cache, for which it compiles the model on a GPU."""
-    name = "static"
-
-
-SAMPLERS = {kind.name: kind for kind in (Generate, Static)}
-
-
 def rejection_sampling(peer, tokenizer, task, questions, prompts, *, samples, new, at_once):
-    """Sample with transformers' generate and return the number of verified completions.
-
-    Each call generates at_once sequences of at most `new` tokens, left-padded, up to the end-of-text
-    token."""
+    """Sample with transformers' generate and return the number of verified completions. Each call generates
+    at_once sequences of at most `new` tokens, left-padded, up to the end-of-text token."""
     verified = 0
     per_call = max(1, at_once // samples)
     options = peer.options | {"pad_token_id": tokenizer.pad}

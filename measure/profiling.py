@@ -11,10 +11,9 @@ from runtime import guard, optim
 
 
 def run_profiled(work, profiler):
-    """Call the script's main in this process, profiling work.steps steps after WARM_UP.
-
-    optim.apply_step, which ends every optimizer step, is wrapped to start and stop the profiler. Raises
-    Failure if the script makes fewer steps."""
+    """Call the script's main in this process, profiling work.steps steps after WARM_UP. optim.apply_step,
+    which ends every optimizer step, is wrapped to start and stop the profiler. Raises Failure if the script
+    makes fewer steps."""
     # optimizer steps in a step of grpo.py
     steps_each = getattr(work.config, "inner_epochs", 1) * getattr(work.config, "mini_batches", 1)
     first = steps_each * WARM_UP
@@ -84,12 +83,8 @@ def bench_profile(cfg, hw, work, script_args, log):
     for row in consumers:
         log(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} "
             f"{row['share']:6.1%}")
-    figures = {
-        "what": work.description,
-        "consumers": consumers,
-        "trace": str(trace),
-        "ms_a_step": ms_per_step,
-    }
+    figures = {"what": work.description, "consumers": consumers, "trace": str(trace),
+               "ms_a_step": ms_per_step}
     if cfg.memory:
         figures["memory"] = memory_consumers(profiler, cuda, work.steps)
         log(f"\n{'memory allocated minus freed':58} {'MiB a step':>12}")

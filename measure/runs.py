@@ -61,10 +61,9 @@ def processes(n):
 
 
 def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
-    """Run a Python process, or several ranks with one thread each, and return its standard output.
-
-    start: a script, or -m and a module. fine: accepted exit codes. env: additional variables. Raises BadInput
-    or Failure with the last line of standard error."""
+    """Run a Python process, or several ranks with one thread each, and return its standard output. start: a
+    script, or -m and a module. fine: accepted exit codes. env: additional variables. Raises BadInput or
+    Failure with the last line of standard error."""
     python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": python_path} | (env or {})
     command = [sys.executable]
@@ -85,7 +84,6 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
 
 def logged_process(command, name, log, cwd=None, **env):
     """Run a process and append its output to the file log. Raises Failure with the last line if it fails.
-
     name: for the error message. env: additional variables."""
     with open(log, "a") as output:
         code = subprocess.run(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT,
@@ -96,12 +94,10 @@ def logged_process(command, name, log, cwd=None, **env):
 
 
 def run_script(work, options=None):
-    """Run the script once and return the figures of its log.
-
-    seconds: of each measured step; step_s: their median; rate: median units a second; fastest: units a second
-    of the fastest step; outside_s: seconds of the process outside of these steps (start, compiling, warm-up,
-    end); sampled: from nvidia-smi; loss: of the last step; grad_norm: of the first; settings: every option,
-    with the value that auto resolved to."""
+    """Run the script once and return the figures of its log. seconds: of each measured step; step_s: their
+    median; rate: median units a second; fastest: units a second of the fastest step; outside_s: seconds of
+    the process outside of these steps (start, compiling, warm-up, end); sampled: from nvidia-smi; loss: of
+    the last step; grad_norm: of the first; settings: every option, with the value that auto resolved to."""
     options = dict(options or {})
     ranks = options.pop("ranks", work.ranks)
     start = time.perf_counter()
@@ -153,9 +149,8 @@ def median_parts(runs, parts):
 
 
 def alternate(sides, repeats, unit, log, warm_up=0):
-    """Alternate between sides {name: function -> rate}; log medians and ratios, and return {name: rates}.
-
-    The first warm_up rounds are dropped; a peer that fails is left out."""
+    """Alternate between sides {name: function -> rate}; log medians and ratios, and return {name: rates}. The
+    first warm_up rounds are dropped; a peer that fails is left out."""
     rates = {name: [] for name in sides}
     for repeat in track(range(warm_up + repeats), "measuring", "turns"):
         for name in list(rates):

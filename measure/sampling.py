@@ -93,10 +93,8 @@ def time_products(engine, rows, length, hw):
 
 @torch.inference_mode()
 def split_time(case, engine, shape, hw):
-    """Return ({part: seconds of a run}, seconds of a step of this shape (B, RowGroups)).
-
-    The parts, each timed on its own, are prefill, decode, and draw where it is not in the step's CUDA
-    graph."""
+    """Return ({part: seconds of a run}, seconds of a step of this shape (B, RowGroups)). The parts, each
+    timed on its own, are prefill, decode, and draw where it is not in the step's CUDA graph."""
     prompts = [(i % engine.slots, prompt[:-1]) for i, prompt in enumerate(case.prompts)]
     prefill, _ = clock(lambda: engine.prefill(prompts), hw)
     run_step(engine, shape)
@@ -205,7 +203,7 @@ def bench_generate(cfg, hw, folder, script_args, log):
     log(f"{model.n_params():,} parameters, {hw.sampling_dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, "
         f"{cfg.max_new_tokens} new tokens a sample; "
         f"measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
-    others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers if name in peers.SAMPLERS]
+    others = [peers.Generate(folder, hw, name) for name in cfg.peers if name in ("generate", "static")]
     cases = []
     rates = {}
     for work in cfg.work.split(","):

@@ -40,10 +40,8 @@ def random_model(c, hw):
 
 
 def write_text(folder, n_vocab, seed, tokens=2**20):
-    """Write train.bin and val.bin in nanoGPT's format, and return the folder.
-
-    The text is learnable: each id has a likely successor, and some ids are common. Uses at most 65,536
-    ids."""
+    """Write train.bin and val.bin in nanoGPT's format, and return the folder. The text is learnable: each id
+    has a likely successor, and some ids are common. Uses at most 65,536 ids."""
     folder = Path(folder)
     rng = np.random.default_rng(seed)
     n = min(n_vocab - 1, 2**16)
@@ -79,7 +77,6 @@ def write_tokenizer(folder, n_vocab):
 
 def suppress_eos(model, eos):
     """Change the weights so that the end-of-text token is never sampled and all sides do the same work.
-
     Channel 0 is 1 in all embeddings and no block writes to it; the head's row for eos is -1000 there."""
     with torch.no_grad():
         model.token_embedding.weight[:, 0] = 1

@@ -100,10 +100,9 @@ def sft_work(cfg, hw, folder, script_args):
 
 
 def bench_training(cfg, hw, folder, script_args, log):
-    """Measure tokens a second within steps, padding excluded.
-
-    nanoRFT's steps include fetching batches, the peers' do not. Peers of train have the same shape and text,
-    peers of sft the same weights, rows and labels; all use AdamW."""
+    """Measure tokens a second within steps, padding excluded. nanoRFT's steps include fetching batches, the
+    peers' do not. Peers of train have the same shape and text, peers of sft the same weights, rows and
+    labels; all use AdamW."""
     make_work = train_work if cfg.stage == "train" else sft_work
     work = make_work(cfg, hw, folder, script_args)
     log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}")

@@ -1,13 +1,10 @@
 #!/usr/bin/env bash
-# Countdown from scratch on two cores: pretrain a small GPT on teachers' searches, fine-tune it on its own
-# verified searches, train it with GRPO, and evaluate it on problems that no teacher solves. Results:
-# docs/countdown.md. No downloads, no GPU.
-#
-#     bash runs/countdown.sh                   39 to 43 minutes on two Zen 5 cores
-#
-# Finished stages are not repeated; a folder is resumed with the options that it was started with. Takes
-# --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=, --asked= (questions of rejection sampling),
-# --num_questions= (of split test; default 500 or all) and --task= (countdown_search:3 is easier).
+# Countdown on two cores (39 to 43 minutes on Zen 5): pretrain a small GPT on teachers' searches, fine-tune it
+# on its own verified searches, train it with GRPO, evaluate it on problems that no teacher solves
+# (docs/countdown.md). Finished stages are not repeated; a folder is resumed with the options that it was
+# started with. Takes --out_dir=, --data_dir=, --seed=, --base_steps=, --grpo_steps=, --asked= (questions of
+# rejection sampling), --num_questions= (of split test; default 500 or all) and --task= (countdown_search:3 is
+# easier).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/countdown data=data seed=0 base= grpo= asked=3600 questions= task=countdown_search

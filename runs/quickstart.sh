@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Install missing packages, then run the pipeline: pretrain a small GPT on worked examples, three in ten
-# wrong; sample many solutions a question and keep verified ones; fine-tune on these; train with GRPO on the
-# verifier's rewards; evaluate each model on 500 unseen questions. No downloads, no GPU. Takes --out_dir=,
-# --data_dir=, --seed=, --base_steps= and --grpo_steps=.
+# wrong; sample many solutions a question; fine-tune on verified ones; train with GRPO; evaluate each model on
+# 500 unseen questions. Takes --out_dir=, --data_dir=, --seed=, --base_steps= and --grpo_steps=.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/quickstart data=data seed=0 base= grpo=

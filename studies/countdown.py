@@ -171,10 +171,9 @@ def beyond(sampled, again, unsolved):
 
 
 def side_by_side(greedy, again, unsolved, n=12):
-    """Return the three models' greedy answers to n questions, in columns.
-
-    Questions that only the last model solves come first: first those that no teacher solves within twice the
-    bytes nor the base in other tries, then those that no teacher solves, then the rest in test order."""
+    """Return the three models' greedy answers to n questions, in columns. Questions that only the last model
+    solves come first: first those that no teacher solves within twice the bytes nor the base in other tries,
+    then those that no teacher solves, then the rest in test order."""
     _, beyond_room = beyond_the_others(again, unsolved)
 
     def rank(question):
@@ -222,9 +221,7 @@ def summarise(folder, known, again):
 
 def draw(summary, intervals, curve, path):
     """Draw accuracy over wall time: a point at the end of each stage, and a curve during reinforcement
-    learning.
-
-    curve: [(seconds since its start, share of right samples)]."""
+    learning. curve: [(seconds since its start, share of right samples)]."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -122,12 +122,8 @@ def cost(folder):
         if lines:
             last = lines[-1]
             update_s = fmean(line["update_s"] for line in lines)
-            result[run.name] = {
-                "steps": last["step"],
-                "seconds": last["seconds"],
-                "peak_memory_gb": last["peak_memory_gb"],
-                "update_s": update_s,
-            }
+            result[run.name] = {"steps": last["step"], "seconds": last["seconds"],
+                                "peak_memory_gb": last["peak_memory_gb"], "update_s": update_s}
             print(f"{run.name:12} {last['step']:4} steps, {last['seconds']:7.1f} s, {update_s:.2f} s an "
                   f"update, {last['peak_memory_gb']:.2f} GB")
     return result

@@ -127,9 +127,8 @@ def folder_of(out, name, options):
 
 
 def result(folder, options):
-    """Return {loss, ppl_token, ppl_word, step_s (of the fastest steps)} of a finished run, else None.
-
-    Raises BadInput if the run has other options, Failure if it rolled back to a lower learning rate."""
+    """Return {loss, ppl_token, ppl_word, step_s (of the fastest steps)} of a finished run, else None. Raises
+    BadInput if the run has other options, Failure if it rolled back to a lower learning rate."""
     if not (folder / "config.json").exists():
         return None
     saved = config.read_saved(folder)

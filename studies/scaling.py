@@ -123,10 +123,9 @@ def pass_memory(shape, rows, checkpointing):
 
 
 def needed(config, n, rows, checkpointing, sampling=None, reference=False, sum_locally=False):
-    """Return {use: bytes} on each of n cards, with AdamW in bf16, sharded if n > 1.
-
-    rows: sequences of block_size in a micro-batch; sampling: (slots, context) of an engine; reference:
-    whether grpo.py --beta keeps a reference model."""
+    """Return {use: bytes} on each of n cards, with AdamW in bf16, sharded if n > 1. rows: sequences of
+    block_size in a micro-batch; sampling: (slots, context) of an engine; reference: whether grpo.py --beta
+    keeps a reference model."""
     model = shape_of(dataclasses.astuple(config))
     P = model.n_params()
     activations, head = pass_memory(dataclasses.astuple(config), rows, checkpointing)

@@ -206,8 +206,8 @@ def attention_by_way(engine):
     positions = torch.randint(engine.context, (B,), **on_device)
     q = torch.randn(B, 1, c.n_head, c.head_dim, dtype=engine.dtype, **on_device)
     keys, values = (cache[0, :B].normal_(**drawn) for cache in (engine.cache.k, engine.cache.v))
-    ways = ("mask", "length")
-    return {way: LayerAttention(way, engine, q, keys, values, positions) for way in ways}
+    inputs = (engine, q, keys, values, positions)
+    return {way: LayerAttention(way, *inputs) for way in ("mask", "length")}
 
 
 class LayerAttention:
