@@ -1,18 +1,18 @@
-"""What this machine can do and what the stages make of it, beside their limits and beside other ways to do
-the same.
+"""Measure each stage on this machine, next to its hardware limit and to other implementations of the same
+work.
 
     python bench.py
         an overview: matrix products, memory, one line a stage (two minutes)
     python bench.py --stage=train config/gpt2_124m.py --batch_size=8
-        any knob of the stage's script may follow bench.py's own
+        bench.py's options and those of the stage's script can be mixed
     python bench.py --stage=train --ladder
-        from the plainest training, one optimisation after the other
+        plain fp32 training, then one more optimisation in each row
     python bench.py --stage=sft --ablate
-        everything on, and each left out once
+        all optimisations on, then each one switched off
     python bench.py --stage=grpo --profile
-        a trace of a few steps, and what takes their time
+        a trace of a few steps and the operations that take most of their time
     python bench.py --stage=train --peers
-        against nanoGPT's way of training and transformers' Trainer
+        against a plain loop as in nanoGPT and transformers' Trainer
     python bench.py --stage=generate --peers=generate
         SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
     python bench.py --stage=generate --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
@@ -23,12 +23,12 @@ the same.
     python bench.py --stage=grpo --model=llama-50m --peers
         whole steps of reinforcement learning against TRL's GRPOTrainer
     python bench.py --stage=rewards
-        slow verifiers in worker processes against the caller itself
+        slow verifiers in worker processes against the same verifiers in the calling process
 
-Of train.py, datagen.py and grpo.py the real scripts run, as processes, and what they log is read: medians
-over the steps after a warm-up. Whatever is compared has the same weights or shapes, data and precision and is
-taken in turn. Each call leaves all its figures, with what they were measured on, in bench_results/ as JSON
-and as a chart. Knobs, as --key=value:
+train.py, datagen.py and grpo.py run as processes, and the figures come from their logs: medians over the
+steps after a warm-up. Compared runs share weights or shapes, data and precision, and alternate. Each call
+writes its figures and the hardware and versions to bench_results/, as JSON and as a chart. Options, as
+--key=value:
 """
 import importlib
 import json
@@ -48,13 +48,13 @@ import torch
 
 import hf
 from measure import peers
-from measure.ceilings import formats, give_back, machine, matmul_peak, read_bandwidth
-from measure.ladder import bench_rungs
+from measure.ceilings import formats, free_cached_memory, machine, matmul_peak, read_bandwidth
+from measure.ladder import bench_ladder
 from measure.profiling import bench_profile
 from measure.reinforcement import bench_grpo, bench_rewards, grpo_case, grpo_work
 from measure.runs import chart
 from measure.sampling import bench_datagen, bench_generate
-from measure.synthetic import SHAPES, never_ends, random_model, write_tokenizer
+from measure.synthetic import SHAPES, suppress_eos, random_model, write_tokenizer
 from measure.training import bench_training, sft_work, train_work
 from model import GPTConfig
 from runtime import config, guard, hardware
@@ -67,47 +67,44 @@ class Config:
     stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards"] = "overview"
     model: Literal["auto", "smollm2-360m", "gpt2", "gpt2-1m", "1m", "llama-1m", "llama-50m"] = "auto"
                                              # a shape, with random weights. auto: generate smollm2-360m;
-                                             # train a config file's; else gpt2 on a GPU, elsewhere llama-1m,
-                                             # of train alone 1m, beside peers gpt2-1m
-    run: str = ""                            # datagen: a model that can answer, instead
-    ladder: bool = False                     # train, sft, grpo: the plainest way, then one optimisation more
-                                             # a row
-    ablate: bool = False                     # train, sft, grpo: everything on, then each left out once
-    profile: bool = False                    # train, sft, grpo: what takes the time of a few steps, and a
-                                             # trace for chrome://tracing
-    memory: bool = False                     # with --profile: what takes and gives back memory too, with its
-                                             # timeline in the trace
-    peers: bool | str = False                # others' ways too: all that are installed, or names with a comma
-                                             # (measure/peers.py)
-    steps: int | None = None                 # that count, after WARM_UP which don't; None: train 12, sft 6,
-                                             # grpo 6, with --profile 3
-    repeats: int | None = None               # runs of each side or row, in turn; None: 3, with --ladder or
+                                             # train the config file's, if given; else gpt2 on a GPU and
+                                             # llama-1m on a CPU (train 1m, or gpt2-1m with --peers)
+    run: str = ""                            # datagen: a trained model instead of random weights
+    ladder: bool = False                     # train, sft, grpo: plain fp32, then one more optimisation a row
+    ablate: bool = False                     # train, sft, grpo: all optimisations, then each one switched off
+    profile: bool = False                    # train, sft, grpo: the operations that take most of a few steps'
+                                             # time, and a trace for chrome://tracing
+    memory: bool = False                     # with --profile: memory too, and its timeline in the trace
+    peers: bool | str = False                # other implementations too: all that are installed, or
+                                             # comma-separated names (measure/peers.py)
+    steps: int | None = None                 # measured, after 2 of warm-up; None: train 12, sft 6, grpo 6,
+                                             # with --profile 3
+    repeats: int | None = None               # runs of each implementation or row; None: 3, with --ladder or
                                              # --ablate 5, of the overview 1
-    ranks: int | None = None                 # processes of ours; None: datagen and grpo one a thread for a
+    ranks: int | None = None                 # processes of nanoRFT; None: datagen and grpo one a thread for a
                                              # small model on a CPU, else 1
-    peer_ranks: int = 1                      # grpo: processes of TRL's
-    work: str | None = None                  # prompts x samples of each; of generate several cases; None:
-                                             # 2x10,8x8,32x1, or GRPO's
-    prompt_tokens: int | None = None         # generate, grpo; None: 120, or GRPO's
-    varied_prompts: bool = False             # grpo: prompts of a quarter of that to all of it
-    max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60, or GRPO's
-    slots: int | None = None                 # generate; None: all samples at once, at most 512
+    peer_ranks: int = 1                      # grpo: processes of TRL
+    work: str | None = None                  # prompts x samples of each; generate: several cases; None:
+                                             # 2x10,8x8,32x1; grpo: by the model
+    prompt_tokens: int | None = None         # generate, grpo; None: 120; grpo: 50
+    varied_prompts: bool = False             # grpo: prompt lengths between a quarter of prompt_tokens and all
+    max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60; grpo: by the model
+    slots: int | None = None                 # generate; None: one for each sample, at most 512
     completions: int = 256                   # rewards
-    verifier_ms: float | None = None         # rewards, grpo: of a core's time for each completion; None: 5,
-                                             # of plain grpo 0
+    verifier_ms: float | None = None         # rewards, grpo: CPU time of each grade; None: 5, plain grpo 0
     reward_workers: int = 2                  # rewards: processes
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     seed: int = 0
-    output: str | None = None                # .json; None: a name of its own in bench_results/. The chart and
-                                             # the trace lie beside it
-    json: bool = False                       # all figures as the last line too
+    output: str | None = None                # .json; None: a new file in bench_results/; chart and trace are
+                                             # written next to it
+    json: bool = False                       # print all figures as the last line too
 
 
 SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo"}
 STEPS = {"train": 12, "sft": 6, "grpo": 6}
-# knobs of bench.py that some stages know alone
-ONLY_IN = {
+# bench.py's options that apply to some stages only
+STAGES_OF_OPTION = {
     "run": "datagen",
     "ranks": "train sft datagen grpo",
     "peer_ranks": "grpo",
@@ -121,24 +118,24 @@ ONLY_IN = {
     "reward_workers": "overview rewards",
     "verifier_ms": "overview rewards grpo",
 }
-# knobs of bench.py even where a script has them too
-TO_BOTH = ("device", "dtype", "seed", "max_new_tokens", "output", "json")
-# knobs of a stage's script that bench.py itself settles
-SETTLED = {
+# options that bench.py takes even where the stage's script has them too
+OWN_OPTIONS = ("device", "dtype", "seed", "max_new_tokens", "output", "json")
+# options of a stage's script that bench.py sets
+FIXED_OPTIONS = {
     "train": "num_epochs patience eval_tokens",
     "sft": "num_epochs patience dataset tokenizer",
     "datagen": "task tokenizer few_shot",
     "grpo": "task dataset num_questions tokenizer few_shot",
 }
-SETTLED_IN_ALL = ("out_dir init_from overwrite eval_only max_steps log_interval eval_interval save_interval "
-                  "save_only_model")
+FIXED_IN_ALL = ("out_dir init_from overwrite eval_only max_steps log_interval eval_interval save_interval "
+                "save_only_model")
 FOLDER = "bench_results"
 
 
-# --- what the stages' scripts are given ---
+# --- arguments of the stages' scripts ---
 
 class ScriptArgs(NamedTuple):
-    """Config files and flags of a stage's script, the Config that they make, and the knobs that they name."""
+    """Config files and flags of a stage's script, the resulting Config, and the options they set."""
     files: list = ()
     flags: list = ()
     config: Any = None
@@ -151,53 +148,52 @@ def script_config_class(stage):
 
 
 def split_arguments(argv):
-    """Return (bench.py's own arguments, those for the stage's script). What only the script knows, or both,
-    is the script's."""
+    """Split argv into (bench.py's arguments, those of the stage's script). An option that both have goes to
+    the script, except OWN_OPTIONS."""
     stages = [arg.removeprefix("--stage=") for arg in argv if arg.startswith("--stage=")]
     stage = stages[-1] if stages else Config.stage
-    script_knobs = set()
+    script_options = set()
     if stage in SCRIPTS:
-        script_knobs = {field.name for field in fields(script_config_class(stage))} - set(TO_BOTH)
-    own_knobs = {field.name for field in fields(Config)} - script_knobs
+        script_options = {field.name for field in fields(script_config_class(stage))} - set(OWN_OPTIONS)
+    own_options = {field.name for field in fields(Config)} - script_options
     own = []
     others = []
     for arg in argv:
         name = arg[2:].partition("=")[0] if arg.startswith("--") else None
-        is_own = arg in ("-h", "--help") or not script_knobs or name in own_knobs
+        is_own = arg in ("-h", "--help") or not script_options or name in own_options
         (own if is_own else others).append(arg)
     return own, others
 
 
 def parse_script_args(stage, arguments):
-    """Return the ScriptArgs of a stage, checked by the script's own Config: what it does not know it refuses
-    in its own words. BadInput for a knob that bench.py itself settles."""
+    """Return the ScriptArgs of a stage. Raises BadInput for an option that its Config refuses or that
+    bench.py sets."""
     script_config = config.load(script_config_class(stage), arguments)
     files = [arg for arg in arguments if not arg.startswith("--")]
     flags = [arg for arg in arguments if arg.startswith("--")]
     flagged = {flag[2:].partition("=")[0] for flag in flags}
-    for knob in f"{SETTLED[stage]} {SETTLED_IN_ALL}".split():
-        if knob in flagged:
-            advice = ", and say with --steps= how many" if knob in ("max_steps", "num_epochs") else ""
-            raise BadInput(f"--{knob} is what bench.py itself settles in --stage={stage}: leave it "
-                           f"out{advice}.")
+    for option in f"{FIXED_OPTIONS[stage]} {FIXED_IN_ALL}".split():
+        if option in flagged:
+            advice = ", and give --steps= instead" if option in ("max_steps", "num_epochs") else ""
+            raise BadInput(f"bench.py sets --{option} itself in --stage={stage}: leave it out{advice}.")
     in_files = [config.read_file(file) for file in files]
     return ScriptArgs(files, flags, script_config, frozenset(flagged.union(*in_files)))
 
 
-# --- all of it at a glance ---
+# --- the overview ---
 
 def log_line(line):
-    """Print a line where a progress line may stand."""
+    """Print a line after clearing the progress line."""
     clear()
     print(line, flush=True)
 
 
 def log_nothing(line):
-    """Stand in for print where a stage's lines are not wanted."""
+    """Drop a line."""
 
 
 def bench_overview(cfg, hw, folder, script_args, log):
-    """Measure the peaks, and a short run of each stage, one after the other; log a line for each."""
+    """Measure the hardware's peaks and a short run of each stage; log a line for each."""
     peaks = {dtype: matmul_peak(hw, dtype) for dtype in formats(hw)}
     bandwidth = read_bandwidth(hw)
     products = []
@@ -207,7 +203,7 @@ def bench_overview(cfg, hw, folder, script_args, log):
     nominal = f" (nominal {1e3 * hw.bandwidth:,.0f})" if hw.bandwidth else ""
     log(f"matrix products, TFLOP/s: {', '.join(products)}; "
         f"reading memory: {bandwidth / 1e9:,.0f} GB/s{nominal}")
-    log(f"\n{'':9} {'speed':>28} {'limit':>14} {'of it':>7}")
+    log(f"\n{'':9} {'speed':>28} {'limit':>14} {'share':>7}")
     stages = {}
     generate_work = "64x8" if hw.device.type == "cuda" else "8x8"
     for stage in ("train", "sft", "generate", "datagen", "grpo", "rewards"):
@@ -229,10 +225,9 @@ def bench_overview(cfg, hw, folder, script_args, log):
         our_rates = [rates for name, rates in figures["rates"].items() if "nanoRFT" in name][0]
         speed = f"{statistics.median(our_rates):,.0f} {figures['unit']}"
         log(f"{stage:9} {speed:>28} {figures['limit']:14,.0f} {figures['share']:7.1%}  {figures['also']}")
-    log("\nThe limit is arithmetic: training's operations at the measured speed of a large product, "
-        "sampling's weights, keys and values\n"
-        "at that of memory, the cores of verifiers. A model of a million "
-        "parameters stays far from it: dispatching operations takes time.")
+    log("\nThe limit is computed: training's FLOPs at the measured speed of a large matrix product; the bytes "
+        "of weights and\nKV cache that sampling reads at the measured bandwidth; grading on all cores. A model of "
+        "a million parameters stays\nfar below it, because dispatching operations takes time.")
     return {
         "unit": "% of the limit",
         "peaks": peaks,
@@ -251,14 +246,14 @@ STAGES = {
     "grpo": bench_grpo,
     "rewards": bench_rewards,
 }
-# of a stage that --ladder, --ablate and --profile look into
+# the work that --ladder, --ablate and --profile run
 WORK = {"train": train_work, "sft": sft_work, "grpo": grpo_work}
 
 
-# --- the call ---
+# --- main ---
 
-def model_of(cfg, hw):
-    """Return the name of a shape."""
+def choose_model(cfg, hw):
+    """Return the name of the shape to measure."""
     if cfg.model != "auto":
         return cfg.model
     if cfg.stage == "generate":
@@ -271,7 +266,7 @@ def model_of(cfg, hw):
 
 
 def with_defaults(cfg):
-    """Return the Config with the values that depend on the stage."""
+    """Return the Config with defaults filled in by stage."""
     overview = cfg.stage == "overview"
     in_rows = cfg.ladder or cfg.ablate
     repeats = 3
@@ -284,36 +279,36 @@ def with_defaults(cfg):
     if verifier_ms is None and not overview:
         verifier_ms = 5.0 if cfg.stage == "rewards" or in_rows else 0.0
     cfg = replace(cfg, repeats=cfg.repeats or repeats, steps=cfg.steps or steps, verifier_ms=verifier_ms)
-    if cfg.stage in ("grpo", "overview"):                # a config file may say more: see grpo_case
+    if cfg.stage in ("grpo", "overview"):                # see grpo_case
         return cfg
     return replace(cfg, work=cfg.work or "2x10,8x8,32x1", prompt_tokens=cfg.prompt_tokens or 120,
                    max_new_tokens=cfg.max_new_tokens or 60)
 
 
 def check(cfg):
-    """Raise BadInput for knobs that mean nothing, alone or together."""
+    """Raise BadInput for options that are invalid or contradict each other."""
     config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats steps ranks peer_ranks completions "
                             "reward_workers")
     config.at_least(cfg, 0, "verifier_ms seed")
     modes = [mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)]
     if len(modes) > 1:
-        raise BadInput(f"--{modes[0]} and --{modes[1]} are two things: give one of them.")
+        raise BadInput(f"--{modes[0]} and --{modes[1]} exclude each other: give one of them.")
     if cfg.memory and not cfg.profile:
-        raise BadInput("--memory is a part of --profile: give both.")
+        raise BadInput("--memory needs --profile: give both.")
     if modes and cfg.stage not in STEPS:
         raise BadInput(f"--{modes[0]} is for --stage=train, sft or grpo: choose one of them.")
     if modes and cfg.peers:
-        raise BadInput(f"--{modes[0]} looks at our own runs alone: leave --peers out.")
+        raise BadInput(f"--{modes[0]} does not run peers: leave --peers out.")
     if cfg.peers and cfg.stage in ("train", "sft") and (cfg.ranks or 1) > 1:
-        raise BadInput("The peers of training are one process: leave --ranks out.")
+        raise BadInput("Training's peers run in one process: leave --ranks out.")
     if cfg.profile and (cfg.ranks or 1) > 1:
-        raise BadInput("--profile looks into one process: leave --ranks out.")
-    for knob, stages in ONLY_IN.items():
-        if cfg.stage not in stages.split() and getattr(cfg, knob) != getattr(Config, knob):
-            raise BadInput(f"--{knob} means nothing to --stage={cfg.stage}, only to "
+        raise BadInput("--profile profiles one process: leave --ranks out.")
+    for option, stages in STAGES_OF_OPTION.items():
+        if cfg.stage not in stages.split() and getattr(cfg, option) != getattr(Config, option):
+            raise BadInput(f"--{option} has no effect in --stage={cfg.stage}, only in "
                            f"{', '.join(stages.split())}: leave it out.")
     if cfg.profile and cfg.repeats:
-        raise BadInput("--profile looks into one run: leave --repeats out.")
+        raise BadInput("--profile profiles one run: leave --repeats out.")
     one_case = cfg.stage == "grpo"
     work = cfg.work or "8x8"
     further_cases = "" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"
@@ -321,14 +316,13 @@ def check(cfg):
         raise BadInput(f"--work={work} is not prompts x samples: write for example "
                        f"--work={'8x8' if one_case else '2x10,32x1'}.")
     if one_case and work.endswith("x1"):
-        raise BadInput(f"--work={work} leaves nothing to compare a sample with: give at least 2 of each "
-                       "prompt.")
+        raise BadInput(f"--work={work} makes groups of one sample: give at least 2 samples a prompt.")
     if cfg.output and not cfg.output.endswith(".json"):
         raise BadInput(f"--output={cfg.output} should end in .json.")
 
 
 def check_context(cfg, script_args):
-    """Raise BadInput if a prompt and what is sampled after it are longer than the model's context."""
+    """Raise BadInput if prompt and completion exceed the model's context."""
     if cfg.stage not in ("generate", "grpo"):
         return
     prompt_tokens = cfg.prompt_tokens
@@ -341,8 +335,8 @@ def check_context(cfg, script_args):
 
 
 def check_output(path):
-    """Raise BadInput if a file is there, or where chart and trace go, that no earlier record names as its
-    own."""
+    """Raise BadInput if the output, its chart or its trace would overwrite a file that bench.py did not
+    write."""
     try:
         record = config.parse_json(path.read_bytes(), dict)
         ours = record["command"].startswith("python bench.py")
@@ -356,7 +350,7 @@ def check_output(path):
 
 
 def check_writable(path):
-    """Make the output's folder. Raises BadInput if the file can't be written: now, not after half an hour."""
+    """Make the output's folder, before measuring. Raises BadInput if the file can't be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -368,24 +362,24 @@ def check_writable(path):
 
 
 def export_random_weights(cfg, hw, folder, log):
-    """Export random weights of the shape, and for grpo a tokenizer, to the folder, where a stage begins with
-    such."""
+    """Export random weights of the shape to the folder, if the stage starts from a model; for grpo also a
+    tokenizer."""
     if cfg.stage in ("train", "rewards", "overview") or cfg.run or cfg.stage == "generate" and not cfg.peers:
         return
     torch.manual_seed(cfg.seed)
     c = GPTConfig(**SHAPES[cfg.model])
     model = random_model(c, hw)
     if cfg.stage == "grpo":
-        never_ends(model, c.vocab_size - 1)
+        suppress_eos(model, c.vocab_size - 1)
         write_tokenizer(folder, c.vocab_size)
     hf.export(model, folder)
     log(f"{cfg.model}, {model.n_params():,} parameters, random weights")
     del model
-    give_back(hw)
+    free_cached_memory(hw)
 
 
 def measured_model(cfg, script_args):
-    """Return the name of what is measured, for people; "" where there is no model."""
+    """Return the name of the measured model for messages; "" if there is none."""
     if cfg.run:
         return cfg.run
     if cfg.stage == "rewards":
@@ -407,7 +401,7 @@ def main(argv):
             dtype = script_args.config.dtype
     hw = hardware.setup(cfg.device, dtype, tf32, compile=False)
     if cfg.stage != "train" or not script_args.files or cfg.model != "auto":
-        cfg.model = model_of(cfg, hw)
+        cfg.model = choose_model(cfg, hw)
     cfg = with_defaults(cfg)
     check_context(cfg, script_args)
     facts = machine(hw)
@@ -424,7 +418,7 @@ def main(argv):
     with tempfile.TemporaryDirectory() as folder:
         export_random_weights(cfg, hw, folder, print)
         if mode:
-            bench_mode = bench_profile if mode == "profile" else bench_rungs
+            bench_mode = bench_profile if mode == "profile" else bench_ladder
             work = WORK[cfg.stage](cfg, hw, folder, script_args)
             figures = bench_mode(cfg, hw, work, script_args, log_line)
         else:

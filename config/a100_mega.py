@@ -1,14 +1,14 @@
-"""A GPT-2-large-sized model of WikiText-103 on one A100, in a day, or until it stops improving.
+"""A model of WikiText-103 at GPT-2 large's size on one A100, in a day or until it stops improving.
 
     python train.py config/a100_mega.py
     torchrun --nproc_per_node=8 train.py config/a100_mega.py    # the same run on eight
 
 772,275,968 parameters; 1966.1M tokens, 16.66 epochs of WikiText-103.
-Memory, computed: 28.2 GiB at a micro-batch of 8, before compiling, which keeps less.
-Time, computed: 1214 minutes on one A100, if it runs at 45% MFU.
-Goal: below a100_max's perplexity, if its regularisation carries it that far. Not run on a GPU yet.
-The guide that this shape comes from calls it 750M, and expects 12 hours, 70 GB, and a token perplexity below 450; at an
-A100's peak of 312 TFLOP/s the arithmetic alone takes nine.
+Memory, computed: 28.2 GiB at a micro-batch of 8 without torch.compile, which needs less.
+Time, computed: 1214 minutes on one A100 at 45% MFU.
+Goal: below a100_max's perplexity, if regularisation suffices. Not run on a GPU yet.
+The guide with this shape calls it 750M and expects 12 hours, 70 GB, and a token perplexity below 450; at an
+A100's peak of 312 TFLOP/s the arithmetic alone takes nine hours.
 """
 out_dir = "out/a100_mega"
 dataset = "wikitext"

@@ -3,10 +3,10 @@
     python train.py config/a100_production.py
 
 202,533,376 parameters; 409.6M tokens, 3.47 epochs of WikiText-103.
-Memory, computed: 15.4 GiB at a micro-batch of 20, before compiling, which keeps less.
-Time, computed: 66 minutes on one A100, if it runs at 45% MFU.
+Memory, computed: 15.4 GiB at a micro-batch of 20 without torch.compile, which needs less.
+Time, computed: 66 minutes on one A100 at 45% MFU.
 Goal: a token perplexity of at most 22. Not run on a GPU yet.
-The guide that this shape comes from calls it 175M, and expects 3 hours, 35 GB, and a token perplexity below 600.
+The guide with this shape calls it 175M and expects 3 hours, 35 GB, and a token perplexity below 600.
 """
 out_dir = "out/a100_production"
 dataset = "wikitext"
@@ -17,7 +17,7 @@ n_layer = 12
 n_head = 16
 n_embd = 1024
 tied_head = True
-dropout = 0.125          # three and a half epochs; cuDNN's attention takes sixteenths
+dropout = 0.125          # for 3.5 epochs; cuDNN's attention requires a multiple of 1/16
 
 batch_size = 20
 gradient_accumulation_steps = 2

@@ -1,22 +1,22 @@
-"""A byte-level model that is chess's environment: from a position and a move to the new position, from scratch, on a CPU.
+"""A byte-level model of chess as an environment (position, move -> new position), from scratch on a CPU.
 
     python train.py config/chess_mini.py
     python eval.py out/chess_mini --task=chess_world:A --num_questions=1000 --max_new_tokens=120
 
-804,224 parameters, 20,000 documents of 155 bytes, 4.4 epochs of them in 8.8 minutes: the exact FEN, reward and flags in 40.5% of 1,000 test
-questions [37.5, 43.6] (seed 0, 2 Zen 5 cores, 2026-11-21).
+804,224 parameters, 20,000 documents of 155 bytes, 4.4 epochs in 8.8 minutes: exact FEN, reward and flags in
+40.5% [37.5, 43.6] of 1,000 test questions (seed 0, 2 Zen 5 cores, 2026-11-21).
 """
 dataset = "task:chess_world:A"
 out_dir = "out/chess_mini"
 tokenizer = "bytes"
-block_size = 384         # two documents and a half: at 256, more of them would be cut by a window's edge
+block_size = 384         # 2.5 documents: at 256, windows would cut more of them
 
 n_layer = 4
-n_head = 4               # several things to find at once: the square that the move leaves, the one it comes to, where the copy is
+n_head = 4               # several lookups at once: source square, target square, position in the copy
 n_kv_head = 2
 n_embd = 128
 
-batch_size = 8           # as fast as 16 on one core, and steps are what it needs
+batch_size = 8           # as fast as 16 on one core, and the model needs many steps
 max_steps = 4500
 learning_rate = 0.01
 

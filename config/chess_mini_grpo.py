@@ -1,11 +1,12 @@
-"""The small chess environment of config/chess_mini.py goes on with GRPO on its graded rewards.
+"""Train the small chess environment of config/chess_mini.py further with GRPO on its graded rewards.
 
     python train.py config/chess_mini.py
     python grpo.py config/chess_mini_grpo.py
-    python eval.py --compare out/chess_mini out/chess_mini_grpo --task=chess_world:A --num_questions=1000 --max_new_tokens=120
+    python eval.py --compare out/chess_mini out/chess_mini_grpo --task=chess_world:A --num_questions=1000 \\
+        --max_new_tokens=120
 
-From 40.5% of 1,000 test questions exactly right to 43.8, +3.3 [1.1, 5.5]; of samples at T = 1 from 26.4 to 32.6, +6.2 [4.7, 7.6] (seed 0, 2 Zen 5 cores,
-2026-11-21).
+Exactly right on 1,000 test questions: from 40.5% to 43.8%, +3.3 [1.1, 5.5]; samples at T = 1 from 26.4% to
+32.6%, +6.2 [4.7, 7.6] (seed 0, 2 Zen 5 cores, 2026-11-21).
 """
 init_from = "out/chess_mini"
 out_dir = "out/chess_mini_grpo"

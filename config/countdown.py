@@ -1,20 +1,20 @@
-"""The first rung of Countdown on two cores: a byte-level model from scratch on searches that teachers wrote,
-47 in a hundred of them in vain.
+"""Pretraining for Countdown on two cores: a byte-level model from scratch on teachers' searches, 47% of which
+fail.
 
-    bash runs/countdown.sh                   this, and the rungs that follow
+    bash runs/countdown.sh                   this and the following stages
     python train.py config/countdown.py
 
-1,116,160 parameters. A document has 190 bytes on average and 400 at most; the model has room for 800, which
-reinforcement learning will use.
+1,116,160 parameters. A document has 190 bytes on average and at most 400; the context of 800 leaves room for
+longer searches in reinforcement learning.
 """
 dataset = "task:countdown_search"
 out_dir = "out/countdown/base"
 block_size = 800
 
-n_layer = 6              # what is looked up, computed and compared in one line takes turns
+n_layer = 6              # a line needs sequential lookup, arithmetic and comparison
 n_head = 4
 n_kv_head = 1
-batch_size = 10          # steps are what it needs
+batch_size = 10          # small: the model needs many steps
 max_steps = 2000
 eval_interval = 500
 save_interval = 500

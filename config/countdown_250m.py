@@ -1,5 +1,5 @@
-"""Countdown at the size of the paper on one GPU: a model of 250M on searches (Stream of Search, Gandhi et al.
-2024, arXiv 2404.03683).
+"""Countdown at the paper's size on one GPU: a 250M model of searches (Stream of Search, Gandhi et al. 2024,
+arXiv 2404.03683).
 
     python train.py config/countdown_250m.py
     python datagen.py --init_from=out/countdown_250m --task=countdown_search:4,99,1024 ...
@@ -7,16 +7,15 @@
     python grpo.py config/countdown_250m_grpo.py --init_from=out/countdown_250m_rft
 
 253,954,048 parameters; 1048.6M tokens.
-Memory, computed: 24.6 GiB at a micro-batch of 32, before compiling, which keeps less.
-Time, computed: 214 minutes on one A100, if it runs at 45% MFU.
+Memory, computed: 24.6 GiB at a micro-batch of 32 without torch.compile, which needs less.
+Time, computed: 214 minutes on one A100 at 45% MFU.
 
-The paper's shape and tokenizer (GPT-Neo: 16 layers, 16 heads, 1,024 channels, GPT-2's tokens), and as many
-searches, 500,000, of four numbers. Its context of 4,096 tokens holds what ours holds in 1,024, for a step
-takes it a sentence and us an equation; the 1,024 of the task are bytes, 663 tokens at most. What to expect,
-the paper's figures: on held-out numbers a model that was trained on searches solves 51.27%, one that was
-trained on the solutions alone 25.73%; after STaR and APA it solves 36% of what it could not solve before. Its
-numbers, teachers and budgets are not ours, so these say what order of things to expect and not what a run
-should reach. Not run.
+The paper's shape and tokenizer (GPT-Neo: 16 layers, 16 heads, 1,024 channels, GPT-2's tokens) and its 500,000
+searches of four numbers. A context of 1,024 tokens holds as much as the paper's 4,096, since a search step
+here is an equation instead of a sentence; the task's 1,024 are bytes, at most 663 tokens. The paper reports
+that on held-out numbers a model trained on searches solves 51.27%, one trained on solutions alone 25.73%;
+after STaR and APA the former solves 36% of the problems that it could not solve before. Its numbers, teachers
+and budgets differ, so expect that order, not those figures. Not run.
 """
 dataset = "task:countdown_search:4,99,1024,500000"
 out_dir = "out/countdown_250m"

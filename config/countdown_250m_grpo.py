@@ -1,10 +1,10 @@
-"""Reinforcement learning of the 250M model on Countdown with one GPU, after config/countdown_250m.py.
+"""GRPO of the 250M model on Countdown with one GPU, after config/countdown_250m.py.
 
     python grpo.py config/countdown_250m_grpo.py --init_from=out/countdown_250m_rft
 
-The paper improves its model by STaR, three rounds of what datagen.py and train.py do, and by APA, a policy
-gradient with a critic; this is GRPO in their place, so its figures (36% of what the model could not solve
-before) are what to expect at most as an order. Not run.
+The paper improves its model with STaR (three rounds of rejection sampling and fine-tuning) and APA (a policy
+gradient with a critic); this uses GRPO instead, so the paper's 36% of formerly unsolved problems is only a
+rough upper estimate. Not run.
 """
 init_from = "out/countdown_250m_rft"
 out_dir = "out/countdown_250m_grpo"
@@ -13,7 +13,7 @@ num_questions = 40000
 
 prompts_per_step = 64
 k_samples = 8
-max_new_tokens = 660     # what 1,024 bytes, the teachers' room, are at most
+max_new_tokens = 660     # the teachers' 1,024 bytes, at most
 tokens_per_micro_batch = 16384
 max_steps = 500
 

@@ -1,8 +1,8 @@
-"""The second rung of Countdown: a model learns from those of its own searches that came upon the target.
+"""The second stage of Countdown: fine-tune the model on its own searches that found the target.
 
     python train.py config/countdown_rft.py --init_from=out/countdown/base --dataset=out/countdown/rft.json
 
-One pass and a half, as in the quickstart: what more would add, the last rung adds as well.
+1.5 epochs, as in the quickstart: GRPO gains as much as further epochs would.
 """
 init_from = "out/countdown/base"
 dataset = "out/countdown/rft.json"

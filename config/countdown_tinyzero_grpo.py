@@ -1,13 +1,13 @@
-"""TinyZero's experiment (Pan et al. 2025): reinforcement learning alone, from a base model of 3B, on
-Countdown with think and answer tags.
+"""TinyZero's experiment (Pan et al. 2025): reinforcement learning of a 3B base model on Countdown with think
+and answer tags, without fine-tuning.
 
     torchrun --nproc_per_node=2 grpo.py config/countdown_tinyzero_grpo.py
     python grpo.py config/countdown_tinyzero_grpo.py --task=countdown_think:rows.jsonl --init_from=...
 
-The questions are those of its data set (tasks/countdown_think.py). It trains with PPO on two cards, and
-reports that the 3B model comes to search and to check itself, and that one of 0.5B does not learn to reason
-(its README; no share of right answers stands there). Here it is GRPO, without a critic. Nothing is shown
-before a question: how to search is what is to be learnt. Not run.
+The questions are those of its data set (tasks/countdown_think.py). TinyZero trains with PPO on two cards; its
+README reports that the 3B model learns to search and to verify its answers and that a 0.5B model does not
+learn to reason, without accuracies. This uses GRPO, without a critic, and no worked examples, so that the
+search is learnt from the reward alone. Not run.
 """
 init_from = "Qwen/Qwen2.5-3B"
 out_dir = "out/countdown_tinyzero"

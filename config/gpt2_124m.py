@@ -1,12 +1,12 @@
-"""GPT-2 small as nanoGPT trains it: its shape, its recipe, its data. For comparing speed and loss, step by step.
+"""GPT-2 small with nanoGPT's shape, recipe and data, to compare speed and loss step by step.
 
-    python train.py config/gpt2_124m.py --dataset=nanoGPT/data/openwebtext      # the folder with its train.bin and val.bin
+    python train.py config/gpt2_124m.py --dataset=nanoGPT/data/openwebtext      # with train.bin and val.bin
     torchrun --nproc_per_node=8 train.py config/gpt2_124m.py --dataset=...
 
 124,392,960 parameters; 294912.0M tokens.
-Memory, computed: 7.5 GiB at a micro-batch of 12, before compiling, which keeps less.
-Time, computed: 30099 minutes on one A100, if it runs at 45% MFU; an eighth of it on eight.
-nanoGPT's README reports a loss of about 2.85 after four days on eight A100 (its figure). Not run on a GPU yet.
+Memory, computed: 7.5 GiB at a micro-batch of 12 without torch.compile, which needs less.
+Time, computed: 30099 minutes on one A100 at 45% MFU; an eighth of it on eight.
+nanoGPT's README reports a loss of about 2.85 after four days on eight A100s. Not run on a GPU yet.
 """
 out_dir = "out/gpt2_124m"
 dataset = "data/openwebtext"
@@ -16,7 +16,7 @@ block_size = 1024
 n_layer = 12
 n_head = 12
 n_embd = 768
-norm = "layernorm"       # with a bias, which nanoGPT's has not by default: 19,200 weights more
+norm = "layernorm"       # with biases, unlike nanoGPT's default: 19,200 more weights
 position = "learned"
 qk_norm = False
 mlp = "gelu"

@@ -1,12 +1,12 @@
-"""GPT-2's largest shape on eight cards that share its weights: 20 tokens a weight.
+"""GPT-2's largest shape on eight cards with FSDP, at 20 tokens a parameter.
 
     torchrun --nproc_per_node=8 train.py config/gpt2_1b5.py --dataset=nanoGPT/data/openwebtext
-    sbatch runs/slurm_multinode.sh train.py config/gpt2_1b5.py --parallel=hybrid --dataset=...     # on several nodes
+    sbatch runs/slurm_multinode.sh train.py config/gpt2_1b5.py --parallel=hybrid --dataset=... # several nodes
 
 1,556,995,200 parameters, 10,274.0 MFLOP a token; 31457.3M tokens.
-Memory, computed: 27.8 GiB a card at a micro-batch of 8 on eight cards, before compiling, which keeps less; on one it is 47.5.
-Time, computed: 38366 minutes on one A100, if it runs at 45% MFU; an eighth of it on eight.
-The learning rate is GPT-3's for 1.3B (its paper's, table 2.1). Not run yet; the same steps of small models are, in tests.
+Memory, computed: 27.8 GiB a card at a micro-batch of 8 on eight cards, uncompiled; on one it is 47.5.
+Time, computed: 38366 minutes on one A100 at 45% MFU; an eighth of it on eight.
+The learning rate is that of GPT-3 1.3B (its paper, table 2.1). Not run yet; tests run it on small models.
 """
 out_dir = "out/gpt2_1b5"
 dataset = "data/openwebtext"

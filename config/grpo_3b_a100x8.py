@@ -1,10 +1,10 @@
-"""GRPO of a 3B-parameter model on GSM8K with eight A100, which share its weights; each has a copy in bf16 to sample from.
+"""GRPO of a 3B model on GSM8K with eight A100s: FSDP for training, a bf16 copy on each card for sampling.
 
     torchrun --nproc_per_node=8 grpo.py config/grpo_3b_a100x8.py
 
 3,085,938,688 parameters, 19,420.2 MFLOP a token at 1,024 positions.
-Memory, computed: 27.7 GiB a card with micro-batches of 16,384 tokens and 128 answers in flight; on one card it is 65.9.
-Not run yet; the same steps of small models are, in tests.
+Memory, computed: 27.7 GiB a card with micro-batches of 16,384 tokens and 128 slots; on one card it is 65.9.
+Not run yet; tests run the same steps on small models.
 """
 init_from = "Qwen/Qwen2.5-3B-Instruct"
 out_dir = "out/grpo_3b_a100x8"
@@ -18,7 +18,7 @@ max_new_tokens = 512
 few_shot = 2
 slots = 128
 tokens_per_micro_batch = 16384
-max_steps = 158                          # three passes over the 6,700 questions that are not held out
+max_steps = 158                          # three passes over the 6,700 training questions
 
 learning_rate = 1e-6
 warmup_steps = 10

@@ -1,11 +1,12 @@
-"""GRPO of a 124M-parameter model on chess with two RTX 4090.
+"""GRPO of a 124M model on chess with two RTX 4090s.
 
-    python train.py --init_from=gpt2 --dataset=task:chess_world --optimizer=adamw --learning_rate=3e-4 --max_steps=3000 --out_dir=out/chess_124m
+    python train.py --init_from=gpt2 --dataset=task:chess_world --optimizer=adamw --learning_rate=3e-4 \\
+        --max_steps=3000 --out_dir=out/chess_124m
     torchrun --nproc_per_node=2 grpo.py config/grpo_4090x2.py --init_from=out/chess_124m
 
-The settings of the RookWorld plan that this project starts from: 8 prompts x 8 samples on each card, bf16, four reward workers,
-torch.compile, a KL term whose reference waits in the CPU's memory. Not run on a GPU yet. Its targets, for 8 x 8 on two cards: 4 to 5 s
-a step and less than 3 GB a card; what comes of them stands in the log (rollout_s, update_s, peak_memory_gb).
+The settings of the RookWorld plan: 8 prompts x 8 samples on each card, bf16, four reward workers,
+torch.compile, a KL term with the reference model offloaded to CPU memory. Its targets, for 8 x 8 on two
+cards, are 4 to 5 s a step and less than 3 GB a card. Not run on a GPU yet.
 """
 init_from = "out/chess_124m"
 out_dir = "out/grpo_4090x2"

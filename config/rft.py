@@ -2,7 +2,7 @@
 
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json --out_dir=out/rft
 
-For a small model as a whole; config/rft_smollm2_360m.py is the same for a larger one with LoRA.
+Trains all weights of a small model; config/rft_smollm2_360m.py does the same to a larger one with LoRA.
 """
 init_from = "out/base"
 dataset = "data/rft.json"
@@ -12,7 +12,7 @@ batch_size = 32
 gradient_accumulation_steps = 2          # 64 examples a step
 num_epochs = 3
 optimizer = "adamw"
-learning_rate = 2e-3                     # of a model of a million parameters; 2e-5 is usual for a few hundred million
+learning_rate = 2e-3                     # for a million parameters; 2e-5 is usual for a few hundred million
 lr_schedule = "cosine"
 warmup_steps = None                      # a tenth of the steps, at most 50
 log_interval = 10

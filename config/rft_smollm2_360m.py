@@ -1,11 +1,11 @@
-"""SmolLM2-360M learns from its own verified solutions, with LoRA: the job of the guides that this project comes from.
+"""Fine-tune SmolLM2-360M on its own verified solutions with LoRA, as in the guides.
 
     python datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
     python train.py config/rft_smollm2_360m.py
     python eval.py --compare HuggingFaceTB/SmolLM2-360M-Instruct out/rft_smollm2_360m --task=unit_conversion:3
 
-64 examples a step wherever it runs: 32 at a time with a learning rate of 6e-4 on a card of 70 GB or more (an A100 80 GB, H100, H200), 16
-at a time with 2e-4 elsewhere, as in the guides. If 16 don't fit, they are halved before the first step.
+64 examples a step: micro-batches of 32 and a learning rate of 6e-4 on a card with 70 GB or more,
+micro-batches of 16 and 2e-4 elsewhere. A micro-batch that does not fit is halved before the first step.
 """
 import torch
 
@@ -22,7 +22,7 @@ num_epochs = 3
 optimizer = "adamw"
 lr_schedule = "cosine"
 warmup_steps = None                      # a tenth of the steps, at most 50
-gradient_checkpointing = False           # true if memory is short: a second forward pass for one tensor a block
-save_only_model = False                  # true: adapters alone, without what resuming needs
+gradient_checkpointing = False           # True saves memory at the cost of a second forward pass
+save_only_model = False                  # True: adapters only, without the state to resume from
 keep_last = 3                            # one for each epoch
 log_interval = 10

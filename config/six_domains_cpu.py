@@ -1,15 +1,16 @@
-"""Reinforcement learning of a small model on six domains at once, on two cores: 180 steps of 288 answers, ten minutes.
+"""GRPO of a small model on six domains at once, on two cores: 180 steps of 288 completions, ten minutes.
 
     python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft
-    python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad --out_dir=out/domains/pcgrad
+    python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad \\
+        --out_dir=out/domains/pcgrad
 
-runs/domains.sh does what comes before it, and the experiment of docs/domains.md.
+runs/domains.sh runs the earlier stages and the experiment of docs/domains.md.
 """
 init_from = "out/domains/rft"
 out_dir = "out/domains/mixed"
 task = "math:0+code:0+logic:0+simulation:0+table:0+science:0"
-num_questions = 7200                     # 1,200 of each domain, of which 180 steps ask 1,080
-prompts_per_step = 36                    # six of each
+num_questions = 7200                     # 1,200 of each domain; 180 steps ask 1,080 of them
+prompts_per_step = 36                    # six of each domain
 max_new_tokens = 144
 
 temperature = 1.0

@@ -1,13 +1,13 @@
-"""GRPO of a 1.5B-parameter model on six domains at once, with eight A100 80 GB: math, code, logic, simulation, table, science.
+"""GRPO of a 1.5B model on math, code, logic, simulation, table and science at once, with eight A100 80 GB.
 
     torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py
-    bash runs/slurm_domains.sh               this and the same with PCGrad, side by side
+    bash runs/slurm_domains.sh               this and the same with PCGrad, as two jobs
 
-The batch of the eight-A100 guide that this project starts from: 128 questions of up to 256 tokens, 4 answers of up to 512 each, a
-checkpoint every 500 steps. The questions are generated, synthetic stand-ins for GURU's (docs/domains.md); who has its files names
-one for each domain: --task=guru:FILE+guru:FILE. Needs `pip install reasoning-gym`.
-With --surgery=pcgrad --surgery_buffers=bf16 the six gradients of 1.5 billion numbers take 18.5 GB a card; in fp32 they would be 37, with --parallel=fsdp 4.6.
-Not run on a GPU yet.
+The batch of the eight-A100 guide: 128 questions of at most 256 tokens, 4 completions of at most 512 each, a
+checkpoint every 500 steps. The questions are generated, synthetic replacements of GURU's (docs/domains.md);
+if you have GURU's files, pass one for each domain: --task=guru:FILE+guru:FILE. Needs `pip install
+reasoning-gym`. With --surgery=pcgrad --surgery_buffers=bf16 the six gradients take
+18.5 GB a card; in fp32 they would be 37, with --parallel=fsdp 4.6. Not run on a GPU yet.
 """
 init_from = "Qwen/Qwen2.5-1.5B-Instruct"
 out_dir = "out/six_domains_mixed"
@@ -16,7 +16,7 @@ num_questions = 60_000
 
 prompts_per_step = 128
 k_samples = 4
-max_prompt_tokens = 768                  # of which 256 are the question's; the rest shows the form
+max_prompt_tokens = 768                  # 256 for the question, the rest for worked examples
 max_new_tokens = 512
 few_shot = 2
 tokens_per_micro_batch = 32768

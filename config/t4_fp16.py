@@ -1,10 +1,10 @@
-"""config/a100_fast.py for a T4 (16 GB, no bf16, what free notebooks lend): fp16 with loss scaling, smaller micro-batches.
+"""config/a100_fast.py for a free notebook's T4 (16 GB, no bf16): fp16, loss scaling, smaller micro-batches.
 
     python train.py config/t4_fp16.py
 
 123,588,864 parameters; 98.3M tokens, 0.83 epochs of WikiText-103.
-Memory, computed: 7.0 GiB at a micro-batch of 8, before compiling, which keeps less.
-Time, computed: 97 minutes on one T4, if it runs at 22% MFU: its memory is slow for its tensor cores.
+Memory, computed: 7.0 GiB at a micro-batch of 8 without torch.compile, which needs less.
+Time, computed: 97 minutes on one T4 at 22% MFU: its memory is slow for its tensor cores.
 Goal: a token perplexity of at most 40. Not run on a GPU yet.
 """
 out_dir = "out/t4_fp16"
@@ -22,11 +22,11 @@ batch_size = 8
 gradient_accumulation_steps = 4
 max_steps = 3000
 optimizer = "muon"
-learning_rate = 0.004    # see docs/notes.md for how the rates of these configurations were chosen
+learning_rate = 0.004    # chosen as docs/notes.md describes
 warmup_steps = 100
 lr_schedule = "wsd"
 cooldown = 0.5
 weight_decay = 0.1       # no dropout: nothing is seen twice
 
 eval_interval = 250
-save_interval = 100      # such a machine may be taken away
+save_interval = 100      # free machines may be reclaimed

@@ -1,17 +1,17 @@
-"""A byte-level model of TinyStories on one GPU, scored in bits per byte, so that no tokenizer is in the way.
+"""A byte-level model of TinyStories on one GPU, scored in bits per byte, which compare across tokenizers.
 
-    python train.py config/tinystories.py                          # the text comes from the Hugging Face hub
+    python train.py config/tinystories.py                          # downloads it from the Hugging Face hub
     python train.py config/tinystories.py --dataset=FOLDER         # with train.txt and valid.txt
 
 14,409,088 parameters; 1048.6M tokens, about half of the text.
-Memory, computed: 7.9 GiB at a micro-batch of 128, before compiling, which keeps less.
-Time, computed: 19.5 minutes on one A100, if it runs at 30% MFU.
-Not run on a GPU yet. docs/benchmarks.md has others' figures: 0.71 bits a byte with 55M parameters, 1.07 with 1.1M.
+Memory, computed: 7.9 GiB at a micro-batch of 128 without torch.compile, which needs less.
+Time, computed: 19.5 minutes on one A100 at 30% MFU.
+Not run on a GPU yet. Published: 0.71 bits a byte with 55M parameters, 1.07 with 1.1M (docs/benchmarks.md).
 """
 out_dir = "out/tinystories"
 dataset = "roneneldan/TinyStories"
 tokenizer = "bytes"
-block_size = 512         # most of a story, which has some 900 bytes
+block_size = 512         # most of a story of about 900 bytes
 
 n_layer = 8
 n_head = 6

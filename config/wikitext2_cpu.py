@@ -2,8 +2,8 @@
 
     python train.py config/wikitext2_cpu.py --dataset=folder      # a folder with train.txt and valid.txt
 
-17,600,512 parameters, of which 12.9M are the embedding that the head shares: with 50,257 ids the head is three quarters
-of the arithmetic. 850 steps see 3.5M tokens, 1.4 epochs.
+17,600,512 parameters, 12.9M of them in the tied embedding: with 50,257 ids the head is three quarters of the
+arithmetic. 850 steps see 3.5M tokens, 1.4 epochs.
 """
 out_dir = "out/wikitext2"
 tokenizer = "gpt2"

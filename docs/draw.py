@@ -1,4 +1,4 @@
-"""Draw the pictures of README.md and docs/ from the figures recorded in expected/.
+"""Draw the pictures of README.md and docs/ from the figures in expected/.
 
     python docs/draw.py
 """
@@ -32,19 +32,21 @@ def save(figure, name):
 
 
 def quickstart():
-    """Draw the share of right answers after each rung: a bar for the mean of the seeds, a dot for each."""
+    """Draw the accuracy after each stage: a bar for the mean of the seeds, a dot for each seed."""
     seeds = recorded("quickstart_seeds")["seeds"].values()
-    rungs = {"base": "pretrained", "rft": "tuned on its own\nverified answers", "grpo": "after reinforcement\nlearning"}
+    stages = {"base": "pretrained", "rft": "tuned on its own\nverified answers",
+              "grpo": "after reinforcement\nlearning"}
     ways = {"greedy": "greedy", "sampled": "one sample at T = 1", "pass_at_8": "best of 8 samples"}
     figure, axes = plt.subplots(figsize=(8, 3.6))
     for i, (way, label) in enumerate(ways.items()):
-        places = [rung + 0.27 * (i - 1) for rung in range(len(rungs))]
-        means = [100 * fmean(seed[rung][way] for seed in seeds) for rung in rungs]
+        places = [k + 0.27 * (i - 1) for k in range(len(stages))]
+        means = [100 * fmean(seed[stage][way] for seed in seeds) for stage in stages]
         axes.bar(places, means, 0.25, label=label, color=OURS, alpha=(0.9, 0.6, 0.3)[i])
-        for place, rung, mean in zip(places, rungs, means):
-            axes.plot([place] * len(seeds), [100 * seed[rung][way] for seed in seeds], ".", color="black", markersize=3)
+        for place, stage, mean in zip(places, stages, means):
+            values = [100 * seed[stage][way] for seed in seeds]
+            axes.plot([place] * len(seeds), values, ".", color="black", markersize=3)
             axes.text(place, 4, f"{mean:.0f}", ha="center", color="white" if i < 2 else "black")
-    axes.set_xticks(range(len(rungs)), rungs.values())
+    axes.set_xticks(range(len(stages)), stages.values())
     axes.set_ylabel("right answers, %")
     axes.set_ylim(0, 100)
     axes.legend(ncols=3, loc="upper center", frameon=False)
@@ -53,12 +55,12 @@ def quickstart():
 
 
 def grpo():
-    """Draw a run's reward and the accuracy of greedy answers to questions that it is not trained on."""
+    """Draw a run's reward and its greedy accuracy on held-out questions."""
     run = recorded("quickstart_grpo")
     figure, axes = plt.subplots(figsize=(8, 3.2))
     axes.plot(run["step"], run["reward"], color=OURS, alpha=0.6, label="reward of the step's samples")
-    axes.errorbar(run["val_step"], run["val_accuracy"], yerr=run["val_interval"], fmt="o-", color="black", capsize=3,
-                  label="held-out questions right, greedy (95% interval)")
+    axes.errorbar(run["val_step"], run["val_accuracy"], yerr=run["val_interval"], fmt="o-", color="black",
+                  capsize=3, label="held-out questions right, greedy (95% interval)")
     axes.set_xlabel("step")
     axes.set_ylim(0.55, 0.95)
     axes.legend(frameon=False, loc="upper center", ncols=2)
@@ -67,7 +69,7 @@ def grpo():
 
 
 def shakespeare():
-    """Draw the validation loss against wall time, ours and nanoGPT's, from the start of Python."""
+    """Draw validation loss against wall time of nanoRFT and nanoGPT, from the start of Python."""
     runs = recorded("shakespeare_cpu")
     figure, axes = plt.subplots(figsize=(8, 3.2))
     for name, color in (("nanoGPT", OTHERS), ("nanoRFT", OURS)):
@@ -81,7 +83,8 @@ def shakespeare():
 
 
 def shakespeare_on_a_gpu():
-    """Draw how far nanoGPT's two recipes and config/shakespeare.py come on two CPU cores in the same time."""
+    """Draw validation loss of nanoGPT's two recipes and config/shakespeare.py in equal time on two CPU
+    cores."""
     curves = recorded("shakespeare")["curves"]
     figure, axes = plt.subplots(figsize=(8, 3.6))
     styles = {
@@ -104,10 +107,12 @@ def shakespeare_on_a_gpu():
 
 
 def domains():
-    """Draw the cosines of six domains' gradients, and what training on one of them does to the others."""
+    """Draw the cosines of six domains' gradients, and the change of all domains by training on one."""
     runs = recorded("domains")
     conflicts = {int(step): share for step, share in runs["conflicts"].items()}
-    cosines = {pair: {int(step): cosine for step, cosine in steps.items()} for pair, steps in runs["cosines"].items()}
+    cosines = {}
+    for pair, steps in runs["cosines"].items():
+        cosines[pair] = {int(step): cosine for step, cosine in steps.items()}
     draw_cosines(cosines, conflicts, HERE / "pictures" / "domains_cosines.png")
     draw_transfer(runs["sampled"]["transfer"], HERE / "pictures" / "domains_transfer.png")
 

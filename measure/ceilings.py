@@ -1,5 +1,4 @@
-"""What this machine can do at most, measured: products of matrices, reading memory, and the least time that
-sampling takes by them."""
+"""Measured limits of this machine: matrix products, memory bandwidth, and the least time for sampling."""
 import contextlib
 import datetime
 import importlib.util
@@ -18,13 +17,12 @@ from engine.kv_cache import cache_bytes
 from model import on_meta
 from runtime import hardware
 
-# {(device, format): FLOP/s, (device, "bytes"): bytes/s}, as measured in this process
+# {(device, format): FLOP/s, (device, "bytes"): bytes/s}, filled in by this process
 MEASURED = {}
 
 
 def clock(function, hw):
-    """Call function() and return (seconds, result); the device is idle when the clock starts and when it
-    stops."""
+    """Call function() and return (seconds, result), synchronizing the device before and after."""
     hw.wait()
     start = time.perf_counter()
     result = function()
@@ -32,9 +30,9 @@ def clock(function, hw):
     return time.perf_counter() - start, result
 
 
-def once(function, hw):
-    """Return the seconds that function() takes, at best: on a CPU of five calls; a GPU, whose clock rises
-    under load, works half a second, and then counts by itself what 20 calls take that wait for nothing."""
+def best_time(function, hw):
+    """Return the seconds of function(), the least of five: single calls on a CPU; on a GPU CUDA events around
+    20 calls, after half a second of load to raise its clock."""
     if hw.device.type != "cuda":
         return min(clock(function, hw)[0] for _ in range(5))
     until = time.perf_counter() + 0.5
@@ -53,25 +51,24 @@ def once(function, hw):
     return min(seconds)
 
 
-def give_back(hw):
-    """Give memory of a GPU that no tensor holds to the processes that are measured."""
+def free_cached_memory(hw):
+    """Release the caching allocator's free GPU memory, so that measured processes can use it."""
     if hw.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def read_bandwidth(hw):
-    """Return the bytes/s that reading 1 GiB reaches."""
+    """Return the bytes/s of reading 1 GiB."""
     if (hw.device, "bytes") not in MEASURED:
         big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
-        MEASURED[hw.device, "bytes"] = big.nbytes / once(big.max, hw)
+        MEASURED[hw.device, "bytes"] = big.nbytes / best_time(big.max, hw)
         del big
-        give_back(hw)
+        free_cached_memory(hw)
     return MEASURED[hw.device, "bytes"]
 
 
 def matmul_peak(hw, format=None):
-    """Return the FLOP/s of a product of large matrices in bf16, fp16, tf32 or fp32; None: in what hw computes
-    in."""
+    """Return the FLOP/s of a product of large matrices in bf16, fp16, tf32 or fp32; None: hw's own format."""
     format = format or hw.product_format()
     if (hw.device, format) not in MEASURED:
         n = 8192 if hw.device.type == "cuda" else 2048
@@ -79,14 +76,14 @@ def matmul_peak(hw, format=None):
         torch.set_float32_matmul_precision("high" if format == "tf32" else "highest")
         a = torch.randn(n, n, device=hw.device).to(hardware.DTYPES[format.replace("tf", "fp")])
         products = [a.mm]
-        if format == "fp32" and Packed.works(hw.device.type, a.dtype):        # the faster one on most processors
+        if format == "fp32" and Packed.works(hw.device.type, a.dtype):        # faster on most CPUs
             products.append(Packed())
             products[1].pack(a)
-        seconds = min(once(lambda: product(a), hw) for product in products)
+        seconds = min(best_time(lambda: product(a), hw) for product in products)
         MEASURED[hw.device, format] = 2 * n**3 / seconds
         torch.set_float32_matmul_precision(precision)
         del a, products
-        give_back(hw)
+        free_cached_memory(hw)
     return MEASURED[hw.device, format]
 
 
@@ -105,25 +102,24 @@ def formats(hw):
 
 
 def cpu_multiplies_fp16():
-    """Tell whether the CPU has instructions for fp16; older PyTorch can't say."""
+    """Return whether the CPU has fp16 instructions; False with older PyTorch, which does not report it."""
     avx512 = getattr(torch.cpu, "_is_avx512_fp16_supported", bool)
     amx = getattr(torch.cpu, "_is_amx_fp16_supported", bool)
     return avx512() or amx()
 
 
 def peak(hw):
-    """Return the FLOP/s that MFU is a share of: the card's nominal ones, measured where they are unknown."""
+    """Return the FLOP/s that MFU refers to: the card's nominal peak, or the measured one if unknown."""
     return hw.peak_tflops * 1e12 if hw.peak_tflops else matmul_peak(hw)
 
 
 def devices(hw, ranks):
-    """Return how many times its peak so many processes have: GPUs are one each, the cores of a CPU are
-    shared."""
+    """Return the number of devices that the ranks use: a GPU each, or one CPU together."""
     return ranks if hw.device.type == "cuda" else 1
 
 
 def machine(hw):
-    """Return what figures are of no use without: the hardware, versions, the commit and the date."""
+    """Return the hardware, versions, commit and date that a record of figures needs."""
     name = hw.name
     if hw.device.type == "cpu":
         threads = torch.get_num_threads()
@@ -149,7 +145,7 @@ def cpu_name():
 
 
 def git_commit():
-    """Return the commit of this repository, with -dirty if files differ from it; None if git can't tell."""
+    """Return the commit of this repository, with -dirty if files differ from it; None without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     result = None
     with contextlib.suppress(OSError):
@@ -158,9 +154,9 @@ def git_commit():
 
 
 def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
-    """Return (seconds that sampling takes at least, of which the steps, samples in flight): the prompts'
-    products at the measured speed, and for each step weights, keys and values at the speed of reading
-    memory. new: tokens of each sample."""
+    """Return (least seconds of sampling, of these the decoding steps' seconds, samples in flight). Prefill is
+    counted as FLOPs at the measured matmul speed; each decoding step as bytes of weights and KV cache at the
+    measured bandwidth. new: tokens of each sample."""
     model = on_meta(c)
     in_flight = min(slots, prompts * samples)
     dtype = hw.sampling_dtype

@@ -1,57 +1,57 @@
-"""From the plainest way of training to the fastest, one optimisation at a time: their knobs, runs in turn,
-what each buys."""
+"""Measure the effect of each optimisation: from plain fp32 training to the fastest, or each one switched
+off."""
 import platform
 import statistics
 from typing import NamedTuple
 
-from measure.runs import WARM_UP, a_run, raw
+from measure.runs import WARM_UP, recorded, run_script
 from runtime import guard
 from runtime.config import BadInput
 from runtime.progress import track
 
 
-class Rung(NamedTuple):
-    """What is switched on at a step of the ladder: a name, and {knob: (the plain value, the other)}."""
+class Optimisation(NamedTuple):
+    """A name and {option: (value when off, value when on)}."""
     name: str
-    knobs: dict
+    options: dict
 
-    def changes_something(self):
-        return any(plain != on for plain, on in self.knobs.values())
+    def has_effect(self):
+        return any(off != on for off, on in self.options.values())
 
 
-def rungs(stage, hw, script, given, processes):
-    """Return the Rungs of this device, in the order of the guides, but TF32 first: after mixed precision it
-    has no product of fp32 left. A knob that was handed over is that value when it is on; what then changes
-    nothing is no rung.
+def optimisations(stage, hw, script, given, processes):
+    """Return the Optimisations that have an effect on this device, in the guides' order but with TF32 first:
+    in mixed precision no fp32 product is left for it.
 
-    script: its Config as it is. given: knobs that were handed over, None aside. processes: when there are
-    several.
+    script: the stage's Config. given: {option: value} from the command line, used as the value when on.
+    processes: the number that the last row of grpo runs.
     """
     cuda = hw.device.type == "cuda"
-    compile_rung = Rung("torch.compile", {"compile": (False, cuda)})
+    compilation = Optimisation("torch.compile", {"compile": (False, cuda)})
     candidates = [
-        Rung("TF32", {"tf32": (False, hw.tf32)}),
-        Rung(f"mixed precision, {hw.dtype}", {"dtype": ("fp32", hw.dtype)}),
+        Optimisation("TF32", {"tf32": (False, hw.tf32)}),
+        Optimisation(f"mixed precision, {hw.dtype}", {"dtype": ("fp32", hw.dtype)}),
     ]
     if stage == "grpo":
         candidates += [
-            Rung("parallel rewards", {"reward_pool": ("serial", "process")}),
-            compile_rung,
-            Rung("CUDA graphs", {"cuda_graphs": (not cuda, True)}),
-            Rung(f"{processes} processes", {"ranks": (1, processes)}),
+            Optimisation("parallel rewards", {"reward_pool": ("serial", "process")}),
+            compilation,
+            Optimisation("CUDA graphs", {"cuda_graphs": (not cuda, True)}),
+            Optimisation(f"{processes} processes", {"ranks": (1, processes)}),
         ]
     else:
-        candidates += training_rungs(hw, script, compile_rung)
-    candidates = [rung for rung in candidates if rung is compile_rung or rung.changes_something()]
-    candidates = [
-        Rung(name, {knob: (plain, given.get(knob, on)) for knob, (plain, on) in knobs.items()})
-        for name, knobs in candidates
-    ]
-    return [rung for rung in candidates if rung.changes_something()]
+        candidates += training_optimisations(hw, script, compilation)
+    found = []
+    for candidate in candidates:
+        if candidate is not compilation and not candidate.has_effect():
+            continue
+        options = {option: (off, given.get(option, on)) for option, (off, on) in candidate.options.items()}
+        found.append(Optimisation(candidate.name, options))
+    return [optimisation for optimisation in found if optimisation.has_effect()]
 
 
-def training_rungs(hw, script, compile_rung):
-    """Return the Rungs of train.py that follow mixed precision."""
+def training_optimisations(hw, script, compilation):
+    """Return the Optimisations of train.py that follow mixed precision."""
     cuda = hw.device.type == "cuda"
     cpu = hw.device.type == "cpu"
     batch_size = script.batch_size
@@ -68,45 +68,46 @@ def training_rungs(hw, script, compile_rung):
     plain_attention = "sdpa" if cpu and hw.dtype == "bf16" else "math"
     glibc = cpu and platform.libc_ver()[0] == "glibc"
     return [
-        Rung("no checkpointing", {"gradient_checkpointing": (True, False)}),
-        Rung("loader processes", loader),
-        Rung(f"micro-batch {small_batch} -> {batch_size}", micro_batch),
-        compile_rung,
-        Rung("fused AdamW", {"fused_adamw": (False, True)}),
-        Rung("attention kernel", {"attention": (plain_attention, "auto")}),
-        Rung("memory kept", {"keep_memory": (not glibc, True)}),
+        Optimisation("no checkpointing", {"gradient_checkpointing": (True, False)}),
+        Optimisation("loader processes", loader),
+        Optimisation(f"micro-batch {small_batch} -> {batch_size}", micro_batch),
+        compilation,
+        Optimisation("fused AdamW", {"fused_adamw": (False, True)}),
+        Optimisation("attention kernel", {"attention": (plain_attention, "auto")}),
+        Optimisation("memory kept", {"keep_memory": (not glibc, True)}),
     ]
 
 
 def rows_of(chosen, ladder):
-    """Return [(name, knobs)] of the chosen Rungs: the ladder, or everything on and each of them left out."""
-    plain = {knob: values[0] for rung in chosen for knob, values in rung.knobs.items()}
-    on = {knob: values[1] for rung in chosen for knob, values in rung.knobs.items()}
+    """Return [(name, options)] for Optimisations: with ladder, off, then one more on in each row; else all
+    on, then each one off."""
+    off = {option: values[0] for one in chosen for option, values in one.options.items()}
+    on = {option: values[1] for one in chosen for option, values in one.options.items()}
     if ladder:
-        knobs = plain
-        rows = [("plain, fp32", plain)]
-        for rung in chosen:
-            knobs = knobs | {knob: on[knob] for knob in rung.knobs}
-            rows.append((f"+ {rung.name}", knobs))
+        options = off
+        rows = [("plain, fp32", off)]
+        for one in chosen:
+            options = options | {option: on[option] for option in one.options}
+            rows.append((f"+ {one.name}", options))
         return rows
     rows = [("everything on", on)]
-    for rung in chosen:
-        if rung.name == "TF32" and on.get("dtype", "fp32") != "fp32":              # without effect in bf16
+    for one in chosen:
+        if one.name == "TF32" and on.get("dtype", "fp32") != "fp32":               # no effect in bf16
             continue
-        name = f"without {rung.name}".replace("without no ", "with ")
-        rows.append((name, on | {knob: plain[knob] for knob in rung.knobs}))
+        name = f"without {one.name}".replace("without no ", "with ")
+        rows.append((name, on | {option: off[option] for option in one.options}))
     return rows
 
 
 def print_rows(table, unit, ladder, losses, log):
-    """Log a line for each row of bench_rungs. losses: whether they can be compared."""
+    """Log the table of bench_ladder. losses: whether losses can be compared between rows."""
     columns = {
         "name": "",
         "step": "s/step (min-max)",
         "rate": unit,
         "fastest": "fastest",
-        "gain": "gain" if ladder else "it buys",
-        "turns": "of turns",
+        "gain": "gain",
+        "turns": "by turn",
         "in_all": "in all",
         "peak_memory_gb": "peak GiB",
         "loss": "loss",
@@ -141,28 +142,28 @@ def print_rows(table, unit, ladder, losses, log):
     for line in lines:
         numbers = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
         log("  ".join([line[0].ljust(widths[0]), *numbers]))
-    gain = "It buys: everything on, over the row. "
+    gain = "gain: speed with everything on, over the row's. "
     if ladder:
-        gain = "Gain: over the row above; in all: over the first. "
-    compared = ("No column compares losses, which are zero by construction, or gradients: in another "
-                "precision other tokens are sampled.")
+        gain = "gain: over the row above; in all: over the first row. "
+    compared = ("Losses are not compared: they are zero by construction, and another precision samples other "
+                "tokens.")
     if losses:
-        compared = "Loss: of the last step; off fp32: from that of the first row in fp32, ! above 5%."
+        compared = "loss: of the last step; off fp32: its deviation from the first fp32 row, ! above 5%."
     log(f"{gain}Speeds are medians of steps, then of runs; ratios\n"
-        "are of the fastest steps of all runs, which repeat best (docs/notes.md); "
-        f"of turns: least and most of the same for the runs of a turn.\n{compared}")
+        "use the fastest steps of all runs, which repeat best (docs/notes.md); "
+        f"by turn: least and most of these ratios within a turn.\n{compared}")
 
 
-def run_in_turn(work, rows, repeats):
-    """Return ({name: its runs}, {name: why it failed}) of the rows, each of which runs once a turn."""
+def run_rows(work, rows, repeats):
+    """Run every row once a turn, and return ({name: its runs}, {name: error message})."""
     runs = {}
     failed = {}
     turns = [row for _ in range(repeats) for row in rows]
-    for name, knobs in track(turns, "measuring", "runs"):
+    for name, options in track(turns, "measuring", "runs"):
         if name in failed:
             continue
         try:
-            run = a_run(work, knobs)
+            run = run_script(work, options)
         except (BadInput, guard.Failure) as e:
             if name == rows[0][0] and name not in runs:
                 raise
@@ -172,9 +173,9 @@ def run_in_turn(work, rows, repeats):
     return runs, failed
 
 
-def table_row(name, knobs, runs, before, first, ladder):
-    """Return what a row's runs come to. before: the row that it is compared with; first: of the table; None
-    for the first itself."""
+def table_row(name, options, runs, before, first, ladder):
+    """Return the figures of a row. before: the row it is compared with; first: the table's first row; both
+    None for the first row itself."""
     settings = runs[0]["settings"]
     fastest = max(run["fastest"] for run in runs)
     gain = None
@@ -186,12 +187,12 @@ def table_row(name, knobs, runs, before, first, ladder):
             gain = 1 / gain
             turns = [1 / turn for turn in turns]
     micro_batch = settings.get("micro_batch", 0)
-    expected = knobs.get("batch_size", micro_batch)
+    expected = options.get("batch_size", micro_batch)
     if micro_batch != expected:
         name += f" (micro-batch {micro_batch}: {expected} does not fit)"
     return {
         "name": name,
-        "knobs": knobs,
+        "knobs": options,
         "settings": settings,
         "step_s": statistics.median(run["step_s"] for run in runs),
         "rate": statistics.median(run["rate"] for run in runs),
@@ -202,23 +203,23 @@ def table_row(name, knobs, runs, before, first, ladder):
         "in_all": fastest / first["fastest"] if before and ladder else None,
         "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
         "loss": statistics.median(run["loss"] for run in runs),
-        "repeats": raw(runs),
+        "repeats": recorded(runs),
     }
 
 
-def bench_rungs(cfg, hw, work, script_args, log):
-    """Measure the ladder, or the ablation: every row is the script itself with other knobs, the same seed and
-    data. A row whose run turns out to have had the settings of the row that it is compared with
-    (torch.compile failed, say) is left out; one that fails counts as far as it came."""
-    own_rungs = {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}
-    given = {knob: getattr(work.config, knob) for knob in script_args.given - own_rungs}
-    given = {knob: value for knob, value in given.items() if value is not None}
-    rows = rows_of(rungs(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder)
-    log(f"{work.what}, {work.steps} steps a run after {WARM_UP}, "
-        f"{len(rows)} rows x {cfg.repeats} in turn, on {hw.name}")
-    runs, failed = run_in_turn(work, rows, cfg.repeats)
+def bench_ladder(cfg, hw, work, script_args, log):
+    """Measure --ladder or --ablate: each row runs the script with other options, the same seed and data. A
+    row whose run had the same settings as the row it is compared with (torch.compile failed, say) is left
+    out; a row that fails keeps the runs before the failure."""
+    own_rows = {"dtype", "tf32", "batch_size", "gradient_accumulation_steps"}
+    given = {option: getattr(work.config, option) for option in script_args.given - own_rows}
+    given = {option: value for option, value in given.items() if value is not None}
+    rows = rows_of(optimisations(cfg.stage, hw, work.config, given, work.ranks), cfg.ladder)
+    log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, "
+        f"{len(rows)} alternating rows x {cfg.repeats}, on {hw.name}")
+    runs, failed = run_rows(work, rows, cfg.repeats)
     table = []
-    for name, knobs in rows:
+    for name, options in rows:
         if name in failed:
             count = f"{len(runs[name])} runs, then" if name in runs else "left out,"
             log(f"{name}: {count} it failed: {failed[name]}")
@@ -229,14 +230,14 @@ def bench_rungs(cfg, hw, work, script_args, log):
         if before and runs[name][0]["settings"] == before["settings"]:
             log(f"{name}: left out, it had no effect here.")
             continue
-        table.append(table_row(name, knobs, runs[name], before, first, cfg.ladder))
+        table.append(table_row(name, options, runs[name], before, first, cfg.ladder))
     fp32_loss = next((row["loss"] for row in table if row["settings"]["dtype"] == "fp32"), None)
     comparable = cfg.stage != "grpo"
     for row in table:
         row["off_fp32"] = row["loss"] / fp32_loss - 1 if comparable and fp32_loss is not None else None
     print_rows(table, work.unit, cfg.ladder, comparable, log)
     return {
-        "what": work.what,
+        "what": work.description,
         "unit": work.unit,
         "rows": table,
         "failed": failed,

@@ -1,9 +1,9 @@
-"""The same work as others do it, for bench.py --peers: a plain training loop as nanoGPT has it, transformers'
-generate, generate_batch and Trainer, TRL's SFTTrainer and GRPOTrainer.
+"""Other implementations for bench.py --peers: a plain training loop as in nanoGPT, transformers' generate,
+generate_batch and Trainer, TRL's SFTTrainer and GRPOTrainer.
 
     python -m measure.peers JOB.json
 
-runs a peer in a process of its own; the seconds of its steps are its last line.
+runs one peer; its last line holds the seconds of its steps.
 """
 import importlib.util
 import json
@@ -27,7 +27,7 @@ from text.tokenizer import Tokenizer
 TRANSFORMERS = ("transformers",)
 TRAINER = ("transformers", "accelerate")
 TRL = ("transformers", "trl")
-# of a stage: {peer: the packages that it needs}
+# {stage: {peer: required packages}}
 PEERS = {
     "train": {"nanogpt": (), "trainer": TRAINER},
     "sft": {"trainer": TRAINER, "trl": TRL},
@@ -38,8 +38,8 @@ PEERS = {
 
 
 def chosen(stage, asked):
-    """Return the names of the peers that --peers= asks for: False, True (all that are installed; what is not
-    is said), or names with a comma. BadInput for one that is not known or not installed."""
+    """Return the names of the peers to run. asked: False, True (all that are installed; the others are
+    reported) or comma-separated names. Raises BadInput for an unknown name or one that is not installed."""
     if not asked:
         return []
     known = PEERS.get(stage, {})
@@ -47,19 +47,19 @@ def chosen(stage, asked):
         raise BadInput(f"--stage={stage} has no peers to compare with: leave --peers out.")
     names = list(known) if asked is True else asked.split(",")
     if not set(names) <= known.keys():
-        raise BadInput(f"--peers={asked} is not known: of {stage} choose from {', '.join(known)}.")
+        raise BadInput(f"--peers={asked} is not known: choose from {', '.join(known)} for {stage}.")
     missing = {name: [p for p in known[name] if not importlib.util.find_spec(p)] for name in names}
     for name in names:
         if missing[name]:
-            sentence = f"{name} is not installed: pip install {' '.join(missing[name])}, to compare with it."
+            message = f"{name} is not installed: pip install {' '.join(missing[name])}, to compare with it."
             if asked is not True:
-                raise BadInput(sentence)
-            print(sentence)
+                raise BadInput(message)
+            print(message)
     return [name for name in names if not missing[name]]
 
 
-def quiet():
-    """Import transformers, and return it without its reports."""
+def import_transformers():
+    """Import transformers and return it, with progress bars and warnings off."""
     import transformers
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -70,19 +70,21 @@ def quiet():
 # --- sampling, in bench.py's own process ---
 
 class Generate:
-    """transformers' generate: the prompts as one batch, num_return_sequences samples of each."""
-    name = "generate"
+    """transformers' generate: the prompts as one batch, num_return_sequences samples of each. name "static":
+    with a static KV cache, for which transformers compiles the model on a GPU."""
 
-    def __init__(self, folder, hw):
-        model = quiet().AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype)
+    def __init__(self, folder, hw, name="generate"):
+        self.name = name
+        transformers = import_transformers()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype)
         self.model = model.to(hw.device).eval()
         self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
         self.device = hw.device
-        if self.name == "static":
+        if name == "static":
             self.options["cache_implementation"] = "static"
 
     def run(self, prompts, samples, new):
-        """Return how many tokens were sampled."""
+        """Sample `new` tokens for every completion, and return the total number of tokens."""
         x = torch.tensor(prompts, device=self.device)
         mask = torch.ones_like(x)
         with torch.inference_mode():
@@ -92,25 +94,17 @@ class Generate:
         return out[:, x.shape[1]:].numel()
 
 
-class Static(Generate):
-    """Generate with a static cache, which transformers compiles for on a GPU."""
-    name = "static"
-
-
-SAMPLERS = {kind.name: kind for kind in (Generate, Static)}
-
-
-def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, new, at_once):
-    """Return how many samples transformers' generate and the verifier find right: questions in batches of
-    at_once sequences, padded on the left; an answer ends at the end-of-text token."""
+def rejection_sampling(peer, tokenizer, task, questions, prompts, *, samples, new, at_once):
+    """Sample with transformers' generate and return the number of verified completions. Each call generates
+    at_once sequences of at most `new` tokens, left-padded, up to the end-of-text token."""
     verified = 0
     per_call = max(1, at_once // samples)
     options = peer.options | {"pad_token_id": tokenizer.pad}
     for first in range(0, len(prompts), per_call):
         group = prompts[first:first + per_call]
         T = max(map(len, group))
-        x = torch.tensor([[tokenizer.pad] * (T - len(p)) + p for p in group], device=hw.device)
-        mask = torch.tensor([[0] * (T - len(p)) + [1] * len(p) for p in group], device=hw.device)
+        x = torch.tensor([[tokenizer.pad] * (T - len(p)) + p for p in group], device=peer.device)
+        mask = torch.tensor([[0] * (T - len(p)) + [1] * len(p) for p in group], device=peer.device)
         with torch.inference_mode():
             out = peer.model.generate(
                 x, attention_mask=mask, num_return_sequences=samples, max_new_tokens=new,
@@ -123,8 +117,8 @@ def verified_in_a_loop(peer, hw, tokenizer, task, questions, prompts, samples, n
     return verified
 
 
-# --- each in a process of its own, with TF32 and a CPU's memory kept as for ours ---
-# job: what bench.py wrote. They return the seconds of their steps.
+# --- peers in their own processes, with the TF32 and malloc settings of nanoRFT's runs ---
+# Each takes the job that bench.py wrote and returns the seconds of its steps.
 
 class PlainBlock(nn.Module):
     """A block of GPT-2."""
@@ -149,7 +143,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2 in as few lines as it takes. c: GPTConfig's fields, as a dictionary."""
+    """A minimal GPT-2. c: GPTConfig's fields, as a dictionary."""
 
     def __init__(self, c):
         super().__init__()
@@ -174,14 +168,13 @@ class PlainGPT(nn.Module):
 
 
 def is_gpt2(c):
-    """Tell whether PlainGPT is the architecture of GPTConfig's fields."""
+    """Return whether PlainGPT implements the architecture of these GPTConfig fields."""
     is_like_gpt2 = all(c.get(name) == value for name, value in GPT2.items())
     return is_like_gpt2 and c.get("n_kv_head") in (None, c["n_head"])
 
 
 def windows(job):
-    """Return a function of a number of rows that gives x, y [rows, T] from random places of train.bin, as
-    nanoGPT takes them."""
+    """Return a function that draws x, y [rows, T] at random offsets of train.bin, as nanoGPT does."""
     ids = np.memmap(Path(job["data"]) / "train.bin", np.uint16, mode="r")
     rng = np.random.default_rng(job["seed"])
     T = job["block_size"]
@@ -194,7 +187,7 @@ def windows(job):
 
 
 def nanogpt(job, hw):
-    """Train in eager mode, with autocast and fused AdamW, gradients accumulated and clipped; batches come
+    """Train in eager mode with autocast, fused AdamW, gradient accumulation and clipping; batches are read
     from a memory-mapped file, without a loader."""
     model = PlainGPT(job["architecture"]).to(hw.device)
     draw = windows(job)
@@ -214,13 +207,13 @@ def nanogpt(job, hw):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()                          # waits for the device
+        loss.item()                          # synchronizes
         seconds.append(time.perf_counter() - start)
     return seconds
 
 
-def clock_of(transformers, hw):
-    """Return (a callback that notes when steps begin and end, a function that gives their seconds)."""
+def step_clock(transformers, hw):
+    """Return (a TrainerCallback that times steps, a function that returns their seconds)."""
     times = []
 
     class Clock(transformers.TrainerCallback):
@@ -235,7 +228,7 @@ def clock_of(transformers, hw):
 
 
 def common_options(hw):
-    """Return the options that all trainers have in common."""
+    """Return the options shared by all trainers."""
     return {
         "optim": "adamw_torch_fused",
         "bf16": hw.dtype == "bf16",
@@ -261,8 +254,8 @@ def trainer_options(job, hw):
 
 
 def training_rows(job):
-    """Return rows {input_ids, labels}: of text as many random windows as it takes, else the examples of
-    job["data"] with the labels that we train on."""
+    """Return rows {input_ids, labels}: random windows of a text, one for each sequence of the run, or the
+    examples of job["data"] with the labels that train.py uses."""
     if Path(job["data"]).is_dir():
         x, _ = windows(job)(job["steps"] * job["batch_size"] * job["accumulation"])
         return [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
@@ -274,7 +267,7 @@ def training_rows(job):
 
 
 def collate(batch):
-    """Return the tensors [B, T] of some rows, padded on the right."""
+    """Return the tensors [B, T] of rows, padded on the right."""
     T = max(len(row["input_ids"]) for row in batch)
     input_ids = []
     labels = []
@@ -293,8 +286,8 @@ def collate(batch):
 
 
 def run_trainer(job, hw, make):
-    """Return the seconds of a trainer's steps. make: (transformers, model, rows, callback) -> the trainer."""
-    transformers = quiet()
+    """Train and return the seconds of the steps. make: (transformers, model, rows, callback) -> trainer."""
+    transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     if job.get("lora_rank"):
         import peft
@@ -302,7 +295,7 @@ def run_trainer(job, hw, make):
         adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         model = peft.get_peft_model(model, adapters)
     rows = training_rows(job)
-    clock, seconds = clock_of(transformers, hw)
+    clock, seconds = step_clock(transformers, hw)
     make(transformers, model, rows, clock).train()
     return seconds()
 
@@ -323,7 +316,7 @@ def sft_trainer(job, hw):
         from trl import SFTConfig, SFTTrainer
         args = SFTConfig(**trainer_options(job, hw), dataset_kwargs={"skip_prepare_dataset": True},
                          gradient_checkpointing=False)
-        # it asks for one, whatever the rows are
+        # SFTTrainer requires a tokenizer even for tokenized rows
         word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))
         unused = transformers.PreTrainedTokenizerFast(
             tokenizer_object=word_level, eos_token="<e>", pad_token="<e>")
@@ -333,14 +326,14 @@ def sft_trainer(job, hw):
 
 
 def grpo_trainer(job, hw):
-    """Train with TRL's GRPOTrainer, in one process or several: loss, clipping, group and optimizer as grpo.py
-    has them by default."""
-    transformers = quiet()
+    """Train with TRL's GRPOTrainer, in one process or several, with grpo.py's default loss, clipping, groups
+    and optimizer."""
+    transformers = import_transformers()
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     task = tasks.load(job["task"])
     lengths = set()                          # tokens of completions
-    clock, seconds = clock_of(transformers, hw)
+    clock, seconds = step_clock(transformers, hw)
 
     def score(completions, completion_ids, **_):
         lengths.update(map(len, completion_ids))
@@ -375,13 +368,13 @@ def grpo_trainer(job, hw):
         model, score, args, callbacks=[clock], train_dataset=dataset, processing_class=tokenizer)
     trl_trainer.train()
     expected = {job["max_new_tokens"]}
-    assert lengths == expected, f"not the work that was asked for: completions of {lengths} tokens"
+    assert lengths == expected, f"completions have {lengths} tokens instead of {expected}"
     return seconds()
 
 
 def generate_batch(job, hw):
-    """Sample by transformers' continuous batching, a request a sample. Returns the seconds not of steps but
-    of a warm-up and a run. Its threads would stay, and disturb others, in the process of bench.py."""
+    """Sample with transformers' continuous batching, one request a sample. Returns the seconds of a warm-up
+    and of a run. In its own process because its threads would outlive the call."""
     from transformers import GenerationConfig
     peer = Generate(job["folder"], hw)
     inputs = [prompt for prompt in job["prompts"] for _ in range(job["samples"])]
@@ -394,12 +387,12 @@ def generate_batch(job, hw):
             inputs=inputs, generation_config=settings, progress_bar=False, persistent_manager=True)
         times.append(time.perf_counter() - start)
         lengths = {len(output.generated_tokens) for output in outputs.values()}
-        assert lengths <= {job["max_new_tokens"]}, "not the work that was asked for"
+        assert lengths <= {job["max_new_tokens"]}, f"completions have {lengths} tokens"
     peer.model.destroy_cached_continuous_batching_manager()
     return times
 
 
-ALONE = {
+PROCESS_PEERS = {
     "generate_batch": generate_batch,
     "nanogpt": nanogpt,
     "trainer": trainer,
@@ -410,11 +403,11 @@ ALONE = {
 
 
 def main(path):
-    """Run the peer of a job that bench.py wrote, and print the seconds of its steps."""
+    """Run the peer of a job file, and print the seconds of its steps."""
     job = json.loads(Path(path).read_text())
     hw = hardware.setup(job["device"], job["dtype"], job.get("tf32", True), compile=False)
     torch.manual_seed(job["seed"])
-    seconds = ALONE[job["peer"]](job, hw)
+    seconds = PROCESS_PEERS[job["peer"]](job, hw)
     if distributed.is_main():
         print(json.dumps({"seconds": seconds}))
 

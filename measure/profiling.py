@@ -1,4 +1,4 @@
-"""Where the time of a script's steps goes: operations or kernels, memory, and a trace."""
+"""Profile a few steps of a script: operations or kernels, memory, and a trace."""
 import contextlib
 import importlib
 import io
@@ -11,9 +11,9 @@ from runtime import guard, optim
 
 
 def run_profiled(work, profiler):
-    """Run the script in this process, its main called with the arguments that a process would get. What every
-    optimizer step ends with, optim.apply_step, is wrapped to start the profiler after WARM_UP steps and to
-    stop it `steps` later; the script has no part in it. Failure if it makes fewer."""
+    """Call the script's main in this process, profiling work.steps steps after WARM_UP. optim.apply_step,
+    which ends every optimizer step, is wrapped to start and stop the profiler. Raises Failure if the script
+    makes fewer steps."""
     # optimizer steps in a step of grpo.py
     steps_each = getattr(work.config, "inner_epochs", 1) * getattr(work.config, "mini_batches", 1)
     first = steps_each * WARM_UP
@@ -43,19 +43,19 @@ def run_profiled(work, profiler):
 
 
 def is_kernel(event):
-    """Tell whether an event is a GPU's own; operations would count its time again."""
+    """Return whether an event is a GPU kernel; CPU operations would count its time again."""
     on_gpu = event.device_type == torch.profiler.DeviceType.CUDA
     return on_gpu and not getattr(event, "is_user_annotation", False)
 
 
 def self_time(event, cuda):
-    """Return an event's microseconds, without what it calls."""
+    """Return an event's own microseconds, without its children."""
     return event.self_device_time_total if cuda else event.self_cpu_time_total
 
 
 def bench_profile(cfg, hw, work, script_args, log):
-    """Profile a few steps of the script: the operations or kernels that take most of their time, with
-    --memory also of memory, and a trace beside the output."""
+    """Profile a few steps of the script: log the operations or kernels that take most time (with --memory
+    also most memory), and write a trace next to the output."""
     cuda = hw.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if cuda:
@@ -76,17 +76,18 @@ def bench_profile(cfg, hw, work, script_args, log):
             "ms_a_step": self_time(event, cuda) / 1e3 / work.steps,
             "share": self_time(event, cuda) / max(1, total),
         })
-    kinds = "kernels" if cuda else "operations, without what they call"
-    log(f"\n{work.what}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: "
+    kinds = "kernels" if cuda else "operations, without their children"
+    log(f"\n{work.description}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: "
         f"{ms_per_step:,.1f} ms a step in {kinds}")
     log(f"{'':58} {'calls a step':>12} {'ms a step':>10} {'share':>6}")
     for row in consumers:
         log(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} "
             f"{row['share']:6.1%}")
-    figures = {"what": work.what, "consumers": consumers, "trace": str(trace), "ms_a_step": ms_per_step}
+    figures = {"what": work.description, "consumers": consumers, "trace": str(trace),
+               "ms_a_step": ms_per_step}
     if cfg.memory:
         figures["memory"] = memory_consumers(profiler, cuda, work.steps)
-        log(f"\n{'memory taken, less what was given back':58} {'MiB a step':>12}")
+        log(f"\n{'memory allocated minus freed':58} {'MiB a step':>12}")
         for row in figures["memory"]:
             log(f"{row['name'][:58]:58} {row['mib_a_step']:12,.2f}")
     log(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
@@ -94,7 +95,7 @@ def bench_profile(cfg, hw, work, script_args, log):
 
 
 def memory_consumers(profiler, cuda, steps):
-    """Return the events that take, or give back, most memory, and how much of it a step."""
+    """Return the 15 events that allocate or free most memory, with MiB a step."""
     usage = attrgetter("self_device_memory_usage" if cuda else "self_cpu_memory_usage")
     events = sorted(profiler.key_averages(), key=lambda event: -abs(usage(event)))
     return [{"name": event.key, "mib_a_step": usage(event) / 2**20 / steps} for event in events[:15]]

@@ -1,5 +1,5 @@
-"""Whole steps of reinforcement learning (rollout, reward and update), and its verifiers alone, beside their
-limits and TRL."""
+"""Measure whole steps of grpo.py (rollout, reward, update) against their limit and TRL, and its verifiers
+alone."""
 import functools
 import json
 import os
@@ -13,26 +13,26 @@ from string import ascii_lowercase
 import torch
 
 from measure.ceilings import devices, matmul_peak, sampling_limit
-from measure.runs import (WARM_UP, Work, a_peer, a_run, as_flags, in_turn, median_parts, processes, raw,
-                          small, steps_alone)
+from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, median_parts, processes, recorded,
+                          run_peer, run_script, steps_alone)
 from measure.synthetic import SHAPES, write_verifier
 from model import GPTConfig, on_meta
 from runtime import guard
 from tasks._pool import Pool
 
-# work, prompt_tokens, max_new_tokens: what takes TRL some seconds
+# {model: (work, prompt_tokens, max_new_tokens)}, chosen so that a step of TRL takes some seconds
 GRPO = {"llama-50m": ("4x8", 50, 32), "gpt2": ("64x8", 50, 94)}
-# a step on two cores; of other shapes
-GRPO_ELSE = ("8x8", 50, 64)
+# of other models, for two cores
+GRPO_DEFAULT = ("8x8", 50, 64)
 PEER_NAMES = {"trl_fp32": "TRL's GRPOTrainer, fp32", "trl_bf16": "TRL's GRPOTrainer, bf16"}
 
 
 def grpo_case(cfg, script_args):
-    """Return (prompts, samples of each, new tokens, tokens of a prompt): of bench.py's knobs, config files
-    and flags, defaults, in that order."""
-    work, prompt_tokens, max_new_tokens = GRPO.get(cfg.model, GRPO_ELSE)
+    """Return (prompts, samples of each, new tokens, tokens of a prompt) from bench.py's options, else from
+    config files and flags of grpo.py, else the defaults."""
+    work, prompt_tokens, max_new_tokens = GRPO.get(cfg.model, GRPO_DEFAULT)
     prompts, samples = map(int, (cfg.work or work).split("x"))
-    given = {knob: getattr(script_args.config, knob) for knob in script_args.given}
+    given = {option: getattr(script_args.config, option) for option in script_args.given}
     if not cfg.work:
         prompts = given.get("prompts_per_step", prompts)
         samples = given.get("k_samples", samples)
@@ -41,8 +41,8 @@ def grpo_case(cfg, script_args):
 
 
 def grpo_work(cfg, hw, folder, script_args):
-    """Return the Work of grpo.py on prompts of one length, or of a quarter of it and more, and with a
-    verifier that grades by a hash; samples never end before max_new_tokens."""
+    """Return the Work of grpo.py on random prompts with a verifier that grades by a hash. Prompts have one
+    length, or with varied_prompts a quarter of it to all; samples never end before max_new_tokens."""
     folder = Path(folder)
     prompts, samples, new, prompt_tokens = grpo_case(cfg, script_args)
     rng = random.Random(cfg.seed)
@@ -58,8 +58,8 @@ def grpo_work(cfg, hw, folder, script_args):
     ranks = cfg.ranks
     if not ranks:
         threads = torch.get_num_threads()
-        is_small = hw.device.type == "cpu" and small(GPTConfig(**SHAPES[cfg.model]))
-        ranks = threads if is_small and prompts % threads == 0 else 1
+        small_on_cpu = hw.device.type == "cpu" and is_small(GPTConfig(**SHAPES[cfg.model]))
+        ranks = threads if small_on_cpu and prompts % threads == 0 else 1
     arguments = as_flags(learning_rate=1e-6, warmup_steps=0)
     arguments += [*script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
     arguments += as_flags(init_from=folder, task=folder / "score.py", dataset=folder / "questions.jsonl")
@@ -67,37 +67,37 @@ def grpo_work(cfg, hw, folder, script_args):
     arguments += as_flags(prompts_per_step=prompts, k_samples=samples, max_new_tokens=new)
     arguments += as_flags(eval_interval=0, dtype=hw.dtype)
     at_most = "at most " if cfg.varied_prompts else ""
-    what = f"{prompts} prompts of {at_most}{prompt_tokens} tokens x {samples} samples of {new}"
+    description = f"{prompts} prompts of {at_most}{prompt_tokens} tokens x {samples} samples of {new}"
     if cfg.verifier_ms:
-        what += f", a verifier of {cfg.verifier_ms:g} ms"
-    return Work("grpo.py", arguments, folder, what, "completions/s", cfg.steps, ranks, prompts * samples,
-                script_args.config)
+        description += f", a verifier of {cfg.verifier_ms:g} ms"
+    return Work("grpo.py", arguments, folder, description, "completions/s", cfg.steps, ranks,
+                prompts * samples, script_args.config)
 
 
 def bench_grpo(cfg, hw, folder, script_args, log):
-    """Measure completions a second of whole steps (rollout, reward, update), by the seconds that grpo.py
-    logs, and of TRL's GRPOTrainer from the start of its steps to their end: neither with the start of the
-    process, TRL's without fetching questions and logging.
+    """Measure completions a second of whole steps (rollout, reward, update).
 
-    Same weights, prompts, reward, group size, learning rate and loss (dapo's, clipped alike, no KL,
-    advantages not scaled), one AdamW step a rollout; that samples don't end early is checked on both sides.
-    grpo.py leaves samples without any advantage out of its update: here there are none.
+    grpo.py's seconds come from its log, those of TRL's GRPOTrainer from step callbacks, without its fetching
+    of questions and logging; neither includes starting the process. Both have the same weights, prompts,
+    reward, group size, learning rate and loss (dapo, same clipping, no KL, unscaled advantages) and one AdamW
+    step a rollout; completion lengths are checked on both sides. grpo.py would skip samples of zero
+    advantage: here there are none.
     """
     work = grpo_work(cfg, hw, folder, script_args)
     prompts, samples, new, prompt_tokens = grpo_case(cfg, script_args)
-    peer_processes = f", {cfg.peer_ranks} of TRL's" if cfg.peers else ""
-    log(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; "
+    peer_processes = f", {cfg.peer_ranks} of TRL" if cfg.peers else ""
+    log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; "
         f"{processes(work.ranks)} here{peer_processes}")
     runs = []
 
     def ours():
-        run = a_run(work)
+        run = run_script(work)
         runs.append(run)
         keys = ("completion_tokens", "completion_tokens_max", "zero_variance")
         sampled = {tuple(step[key] for key in keys) for step in run["steps"]}
         if sampled != {(new, new, 0)}:
-            raise guard.Failure("grpo.py did other work than was asked for, completions of "
-                                f"{sampled} tokens: leave out knobs that change it.")
+            raise guard.Failure(f"grpo.py sampled completions of {sampled} tokens, not {new}: leave out "
+                                "options that change their length.")
         return run["rate"]
 
     def theirs(peer):
@@ -110,9 +110,9 @@ def bench_grpo(cfg, hw, folder, script_args, log):
             "prompts": prompts,
             "samples": samples,
         }
-        return a_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, **job)
+        return run_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, **job)
     sides = {"nanoRFT": ours} | {PEER_NAMES[peer]: functools.partial(theirs, peer) for peer in cfg.peers}
-    rates = in_turn(sides, cfg.repeats, work.unit, log)
+    rates = alternate(sides, cfg.repeats, work.unit, log)
     c = GPTConfig(**SHAPES[cfg.model])
     n = devices(hw, work.ranks)
     if cfg.varied_prompts:
@@ -125,10 +125,10 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     rate = statistics.median(rates["nanoRFT"])
     step_s = statistics.median(run["step_s"] for run in runs)
     log(f"{rate / limit:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {1e3 * step_s:,.0f} ms "
-        f"sampling takes at least {1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
+        f"sampling needs at least {1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
     parts = median_parts(runs, ("rollout_s", "reward_s", "update_s", "sync_s"))
     return {
-        "what": work.what,
+        "what": work.description,
         "unit": work.unit,
         "rates": rates,
         "limit": limit,
@@ -136,14 +136,14 @@ def bench_grpo(cfg, hw, folder, script_args, log):
         "step_s": step_s,
         "parts": parts,
         "settings": runs[0]["settings"],
-        "repeats": raw(runs),
+        "repeats": recorded(runs),
         "also": f"a step {1e3 * step_s:,.0f} ms, of which rollout {1e3 * parts['rollout_s']:,.0f}, "
                 f"update {1e3 * parts['update_s']:,.0f}",
     }
 
 
 def grade_all(pool, pairs):
-    """Grade the (question, completion) pairs, and return completions a second."""
+    """Grade (question, completion) pairs, check the grades, and return completions a second."""
     start = time.perf_counter()
     grades = pool.score(pairs)
     seconds = time.perf_counter() - start
@@ -153,27 +153,27 @@ def grade_all(pool, pairs):
 
 
 def bench_rewards(cfg, hw, folder, script_args, log):
-    """Measure completions a second that worker processes grade, and the caller itself, with a verifier that
-    takes about verifier_ms of an idle core, always the same work. Without the start of the workers, which
-    grpo.py has once a run."""
+    """Measure completions a second graded by worker processes and by the calling process, with a verifier of
+    about verifier_ms CPU time. The start of the workers, once a run in grpo.py, is excluded."""
     path = Path(folder) / "slow.py"
     write_verifier(path, cfg.verifier_ms)
     pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
-    what = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {processes(cfg.reward_workers)}"
-    log(what)
+    workers = processes(cfg.reward_workers)
+    description = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {workers}"
+    log(description)
     with Pool(str(path), cfg.reward_workers) as workers, Pool(str(path), 1, kind="serial") as serial:
         sides = {
             "nanoRFT": lambda: grade_all(workers, pairs),
             "one after the other": lambda: grade_all(serial, pairs),
         }
-        rates = in_turn(sides, cfg.repeats, "completions/s", log, warm_up=1)
+        rates = alternate(sides, cfg.repeats, "completions/s", log, warm_up=1)
     limit = min(cfg.reward_workers, os.cpu_count()) * statistics.median(rates["one after the other"])
     share = statistics.median(rates["nanoRFT"]) / limit
     return {
-        "what": what,
+        "what": description,
         "unit": "completions/s",
         "rates": rates,
         "limit": limit,
         "share": share,
-        "also": what,
+        "also": description,
     }

@@ -1,26 +1,25 @@
-"""What a process of studies.gpu.run tells it: a line of JSON a check, on standard output, once it is known.
+"""Report the checks of a studies.gpu.run process: one line of JSON a check, on standard output.
 
-As a plugin of pytest (-p measure.report) it tells of each test, with what the test recorded as properties.
+As a pytest plugin (-p measure.report) it reports each test with its recorded properties.
 """
 import json
 
 
 def outcome(name, status="ok", seconds=None, figures=None, error=None):
-    """Return what is said of a check. status: ok | failed | skipped | timeout; error: a sentence, where it is
-    not ok."""
+    """Return the record of a check. status: ok | failed | skipped | timeout; error: a sentence if not ok."""
     return {"name": name, "status": status, "seconds": seconds, "figures": figures or {}, "error": error}
 
 
-def tell(**content):
-    print(f"\n{json.dumps(content)}", flush=True)            # pytest's dots may stand before it
+def print_record(**content):
+    print(f"\n{json.dumps(content)}", flush=True)            # on a line of its own, after pytest's dots
 
 
 def pytest_runtest_logstart(nodeid, location):
-    tell(begins=nodeid)
+    print_record(begins=nodeid)
 
 
 def pytest_runtest_logreport(report):
-    """Tell of a test: once, after its call, or after what kept it from being called or broke behind it."""
+    """Report a test after its call, or after a setup or teardown that failed or skipped it."""
     if report.when != "call" and report.passed:
         return
     error = None
@@ -30,4 +29,5 @@ def pytest_runtest_logreport(report):
         crash = getattr(report.longrepr, "reprcrash", None)
         error = (crash.message if crash else str(report.longrepr)).strip().splitlines()[0]
     status = "ok" if report.passed else report.outcome
-    tell(**outcome(report.nodeid, status, round(report.duration, 3), dict(report.user_properties), error))
+    figures = dict(report.user_properties)
+    print_record(**outcome(report.nodeid, status, round(report.duration, 3), figures, error))

@@ -1,5 +1,4 @@
-"""The real scripts as processes: what they are asked to do, what they log, and runs of several sides in turn,
-as lines and as a chart."""
+"""Run the stages' scripts as processes, read their logs, alternate implementations, and chart the rates."""
 import json
 import os
 import statistics
@@ -18,28 +17,28 @@ from runtime.metrics import read_run
 from runtime.progress import ProgressLine, track
 
 ROOT = Path(__file__).parent.parent
-# steps in which memory is taken and shapes are seen for the first time
+# steps that allocate memory and meet shapes for the first time
 WARM_UP = 2
 
 
-def as_flags(**knobs):
-    """Return knobs as --key=value."""
-    return [f"--{key}={value}" for key, value in knobs.items()]
+def as_flags(**options):
+    """Return options as --key=value."""
+    return [f"--{key}={value}" for key, value in options.items()]
 
 
 @dataclass
 class Work:
-    """What a script is asked to do: bench.py's defaults, then the files and flags that were handed over, then
-    what is measured."""
+    """A script and its arguments: bench.py's defaults, the user's files and flags, then the options that the
+    measurement fixes."""
     script: str
     arguments: list
-    folder: Path                             # of all that belongs to it; the run's is in it
-    what: str                                # it is, for people
+    folder: Path                             # for temporary files and the run folder
+    description: str                         # in a few words, for log lines
     unit: str
-    steps: int                               # that count
+    steps: int                               # measured, after the warm-up
     ranks: int = 1
-    sequences: int = 0                       # of a step
-    config: Any = None                       # the script's, as files and flags make it
+    sequences: int = 0                       # in a step
+    config: Any = None                       # the script's Config
 
     @property
     def out(self):
@@ -47,13 +46,13 @@ class Work:
 
 
 def steps_alone(cfg, folder):
-    """Return the flags of a run that does nothing but steps, and logs each."""
+    """Return the flags of a run that only makes steps, logging each."""
     return as_flags(out_dir=folder / "run", overwrite=True, max_steps=WARM_UP + cfg.steps, log_interval=1,
                     save_interval=10**9, save_only_model=True, seed=cfg.seed, device=cfg.device)
 
 
-def small(c):
-    """Tell whether a shape is so small that a process for each core is fastest on a CPU (README)."""
+def is_small(c):
+    """Return whether a model is so small that one process per CPU core is fastest (README)."""
     return c.n_layer * c.n_embd**2 < 2e6
 
 
@@ -62,9 +61,9 @@ def processes(n):
 
 
 def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
-    """Run a process of ours, or several ranks with a thread each, and return what it printed. start: a
-    script, or -m and a module. fine: exit codes that are no failure. env: more of it. Raises BadInput or
-    Failure with the last line of the process's standard error."""
+    """Run a Python process, or several ranks with one thread each, and return its standard output. start: a
+    script, or -m and a module. fine: accepted exit codes. env: additional variables. Raises BadInput or
+    Failure with the last line of standard error."""
     python_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": python_path} | (env or {})
     command = [sys.executable]
@@ -74,7 +73,7 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
     command += [*start, *map(str, arguments)]
     with ProgressLine(f"running {name or start[-1]}"):
         result = subprocess.run(command, capture_output=True, text=True, env=env)
-    error_lines = result.stderr.strip().splitlines() or ["without a word"]
+    error_lines = result.stderr.strip().splitlines() or ["no error message"]
     error = error_lines[-1].removeprefix("error: ")
     if result.returncode == 2 and ranks == 1:
         raise BadInput(error)
@@ -84,32 +83,31 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
 
 
 def logged_process(command, name, log, cwd=None, **env):
-    """Run a process whose output goes to the end of a file; Failure with the last line there if it fails.
-    name: what to call it then. env: more of it."""
+    """Run a process and append its output to the file log. Raises Failure with the last line if it fails.
+    name: for the error message. env: additional variables."""
     with open(log, "a") as output:
         code = subprocess.run(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT,
                               env=os.environ | env).returncode
     if code:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise guard.Failure(f"{name} ended with {code}, after: {last}")
 
 
-def a_run(work, knobs=None):
-    """Run the script once and return what it logs: {seconds: of each step that counts, step_s: their median,
-    rate: median of units a second, fastest: of the fastest step, outside_s: seconds of the process outside of
-    these steps (start, compiling, warm-up, end), peak_memory_gb, sampled: of a GPU from outside, loss: of the
-    last step, grad_norm: of the first, settings: every knob, and where the script says so what became of
-    it}."""
-    knobs = dict(knobs or {})
-    ranks = knobs.pop("ranks", work.ranks)
+def run_script(work, options=None):
+    """Run the script once and return the figures of its log. seconds: of each measured step; step_s: their
+    median; rate: median units a second; fastest: units a second of the fastest step; outside_s: seconds of
+    the process outside of these steps (start, compiling, warm-up, end); sampled: from nvidia-smi; loss: of
+    the last step; grad_norm: of the first; settings: every option, with the value that auto resolved to."""
+    options = dict(options or {})
+    ranks = options.pop("ranks", work.ranks)
     start = time.perf_counter()
     with Utilization() as utilization:
-        process([str(ROOT / work.script)], work.arguments + as_flags(**knobs), ranks, work.script)
+        process([str(ROOT / work.script)], work.arguments + as_flags(**options), ranks, work.script)
     wall = time.perf_counter() - start
     lines = read_run(work.out)
     steps = [line for line in lines if "lr" in line]
     settings = next(line["config"] | line["settings"] for line in lines if "config" in line)
-    if "batch_size" in settings:             # asked for, in pieces
+    if "batch_size" in settings:             # replaced by the micro-batch that fitted
         settings["micro_batch"] = steps[-1]["micro_batch"]
         del settings["batch_size"], settings["gradient_accumulation_steps"]
     counted = list(pairwise(steps))[WARM_UP - 1:]
@@ -138,21 +136,21 @@ def a_run(work, knobs=None):
     }
 
 
-def raw(runs):
-    """Return what of runs is kept in the record."""
+def recorded(runs):
+    """Return the figures of runs that the record keeps."""
     left_out = ("units", "settings", "steps")
     return [{key: value for key, value in run.items() if key not in left_out} for run in runs]
 
 
 def median_parts(runs, parts):
-    """Return the median seconds of the parts of a step, as the script's log has them."""
+    """Return the median seconds of the parts of a step, from the script's log."""
     counted = [step for run in runs for step in run["steps"][WARM_UP:]]
     return {part: statistics.median(step[part] for step in counted) for part in parts}
 
 
-def in_turn(sides, repeats, unit, log, warm_up=0):
-    """Run {name: function -> rate} in turn, `repeats` times after `warm_up` that don't count; log medians and
-    ratios, and return {name: rates}. A peer that fails is left out, and the others go on."""
+def alternate(sides, repeats, unit, log, warm_up=0):
+    """Alternate between sides {name: function -> rate}; log medians and ratios, and return {name: rates}. The
+    first warm_up rounds are dropped; a peer that fails is left out."""
     rates = {name: [] for name in sides}
     for repeat in track(range(warm_up + repeats), "measuring", "turns"):
         for name in list(rates):
@@ -177,16 +175,16 @@ def in_turn(sides, repeats, unit, log, warm_up=0):
     return rates
 
 
-def a_peer(cfg, hw, work, peer, units, ranks=1, **job):
-    """Return the units a second of a training peer: those of a step by the median of its steps' seconds,
-    after the same warm-up."""
-    seconds = seconds_of(peer, cfg, hw, work.folder, ranks, steps=WARM_UP + work.steps, **job)
+def run_peer(cfg, hw, work, peer, units, ranks=1, **job):
+    """Return the units a second of a training peer: units of a step over the median of its seconds after the
+    warm-up."""
+    seconds = time_peer(peer, cfg, hw, work.folder, ranks, steps=WARM_UP + work.steps, **job)
     return units / statistics.median(seconds[WARM_UP:])
 
 
-def seconds_of(peer, cfg, hw, folder, ranks=1, **job):
-    """Return the seconds that a peer in a process of its own took, step by step. One process sees one GPU
-    alone, for transformers would take all of them."""
+def time_peer(peer, cfg, hw, folder, ranks=1, **job):
+    """Run a peer in its own process and return the seconds of its steps. A single process sees one GPU only,
+    since transformers would use all."""
     path = Path(folder) / "job.json"
     env = {}
     if hw.device.type == "cuda" and ranks == 1:
@@ -207,8 +205,8 @@ def seconds_of(peer, cfg, hw, folder, ranks=1, **job):
 
 
 def chart(path, title, rates, unit):
-    """Draw bars of medians, each with a line from least to most, and return the path. Without matplotlib, say
-    so and return None."""
+    """Draw bars of medians with lines from least to most, and return the path. Prints a line and returns None
+    without matplotlib."""
     try:
         import matplotlib
     except ImportError as e:

@@ -1,4 +1,4 @@
-"""Speed of the engine, with what its time goes to, and of datagen.py, beside their limit and transformers."""
+"""Measure the engine, with a breakdown of its time, and datagen.py against their limits and transformers."""
 import functools
 import gc
 import json
@@ -14,7 +14,7 @@ from engine.generate import Packed
 from engine.sampler import draw
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
-from measure.runs import ROOT, as_flags, in_turn, process, processes, seconds_of, small
+from measure.runs import ROOT, alternate, as_flags, is_small, process, processes, time_peer
 from measure.synthetic import SHAPES, random_model
 from model import GPTConfig
 from rollouts.pipeline import requests_of
@@ -24,7 +24,7 @@ from runtime import guard
 
 @dataclass
 class Case:
-    """What every side does: `samples` of `new` tokens each for every prompt."""
+    """The work of every side: `samples` completions of `new` tokens for each prompt."""
     prompts: list
     samples: int
     new: int
@@ -34,8 +34,8 @@ class Case:
         return len(self.prompts) * self.samples * self.new
 
 
-class Ours:
-    """The engine, with a slot for each sample, 512 at most."""
+class EngineSide:
+    """The engine, with a slot for each sample, at most 512 by default."""
     name = "engine"
 
     def __init__(self, model, cfg, hw, rows):
@@ -44,15 +44,15 @@ class Ours:
         self.engine = Engine(model, slots, context, Sampling(), seed=cfg.seed, dtype=hw.sampling_dtype)
 
     def run(self, prompts, samples, new):
-        """Return how many tokens were sampled."""
+        """Sample `new` tokens for every completion, and return the total number of tokens."""
         requests = [Request(prompt, samples, key, new) for key, prompt in enumerate(prompts)]
         return sum(len(sample.ids) for sample in self.engine.generate(requests))
 
 
-# --- what a run's time goes to ---
+# --- breakdown of the engine's time ---
 
 def run_step(engine, shape):
-    """Run one step of this shape, always at the same step index."""
+    """Run one decoding step of this shape, always at step index 0."""
     engine.step_index.zero_()
     engine.launch(*shape, engine.sampling)
 
@@ -70,8 +70,8 @@ def time_draw(engine, rows, hw):
 
 @torch.inference_mode()
 def time_products(engine, rows, length, hw):
-    """Return the median seconds of a step's matrix products alone, on a CPU; the rows read `length`
-    positions. What is left of a step is overhead."""
+    """Return the median seconds of the matrix products of a step on a CPU, with `length` positions a row; the
+    rest of a step is overhead."""
     c = engine.config
     modules = [*engine.model.modules(), engine.head]
     linears = [module for module in modules if isinstance(module, Packed | torch.nn.Linear)]
@@ -93,9 +93,8 @@ def time_products(engine, rows, length, hw):
 
 @torch.inference_mode()
 def split_time(case, engine, shape, hw):
-    """Return {part: seconds} of a run and the seconds of a step of this shape (B, RowGroups). The parts are
-    its prompts, its draws (where they are not part of a step's CUDA graph) and its other decoding, each
-    measured alone."""
+    """Return ({part: seconds of a run}, seconds of a step of this shape (B, RowGroups)). The parts, each
+    timed on its own, are prefill, decode, and draw where it is not in the step's CUDA graph."""
     prompts = [(i % engine.slots, prompt[:-1]) for i, prompt in enumerate(case.prompts)]
     prefill, _ = clock(lambda: engine.prefill(prompts), hw)
     run_step(engine, shape)
@@ -107,13 +106,13 @@ def split_time(case, engine, shape, hw):
     return {"prefill": prefill, "decode": steps * (step - one_draw), "draw": steps * one_draw}, step
 
 
-# --- the engine beside transformers ---
+# --- the engine against transformers ---
 
 def race(case, sides, repeats, hw):
-    """Return {side: seconds of its runs} and {side: why it failed}. The sides run in turn."""
+    """Alternate between sides, and return ({side: seconds of its runs}, {side: error message})."""
     times = {}
     failed = {}
-    for repeat in range(repeats + 1):        # the first is a warm-up, in which shapes are recorded
+    for repeat in range(repeats + 1):        # the first is a warm-up, which captures CUDA graphs
         for side in sides:
             if side.name in failed:
                 continue
@@ -130,7 +129,7 @@ def race(case, sides, repeats, hw):
 
 
 def engine_figures(case, engine, seconds, bandwidth, hw):
-    """Return the figures of the engine, whose runs take so many seconds, and a line that tells them."""
+    """Return (figures of the engine, a line to log). seconds: median of its runs."""
     P = len(case.prompts)
     prompt_tokens = len(case.prompts[0])
     limit, decode, in_flight = sampling_limit(
@@ -139,7 +138,7 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
     mbu = decode * bandwidth / nominal / seconds
     floor = decode * in_flight / case.tokens
     context = int(prompt_tokens + case.new / 2)
-    shape = engine.step_shape([context] * in_flight)                   # of a step in the middle of a run
+    shape = engine.step_shape([context] * in_flight)                   # in the middle of a run
     parts, step = split_time(case, engine, shape, hw)
     parts["host"] = seconds - sum(parts.values())
     overhead = None
@@ -167,13 +166,13 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
 
 
 def bench_case(cfg, hw, folder, case, sides, bandwidth, log):
-    """Measure one case and return the figures of all sides; the engine is the first of them."""
+    """Measure one case and return the figures of all sides. sides[0] is the engine."""
     times, failed = race(case, sides, cfg.repeats, hw)
     figures, line = engine_figures(case, sides[0].engine, statistics.median(times["engine"]), bandwidth, hw)
     if "generate_batch" in cfg.peers:
         try:
             job = dict(prompts=case.prompts, samples=case.samples, max_new_tokens=case.new)
-            seconds = seconds_of("generate_batch", cfg, hw, folder, **job)
+            seconds = time_peer("generate_batch", cfg, hw, folder, **job)
             times["generate_batch"] = seconds[1:]                      # the first is a warm-up
         except guard.Failure as e:
             failed["generate_batch"] = str(e)
@@ -195,7 +194,7 @@ def bench_case(cfg, hw, folder, case, sides, bandwidth, log):
 
 
 def bench_generate(cfg, hw, folder, script_args, log):
-    """Measure tokens a second of the engine and of transformers, and what a run's time goes to."""
+    """Measure tokens a second of the engine and of transformers, and break down the engine's time."""
     c = GPTConfig(**SHAPES[cfg.model])
     bandwidth = read_bandwidth(hw)
     flops = matmul_peak(hw)
@@ -204,21 +203,21 @@ def bench_generate(cfg, hw, folder, script_args, log):
     log(f"{model.n_params():,} parameters, {hw.sampling_dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, "
         f"{cfg.max_new_tokens} new tokens a sample; "
         f"measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
-    others = [peers.SAMPLERS[name](folder, hw) for name in cfg.peers if name in peers.SAMPLERS]
+    others = [peers.Generate(folder, hw, name) for name in cfg.peers if name in ("generate", "static")]
     cases = []
     rates = {}
     for work in cfg.work.split(","):
         num_prompts, samples = map(int, work.split("x"))
         prompts = torch.randint(c.vocab_size, (num_prompts, cfg.prompt_tokens)).tolist()
         case = Case(prompts, samples, cfg.max_new_tokens)
-        sides = [Ours(model, cfg, hw, num_prompts * samples), *others]
+        sides = [EngineSide(model, cfg, hw, num_prompts * samples), *others]
         figures = bench_case(cfg, hw, folder, case, sides, bandwidth, log)
         del sides
         cases.append(figures)
         for name, times in figures["seconds"].items():
             side = "nanoRFT" if name == "engine" else name
             rates[f"{figures['work']} {side}"] = [case.tokens / seconds for seconds in times]
-        gc.collect()                         # the engine's memory is the next one's
+        gc.collect()                         # frees the engine's memory for the next one
     first = cases[0]
     return {
         "what": f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens",
@@ -233,10 +232,10 @@ def bench_generate(cfg, hw, folder, script_args, log):
     }
 
 
-# --- datagen.py beside a loop over transformers' generate ---
+# --- datagen.py against a loop over transformers' generate ---
 
 def run_datagen(cfg, hw, folder, script_args, num_questions, ranks):
-    """Run datagen.py and return its figures."""
+    """Run datagen.py and return the figures of its --json."""
     arguments = as_flags(num_questions=num_questions, temperature=1)
     arguments += [*script_args.files, *script_args.flags, "--overwrite", "--json"]
     arguments += as_flags(init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json")
@@ -245,7 +244,7 @@ def run_datagen(cfg, hw, folder, script_args, num_questions, ranks):
     if not cfg.run:
         arguments += as_flags(tokenizer="bytes")
     script = [str(ROOT / "datagen.py")]
-    printed = process(script, arguments, ranks, "datagen.py", fine=(0, 1))       # 1: nothing was right
+    printed = process(script, arguments, ranks, "datagen.py", fine=(0, 1))       # 1: none was verified
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
         raise guard.Failure("datagen.py failed: run it by itself to see why.")
@@ -253,12 +252,12 @@ def run_datagen(cfg, hw, folder, script_args, num_questions, ranks):
 
 
 def count_samples(cfg, figures):
-    """Return how many samples datagen.py made: verified ones, if a model is given that can answer."""
+    """Return the number of samples of datagen.py: with --run the verified ones, else all."""
     return figures["verdicts"].get("verified", 0) if cfg.run else figures["attempts"]
 
 
 def bench_datagen(cfg, hw, folder, script_args, log):
-    """Measure samples a second of datagen.py, without the start of the processes."""
+    """Measure samples a second of datagen.py, excluding the start of the processes."""
     source = hf.find(cfg.run or folder)
     tokenizer = source.tokenizer(None if cfg.run else "bytes")
     task = tasks.load("unit_conversion")
@@ -268,12 +267,12 @@ def bench_datagen(cfg, hw, folder, script_args, log):
     questions = questions_of(task, "train", num_questions)
     prompts = [request.ids for request in requests_of(tokenizer, task, questions)]
     lengths = [len(prompt) for prompt in prompts]
-    small_on_cpu = hw.device.type == "cpu" and small(source.config)
+    small_on_cpu = hw.device.type == "cpu" and is_small(source.config)
     ranks = cfg.ranks or (torch.get_num_threads() if small_on_cpu else 1)
-    what = (f"{len(prompts)} questions x {samples}, prompts of {min(lengths)}-{max(lengths)} tokens, "
-            f"at most {new} new ones")
+    description = (f"{len(prompts)} questions x {samples}, prompts of {min(lengths)}-{max(lengths)} tokens, "
+                   f"at most {new} new ones")
     unit = "verified samples/s" if cfg.run else "samples/s"
-    log(f"{what}, {hw.dtype} on {hw.name}; {processes(ranks)}")
+    log(f"{description}, {hw.dtype} on {hw.name}; {processes(ranks)}")
     runs = []                                # figures of each
 
     def ours():
@@ -286,13 +285,14 @@ def bench_datagen(cfg, hw, folder, script_args, log):
         peer = peers.Generate(f"{folder}/peer", hw)
 
         def loop(at_once):
-            arguments = (peer, hw, tokenizer, task, questions, prompts, samples, new, at_once)
-            seconds, verified = clock(lambda: peers.verified_in_a_loop(*arguments), hw)
+            sample = functools.partial(peers.rejection_sampling, peer, tokenizer, task, questions, prompts,
+                                       samples=samples, new=new, at_once=at_once)
+            seconds, verified = clock(sample, hw)
             return (verified if cfg.run else len(prompts) * samples) / seconds
         for name in cfg.peers:
             at_once = int(name.removeprefix("generate_"))
             sides[f"loop over generate, {at_once} sequences at a time"] = functools.partial(loop, at_once)
-    rates = in_turn(sides, cfg.repeats, unit, log, warm_up=1 if len(sides) > 1 else 0)
+    rates = alternate(sides, cfg.repeats, unit, log, warm_up=1 if len(sides) > 1 else 0)
     last = runs[-1]
     tokens = last["tokens_per_s"] * last["seconds"] / last["attempts"]      # of a sample
     per_device = -(-len(prompts) // devices(hw, ranks))                # questions
@@ -301,7 +301,7 @@ def bench_datagen(cfg, hw, folder, script_args, log):
     limit = count_samples(cfg, last) / least
     log(f"{tokens:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
     return {
-        "what": what,
+        "what": description,
         "unit": unit,
         "rates": rates,
         "limit": limit,

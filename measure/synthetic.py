@@ -1,5 +1,4 @@
-"""What a benchmark runs on when nothing real is at hand: shapes, random weights, a text, a tokenizer, a
-verifier."""
+"""Synthetic inputs of benchmarks: model shapes, random weights, a text, a tokenizer, a verifier."""
 import hashlib
 import json
 import time
@@ -21,7 +20,7 @@ SHAPES = {
                          mlp="swiglu", mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
     "gpt2": GPT2,
     "gpt2-1m": GPT2 | MILLION,
-    "1m": MILLION,                                                       # as train.py makes it by default
+    "1m": MILLION,                           # train.py's default
     "llama-1m": MILLION | dict(mlp="swiglu", qk_norm=False),
     "llama-50m": dict(vocab_size=32768, block_size=256, n_layer=8, n_head=9, n_embd=576, mlp="swiglu",
                       mlp_hidden=1536, qk_norm=False, tied_head=True),
@@ -29,7 +28,7 @@ SHAPES = {
 
 
 def random_model(c, hw):
-    """Return a model of this shape: matrices from a normal distribution, norms 1 and biases 0."""
+    """Return a GPT of this shape: matrices from a normal distribution, norms 1, biases 0."""
     model = blank(c, device=hw.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -41,8 +40,8 @@ def random_model(c, hw):
 
 
 def write_text(folder, n_vocab, seed, tokens=2**20):
-    """Write train.bin and val.bin, as nanoGPT has them, with something to learn in them: every id has one
-    that mostly follows, and some are common. As many ids as uint16 holds, at most. Returns the folder."""
+    """Write train.bin and val.bin in nanoGPT's format, and return the folder. The text is learnable: each id
+    has a likely successor, and some ids are common. Uses at most 65,536 ids."""
     folder = Path(folder)
     rng = np.random.default_rng(seed)
     n = min(n_vocab - 1, 2**16)
@@ -60,8 +59,8 @@ def write_text(folder, n_vocab, seed, tokens=2**20):
 
 
 def write_tokenizer(folder, n_vocab):
-    """Write a tokenizer.json that both sides read: bytes, words that no text is encoded to (but a completion
-    decoded), the end of text."""
+    """Write a tokenizer.json for both sides: bytes, words that only decoding produces, the end-of-text
+    token."""
     folder = Path(folder)
     all_words = ("".join(letters) for n in (2, 3, 4) for letters in product(ascii_lowercase, repeat=n))
     words = islice(all_words, n_vocab - 257)
@@ -76,10 +75,9 @@ def write_tokenizer(folder, n_vocab):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def never_ends(model, eos):
-    """Give the model weights with which the end of text is never sampled, so that both sides do the same work
-    without being told to: a channel that all embeddings share and no block writes to, and a head whose row
-    for that id is against it."""
+def suppress_eos(model, eos):
+    """Change the weights so that the end-of-text token is never sampled and all sides do the same work.
+    Channel 0 is 1 in all embeddings and no block writes to it; the head's row for eos is -1000 there."""
     with torch.no_grad():
         model.token_embedding.weight[:, 0] = 1
         model.head_weight[eos, 0] = -1000
@@ -90,7 +88,7 @@ def never_ends(model, eos):
                     linear.bias[0] = 0
 
 
-SCORE = '''"""Any score does for a benchmark, if the samples of a group differ in it; it may take its time."""
+VERIFIER = '''"""Scores that differ between the samples of a group, at a chosen cost in CPU time."""
 import hashlib
 import zlib
 
@@ -104,12 +102,12 @@ def reward(question, completion):
 
 
 def write_verifier(path, milliseconds):
-    """Write SCORE as a task's file; it takes about so long on an idle core."""
-    Path(path).write_text(SCORE.replace("ROUNDS", str(hash_rounds(milliseconds))))
+    """Write VERIFIER as a task file whose reward takes about so many milliseconds on an idle core."""
+    Path(path).write_text(VERIFIER.replace("ROUNDS", str(hash_rounds(milliseconds))))
 
 
 def hash_rounds(milliseconds):
-    """Return how many rounds of a hash take about so long on an idle core, always the same work."""
+    """Return the number of hash rounds that take about so many milliseconds on an idle core."""
     if not milliseconds:
         return 1
     seconds = min(time_hash(10_000) for _ in range(5))
@@ -117,7 +115,7 @@ def hash_rounds(milliseconds):
 
 
 def time_hash(rounds):
-    """Return the seconds of a core's time that so many rounds take."""
+    """Return the CPU seconds of so many rounds."""
     start = time.thread_time()
     hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
     return time.thread_time() - start

@@ -1,4 +1,4 @@
-"""Steps of train.py, on text and on examples, beside their limit and other ways to train."""
+"""Measure steps of train.py, on text and on examples, against their limit and other trainers."""
 import functools
 import json
 import statistics
@@ -10,7 +10,8 @@ import tasks
 from layers.lora import add_lora
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
-from measure.runs import ROOT, WARM_UP, Work, a_peer, a_run, as_flags, in_turn, median_parts, raw, steps_alone
+from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, median_parts, recorded, run_peer,
+                          run_script, steps_alone)
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig, on_meta
 from runtime import checkpoint, config, hardware
@@ -19,47 +20,45 @@ from text.tokenizer import Tokenizer
 
 
 def train_work(cfg, hw, folder, script_args):
-    """Return the Work of train.py from scratch, on ids that are made up, unless a --dataset= is handed
-    over."""
+    """Return the Work of train.py from scratch, on synthetic ids unless --dataset= is given."""
     folder = Path(folder)
     script = script_args.config
-    shape = None if cfg.model == "auto" else SHAPES[cfg.model]                # auto: a config file's
-    knobs = {} if shape is None else shape_knobs(script, shape)
+    shape = None if cfg.model == "auto" else SHAPES[cfg.model]                # auto: the config file's
+    options = {} if shape is None else shape_options(script, shape)
     if cfg.ladder or cfg.ablate or cfg.peers:
-        # as the guides have it, and the peers
-        knobs |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}
+        # as in the guides and the peers
+        options |= {"optimizer": "adamw", "learning_rate": 1e-3, "warmup_steps": 2}
     data_flags = []
     if "dataset" in {flag[2:].partition("=")[0] for flag in script_args.flags}:
         if cfg.peers:
-            raise BadInput("The peers train on a text that bench.py makes up: leave --dataset out, or "
-                           "--peers.")
+            raise BadInput("The peers train on a synthetic text: leave --dataset out, or --peers.")
     else:
         data_flags = write_data(cfg, folder, script_args, shape)
-    defaults = {knob: value for knob, value in knobs.items() if knob not in script_args.given}
+    defaults = {option: value for option, value in options.items() if option not in script_args.given}
     block_size = defaults.get("block_size", script.block_size)
     arguments = as_flags(**defaults)
     arguments += [*script_args.files, *script_args.flags, *data_flags, *steps_alone(cfg, folder)]
     arguments += as_flags(init_from="scratch", num_epochs=None, patience=0, eval_interval=10**9)
     arguments += as_flags(eval_tokens=block_size, dtype=hw.dtype)
-    what = f"{script.sequences} sequences of {block_size} tokens a step"
-    return Work("train.py", arguments, folder, what, "tokens/s", cfg.steps, cfg.ranks or 1, script.sequences,
-                script)
+    description = f"{script.sequences} sequences of {block_size} tokens a step"
+    return Work("train.py", arguments, folder, description, "tokens/s", cfg.steps, cfg.ranks or 1,
+                script.sequences, script)
 
 
-def shape_knobs(script, shape):
-    """Return the knobs of train.py that make a model of this shape."""
+def shape_options(script, shape):
+    """Return the options of train.py that build a model of this shape."""
     c = GPTConfig(**shape)
-    # from knobs that may be handed over
+    # these follow from n_head and n_embd, which the user may have set
     derived = {"n_kv_head", "head_dim", "mlp_hidden"} - shape.keys()
     names = [field.name for field in fields(script) if hasattr(c, field.name)]
-    knobs = {name: getattr(c, name) for name in names if name not in derived | {"dropout"}}
-    knobs["bias"] = c.qkv_bias
-    return knobs
+    options = {name: getattr(c, name) for name in names if name not in derived | {"dropout"}}
+    options["bias"] = c.qkv_bias
+    return options
 
 
 def write_data(cfg, folder, script_args, shape):
-    """Write made-up ids, and a tokenizer where the script's own does not do. Returns the flags that name
-    them."""
+    """Write synthetic ids, and a tokenizer if the script's has another vocabulary or needs a download.
+    Returns their flags."""
     named = script_args.config.tokenizer or "bytes"
     tokenizer_given = "tokenizer" in script_args.given
     if named == "gpt2":
@@ -70,7 +69,7 @@ def write_data(cfg, folder, script_args, shape):
         n_vocab = GPTConfig(**shape).vocab_size
     flags = []
     if n_vocab != 257 and (named == "gpt2" or not tokenizer_given):
-        # GPT-2's own would have to be downloaded
+        # GPT-2's tokenizer would need a download
         write_tokenizer(folder, n_vocab)
         flags = as_flags(tokenizer=folder)
     text = write_text(folder / "text", n_vocab, cfg.seed)
@@ -78,8 +77,8 @@ def write_data(cfg, folder, script_args, shape):
 
 
 def sft_work(cfg, hw, folder, script_args):
-    """Return the Work of train.py on examples of unit conversion, as many as the steps need once, from random
-    weights that are exported to the folder."""
+    """Return the Work of train.py on unit-conversion examples, each seen once, from the random weights
+    exported to the folder."""
     folder = Path(folder)
     recipe = [] if script_args.files else [str(ROOT / "config/rft.py")]
     script = config.load(type(script_args.config), recipe + script_args.files + script_args.flags)
@@ -95,33 +94,33 @@ def sft_work(cfg, hw, folder, script_args):
     arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
     arguments += as_flags(init_from=folder, tokenizer="bytes", dataset=path, num_epochs=None, patience=0)
     arguments += as_flags(eval_interval=10**9, dtype=hw.dtype)
-    what = f"{script.sequences} examples of unit conversion a step"
-    return Work("train.py", arguments, folder, what, "tokens/s", cfg.steps, cfg.ranks or 1, script.sequences,
-                script)
+    description = f"{script.sequences} examples of unit conversion a step"
+    return Work("train.py", arguments, folder, description, "tokens/s", cfg.steps, cfg.ranks or 1,
+                script.sequences, script)
 
 
 def bench_training(cfg, hw, folder, script_args, log):
-    """Measure tokens a second (of examples without padding) within steps, the fetching of batches included:
-    of theirs without. Peers of train have the same shape and text; of sft the same weights, rows and labels.
-    Both sides AdamW."""
+    """Measure tokens a second within steps, padding excluded. nanoRFT's steps include fetching batches, the
+    peers' do not. Peers of train have the same shape and text, peers of sft the same weights, rows and
+    labels; all use AdamW."""
     make_work = train_work if cfg.stage == "train" else sft_work
     work = make_work(cfg, hw, folder, script_args)
-    log(f"{work.what}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}")
+    log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}")
     runs = []
 
     def ours():
-        runs.append(a_run(work))
+        runs.append(run_script(work))
         return runs[-1]["rate"]
 
     def theirs(peer):
         return peer_rate(cfg, hw, folder, work, peer, runs[-1])
     sides = {"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in cfg.peers}
-    rates = in_turn(sides, cfg.repeats, work.unit, log)
+    rates = alternate(sides, cfg.repeats, work.unit, log)
     saved = checkpoint.read_model(work.out)
     model = on_meta(GPTConfig(**saved["architecture"]))
     if saved["lora"]:
         add_lora(model, **saved["lora"])
-    # at the length that sequences have on average
+    # at the mean sequence length
     flops = model.flops_per_token(runs[0]["units"] / work.sequences)
     n = devices(hw, work.ranks)
     limit = n * matmul_peak(hw) / flops
@@ -129,9 +128,9 @@ def bench_training(cfg, hw, folder, script_args, log):
     mfu = rate * flops / peak(hw) / n
     step_s = statistics.median(run["step_s"] for run in runs)
     log(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step_s:,.1f} ms; "
-        f"at a large product's speed {limit:,.0f} tokens/s")
+        f"limit at the speed of a large product {limit:,.0f} tokens/s")
     return {
-        "what": work.what,
+        "what": work.description,
         "unit": work.unit,
         "rates": rates,
         "limit": limit,
@@ -142,20 +141,19 @@ def bench_training(cfg, hw, folder, script_args, log):
         "parts": median_parts(runs, ("data_s", "forward_backward_s", "optimizer_s")),
         "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
         "settings": runs[0]["settings"],
-        "repeats": raw(runs),
+        "repeats": recorded(runs),
         "also": f"MFU {mfu:.1%}, a step {1e3 * step_s:,.0f} ms",
     }
 
 
 def peer_rate(cfg, hw, folder, work, peer, run):
-    """Return the tokens a second of a peer, in micro-batches as large as those that our last run had to
-    have."""
+    """Return the tokens a second of a peer, with the micro-batch size of nanoRFT's last run."""
     settings = run["settings"]
     micro_batch = settings["micro_batch"]
     architecture = checkpoint.read_model(work.out)["architecture"]
     if peer == "nanogpt" and not peers.is_gpt2(architecture):
-        raise BadInput("--peers=nanogpt is GPT-2's architecture alone: give --model=gpt2 or gpt2-1m, and "
-                       "no knob that changes it.")
+        raise BadInput("--peers=nanogpt has GPT-2's architecture only: give --model=gpt2 or gpt2-1m, and no "
+                       "option that changes it.")
     model = folder
     if cfg.stage == "train" and peer == "trainer":
         model = Path(folder) / "peer"
@@ -171,4 +169,4 @@ def peer_rate(cfg, hw, folder, work, peer, run):
         "batch_size": micro_batch,
         "accumulation": work.sequences // micro_batch,
     }
-    return a_peer(cfg, hw, work, peer, run["units"], **job)
+    return run_peer(cfg, hw, work, peer, run["units"], **job)

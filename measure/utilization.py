@@ -1,4 +1,4 @@
-"""How busy a GPU is, as nvidia-smi sees it while something else runs there."""
+"""Sample a GPU's utilisation, memory and power with nvidia-smi while a script runs."""
 import contextlib
 import os
 import shutil
@@ -8,13 +8,13 @@ import threading
 import time
 
 FIELDS = ("utilization.gpu", "memory.used", "power.draw")    # %, MiB, W
-INTERVAL = 0.25                              # seconds between two looks
+INTERVAL = 0.25                              # seconds between two samples
 WINDOW = 2.0                                 # seconds over which utilisation is averaged
 
 
 class Utilization:
-    """A context in which a thread asks nvidia-smi four times a second; figures() afterwards. Where there is
-    no nvidia-smi there are none."""
+    """Context manager whose thread queries nvidia-smi four times a second; then see figures(). Does nothing
+    without nvidia-smi."""
 
     def __init__(self):
         self.samples = []                    # (time, one number or None for each of FIELDS)
@@ -45,13 +45,13 @@ class Utilization:
             self.samples.append((time.perf_counter(), *map(number, answer.stdout.split(","))))
 
     def figures(self):
-        """Return {busiest_2s: the mean utilisation, 0 to 1, of the two seconds in which that was highest,
-        memory_used_gb and power_w: the most of each}, without what nvidia-smi does not know."""
+        """Return {busiest_2s: highest mean utilisation over two seconds, 0 to 1, memory_used_gb, power_w:
+        maxima}, without fields that nvidia-smi does not report."""
         figures = {}
         busy = [(when, share) for when, share, *_ in self.samples if share is not None]
         if busy:
             windows = [[s for t, s in busy if start <= t < start + WINDOW] for start, _ in busy]
-            fullest = max(map(len, windows))             # those at the end are shorter
+            fullest = max(map(len, windows))             # windows at the end are shorter
             figures["busiest_2s"] = max(statistics.fmean(w) for w in windows if 2 * len(w) > fullest) / 100
         for i, name, unit in ((2, "memory_used_gb", 1024), (3, "power_w", 1)):
             known = [sample[i] for sample in self.samples if sample[i] is not None]
@@ -61,6 +61,6 @@ class Utilization:
 
 
 def number(text):
-    """Return a number of nvidia-smi's, or None for its [N/A]."""
+    """Return a number that nvidia-smi printed, or None for its [N/A]."""
     with contextlib.suppress(ValueError):
         return float(text)

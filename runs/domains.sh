@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
-# Six domains in one model, on two cores: a small GPT from scratch on worked examples of all six, of which three in ten are wrong; its own
-# verified solutions; reinforcement learning on all six at once. docs/domains.md has what came out.
+# Six domains in one model on two cores: pretrain a small GPT on worked examples of all six, three in ten
+# wrong; fine-tune it on its own verified solutions; train it with GRPO on all six at once. Results:
+# docs/domains.md.
 #
-#     bash runs/domains.sh                                     the ladder
-#     bash runs/domains.sh --seeds="0 1 2" --pcgrad --single   the experiment: with gradient surgery too, for each seed, and a
-#                                                              run of a sixth of the steps for each domain alone
-# What is done already is not done again. Takes --out_dir=, --data_dir=, --seed= (of what all runs of reinforcement learning
-# begin with), --base_steps= and --grpo_steps= too.
+#     bash runs/domains.sh                                     the pipeline
+#     bash runs/domains.sh --seeds="0 1 2" --pcgrad --single   the experiment: GRPO with and without PCGrad
+#                                                              for each seed, and shorter on each domain alone
+#
+# Finished stages are not repeated. Also takes --out_dir=, --data_dir=, --seed= (of pretraining and
+# fine-tuning), --base_steps= and --grpo_steps=.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=out/domains data=data seed=0 seeds=0 base= steps=180 pcgrad= single=
 for argument in "$@"; do
     case $argument in
-        --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;; --seeds=*) seeds=${argument#*=} ;;
-        --seed=*) seed=${argument#*=} ;;
+        --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;;
+        --seed=*) seed=${argument#*=} ;; --seeds=*) seeds=${argument#*=} ;;
         --base_steps=*) base=--max_steps=${argument#*=} ;; --grpo_steps=*) steps=${argument#*=} ;;
         --pcgrad) pcgrad=yes ;; --single) single=yes ;;
-        *) echo "error: domains.sh takes --out_dir=, --data_dir=, --seed=, --seeds=, --base_steps=, --grpo_steps=, --pcgrad and --single, not $argument." >&2; exit 2 ;;
+        *)  echo "error: domains.sh takes --out_dir=, --data_dir=, --seed=, --seeds=, --base_steps=," \
+                "--grpo_steps=, --pcgrad and --single, not $argument." >&2
+            exit 2 ;;
     esac
 done
 also="matplotlib"; source runs/setup.sh
@@ -26,38 +30,46 @@ ask="--task=$mixture --max_new_tokens=144"
 mkdir -p "$out"
 
 source runs/ladder.sh
-spread 1,2,4
+use_all_cores 1,2,4
 
-learn() {                                # learn NAME FLAGS...: reinforcement learning from the tuned model, whatever stopped it before
+train_grpo() {                           # train_grpo NAME FLAGS...: from the fine-tuned model, $last steps
     local name=$1; shift
-    once "$name" "$out/$name/checkpoints/step_$(printf %08d "$last")" \
-        $each_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/$name" --max_steps="$last" --eval_interval="$last" \
-        --resume=auto "$@"
+    unless_exists "$name" "$out/$name/checkpoints/step_$(printf %08d "$last")" \
+        $per_core grpo.py config/six_domains_cpu.py --init_from="$out/rft" --out_dir="$out/$name" \
+        --max_steps="$last" --eval_interval="$last" --resume=auto "$@"
 }
-compare() {                              # compare NAME MODELS...: all on the same test questions, each against the first; greedy, and sampled
+compare() {                              # compare NAME MODELS...: with the first, greedy and sampled
     local name=$1; shift
-    local file=$out/$name
-    once "${name}_greedy" "$file.greedy.json" with_json "$file.greedy.json" $each_core eval.py --compare "${@/#/$out/}" $ask --num_questions=1200 --json
-    once "${name}_sampled" "$file.sampled.json" with_json "$file.sampled.json" $each_core eval.py --compare "${@/#/$out/}" $ask --num_questions=1200 --json \
-        --num_samples=4 --temperature=1
+    local file=$out/$name evaluate="$per_core eval.py $ask --num_questions=1200 --json"
+    unless_exists "${name}_greedy" "$file.greedy.json" \
+        with_json "$file.greedy.json" $evaluate --compare "${@/#/$out/}"
+    unless_exists "${name}_sampled" "$file.sampled.json" \
+        with_json "$file.sampled.json" $evaluate --compare "${@/#/$out/}" --num_samples=4 --temperature=1
 }
-with_json() { local file=$1; shift; "$@" | tee "$file.log" | grep -v '^{'; grep '^{' "$file.log" > "$file.tmp"; mv "$file.tmp" "$file"; rm "$file.log"; }
+with_json() {                            # with_json FILE COMMAND...: move the JSON line of its output to FILE
+    local file=$1; shift
+    "$@" | tee "$file.log" | grep -v '^{'
+    grep '^{' "$file.log" > "$file.tmp"
+    mv "$file.tmp" "$file"
+    rm "$file.log"
+}
 
-finish base "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" --resume=auto $base
-once datagen "$out/rft.json" \
-    $each_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" \
+stage base "$python" train.py config/six_domains_base.py --out_dir="$out/base" --data_dir="$data" \
+    --seed="$seed" --resume=auto $base
+unless_exists datagen "$out/rft.json" \
+    $per_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" \
     --num_questions=3600 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
-finish rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" --out_dir="$out/rft" --seed="$seed" --resume=auto \
-    --num_epochs=1.5
+stage rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" \
+    --out_dir="$out/rft" --seed="$seed" --resume=auto --num_epochs=1.5
 for seed in $seeds; do
     last=$steps
-    learn "mixed$seed" --seed="$seed"
-    [ -z "$pcgrad" ] || learn "pcgrad$seed" --seed="$seed" --surgery=pcgrad
+    train_grpo "mixed$seed" --seed="$seed"
+    [ -z "$pcgrad" ] || train_grpo "pcgrad$seed" --seed="$seed" --surgery=pcgrad
 done
 last=$((steps / 6))
 if [ -n "$single" ]; then
     for domain in $domains; do
-        learn "${domain%:*}" --task="$domain" --num_questions=1200 --warmup_steps=2
+        train_grpo "${domain%:*}" --task="$domain" --num_questions=1200 --warmup_steps=2
     done
     compare single rft ${domains//:0/}
 fi

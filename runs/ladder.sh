@@ -1,8 +1,9 @@
-# What the ladders of this folder share; they source it. `out` is their folder, and `python` is known after setup.sh.
+# Functions of the pipeline scripts, which source this file. They set `out`, the output folder; setup.sh sets
+# `python`.
 
 refuse() { echo "error: $1" >&2; exit 2; }
 
-ours_or_none() {                         # ours_or_none WHOSE NAME...: an earlier ladder is known by its file of seconds; without it, nothing is replaced
+refuse_foreign_files() {                 # refuse_foreign_files WHOSE NAME...: if no earlier run left them
     local whose=$1 name; shift
     for name in seconds "$@"; do
         [ ! -e "$out/$name" ] ||
@@ -11,39 +12,39 @@ ours_or_none() {                         # ours_or_none WHOSE NAME...: an earlie
     done
 }
 
-# So small a model is sampled fastest by a process for each core; a GPU takes one.
-spread() {                               # spread NUMBERS: sets each_core, so many processes of them as there are cores, and device; adds that to ask
-    each_core="$python" device=
+# A small model samples fastest with one process per core; a GPU takes one process.
+use_all_cores() {                        # use_all_cores COUNTS: sets per_core (a launcher), device and ask
+    per_core="$python" device=
     if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
         local cores
         cores=$("$python" -c "import os
 cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-print(max(n for n in ($1) if n <= cores))")                        # they share the prompts of a step evenly
+print(max(n for n in ($1) if n <= cores))")                    # COUNTS divide the prompts of a step evenly
         device=--device=cpu
         ask="$ask $device"
-        each_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
+        per_core="env OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc_per_node=$cores"
     fi
 }
 
 now() { "$python" -c "import time; print(time.time())"; }
 
-noted() {                                # noted NAME BEGAN: a line in the file of seconds, if the time can be told
-    local ended
-    ended=$(now) && echo "$1 $ended $2" >> "$out/seconds"
+record_time() {                          # record_time NAME START: append "NAME END START" to $out/seconds
+    local end
+    end=$(now) && echo "$1 $end $2" >> "$out/seconds"
 }
-timed() {                                # timed NAME COMMAND...: notes the seconds that a stage takes, also of one that fails or is stopped
-    echo; echo "== $1"; local name=$1 began; shift; began=$(now)
-    trap "noted $name $began" EXIT
+timed() {                                # timed NAME COMMAND...: run it and record its time, even if it fails
+    echo; echo "== $1"; local name=$1 start; shift; start=$(now)
+    trap "record_time $name $start" EXIT
     "$@"
     trap - EXIT
-    noted "$name" "$began"
+    record_time "$name" "$start"
 }
-once() {                                 # once NAME FILE COMMAND...: timed, unless FILE is there
+unless_exists() {                        # unless_exists NAME FILE COMMAND...: timed, unless FILE is there
     local name=$1 file=$2; shift 2
     [ -e "$file" ] || timed "$name" "$@"
 }
 
-finish() {                               # finish NAME COMMAND...: timed, unless it came to its end before
+stage() {                                # stage NAME COMMAND...: timed, unless it has finished before
     [ ! -e "$out/$1.done" ] || return 0
     timed "$@"
     touch "$out/$1.done"

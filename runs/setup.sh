@@ -1,7 +1,9 @@
-# Sourced by the other scripts. Sets $python to an interpreter that has what is needed (and the packages named in $also): the
-# running one if it has a torch with Muon (2.9 or newer), whatever build, else one in .venv with the pinned requirements.
+# Sourced by the other scripts. Sets $python to an interpreter with the required packages and those in $also:
+# python3 or $PYTHON if its torch, of any build, has Muon (2.9 or newer), else one in .venv with the pinned
+# requirements.
 python=${PYTHON:-python3}
-"$python" -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "error: Python 3.10 or newer is needed." >&2; exit 2; }
+"$python" -c "import sys; sys.exit(sys.version_info < (3, 10))" ||
+    { echo "error: Python 3.10 or newer is needed: install it, or set PYTHON= to one." >&2; exit 2; }
 needed="numpy tiktoken safetensors datasets ${also:-}"
 wanted=$needed
 if ! "$python" -c "from torch.optim import Muon" 2>/dev/null; then
@@ -10,5 +12,7 @@ if ! "$python" -c "from torch.optim import Muon" 2>/dev/null; then
     wanted="-r requirements.txt ${also:-}"
     echo "Using $python (source .venv/bin/activate to do so yourself)."
 fi
-"$python" -c "import sys; from importlib.util import find_spec; sys.exit(not all(find_spec(name.removeprefix('pytest-')) for name in sys.argv[1:]))" torch $needed ||
+"$python" -c "import sys
+from importlib.util import find_spec
+sys.exit(not all(find_spec(name.removeprefix('pytest-')) for name in sys.argv[1:]))" torch $needed ||
     "$python" -m pip install --quiet --disable-pip-version-check $wanted

@@ -1,4 +1,4 @@
-"""What the quickstart's ladder bought, from what its stages left in a folder: a table, summary.json, summary.png.
+"""Summarise a folder of runs/quickstart.sh: a table, summary.json, summary.png.
 
     python -m runs.summary out/quickstart
 """
@@ -12,23 +12,28 @@ FIGURES = {"greedy": "greedy", "sampled": "one sample, T = 1", "pass_at_8": "bes
 
 
 def last_line(path):
-    """The JSON object that eval.py --json ended with."""
+    """Return the JSON object in the last line of eval.py --json."""
     return json.loads(path.read_text().strip().splitlines()[-1])
 
 
 def summarise(folder):
+    """Return (summary, [the intervals of greedy and sampled accuracy] of each stage)."""
     seconds = {}
     for line in (folder / "seconds").read_text().splitlines():
         name, end, begin = line.split()
         seconds[name] = seconds.get(name, 0.0) + float(end) - float(begin)
     took = {"base": seconds["base"], "rft": seconds["datagen"] + seconds["rft"], "grpo": seconds["grpo"]}
-    stages, intervals = [], []
-    for greedy, sampled in zip(last_line(folder / "greedy.txt")["models"], last_line(folder / "sampled.txt")["models"]):
+    stages = []
+    intervals = []
+    rows = [last_line(folder / f"{name}.txt")["models"] for name in ("greedy", "sampled")]
+    for greedy, sampled in zip(*rows):
         name = Path(greedy["model"]).name
         stages.append({"name": name, "greedy": greedy["accuracy"], "sampled": sampled["accuracy"],
                        "pass_at_8": sampled["pass_at_k"]["8"], "seconds": round(took[name], 1)})
         intervals.append([(row["accuracy_low"], row["accuracy_high"]) for row in (greedy, sampled)])
-    return {"stages": stages, "total_seconds": round(sum(seconds.values()), 1), "device": hardware.setup().name, "seconds": seconds}, intervals
+    total = round(sum(seconds.values()), 1)
+    device = hardware.setup().name
+    return {"stages": stages, "total_seconds": total, "device": device, "seconds": seconds}, intervals
 
 
 def draw(summary, intervals, path):
@@ -39,11 +44,14 @@ def draw(summary, intervals, path):
     for i, (stage, bounds) in enumerate(zip(summary["stages"], intervals)):
         heights = [100 * stage[key] for key in FIGURES]
         places = [k + 0.28 * i for k in range(len(FIGURES))]
-        bars = axis.bar(places, heights, 0.26, color=("#c4c4c4", "#7fa8d1", "#1f5a99")[i], label=stage["name"])
-        axis.bar_label(bars, fmt="%.0f", label_type="center", fontsize=10, color="white" if i == 2 else "black")
-        axis.errorbar(places[:2], heights[:2], [[h - 100 * low for h, (low, _) in zip(heights, bounds)],
-                                                [100 * high - h for h, (_, high) in zip(heights, bounds)]],
-                      fmt="none", ecolor="black", linewidth=1, capsize=3)
+        color = ("#c4c4c4", "#7fa8d1", "#1f5a99")[i]
+        bars = axis.bar(places, heights, 0.26, color=color, label=stage["name"])
+        text_color = "white" if i == 2 else "black"
+        axis.bar_label(bars, fmt="%.0f", label_type="center", fontsize=10, color=text_color)
+        below = [height - 100 * low for height, (low, _) in zip(heights, bounds)]
+        above = [100 * high - height for height, (_, high) in zip(heights, bounds)]
+        axis.errorbar(places[:2], heights[:2], [below, above], fmt="none", ecolor="black", linewidth=1,
+                      capsize=3)
     axis.set_xticks([k + 0.28 for k in range(len(FIGURES))], FIGURES.values())
     axis.set_ylim(0, 105)
     axis.set_title("Right answers of 500 unseen questions, %, with 95% intervals", loc="left", fontsize=10)
@@ -55,7 +63,8 @@ def draw(summary, intervals, path):
 def print_stages(summary):
     print(f"\n{'':6}{'greedy':>9}{'sampled':>9}{'pass@8':>9}{'seconds':>10}")
     for stage in summary["stages"]:
-        print(f"{stage['name']:6}" + "".join(f"{100 * stage[key]:8.1f}%" for key in FIGURES) + f"{stage['seconds']:10.0f}")
+        figures = "".join(f"{100 * stage[key]:8.1f}%" for key in FIGURES)
+        print(f"{stage['name']:6}{figures}{stage['seconds']:10.0f}")
 
 
 def main(folder):
@@ -71,7 +80,7 @@ def main(folder):
         draw(summary, intervals, folder / "summary.png")
         print(f", {folder / 'summary.png'}")
     except ImportError as e:
-        print(f"; there is no picture, since matplotlib can't be imported ({e}).")
+        print(f"; summary.png is not drawn, since matplotlib can't be imported ({e}).")
 
 
 if __name__ == "__main__":

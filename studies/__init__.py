@@ -1,1 +1,1 @@
-"""Experiments behind the tables in docs/, and the GPU suite."""
+"""Experiments behind the tables of docs/, and the GPU suite."""

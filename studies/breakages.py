@@ -1,12 +1,12 @@
-"""Breaks the quickstart's reinforcement learning on purpose, in ways that touch the reward, and prints what the
-doctor (doctor/diagnose.py) said.
+"""Break the quickstart's reinforcement learning in ways that affect the reward, and print the doctor's
+findings.
 
     python -m studies.breakages out/quickstart/rft out/breakages
     python -m studies.breakages out/quickstart/rft out/breakages --only="nothing_paid stale_engine"
 
-A run ends once the doctor has spoken, or at its last step. What is done already is not done again.
+A run ends at the doctor's first finding or at its last step. Finished runs are not repeated.
 
-Knobs, as --key=value:
+Options, as --key=value:
 """
 import json
 import os
@@ -34,18 +34,18 @@ def reward(question, completion):
     {}
 """
 HONEST = "return score, parts"
-# name: (what is broken, what the verifier pays, knobs)
+# {name: (description, body of the verifier, options)}
 BROKEN = {
-    "nothing_paid": ("a verifier that finds nothing right", "return 0.0, {}", {}),
-    "all_paid": ("a verifier that finds everything right", "return 1.0, {}", {}),
-    "verifier_fails": ("a verifier that fails at one answer in four",
+    "nothing_paid": ("every completion gets 0", "return 0.0, {}", {}),
+    "all_paid": ("every completion gets 1", "return 1.0, {}", {}),
+    "verifier_fails": ("the verifier raises for one completion in four",
                        "return 1 / (len(completion) % 4 > 0) * score, parts", {}),
-    "constant": ("0.4 are paid to everything", "return 0.4, {}", {}),
-    "any_answer": ("any answer is paid", "return float(parts['answered']), {}", {}),
-    "wrong_sign": ("what is wrong is paid", "return 1 - score, {}", {}),
-    "always_a_part": ("0.4 are paid to every answer",
+    "constant": ("every completion gets 0.4", "return 0.4, {}", {}),
+    "any_answer": ("any answer gets 1", "return float(parts['answered']), {}", {}),
+    "wrong_sign": ("wrong completions get 1", "return 1 - score, {}", {}),
+    "always_a_part": ("every answer gets at least 0.4",
                       "return 0.4 + 0.6 * score, parts | {'polite': True}", {}),
-    "by_length": ("the length is paid", "return min(len(completion), 400) / 400, {}", {}),
+    "by_length": ("the reward is the length", "return min(len(completion), 400) / 400, {}", {}),
     "too_short": ("--max_new_tokens=40", HONEST, {"max_new_tokens": 40}),
     "other_prompt": ("questions in another form", HONEST + "\nPROMPT = 'Q: {}\\nA: '", {}),
     "too_slow": ("--learning_rate=1e-9", HONEST, {"learning_rate": 1e-9}),
@@ -54,23 +54,23 @@ BROKEN = {
     "copies": ("--temperature=0.01", HONEST, {"temperature": 0.01}),
     "stale_engine": ("the engine keeps its first weights", HONEST, {}),
     "other_distribution": ("the engine samples at 0.7 times the temperature", HONEST, {}),
-    # not on the doctor's list: tried to see what is said then
-    "held_back": ("--beta=10, not on the list", HONEST, {"beta": 10.0}),
-    "by_lot": ("a reward that is drawn by lot, not on the list",
+    # faults that the doctor has no check for
+    "held_back": ("--beta=10, which has no check", HONEST, {"beta": 10.0}),
+    "by_lot": ("a random reward, which has no check",
                "import random\n    return float(random.random() < 0.5), {}", {}),
 }
 
 
 @dataclass
 class Config:
-    folders: tuple = ()                      # the model to start from, and where the runs go
-    only: str = " ".join(BROKEN)
-    jobs: int = 2                            # runs side by side, a core each
-    inside: str | None = None                # run this one's grpo.py in this process: how it calls itself
+    folders: tuple = ()                      # the model to start from, and the output folder
+    only: str = " ".join(BROKEN)             # names with spaces between
+    jobs: int = 2                            # parallel runs, a core each
+    inside: str | None = None                # internal: run grpo.py with this breakage in this process
 
 
 def spoil(name):
-    """Break the code of this process as `name` asks for."""
+    """Patch the engine or grpo.py in this process, if the breakage `name` needs it."""
     import engine
     import grpo
     if name == "stale_engine":
@@ -86,12 +86,12 @@ def spoil(name):
 
 
 def findings_of(out):
-    """Return the doctor's findings about a run, which may not have logged a step yet."""
+    """Return the doctor's findings about a run; [] before its first step."""
     return Doctor(read_lines(out)).findings
 
 
 def broken_run(cfg, name):
-    """Run what is broken, or go on with it, until it has been found out or is over."""
+    """Start or resume a broken run, and stop it at the doctor's first finding."""
     model, folder = map(Path, cfg.folders)
     out = folder / name
     if (out / "done").exists():
@@ -124,17 +124,17 @@ def main(argv):
     cfg = config.load(Config, argv, positional="folders")
     names = cfg.only.split()
     if len(cfg.folders) != 2 or not set(names) <= set(BROKEN):
-        raise BadInput("Which model, and where do the runs go? python -m studies.breakages out/quickstart/rft "
+        raise BadInput("Give a model and an output folder: python -m studies.breakages out/quickstart/rft "
                        f"out/breakages; --only= takes {', '.join(BROKEN)}.")
     with ThreadPoolExecutor(cfg.jobs) as pool:
         list(pool.map(lambda name: broken_run(cfg, name), names))
-    print("| broken | the doctor said |\n|---|---|")
+    print("| fault | finding |\n|---|---|")
     summary = {}
     for name in names:
         findings = findings_of(Path(cfg.folders[1]) / name)
         summary[name] = [finding.as_json() for finding in findings]
-        said = "; ".join(f"step {finding.since}, `{finding.name}`: {finding.sentence}" for finding in findings)
-        print(f"| {BROKEN[name][0]} | {said or 'nothing'} |")
+        cells = [f"step {finding.since}, `{finding.name}`: {finding.sentence}" for finding in findings]
+        print(f"| {BROKEN[name][0]} | {'; '.join(cells) or 'none'} |")
     (Path(cfg.folders[1]) / "summary.json").write_text(json.dumps(summary, indent=1))
     return 0
 

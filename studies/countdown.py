@@ -1,9 +1,11 @@
-"""What the ladder of runs/countdown.sh bought, and which problems are beyond the teachers.
+"""Report the gain of each stage of runs/countdown.sh, and the problems that no teacher solves.
 
-    python -m studies.countdown --teachers=out/teachers.json     what each teacher solves, and what none does
-    python -m studies.countdown out/countdown                    a table, summary.json, traces.txt, summary.png,
-                                                              from what the stages left there
-Knobs, as --key=value:
+    python -m studies.countdown --teachers=out/teachers.json
+        the share of problems that each teacher solves, and the problems that none solves
+    python -m studies.countdown out/countdown
+        a table, summary.json, traces.txt and summary.png of a finished pipeline
+
+Options, as --key=value:
 """
 import json
 import random
@@ -15,41 +17,43 @@ from statistics import fmean
 from doctor import plot
 from rollouts.accuracy import interval
 from rollouts.questions import task_errors
-from runs import summary as ladder
+from runs import summary as pipeline
 from runs.summary import FIGURES
 from runtime import config, guard
 from runtime.config import BadInput
+from runtime.metrics import read_lines
 from tasks import countdown_search
 
 MODELS = ("base", "rft", "grpo")
-TRIES = 8                                    # of each question, as eval.py has them
+TRIES = 8                                    # of each question, as in eval.py
 NEEDED = "seconds greedy.txt sampled.txt greedy.jsonl sampled.jsonl again.jsonl teachers.json".split()
 
 
 @dataclass
 class Config:
-    folder: str = ""                         # that runs/countdown.sh filled, first on the command line
-    teachers: str = ""                       # a .json file to write about the teachers instead
-    task: str = "countdown_search"           # whose teachers
-    num_questions: int = 500                 # of the test, as many as eval.py asks
+    folder: str = ""                         # output of runs/countdown.sh, first on the command line
+    teachers: str = ""                       # a .json file: write the teachers' figures there instead
+    task: str = "countdown_search"           # with an argument, if any
+    num_questions: int = 500                 # of split test
 
 
 # --- the teachers ---
 
 def random_search(question, longest, rng):
-    """Return whether a depth-first search with all ways on, in an order of chance, finds the target in so
-    many bytes: what room alone buys."""
+    """Return whether depth-first search in random order finds the target within `longest` bytes: the baseline
+    for length alone."""
     at_random = ("depth", lambda state, target: rng.random(), None)
     return countdown_search.completion(at_random, question, longest)[1]
 
 
 def teachers(n, argument=None):
-    """Return what the teachers make of the test's first n questions, in the room of a document and in twice
-    that, which is what the model has; what a random search makes of them in the latter; and the questions
-    that no teacher solves in the former, each with a solution for who wants to check that there is one."""
+    """Return the teachers' figures on the first n test questions, within a document's bytes and within twice
+    as many (the model's context), those of random search within the latter, and the questions that no teacher
+    solves within the former, each with a solution."""
     longest = countdown_search.sizes(argument)[2]
     asked = countdown_search.questions("test", n=n, argument=argument)
-    solved, later = {}, {}                   # {teacher: [whether it solves a question]}
+    solved = {}                              # {teacher: [whether it solves a question]}
+    later = {}                               # the same, within twice the bytes
     lengths = []
     for teacher in countdown_search.TEACHERS:
         name = countdown_search.name_of(teacher)
@@ -84,39 +88,38 @@ def teachers(n, argument=None):
 
 
 def write_teachers(cfg):
-    """Write what teachers() finds, and print it."""
+    """Write and print the figures of teachers()."""
     name, _, argument = cfg.task.partition(":")
     path = Path(cfg.teachers)
     if name != "countdown_search":
-        raise BadInput(f"--task={cfg.task} has no teachers: give countdown_search, with or without an "
-                       "argument.")
+        raise BadInput(f"--task={cfg.task} has no teachers: give countdown_search, or countdown_search:4,99.")
     with task_errors():
         countdown_search.check(argument or None)
     if path.exists() and b'"together"' not in path.read_bytes():
-        raise config.would_overwrite(path, "a list of ours", "--teachers=")
+        raise config.would_overwrite(path, "a list of teachers", "--teachers=")
     found = teachers(cfg.num_questions, argument or None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1))
-    print(f"Of {found['questions']} test problems, and in twice the room:")
+    print(f"Solved of {found['questions']} test problems, and within twice the bytes:")
     for name, share in found["solve"].items():
         print(f"{name:36}{100 * share:6.1f}%{100 * found['solve_in_twice_the_room'][name]:8.1f}%")
     print(f"{'together':36}{100 * found['together']:6.1f}%{100 * found['together_in_twice_the_room']:8.1f}%")
     for tries, share in found["random_search"].items():
         print(f"{'depth-first at random, ' + tries.replace('_', ' '):36}{100 * share:15.1f}%")
-    print(f"{len(found['unsolved'])} are solved by none: {path}")
+    print(f"{len(found['unsolved'])} are solved by no teacher: {path}")
 
 
-# --- the ladder ---
+# --- the pipeline ---
 
 def read_teachers(path):
-    """Return what teachers() returned, from its file, but the unsolved problems as {question: what is said of
-    it}."""
+    """Return the figures of teachers() from its file, with the unsolved problems as {question: its
+    record}."""
     known = json.loads(path.read_text())
     return known | {"unsolved": {question["question"]: question for question in known["unsolved"]}}
 
 
 def answers(path):
-    """Return {model: {question: its samples}} of a file that eval.py --output= wrote."""
+    """Return {model: {question: its samples}} from a file of eval.py --output=."""
     found = {}
     for line in map(json.loads, path.read_text().splitlines()):
         found.setdefault(Path(line["model"]).name, {})[line["question"]] = line["samples"]
@@ -124,13 +127,13 @@ def answers(path):
 
 
 def solved(samples):
-    """Whether one of the samples of a question is right."""
+    """Return whether a sample of the question is right."""
     return any(sample["score"] == 1 for sample in samples)
 
 
 def share_of(flags):
-    """Return {"n", "of", "share", "low", "high"} of a list of bools, Wilson's interval at 95%; of none, no
-    share."""
+    """Return {"n", "of", "share", "low", "high"} of a list of bools, with Wilson's 95% interval; an empty
+    list has no share."""
     found = {"n": sum(flags), "of": len(flags)}
     if flags:
         low, high = interval([float(flag) for flag in flags], 1)
@@ -139,21 +142,21 @@ def share_of(flags):
 
 
 def beyond_the_others(again, unsolved):
-    """Return (the unsolved problems that the base does not solve in the tries with another seed, those of
-    them that no teacher solves in twice the room, either). Parameters as of beyond()."""
+    """Return (unsolved problems that the base does not solve with another seed either, those of them that no
+    teacher solves within twice the bytes). Parameters as in beyond()."""
     hardest = [question for question in unsolved
                if question in again["base"] and not solved(again["base"][question])]
     return hardest, [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
 
 
 def beyond(sampled, again, unsolved):
-    """Return which problems the models, and a random search in their room, solve in 8 tries that no teacher
-    solves; of those the base doesn't solve in 8; and of the latter that no teacher would solve in the room of
-    the models, either.
+    """Return how many hard problems each model, and random search within the models' context, solves in 8
+    tries.
 
-    sampled: as answers() has them. again: those of the base with another seed. By these it is found what it
-    does not solve: by the ones that it is compared with, it would be picked for having failed there, and
-    what other models solve would be chance in part. unsolved: as read_teachers() has them."""
+    Hard are problems that no teacher solves; of these, those that the base does not solve in 8 tries; and of
+    the latter, those that no teacher solves within twice the bytes. sampled: from answers(). again: the
+    base's answers with another seed; they select the base's failures, since selecting by the compared answers
+    would favour the other models by chance. unsolved: from read_teachers()."""
     hard = [question for question in unsolved if question in sampled["base"]]
     hardest, beyond_room = beyond_the_others(again, unsolved)
     result = {}
@@ -168,9 +171,9 @@ def beyond(sampled, again, unsolved):
 
 
 def side_by_side(greedy, again, unsolved, n=12):
-    """Return the three models' greedy answers to some questions, in columns: first those that only the last
-    one solves, of these first what no teacher solves in twice the room nor the base in other tries, then what
-    no teacher solves, then others in the test's order."""
+    """Return the three models' greedy answers to n questions, in columns. Questions that only the last model
+    solves come first: first those that no teacher solves within twice the bytes nor the base in other tries,
+    then those that no teacher solves, then the rest in test order."""
     _, beyond_room = beyond_the_others(again, unsolved)
 
     def rank(question):
@@ -189,23 +192,24 @@ def side_by_side(greedy, again, unsolved, n=12):
         rows = zip(*(column + [""] * (height - len(column)) for column in columns))
         by_whom = " (no teacher solves it)" if question in unsolved else ""
         if question in beyond_room:
-            by_whom = " (no teacher solves it, in twice the room either, nor the base in 8 tries)"
+            by_whom = " (no teacher solves it within twice the bytes, nor the base in 8 tries)"
         lines = ["   ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         parts.append("\n".join([question + by_whom, *lines]))
     return "\n\n\n".join(parts) + "\n"
 
 
 def gains(path):
-    """Return {model: what it answers right above the base, and the 95% interval of that}, as eval.py says."""
+    """Return {model: accuracy minus the base's, with its 95% interval} from the output of eval.py
+    --compare."""
     keys = "difference", "difference_low", "difference_high"
-    base, *others = ladder.last_line(path)["models"]
+    base, *others = pipeline.last_line(path)["models"]
     return {Path(row["model"]).name: {key: row[key] for key in keys} for row in others}
 
 
 def summarise(folder, known, again):
-    """Return (summary, the intervals of greedy and sampled accuracy of each stage). known: as
-    read_teachers() returns it. again: as beyond() takes it."""
-    summary, intervals = ladder.summarise(folder)
+    """Return (summary, intervals of greedy and sampled accuracy of each stage). known: from read_teachers().
+    again: see beyond()."""
+    summary, intervals = pipeline.summarise(folder)
     return summary | {
         "questions": known["questions"],
         "teachers": known["solve"] | {key: known[key] for key in ("together", "together_in_twice_the_room",
@@ -216,8 +220,8 @@ def summarise(folder, known, again):
 
 
 def draw(summary, intervals, curve, path):
-    """Draw accuracy over wall time: each stage where it ends, and the share of right samples as reinforcement
-    learning goes on. curve: [(seconds since its start, that share)]."""
+    """Draw accuracy over wall time: a point at the end of each stage, and a curve during reinforcement
+    learning. curve: [(seconds since its start, share of right samples)]."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -228,7 +232,7 @@ def draw(summary, intervals, curve, path):
     for k, (key, color) in enumerate(zip(FIGURES, ("#1f5a99", "#7fa8d1", "#b0b0b0"))):
         heights = [100 * stage[key] for stage in summary["stages"]]
         axis.plot(ends, heights, "o-", color=color, label=FIGURES[key])
-        if k < 2:                                        # of pass@8 there is no interval
+        if k < 2:                                        # pass@8 has no interval
             low = [height - 100 * bounds[k][0] for height, bounds in zip(heights, intervals)]
             high = [100 * bounds[k][1] - height for height, bounds in zip(heights, intervals)]
             axis.errorbar(ends, heights, [low, high], fmt="none", ecolor=color, capsize=3)
@@ -251,38 +255,38 @@ def draw(summary, intervals, curve, path):
     figure.savefig(path, dpi=140)
 
 
-def learning_curve(path):
-    """Return [(seconds, share of right samples)] of a run of grpo.py."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def learning_curve(run):
+    """Return [(seconds, share of right samples)] of a grpo.py run."""
+    lines = read_lines(run)
     return [(line["seconds"], line["reward"]) for line in lines if "reward" in line and "seconds" in line]
 
 
 def report(summary):
-    ladder.print_stages(summary)
+    pipeline.print_stages(summary)
     for when, by_model in summary["gains"].items():
         for name, row in by_model.items():
             low, high = (100 * row[f"difference_{end}"] for end in ("low", "high"))
             print(f"{name} - base, {when}: {100 * row['difference']:+.1f} points [{low:+.1f}, {high:+.1f}]")
     together, later = (100 * summary["teachers"][key] for key in ("together", "together_in_twice_the_room"))
     one, eight = (100 * summary["teachers"]["random_search"][key] for key in ("one_try", "best_of_8"))
-    print(f"All teachers together solve {together:.1f}%, and {later:.1f}% in twice the room, where a random "
-          f"search solves {one:.1f}%,\nand {eight:.1f}% in 8 tries. Of the problems that")
-    whose = {"no_teacher": "no teacher solves",
-             "no_teacher_and_not_the_base": "nor the base in 8 other tries",
-             "nor_in_twice_the_room": "nor a teacher in twice the room"}
-    for key, what in whose.items():
+    print(f"All teachers together solve {together:.1f}%, and {later:.1f}% within twice the bytes, where "
+          f"random search\nsolves {one:.1f}%, and {eight:.1f}% in 8 tries. Of the problems that")
+    groups = {"no_teacher": "no teacher solves",
+              "no_teacher_and_not_the_base": "nor the base in 8 other tries",
+              "nor_in_twice_the_room": "nor a teacher within twice the bytes"}
+    for key, group in groups.items():
         for name, found in summary["beyond"][key].items():
-            share = "none there"
+            share = "no such problem"
             if found["of"]:
                 figures = [100 * found[end] for end in ("share", "low", "high")]
                 share = "{:.1f}% [{:.1f}, {:.1f}]".format(*figures)
-            print(f"  {what}, in 8 tries {name} solves {found['n']} of {found['of']}: {share}")
+            print(f"  {group}, in 8 tries {name} solves {found['n']} of {found['of']}: {share}")
 
 
 def main(argv):
     cfg = config.load(Config, argv, positional="folder")
     if bool(cfg.folder) == bool(cfg.teachers):
-        raise BadInput("Name a folder of runs/countdown.sh, or give --teachers=FILE.json: "
+        raise BadInput("Give an output folder of runs/countdown.sh or --teachers=FILE.json: "
                        "python -m studies.countdown out/countdown")
     config.at_least(cfg, 1, "num_questions")
     if cfg.teachers:
@@ -297,7 +301,7 @@ def main(argv):
     summary, intervals = summarise(folder, known, again)
     path = folder / "summary.json"
     if path.exists() and b"total_seconds" not in path.read_bytes():
-        raise config.would_overwrite(path, "the ladder's", "folder")
+        raise config.would_overwrite(path, "this pipeline's", "folder")
     plot.check_output(folder / "summary.png")
     path.write_text(json.dumps(summary, indent=1))
     traces = side_by_side(answers(folder / "greedy.jsonl"), again, known["unsolved"])
@@ -305,11 +309,11 @@ def main(argv):
     report(summary)
     print(f"{summary['total_seconds']:.0f} s in all. {path}, {folder / 'traces.txt'}", end="")
     try:
-        draw(summary, intervals, learning_curve(folder / "grpo/metrics.jsonl"), folder / "summary.png")
+        draw(summary, intervals, learning_curve(folder / "grpo"), folder / "summary.png")
         print(f", {folder / 'summary.png'}")
     except ImportError as e:
         print()
-        print(f"There is no picture, since matplotlib can't be imported ({e}).", file=sys.stderr)
+        print(f"summary.png is not drawn, since matplotlib can't be imported ({e}).", file=sys.stderr)
     return 0
 
 

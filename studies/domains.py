@@ -1,5 +1,4 @@
-"""What the runs of six domains came to, from what runs/domains.sh left in a folder: tables, summary.json, two
-pictures.
+"""Summarise a folder of runs/domains.sh: tables, summary.json, cosines.png, transfer.png.
 
     python -m studies.domains out/domains
 """
@@ -11,13 +10,14 @@ from statistics import fmean, stdev
 
 from runtime import guard
 from runtime.config import BadInput
+from runtime.metrics import read_lines
 
-# Student's t at 95% for a mean of so many runs
+# {runs: Student's t of a 95% interval of their mean}
 T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 def read(path):
-    """Return the figures of each model that eval.py --json was given, {name: figures}."""
+    """Return {model: figures} from the output of eval.py --json."""
     return {Path(row["model"]).name: row for row in json.loads(path.read_text())["models"]}
 
 
@@ -27,22 +27,21 @@ def cell(value, low=None, high=None, sign=""):
 
 
 def own(row, domain, name="accuracy"):
-    """Return a figure of a domain with its interval; of "macro" the mean of all."""
+    """Return (value, low, high) of a figure in a domain; domain "macro": the mean over domains."""
     figures = {key.removeprefix("macro_"): value for key, value in row.items() if key.startswith("macro_")}
     figures = figures if domain == "macro" else row["domains"][domain]
     return tuple(figures[name + end] for end in ("", "_low", "_high"))
 
 
 def over_seeds(values):
-    """Return (mean, low, high) of a figure of several runs: Student's interval, which holds what runs with other
-    seeds would give on average."""
+    """Return (mean, low, high): the mean over runs with its 95% interval by Student's t."""
     mean = fmean(values)
     half = T[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) in T else math.nan
     return mean, mean - half, mean + half
 
 
 def ladder(folder, how):
-    """Print what each rung brought, and return it. how: "greedy" or "sampled"."""
+    """Print and return the accuracy after each stage. how: "greedy" or "sampled"."""
     rows = read(folder / f"ladder.{how}.json")
     domains = ["macro", *rows["base"]["domains"]]
     print(f"\n{how:8}" + "".join(f"  {domain:>18}" for domain in domains))
@@ -52,7 +51,8 @@ def ladder(folder, how):
 
 
 def methods(folder, how):
-    """Print mixed and PCGrad, each against the tuned model and PCGrad against mixed, over the seeds; return it."""
+    """Print and return the comparison over seeds of mixed and PCGrad with the fine-tuned model and each
+    other."""
     seeds = [read(path) for path in sorted(folder.glob(f"seed*.{how}.json"))]
     if not seeds:
         return None
@@ -83,7 +83,8 @@ def methods(folder, how):
 
 
 def transfer(folder, how):
-    """Print how each domain's own run changed all of them, and return {trained on: {asked: difference}}."""
+    """Print the change of all domains' accuracy by training on one; return {trained on: {tested on:
+    difference}}."""
     if not (folder / f"single.{how}.json").exists():
         return None
     rows = read(folder / f"single.{how}.json")
@@ -97,12 +98,12 @@ def transfer(folder, how):
 
 
 def cosines(folder):
-    """Return {pair of domains: its cosine at each logged step, the mean over the PCGrad runs}, and the share of
-    pairs that conflict."""
+    """Return ({pair of domains: {step: cosine of their gradients}}, {step: share of conflicting pairs}),
+    means over the PCGrad runs."""
     by_pair = {}
     conflicts = {}
-    for path in sorted(folder.glob("pcgrad*/metrics.jsonl")):
-        for line in map(json.loads, path.read_text().splitlines()):
+    for run in sorted(folder.glob("pcgrad*/")):
+        for line in read_lines(run):
             for key, value in line.items():
                 if key.startswith("surgery/cosine/"):
                     steps = by_pair.setdefault(key.removeprefix("surgery/cosine/"), {})
@@ -114,29 +115,30 @@ def cosines(folder):
 
 
 def cost(folder):
-    """Print seconds and memory of each run's steps, and return them."""
+    """Print and return seconds and memory of each grpo.py run."""
     result = {}
-    for path in sorted(folder.glob("*/metrics.jsonl")):
-        lines = [line for line in map(json.loads, path.read_text().splitlines()) if "rollout_s" in line]
+    for run in sorted(folder.glob("*/")):
+        lines = [line for line in read_lines(run) if "rollout_s" in line]
         if lines:
             last = lines[-1]
-            found = {"steps": last["step"], "seconds": last["seconds"], "peak_memory_gb": last["peak_memory_gb"],
-                     "update_s": fmean(line["update_s"] for line in lines)}
-            result[path.parent.name] = found
-            print(f"{path.parent.name:12} {last['step']:4} steps, {last['seconds']:7.1f} s, of an update "
-                  f"{found['update_s']:.2f} s, {last['peak_memory_gb']:.2f} GB")
+            update_s = fmean(line["update_s"] for line in lines)
+            result[run.name] = {"steps": last["step"], "seconds": last["seconds"],
+                                "peak_memory_gb": last["peak_memory_gb"], "update_s": update_s}
+            print(f"{run.name:12} {last['step']:4} steps, {last['seconds']:7.1f} s, {update_s:.2f} s an "
+                  f"update, {last['peak_memory_gb']:.2f} GB")
     return result
 
 
 def square(axis, names, table, title, limit):
-    """Draw a matrix with its numbers."""
+    """Draw a matrix as colours with its numbers."""
     axis.imshow(table, cmap="RdBu", vmin=-limit, vmax=limit)
     axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
     axis.set_yticks(range(len(names)), names)
     for i, row in enumerate(table):
         for j, value in enumerate(row):
             if not math.isnan(value):
-                axis.text(j, i, f"{value:+.0f}" if limit > 1 else f"{value:+.2f}", ha="center", va="center", fontsize=8)
+                text = f"{value:+.0f}" if limit > 1 else f"{value:+.2f}"
+                axis.text(j, i, text, ha="center", va="center", fontsize=8)
     axis.set_title(title, loc="left", fontsize=10)
 
 
@@ -164,14 +166,14 @@ def draw_transfer(found, path):
     names = list(found)
     figure, axis = pyplot.subplots(figsize=(5, 4.4), layout="constrained")
     table = [[100 * found[name][domain][0] for domain in names] for name in names]
-    square(axis, names, table, "Points gained: trained on (rows), asked (columns)", 15)
+    square(axis, names, table, "Points gained: trained on (rows), tested on (columns)", 15)
     figure.savefig(path, dpi=110)
 
 
 def main(argv):
     folder = Path(argv[0] if argv else "out/domains")
     if not (folder / "ladder.sampled.json").exists():
-        raise BadInput(f"{folder} has no ladder.sampled.json: run runs/domains.sh first, or name its --out_dir=.")
+        raise BadInput(f"{folder} has no ladder.sampled.json: run runs/domains.sh first, or give its folder.")
     summary = {}
     for how in ("greedy", "sampled"):
         summary[how] = {part.__name__: part(folder, how) for part in (ladder, methods, transfer)}
@@ -181,7 +183,7 @@ def main(argv):
     try:
         import matplotlib
     except ImportError as e:
-        print(f"There are no pictures, since matplotlib can't be imported ({e}).", file=sys.stderr)
+        print(f"Pictures are not drawn, since matplotlib can't be imported ({e}).", file=sys.stderr)
         return 0
     matplotlib.use("Agg")
     if found:

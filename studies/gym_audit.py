@@ -1,12 +1,13 @@
-"""Whether the verifiers of reasoning-gym's generators can be trusted: `python -m studies.gym_audit [NAME ...]`
-prints a markdown table (generator, verdict, reason). What is audited is the reward of tasks/gym.py, the
-library's scorer within it; docs/tasks.md has the result.
+"""Audit the verifiers of reasoning-gym's generators, through the reward of tasks/gym.py.
 
-A generator stands if its right answer earns 1 on ITEMS items, made again in a process with another order
-of sets; junk() earns 0 on the first JUNKED of them; no grade takes over MOST_SECONDS["grade"] or raises;
-and nothing that was said is compiled, as eval does. Junk that says the same as the right answer (`same`)
-is no junk. It is not asked whether another answer is right too: a generator with many right answers
-stands only if none of the junk is one of them.
+    python -m studies.gym_audit [NAME ...]
+
+prints a Markdown table (generator, verdict, reason). A generator stands if
+- its right answer earns 1 on ITEMS items, which a process with another hash seed reproduces;
+- junk() earns 0 on the first JUNKED items (text that equals the right answer by same() is not junk);
+- no grade raises or takes more than MOST_SECONDS["grade"];
+- no part of a completion is compiled or executed, as eval does.
+Other right answers are not searched for: a generator with many stands only if no junk happens to be one.
 """
 import contextlib
 import datetime
@@ -27,13 +28,13 @@ from importlib.metadata import version
 from tasks import _numbers, gym
 
 ITEMS = 50
-JUNKED = 20                          # of them, which meet all of the junk
+JUNKED = 20                          # items that all junk is tried on
 DRAWS = 500                          # items whose questions are counted
 FEWEST = 0.75                        # share of them that must be different
 MOST_SECONDS = {"construction": 2.0, "item": 0.1, "grade": 0.05}
-MOST_OF_ALL = 60                     # seconds for all of a generator
+MOST_OF_ALL = 60                     # seconds to audit a generator
 MEMORY = 3 * 2**30
-CANARY = "canary_7391"               # a name that is in nobody's code
+CANARY = "canary_7391"               # a name that occurs in no code
 CODE = ("{c}", "__import__('os').getpid() or {c}", "exec('{c}=1')", "lambda {c}: {g}", "[{c} for {c} in [1]]",
         "{c} + 1", "x**2 + {c}", "print({c})", "import os; {c}", "f(x)={c}", "while True: {c}",
         "{g} if True else {c}", "({c} := 1)", "{g} # {c}", "[{g!r}, {c}]")
@@ -47,19 +48,19 @@ PLAIN = ("", " ", "\n", "0", "1", "-1", "2", "10", "100", "1000000", "0.5", "3.1
          "1 2\n3 4", "1=2")
 
 
-def same(said, right):
-    """Return whether two texts say the same: the same number, or texts that are alike but for case,
-    spaces, quotation marks, a full stop at the end, and how a number within them is written."""
+def same(text, right):
+    """Return whether two answers are equal: as numbers, as lists of numbers, or as texts without case,
+    spaces, quotation marks and a final full stop."""
     number = _numbers.number(right)
-    if number is not None and _numbers.number(said) is not None:
-        return _numbers.number(said) == number
-    pieces = [re.split(r"[\s,]+", text.strip()) for text in (said, right)]
+    if number is not None and _numbers.number(text) is not None:
+        return _numbers.number(text) == number
+    pieces = [re.split(r"[\s,]+", answer.strip()) for answer in (text, right)]
     values = [[_numbers.number(piece) for piece in part] for part in pieces]
-    return gym.plain(said) == gym.plain(right) or (None not in values[0] and values[0] == values[1])
+    return gym.plain(text) == gym.plain(right) or (None not in values[0] and values[0] == values[1])
 
 
 def near(right):
-    """Return near misses of a right answer: an edit each."""
+    """Return near misses of a right answer, an edit each."""
     half = len(right) // 2
     words = right.split()
     found = [right[1:], right[:-1], right + right[-1], right[0] + right, right[::-1], right[:half],
@@ -68,7 +69,7 @@ def near(right):
              " ".join(words[:-1]), " ".join(words + words[-1:]),
              "".join(str((int(c) + 1) % 10) if c in "0123456789" else c for c in right),
              right.translate(str.maketrans("abcxyzABC", "bcayzxBCA"))]
-    for i, c in enumerate(right):            # the last digit another
+    for i, c in enumerate(right):            # change the first digit
         if c in "0123456789":
             found += [right[:i] + str((int(c) + step) % 10) + right[i + 1:] for step in (1, 9)]
             break
@@ -80,19 +81,18 @@ def near(right):
 
 
 def around(right, other):
-    """Return right answers with something around that makes them none."""
+    """Return texts that contain the right answer but are not one."""
     return [f"The answer is {right}", f"{right} or {other}", f"not {right}", f"{right} {right}",
             f"{right}, {other}", f"{other}\n{right}", f"{right}\n{other}", f"{right} because {other}",
             f"I guess {right}?", f"{other} {right}", f"{right}/{other}", f"maybe {right}, maybe not"]
 
 
 def junk(question, right, others):
-    """Return completions, over a hundred kinds, that are wrong: as texts within tags, and as completions
-    whose tags are wrong."""
-    said = [*PLAIN, question, question[:200], question[-200:], *near(right),
-            *around(right, others[0] if others else "7"), *others]
-    said += [code.format(c=CANARY, g=right) for code in CODE]
-    found = [f"<answer>{text}</answer>" for text in said if not same(text, right)]
+    """Return more than a hundred kinds of wrong completions: wrong answers within tags, and wrong tags."""
+    texts = [*PLAIN, question, question[:200], question[-200:], *near(right),
+             *around(right, others[0] if others else "7"), *others]
+    texts += [code.format(c=CANARY, g=right) for code in CODE]
+    found = [f"<answer>{text}</answer>" for text in texts if not same(text, right)]
     wrong = next((text for text in others if not same(text, right)), "junk")
     return found + [right, f"Answer: {right}", f"<answer>{right}", f"{right}</answer>",
                     f"<answer></answer>{right}", f"\\boxed{{{right}}}",
@@ -104,8 +104,9 @@ def junk(question, right, others):
 COMPILED = []
 
 
-def listen(event, arguments):
-    """Note what is compiled or executed: a hook that sees eval, exec, and parsers that use them."""
+def record_compilation(event, arguments):
+    """Audit hook: record code with the canary that is compiled (eval, exec and parsers that use them), and
+    commands that are run."""
     if event == "compile" and arguments[0] is not None and CANARY in str(arguments[0]):
         COMPILED.append(str(arguments[0])[:60])
     if event in ("os.system", "subprocess.Popen"):
@@ -119,8 +120,8 @@ def clocked(function, *given):
 
 
 def grade(question, completion):
-    """Return (seconds, score) of a completion; the better of two times where one is too long, for the
-    machine has others to serve."""
+    """Return (seconds, score) of a completion. A slow call is timed twice, since other processes share the
+    cores."""
     seconds, (score, parts) = clocked(gym.reward, question, completion)
     if seconds > MOST_SECONDS["grade"]:
         seconds = min(seconds, clocked(gym.reward, question, completion)[0])
@@ -128,16 +129,17 @@ def grade(question, completion):
 
 
 def audit(name, other):
-    """Return the reason against a generator, None if it stands, and what else was measured, a dict."""
+    """Return (the reason against a generator or None, {name: measurement})."""
     seen = {}
     scorer = inspect.getsource(gym.library().factory.DATASETS[name][0].score_answer)
     evaluates = re.search(r"\b(eval|exec|parse_expr)\(", scorer)
     if evaluates and name not in gym.EXACT:
-        return f"its scorer calls {evaluates[1]}, which executes what was said as code", seen
+        return f"its scorer calls {evaluates[1]}, which executes the answer as code", seen
     seconds, data = clocked(gym.dataset, name)
     if seconds > MOST_SECONDS["construction"]:
         return f"constructing it takes {seconds:.1f} s", seen
-    items, times = [], []
+    items = []
+    times = []
     for i in range(ITEMS):
         index = 7919 * i + 1
         seconds, item = clocked(data.__getitem__, index)
@@ -159,11 +161,12 @@ def audit(name, other):
         return "its answers are empty", seen
     texts = [q["question"] + q["answer"] for q in items]
     if other.texts(name, [q["index"] for q in items]) != texts:
-        return "an item is not a function of its index: in another process it is another", seen
+        return "an item is not a function of its index: another process makes another", seen
     for q in items:
         if grade(q, f"Well.\n<answer>{q['answer']}</answer>")[1] != 1.0:
             return f"its own right answer {short(q['answer'])} is paid less than 1", seen
-    slowest, kinds = 0.0, 0
+    slowest = 0.0
+    kinds = 0
     for i, q in enumerate(items[:JUNKED]):
         others = [items[(i + step) % len(items)]["answer"] for step in range(1, 9)]
         completions = junk(q["question"], q["answer"], others)
@@ -178,7 +181,7 @@ def audit(name, other):
                 return f"its scorer raises {type(e).__name__} on {short(completion)}", seen
             slowest = max(slowest, seconds)
             if COMPILED:
-                return "its scorer evaluates what was said as code", seen
+                return "its scorer evaluates the answer as code", seen
             if score != 0:
                 return f"{short(completion)} is paid where {short(q['answer'])} is right", seen
             if seconds > MOST_SECONDS["grade"]:
@@ -198,7 +201,7 @@ def short(text):
 
 
 class Other:
-    """A process with another order of sets, which makes items again."""
+    """A process with another hash seed, hence another order of sets, which makes items again."""
     CODE = ("import json, os, sys; from tasks import gym; out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1)\n"
             "for line in sys.stdin:\n"
             "    name, indices = json.loads(line)\n"
@@ -218,9 +221,8 @@ class Other:
         return json.loads(self.process.stdout.readline())
 
 
-def apart(name, other):
-    """Return what audit returns of a generator, from a process of its own that has no more than
-    MOST_OF_ALL seconds and MEMORY bytes."""
+def audit_in_process(name, other):
+    """Run audit() in a process with at most MOST_OF_ALL seconds and MEMORY bytes, and return its result."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -229,7 +231,7 @@ def apart(name, other):
         signal.alarm(MOST_OF_ALL)
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
             try:
-                sys.addaudithook(listen)
+                sys.addaudithook(record_compilation)
                 found = audit(name, other)
             except BaseException as e:
                 found = f"{type(e).__name__}: {' '.join(str(e).split())[:120]}", {}
@@ -237,19 +239,22 @@ def apart(name, other):
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read()
+        result = pipe.read()
     os.waitpid(pid, 0)
-    return json.loads(said) if said else (f"it takes more than {MOST_OF_ALL} s, or {MEMORY // 2**30} GiB", {})
+    if not result:
+        return f"it takes more than {MOST_OF_ALL} s or {MEMORY // 2**30} GiB", {}
+    return json.loads(result)
 
 
 def main(names):
-    """Print the table, of all generators where none is named. Return {generator: reason}."""
+    """Audit the named generators or all, print the table, and return {generator: reason}."""
     registered = sorted(gym.library().factory.DATASETS)
-    print(f"reasoning-gym {version('reasoning-gym')}, {len(registered)} generators, {datetime.date.today()}\n")
-    print("| generator | verdict | reason |\n|---|---|---|")
-    found, other = {}, Other()
+    print(f"reasoning-gym {version('reasoning-gym')}, {len(registered)} generators, {datetime.date.today()}")
+    print("\n| generator | verdict | reason |\n|---|---|---|")
+    found = {}
+    other = Other()
     for name in names or registered:
-        found[name], seen = apart(name, other)
+        found[name], seen = audit_in_process(name, other)
         rest = ", ".join(f"{key} {value:.3g}" for key, value in seen.items())
         print(f"| {name} | {'left out' if found[name] else 'stands'} | {found[name] or rest} |", flush=True)
     other.process.stdin.close()

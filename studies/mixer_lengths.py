@@ -1,20 +1,19 @@
-"""From which length on attention of linear cost is faster than softmax's fused kernel, and how near FAVOR+
-comes to softmax.
+"""Measure the sequence length from which linear attention is faster than fused softmax attention, and the
+approximation error of FAVOR+.
 
     python -m studies.mixer_lengths
     python -m studies.mixer_lengths --lengths=512,1024,2048 --rounds=3
     python -m studies.mixer_lengths --errors
     python -m studies.mixer_lengths --errors --run=out/quickstart/base --text=README.md
 
-A table of lengths: milliseconds and MiB of a forward and backward pass of one layer's attention, from
-queries, keys and values to gradients, and of a small model's step without its optimizer; and the length from
-which on a kind takes less time than PyTorch's fused kernel for softmax. Kinds take turns, and the median of
-the rounds counts; on a CPU each figure is a process's of its own, whose peak memory is what it has above that
-before the first call.
+Prints milliseconds and MiB of a forward and backward pass of one attention layer (from q, k, v to gradients)
+and of a small model without its optimizer, and the length from which a kind is faster than PyTorch's fused
+softmax kernel. Kinds alternate, and figures are medians of the rounds; on a CPU each measurement is a
+process, and its memory is the peak above that before the first call.
 
---errors: the relative error |A' - A| / |A| of FAVOR+'s weights A' beside softmax's A, both causal, of rows
-that add up to 1, by the number of features; of random queries and keys, or those that a model with softmax
-attention has at the first tokens of a text.
+--errors prints the relative error |A' - A| / |A| of FAVOR+'s causal attention weights A' against softmax's A,
+by the number of features, for random queries and keys or for those of a softmax model on the first tokens of
+a text.
 """
 import itertools
 import json
@@ -30,13 +29,13 @@ import torch.nn.functional as F
 import hf
 from layers.linear_attention import favor_features, initial_qk_gain, mix, orthogonal_vectors
 from layers.ops import ATTENTION, repeat_heads
-from measure.runs import process
+from measure.runs import as_flags, process
 from model import GPT, GPTConfig
 from runtime import config, guard, hardware
 from runtime.config import BadInput
 from studies.okadfa import numbers
 
-# softmax is PyTorch's fused kernel, softmax-math attention written out, which train.py takes on a CPU in bf16.
+# softmax: PyTorch's fused kernel; softmax-math: written-out attention, train.py's default on a CPU in bf16
 KINDS = ("softmax", "softmax-math", "favor-sum", "favor-delta", "linear-sum", "linear-delta")
 D = 64                                       # channels a head
 FEATURES = (16, 64, 256, 1024, 4096, 16384)
@@ -52,19 +51,18 @@ class Config:
     rounds: int = 5
     dtype: str = "auto"
     device: str = "auto"
-    errors: bool = False                     # measure FAVOR+'s errors, and no times
-    run: str | None = None                   # errors: of this model's queries and keys
-    text: str | None = None                  # errors: a file that the model reads
-    one: str | None = None                   # layer or model,KIND,LENGTH: measure that once, for the process
-                                             # that asked
+    errors: bool = False                     # measure FAVOR+'s errors instead of times
+    run: str | None = None                   # errors: take queries and keys from this model
+    text: str | None = None                  # errors: a file for the model to read
+    one: str | None = None                   # internal: PART,KIND,LENGTH measured once in this process
 
 
-# --- how near ---
+# --- errors ---
 
 def favor_errors(features=FEATURES, size=1.0, T=512, B=4):
     """Return the relative error of FAVOR+'s weights for each number of features, at head size 64.
 
-    Queries and keys are what QK-norm gives with a gain of `size`: of random directions, and length 8 at 1.
+    Queries and keys have random directions and norm 8 * size, as QK-norm with a gain of `size` gives.
     """
     torch.manual_seed(0)
     q, k = (size * math.sqrt(D) * F.normalize(torch.randn(B, T, D), dim=-1) for _ in range(2))
@@ -72,7 +70,7 @@ def favor_errors(features=FEATURES, size=1.0, T=512, B=4):
 
 
 def favor_error(q, k, n):
-    """Return |A' - A| / |A| of causal weights [B, T, T] of queries and keys [B, T, D], for n features."""
+    """Return |A' - A| / |A| of causal weights [B, T, T] for queries and keys [B, T, D] and n features."""
     T, D = q.shape[1:]
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     exact = (q @ k.mT / math.sqrt(D)).masked_fill(future, -math.inf).softmax(-1)
@@ -85,7 +83,8 @@ def favor_error(q, k, n):
 
 @torch.no_grad()
 def queries_and_keys(run, text):
-    """Return for each layer of a model queries and keys [H, T, D] of a text's first tokens, at most 512."""
+    """Return (queries, keys), each [H, T, D], of each layer of a model on the first tokens of a text, T <=
+    512."""
     found = hf.find(run)
     model = found.load()
     if found.config.mixer != "softmax":
@@ -109,7 +108,7 @@ def print_errors_of(run, text):
     for i, (q, k) in enumerate(layers):
         errors = [favor_error(q, k, n) for n in FEATURES]
         length = math.sqrt(q.square().sum(-1).mean() * k.square().sum(-1).mean())
-        print(f"  block {i}, |q||k| = {length:.1f}: {shown(errors)}", flush=True)
+        print(f"  block {i}, |q||k| = {length:.1f}: {format_errors(errors)}", flush=True)
 
 
 def print_errors():
@@ -117,14 +116,14 @@ def print_errors():
           f"{', '.join(map(str, FEATURES))}")
     for size in (initial_qk_gain(shape_of(Config(), "favor-sum", 512)), 0.5, 0.7, 1.0):
         errors = favor_errors(FEATURES, size)
-        print(f"  |q| = |k| = {size * math.sqrt(D):.1f}: {shown(errors)}", flush=True)
+        print(f"  |q| = |k| = {size * math.sqrt(D):.1f}: {format_errors(errors)}", flush=True)
 
 
-def shown(errors):
+def format_errors(errors):
     return ", ".join(f"{error:.2f}" for error in errors)
 
 
-# --- how fast ---
+# --- speed ---
 
 def shape_of(cfg, kind, T):
     mixer, _, rule = kind.partition("-")
@@ -135,7 +134,7 @@ def shape_of(cfg, kind, T):
 
 
 def layer_pass(cfg, hw, shape, T):
-    """Return a function that does a layer's attention both ways, as a training step has it."""
+    """Return a function that runs one layer's attention forward and backward."""
     torch.manual_seed(0)
     layer = GPT(shape, hw.attention).blocks[0].attention.to(hw.device)
     x = torch.randn(1, T, shape.n_embd, device=hw.device, dtype=hw.torch_dtype)
@@ -167,11 +166,11 @@ def model_pass(cfg, hw, shape, T):
 PASSES = {"layer": layer_pass, "model": model_pass}
 
 
-def measure(cfg, what, kind, T):
-    """Return (milliseconds, MiB) of a layer or model: the second of two passes."""
+def measure(cfg, part, kind, T):
+    """Return (milliseconds, MiB) of the second of two passes. part: layer or model."""
     kernel = "math" if kind == "softmax-math" else "sdpa"
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False, attention=kernel)
-    both_ways = PASSES[what](cfg, hw, shape_of(cfg, kind, T), T)
+    both_ways = PASSES[part](cfg, hw, shape_of(cfg, kind, T), T)
     if hw.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(hw.device)
     _, before = hw.memory_gb()
@@ -185,15 +184,15 @@ def measure(cfg, what, kind, T):
     return 1e3 * seconds, 1024 * (peak - before)
 
 
-def in_a_process(cfg, what, kind, T):
-    same = ("n_head", "n_layer", "features", "dtype", "device")
-    knobs = [f"--{name}={getattr(cfg, name)}" for name in same]
-    said = process(["-m", "studies.mixer_lengths"], [f"--one={what},{kind},{T}", *knobs])
-    return json.loads(said.strip().splitlines()[-1])
+def measure_in_process(cfg, part, kind, T):
+    shared = ("n_head", "n_layer", "features", "dtype", "device")
+    flags = as_flags(one=f"{part},{kind},{T}", **{name: getattr(cfg, name) for name in shared})
+    printed = process(["-m", "studies.mixer_lengths"], flags)
+    return json.loads(printed.strip().splitlines()[-1])
 
 
 def crossing(lengths, softmax, other):
-    """Return the first length from which on `other` takes less time at each, None if there is none."""
+    """Return the least length from which `other` is faster at every length, None if there is none."""
     first = None
     for T, slow, fast in zip(lengths, softmax, other):
         if fast >= slow:
@@ -203,9 +202,9 @@ def crossing(lengths, softmax, other):
     return first
 
 
-def print_table(what, lengths, medians):
-    """medians: {kind: [(milliseconds, MiB) of each length]}"""
-    print(f"\n{what}: ms (MiB)")
+def print_table(part, lengths, medians):
+    """Print the table of a part. medians: {kind: [(milliseconds, MiB) of each length]}."""
+    print(f"\n{part}: ms (MiB)")
     print(f"{'':>14}" + "".join(f"{T:>18,}" for T in lengths) + "   faster from")
     for kind, row in medians.items():
         cells = "".join(f"{ms:>10,.1f} ({mib:>5,.0f})" for ms, mib in row)
@@ -220,12 +219,12 @@ def main(argv):
     cfg = config.load(Config, argv)
     kinds = cfg.kinds.split(",")
     if cfg.one:
-        what, kind, T = cfg.one.split(",")
-        print(json.dumps(measure(cfg, what, kind, int(T))))
+        part, kind, T = cfg.one.split(",")
+        print(json.dumps(measure(cfg, part, kind, int(T))))
         return 0
     config.at_least(cfg, 1, "n_head n_layer features rounds")
     if (cfg.run is None) != (cfg.text is None):
-        raise BadInput("--run and --text go together, a model and what it reads: give both, or neither.")
+        raise BadInput("--run needs --text, a file for the model to read: give both, or neither.")
     if cfg.errors and cfg.run:
         print_errors_of(cfg.run, cfg.text)
         return 0
@@ -233,7 +232,7 @@ def main(argv):
         print_errors()
         return 0
     if not set(kinds) <= set(KINDS):
-        raise BadInput(f"--kinds={cfg.kinds} should be of {', '.join(KINDS)}: correct it.")
+        raise BadInput(f"--kinds={cfg.kinds} is not known: choose from {', '.join(KINDS)}.")
     lengths = numbers(cfg.lengths, int, "lengths")
     if min(lengths) < 1:
         raise BadInput(f"--lengths={cfg.lengths} should be numbers of positions, above 0.")
@@ -241,16 +240,16 @@ def main(argv):
     print(f"{hw.name}, {hw.dtype}; one sequence, {cfg.n_head} heads of {D}, {cfg.features} features; "
           f"the model has {cfg.n_layer} layers; median of {cfg.rounds} rounds")
     found = {}
-    once = in_a_process if hw.device.type == "cpu" else measure
+    measure_once = measure_in_process if hw.device.type == "cpu" else measure
     for _ in range(cfg.rounds):
-        for what, T, kind in itertools.product(PASSES, lengths, kinds):
-            found.setdefault((what, kind, T), []).append(once(cfg, what, kind, T))
-    for what in PASSES:
+        for part, T, kind in itertools.product(PASSES, lengths, kinds):
+            found.setdefault((part, kind, T), []).append(measure_once(cfg, part, kind, T))
+    for part in PASSES:
         medians = {}
         for kind in kinds:
-            columns = [zip(*found[what, kind, T]) for T in lengths]
+            columns = [zip(*found[part, kind, T]) for T in lengths]
             medians[kind] = [[statistics.median(column) for column in pair] for pair in columns]
-        print_table(what, lengths, medians)
+        print_table(part, lengths, medians)
     return 0
 
 

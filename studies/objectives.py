@@ -1,13 +1,12 @@
-"""The objectives of grpo.py side by side, from one model, on the same questions: what each --loss_type comes to
-over several seeds.
+"""Compare the --loss_type values of grpo.py over several seeds, from one model and on the same questions.
 
     bash runs/quickstart.sh
     python -m studies.objectives out/quickstart/rft out/objectives
 
-With --mini_batches=4, for with one optimizer step a rollout no ratio moves, and dapo and cispo are the same (a
-test pins that). What is done already is not done again. The table has the accuracy on test questions, sampled at
-T = 1, and the difference from dapo of the same seed, both as means over seeds with Student's 95% interval; a
-difference whose interval holds 0 is a tie.
+Runs use --mini_batches=4: with one optimizer step a rollout all ratios are 1, and dapo and cispo are equal (a
+test checks that). Finished runs are not repeated. The table has the accuracy on test questions sampled at T =
+1 and the difference from dapo with the same seed, as means over seeds with Student's 95% interval; a
+difference whose interval contains 0 is a tie.
 """
 import json
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from statistics import fmean
 from measure.runs import as_flags, process
 from runtime import config, guard
 from runtime.config import BadInput
-from studies.domains import over_seeds
+from runtime.metrics import read_lines
+from studies.domains import cell, over_seeds
 
-# name: its knobs. GRPO as published divides by the group's standard deviation; cispo clips far out
+# {name: options}; published GRPO divides by the group's standard deviation, cispo clips only large ratios
 OBJECTIVES = {
     "dapo": {"loss_type": "dapo"},
     "grpo": {"loss_type": "grpo", "advantage_scale": "group", "clip_high": 0.2},
@@ -30,64 +30,60 @@ OBJECTIVES = {
 
 @dataclass
 class Config:
-    folders: tuple = ()                      # the model to start from, and where the runs go
+    folders: tuple = ()                      # the model to start from, and the output folder
     config: str = "config/grpo.py"
     seeds: int = 5
     mini_batches: int = 4
     max_steps: int | None = None             # None: the config's
     num_questions: int = 500                 # of split test
-    num_samples: int = 8                     # of each
+    num_samples: int = 8                     # of each question
     ranks: int = 2                           # processes, a core each
     device: str = "cpu"
 
 
-def learn(cfg, model, out, name, seed):
-    """Run grpo.py, or go on with a run that was stopped."""
-    knobs = as_flags(init_from=model, out_dir=out, seed=seed, resume="auto", mini_batches=cfg.mini_batches,
+def train(cfg, model, out, name, seed):
+    """Start or resume a grpo.py run."""
+    flags = as_flags(init_from=model, out_dir=out, seed=seed, resume="auto", mini_batches=cfg.mini_batches,
                      device=cfg.device, **OBJECTIVES[name])
     if cfg.max_steps:
-        knobs += as_flags(max_steps=cfg.max_steps)
-    process(["grpo.py"], [cfg.config, *knobs], cfg.ranks)
+        flags += as_flags(max_steps=cfg.max_steps)
+    process(["grpo.py"], [cfg.config, *flags], cfg.ranks)
     (out / "done").touch()
 
 
 def evaluate(cfg, model, folder, seed):
-    """Return {objective: eval.py's figures}, each compared with the first."""
+    """Return {objective: figures of eval.py}, compared with the first objective; "before": the initial
+    model."""
     path = folder / f"seed{seed}.json"
     if not path.exists():
         models = [folder / f"{name}{seed}" for name in OBJECTIVES] + [model]
-        said = process(["eval.py"], ["--compare", *models, "--json", *as_flags(
+        printed = process(["eval.py"], ["--compare", *models, "--json", *as_flags(
             num_questions=cfg.num_questions, num_samples=cfg.num_samples, temperature=1, device=cfg.device,
             task="unit_conversion", max_new_tokens=144)], cfg.ranks)
-        path.write_text(next(line for line in said.splitlines() if line.startswith("{")))
+        path.write_text(next(line for line in printed.splitlines() if line.startswith("{")))
     rows = json.loads(path.read_text())["models"]
     return dict(zip([*OBJECTIVES, "before"], rows))
 
 
-def seconds(run):
-    """Return the seconds that a run's steps took, and how many of its tokens were clipped."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "clip_fraction" in line]
+def cost(run):
+    """Return (seconds of a run's steps, mean share of clipped tokens)."""
+    steps = [line for line in read_lines(run) if "clip_fraction" in line]
     return steps[-1]["seconds"], fmean(line["clip_fraction"] for line in steps)
 
 
-def cell(value, low, high, sign=""):
-    return f"{100 * value:{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
-
-
 def table(cfg, folder, found):
-    """Print a row an objective, and return them."""
+    """Print a row for each objective, and return the rows."""
     print(f"\n{'':10}{'accuracy, %':>22}{'- dapo, points':>24}{'clipped':>10}{'seconds':>10}")
     rows = {}
     for name in OBJECTIVES:
         accuracies = [of_seed[name]["accuracy"] for of_seed in found]
         gains = [accuracy - of_seed["dapo"]["accuracy"] for accuracy, of_seed in zip(accuracies, found)]
-        spent, clipped = map(fmean, zip(*(seconds(folder / f"{name}{seed}") for seed in range(cfg.seeds))))
+        seconds, clipped = map(fmean, zip(*(cost(folder / f"{name}{seed}") for seed in range(cfg.seeds))))
         rows[name] = {"accuracy": over_seeds(accuracies), "difference": over_seeds(gains),
-                      "of_each_seed": accuracies, "clip_fraction": clipped, "seconds": spent}
+                      "of_each_seed": accuracies, "clip_fraction": clipped, "seconds": seconds}
         tie = rows[name]["difference"][1] <= 0 <= rows[name]["difference"][2]
         against = "" if name == "dapo" else cell(*rows[name]["difference"], "+") + (" tie" if tie else "")
-        print(f"{name:10}{cell(*rows[name]['accuracy']):>22}{against:>24}{clipped:>10.2%}{spent:>10.0f}")
+        print(f"{name:10}{cell(*rows[name]['accuracy']):>22}{against:>24}{clipped:>10.2%}{seconds:>10.0f}")
     before = found[0]["before"]["accuracy"]
     print(f"before    {100 * before:.1f}; {cfg.seeds} seeds, {cfg.mini_batches} mini-batches.")
     return rows
@@ -96,18 +92,18 @@ def table(cfg, folder, found):
 def main(argv):
     cfg = config.load(Config, argv, positional="folders")
     if len(cfg.folders) != 2:
-        raise BadInput("Which model, and where do the runs go? python -m studies.objectives out/quickstart/rft "
+        raise BadInput("Give a model and an output folder: python -m studies.objectives out/quickstart/rft "
                        "out/objectives")
     if cfg.seeds < 2:
         raise BadInput(f"--seeds={cfg.seeds} gives no interval: give at least 2.")
     model, folder = map(Path, cfg.folders)
     folder.mkdir(parents=True, exist_ok=True)
     for seed in range(cfg.seeds):
-        for name in OBJECTIVES:              # in turn, so that a machine that drifts does so for all
+        for name in OBJECTIVES:              # alternating, so that drift of the machine affects all alike
             out = folder / f"{name}{seed}"
             if not (out / "done").exists():
-                learn(cfg, model, out, name, seed)
-                print(f"{name}, seed {seed}: {seconds(out)[0]:.0f} s", flush=True)
+                train(cfg, model, out, name, seed)
+                print(f"{name}, seed {seed}: {cost(out)[0]:.0f} s", flush=True)
     found = [evaluate(cfg, model, folder, seed) for seed in range(cfg.seeds)]
     (folder / "summary.json").write_text(json.dumps(table(cfg, folder, found), indent=1))
     return 0

@@ -1,16 +1,15 @@
-"""What each part of OKADFA costs: small models of one text, from the same budget, beside what was published.
+"""Measure the perplexity cost of each part of OKADFA: small models of one text with the same budget.
 
     python -m studies.okadfa TEXT OUT                       every row (docs/okadfa.md has the table)
     python -m studies.okadfa TEXT OUT --rows=softmax,feedback,last
 
-TEXT is what train.py takes for --dataset=. Every row has its own learning rate: those of --rates are tried
-for a third of the steps with the first seed, where the best is at an edge up to two more beyond it, and the
-best on the validation text trains for all of them, with all seeds where the row is compared with a published
-ratio or another row, else with the first. Runs are processes of train.py with one thread each, --jobs side
-by side, in OUT/ROW/; those that are done are not run again, and one that was stopped goes on. The table is
-written to OUT/table.md, the figures to OUT/table.json.
+TEXT is a --dataset= of train.py. The learning rate is tuned for each row: every rate of --rates runs for a
+third of the steps with the first seed, followed by up to two more beyond an edge if the best is there. The
+best on the validation text then trains for all steps, with all seeds if the row is compared with a published
+ratio or another row, else with the first. Runs are train.py processes of one thread, --jobs in parallel, in
+OUT/ROW/; finished runs are not repeated, stopped runs are resumed. Writes OUT/table.md and OUT/table.json.
 
-Knobs, as --key=value:
+Options, as --key=value:
 """
 import datetime
 import json
@@ -36,9 +35,9 @@ from text.tokenizer import Tokenizer
 
 RATES = {"muon": "0.006 0.012 0.024 0.048", "adamw": "0.001 0.002 0.004 0.008"}
 SHARED = ("n_layer", "n_head", "n_embd", "block_size", "batch_size", "optimizer", "tokenizer", "dtype",
-          "eval_tokens")                     # knobs that go to train.py as they are
-MOST_BEYOND = 2                              # rates that are tried beyond those of --rates
-MOST_IDS = 10_000                            # of which bigrams are counted
+          "eval_tokens")                     # options that are passed to train.py unchanged
+MOST_BEYOND = 2                              # rates to try beyond an edge of --rates
+MOST_IDS = 10_000                            # largest vocabulary for bigram counts
 LAUNAY = "Launay et al. 2020, WikiText-103, BPE"
 SCHLAG = "Schlag et al. 2021, WikiText-103, words"
 
@@ -47,11 +46,11 @@ SCHLAG = "Schlag et al. 2021, WikiText-103, words"
 class Config:
     words: tuple = ()                        # the text and the output folder; usually without --words=
     rows: str = "all"                        # or names of ROWS, with commas between
-    jobs: int = 2                            # runs side by side, of one thread each
+    jobs: int = 2                            # parallel runs of one thread each
     seeds: str = "0 1 2"
-    rates: str | None = None                 # None: four for the optimizer (RATES)
+    rates: str | None = None                 # None: four, by optimizer (RATES)
     tokenizer: str = "bytes"
-    data_dir: str = "data"                   # where tokenised texts are kept
+    data_dir: str = "data"                   # for tokenised texts
     # the model and its budget
     n_layer: int = 4
     n_head: int = 2
@@ -59,9 +58,9 @@ class Config:
     block_size: int = 256
     batch_size: int = 16
     max_steps: int = 1600
-    warmup: float = 0.05                     # share of the steps in which the rate rises
+    warmup: float = 0.05                     # share of the steps
     optimizer: str = "muon"                  # or adamw
-    mixer_features: int = 64                 # of favor, a head
+    mixer_features: int = 64                 # of favor, for each head
     dtype: str = "auto"
     eval_tokens: int | None = None           # None: the whole validation text
 
@@ -69,12 +68,12 @@ class Config:
 @dataclass
 class Row:
     title: str
-    knobs: dict = field(default_factory=dict)        # of train.py, beside those that all rows share
-    published: float | None = None           # perplexity over that of softmax attention with backpropagation
+    options: dict = field(default_factory=dict)      # of train.py, in addition to the shared ones
+    published: float | None = None           # perplexity relative to softmax attention with backpropagation
     source: str = ""
-    times: int = 1                           # as many steps as the others
-    rate_of: str | None = None               # the row whose learning rate it has; None: its own
-    compared: bool = False                   # with another row: trained with all seeds, published or not
+    times: int = 1                           # multiple of --max_steps
+    rate_of: str | None = None               # take the learning rate of this row; None: tune it
+    compared: bool = False                   # with another row, so train with all seeds
 
 
 MICRO = {"backward": "feedback_micro"}
@@ -96,7 +95,7 @@ ROWS = {
                              compared=True),
     "feedback_micro": Row("softmax, feedback inside blocks too", MICRO, 3.13, LAUNAY),
     "favor_feedback": Row("FAVOR+, feedback", {"mixer": "favor"} | FEEDBACK),
-    # Muon gives each direction of a gradient the same length, also those in which feedback is noise alone.
+    # Muon scales all directions of a gradient alike, also those that are only noise of the feedback
     "softmax_adamw": Row("AdamW: softmax, backpropagation", ADAMW),
     "last_adamw": Row("AdamW: only the last block trained", ADAMW | {"trained_blocks": "last"}),
     "feedback_adamw": Row("AdamW: softmax, feedback", ADAMW | FEEDBACK),
@@ -105,11 +104,11 @@ ROWS = {
 
 # --- runs ---
 
-def knobs_of(cfg, text, row, rate, seed, steps):
-    """Return the knobs of train.py for a run of a row."""
+def options_of(cfg, text, row, rate, seed, steps):
+    """Return the options of train.py for a run of a row."""
     shared = {name: getattr(cfg, name) for name in SHARED}
-    features = {"mixer_features": cfg.mixer_features} if row.knobs.get("mixer") == "favor" else {}
-    return shared | features | row.knobs | {
+    features = {"mixer_features": cfg.mixer_features} if row.options.get("mixer") == "favor" else {}
+    return shared | features | row.options | {
         "dataset": str(text),
         "learning_rate": rate,
         "seed": seed,
@@ -122,29 +121,30 @@ def knobs_of(cfg, text, row, rate, seed, steps):
     }
 
 
-def folder_of(out, name, knobs):
-    return Path(out) / name / f"rate{knobs['learning_rate']:g}_steps{knobs['max_steps']}_seed{knobs['seed']}"
+def folder_of(out, name, options):
+    rate = options["learning_rate"]
+    return Path(out) / name / f"rate{rate:g}_steps{options['max_steps']}_seed{options['seed']}"
 
 
-def result(folder, knobs):
-    """Return {loss, ppl_token, ppl_word, step_s (of the fastest steps)} of a run that is done, None of
-    another. BadInput if it has other knobs, Failure if it has rolled back and gone on at a lower rate."""
+def result(folder, options):
+    """Return {loss, ppl_token, ppl_word, step_s (of the fastest steps)} of a finished run, else None. Raises
+    BadInput if the run has other options, Failure if it rolled back to a lower learning rate."""
     if not (folder / "config.json").exists():
         return None
     saved = config.read_saved(folder)
-    for knob, value in knobs.items():
-        if saved[knob] != value:
-            raise BadInput(f"{folder} has {knob}={saved[knob]} and not {value}: choose another output "
+    for option, value in options.items():
+        if saved[option] != value:
+            raise BadInput(f"{folder} has {option}={saved[option]} and not {value}: choose another output "
                            "folder, or remove it.")
     lines = read_lines(folder)
-    evaluated = [line for line in lines if line.get("step") == knobs["max_steps"] and "val_loss" in line]
+    evaluated = [line for line in lines if line.get("step") == options["max_steps"] and "val_loss" in line]
     if not evaluated:
         return None
-    if checkpoint.load_state(folder, knobs["max_steps"])["progress"]["lr_factor"] < 1:
-        raise guard.Failure(f"{folder} has gone back and lowered its rate, so its figures are not those of "
-                            f"{knobs['learning_rate']}: see {folder.name}.log, and choose lower --rates.")
+    if checkpoint.load_state(folder, options["max_steps"])["progress"]["lr_factor"] < 1:
+        raise guard.Failure(f"{folder} rolled back and lowered its learning rate, so its figures are not "
+                            f"those of {options['learning_rate']}: see {folder.name}.log, and lower --rates.")
     steps = [line for line in lines if "lr" in line]
-    fastest = max(line["tokens_per_s"] for line in steps)    # others may have wanted the cores meanwhile
+    fastest = max(line["tokens_per_s"] for line in steps)    # other processes may slow down the rest
     return {
         "loss": evaluated[-1]["val_loss"],
         "ppl_token": evaluated[-1]["val_ppl_token"],
@@ -153,35 +153,34 @@ def result(folder, knobs):
     }
 
 
-def run(folder, knobs, data_dir):
-    """Return the result of a run, which is started or goes on unless it is done."""
-    found = result(folder, knobs)
+def run(folder, options, data_dir):
+    """Return the result of a run, after starting or resuming it unless it is finished."""
+    found = result(folder, options)
     if found:
         return found
     folder.parent.mkdir(parents=True, exist_ok=True)
-    flags = as_flags(data_dir=data_dir, out_dir=folder, resume="auto", **knobs)
+    flags = as_flags(data_dir=data_dir, out_dir=folder, resume="auto", **options)
     print(f"{folder} ...", flush=True)
     logged_process([sys.executable, ROOT / "train.py", *flags], f"train.py in {folder}",
                    folder.parent / f"{folder.name}.log", OMP_NUM_THREADS="1")
-    return result(folder, knobs)
+    return result(folder, options)
 
 
 def try_rate(*job):
-    """Return the result of a run; of one that failed, as by a loss that diverges, a loss of infinity."""
+    """Return the result of a run, with an infinite loss if it failed, for example by diverging."""
     try:
         return run(*job)
     except guard.Failure as e:
-        print(f"A rate is out, since its run failed: {e}", flush=True)
+        print(f"A learning rate is left out, since its run failed: {e}", flush=True)
         return {"loss": math.inf}
 
 
 def run_all(cfg, text, out, wanted, run=run):
-    """Return the results of runs [(row's name, rate, seed, steps)], in their order, --jobs of them side by
-    side."""
+    """Return the results of runs [(row's name, rate, seed, steps)] in order, running --jobs in parallel."""
     jobs = []
     for name, rate, seed, steps in wanted:
-        knobs = knobs_of(cfg, text, ROWS[name], rate, seed, steps)
-        jobs.append((folder_of(out, name, knobs), knobs, cfg.data_dir))
+        options = options_of(cfg, text, ROWS[name], rate, seed, steps)
+        jobs.append((folder_of(out, name, options), options, cfg.data_dir))
     with ThreadPoolExecutor(cfg.jobs) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
         try:
@@ -192,8 +191,8 @@ def run_all(cfg, text, out, wanted, run=run):
 
 
 def rates_of(cfg, row):
-    """Return the rates that are tried first for a row."""
-    optimizer = row.knobs.get("optimizer", cfg.optimizer)
+    """Return the learning rates to try first for a row."""
+    optimizer = row.options.get("optimizer", cfg.optimizer)
     return numbers(cfg.rates or RATES[optimizer], float, "rates")
 
 
@@ -211,7 +210,7 @@ def tune(cfg, text, out, names, seed):
 
 
 def beyond(losses):
-    """Return the rate to try next if the best of several is the highest or the lowest, else None."""
+    """Return the next rate to try if the best of several is at an edge, else None."""
     rate = best(losses)
     if len(losses) == 1 or min(losses) < rate < max(losses):
         return None
@@ -219,15 +218,14 @@ def beyond(losses):
 
 
 def best(losses):
-    """Return the rate of the least loss, NaN being none."""
+    """Return the rate of the least finite loss."""
     return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
 
 
 # --- counts ---
 
 def nll_of_counts(train, valid, n_vocab):
-    """Return the nats of all ids but the first of `valid`, int64 [n], by counts of `train` with one added to
-    each: (of ids, of pairs of ids)."""
+    """Return (unigram, bigram) nats of valid[1:], int64 [n], by add-one counts of `train`."""
     ids = np.bincount(train, minlength=n_vocab) + 1.0
     unigram = -np.log(ids[valid[1:]] / ids.sum()).sum()
     pairs = np.bincount(train[:-1] * n_vocab + train[1:], minlength=n_vocab**2) + 1.0
@@ -257,7 +255,7 @@ def count(cfg, text):
 # --- the table ---
 
 def summary(title, runs, rate=None, at_edge=False, published=None, source=""):
-    """Return a row's figures: means of its runs, and the least and the most of the perplexity a token."""
+    """Return a row's figures: means over its runs, and the range of its perplexity a token."""
     tokens = [run["ppl_token"] for run in runs]
     return {
         "title": title,
@@ -274,7 +272,7 @@ def summary(title, runs, rate=None, at_edge=False, published=None, source=""):
 
 
 def table(rows, unit="token"):
-    """Return the lines of the table of {name: summary}. Ratios are to the row softmax, if it is there."""
+    """Return the lines of the table of {name: summary}, with ratios to the row softmax, if present."""
     base = rows.get("softmax")
     head = ["", "learning rate", f"perplexity a {unit} (least-most)", "a word", f"ratio a {unit}", "a word",
             "published", "s/step"]
@@ -295,17 +293,19 @@ def table(rows, unit="token"):
 
 
 def knee(rows):
-    """Return the sentence on what twice the steps gain, None without that row."""
+    """Return the sentence on the gain of twice the steps, None without that row."""
     if not {"softmax", "twice"} <= rows.keys():
         return None
     gains = [1 - rows["twice"][key] / rows["softmax"][key] for key in ("ppl_token", "ppl_word")]
     past = "is" if gains[0] < 0.05 else "is not"
     return ("Twice the steps lower the perplexity of softmax attention with backpropagation by "
-            f"{gains[0]:.1%} a token, {gains[1]:.1%} a word: by the first figure the baseline {past} past its knee (5%).")
+            f"{gains[0]:.1%} a token, {gains[1]:.1%} a word: by the first figure the baseline {past} past "
+            "its knee (5%).")
 
 
 def chosen(cfg):
-    """Return the names of the rows that are asked for, in the order of ROWS."""
+    """Return the names of the rows to run, in the order of ROWS: those of --rows and those they take a rate
+    from."""
     asked = list(ROWS) if cfg.rows == "all" else cfg.rows.split(",")
     if unknown := sorted(set(asked) - set(ROWS)):
         raise BadInput(f"--rows={unknown[0]} is not a row: choose from {', '.join(ROWS)}.")
@@ -313,14 +313,14 @@ def chosen(cfg):
     return [name for name in ROWS if name in asked or name in needed]
 
 
-def numbers(text, kind, knob):
-    """Return the numbers of a list with blanks or commas between."""
+def numbers(text, kind, option):
+    """Return the numbers of a list separated by spaces or commas. Raises BadInput."""
     try:
         found = [kind(word) for word in text.replace(",", " ").split()]
     except ValueError:
         found = []
     if not found or min(found) < 0 or len(set(found)) < len(found):
-        raise BadInput(f"--{knob}={text} should be different numbers with blanks between.")
+        raise BadInput(f"--{option}={text} should be different numbers with spaces between.")
     return found
 
 
@@ -336,7 +336,7 @@ def main(argv):
     seeds = numbers(cfg.seeds, int, "seeds")
 
     rows = {}
-    for name, found in count(cfg, text).items():         # before train.py, which then finds the text prepared
+    for name, found in count(cfg, text).items():         # tokenises the text, before train.py does
         rows[name] = summary(f"{name} counts", [found])
     losses = tune(cfg, text, out, names, seeds[0])
     wanted = []

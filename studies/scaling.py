@@ -1,10 +1,10 @@
-"""What a training step should take on 1 to 512 GPUs, and which cards hold which model: arithmetic, as
-docs/scaling.md shows it.
+"""Compute the tables of docs/scaling.md: time of a training step on 1 to 512 GPUs, and the cards that hold a
+model.
 
     python -m studies.scaling
 
-Nothing is measured here. A step's products are at MFU of the card's peak; what ranks exchange is at the speed
-of links; the one runs beside the other as far as it can.
+These are estimates, not measurements: matrix products run at MFU of the card's peak, communication at link
+speed, and the two overlap as far as possible.
 """
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ MFU = 0.45                                   # assumed
 GB = 1e9
 GIB = 2**30
 GPUS_A_NODE = 8
-# Cards by the GB on their label, and the GiB that are left of them beside CUDA's own and what lies scattered.
+# {nominal GB of a card: usable GiB, after the CUDA context and fragmentation}
 CARDS = {24: 21.0, 40: 36.0, 80: 72.0}
 
+GPT2 = dict(tied_head=True, norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh")
 QWEN = dict(vocab_size=151936, qkv_bias=True, tied_head=True, mlp="swiglu", qk_norm=False, block_size=2048)
 SHAPES = {
-    "GPT-2 124M": GPTConfig(tied_head=True, norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh"),
-    "GPT-2 1.5B": GPTConfig(n_layer=48, n_head=25, n_embd=1600, tied_head=True, norm="layernorm", position="learned",
-                            qk_norm=False, mlp="gelu_tanh"),
+    "GPT-2 124M": GPTConfig(**GPT2),
+    "GPT-2 1.5B": GPTConfig(n_layer=48, n_head=25, n_embd=1600, **GPT2),
     "Qwen2.5 0.5B": GPTConfig(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, mlp_hidden=4864, **QWEN),
     "Qwen2.5 1.5B": GPTConfig(n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, mlp_hidden=8960, **QWEN),
     "Qwen2.5 3B": GPTConfig(n_layer=36, n_head=16, n_kv_head=2, n_embd=2048, mlp_hidden=11008, **QWEN),
@@ -36,11 +36,11 @@ SHAPES = {
 
 @dataclass
 class Machine:
-    """Cards and what connects them; links in bytes/s that a card sends while it receives as many."""
+    """Cards and their links, in bytes/s that a card sends while receiving as many."""
     name: str
     peak: float                              # FLOP/s, dense, bf16
     link: float                              # within a node
-    between: float                           # nodes, of one card
+    between: float                           # between nodes, share of one card
 
 
 H100 = Machine("H100, NVLink, InfiniBand", 989e12, 350 * GB, 45 * GB)
@@ -50,15 +50,15 @@ A100 = Machine("A100, NVLink, InfiniBand", 312e12, 230 * GB, 23 * GB)
 
 @functools.cache
 def shape_of(values):
-    """Return a GPT without memory. values: of a GPTConfig."""
+    """Return a GPT on the meta device. values: of a GPTConfig."""
     return on_meta(GPTConfig(*values))
 
 
 # --- time ---
 
-def passed_on(n_bytes, n, machine):
-    """Return the seconds in which n cards gather, or scatter and sum, so many bytes that they share: once
-    into every node, where each card takes its part of what comes, and within it."""
+def collective_time(n_bytes, n, machine):
+    """Return the seconds of an all-gather or reduce-scatter of n_bytes over n cards: between nodes, where
+    each card carries its share, then within a node."""
     inside = min(n, GPUS_A_NODE)
     nodes = max(1, n // GPUS_A_NODE)
     between = (nodes - 1) / nodes * n_bytes / inside / machine.between
@@ -68,20 +68,18 @@ def passed_on(n_bytes, n, machine):
 @dataclass
 class Step:
     seconds: float
-    exchanged: float                         # seconds of exchange, part of them hidden
-
-    def efficiency(self, n, alone):
-        return alone / n / self.seconds
+    exchanged: float                         # seconds of communication, partly overlapped
 
 
-def step(config, n, machine, parallel="ddp", tokens=524288, micro_batch=8192, optimizer="adamw", sum_locally=False):
-    """Return the Step of n cards. tokens: of a step; micro_batch: of a pass of one card.
+def step(config, n, machine, *, tokens=524288, micro_batch=8192, parallel="ddp", optimizer="adamw",
+         sum_locally=False):
+    """Return the Step of n cards. tokens: in a step; micro_batch: tokens of a pass on one card.
 
-    ddp sums the gradients, fp32, during the last pass's backward half (two thirds). fsdp gathers bf16 weights
-    in the forward third and again in the backward one of each pass, where it also scatters and sums the
-    gradients. hybrid does that within nodes, and sums the shares between them once. Muon passes each matrix
-    on to its owner and back, in bf16, at the end of the step, where nothing hides it (fsdp; under ddp all
-    ranks compute all).
+    A pass is one third forward, two thirds backward. ddp all-reduces fp32 gradients during the last backward
+    pass. fsdp all-gathers bf16 weights in every forward and backward pass, and reduce-scatters gradients in
+    the backward pass. hybrid does so within nodes, and all-reduces between them once. With fsdp, Muon sends
+    each matrix to its owner and back in bf16 at the end of the step, not overlapped; with ddp every rank
+    computes all of them.
     """
     model = shape_of(dataclasses.astuple(config))
     P = model.n_params()
@@ -91,45 +89,46 @@ def step(config, n, machine, parallel="ddp", tokens=524288, micro_batch=8192, op
     if n == 1:
         return Step(products, 0.0)
     if parallel == "ddp":
-        exchange = 2 * passed_on(4 * P, n, machine)       # an all-reduce: scatter, then gather
+        exchange = 2 * collective_time(4 * P, n, machine)       # all-reduce: reduce-scatter, then all-gather
         return Step(products + max(0, exchange - 2 / 3 * each), exchange)
     inside = min(n, GPUS_A_NODE) if parallel == "hybrid" else n
-    gather = passed_on(2 * P, inside, machine)
-    scatter = passed_on(4 * P, inside, machine)
+    gather = collective_time(2 * P, inside, machine)
+    scatter = collective_time(4 * P, inside, machine)
     backward = gather + (scatter / passes if sum_locally else scatter)
-    seen = passes * (max(0, gather - each / 3) + max(0, backward - 2 / 3 * each))
+    exposed = passes * (max(0, gather - each / 3) + max(0, backward - 2 / 3 * each))
     exchange = passes * (gather + backward)
     if parallel == "hybrid":
         nodes = max(1, n // GPUS_A_NODE)
         between = 2 * (nodes - 1) / nodes * 4 * P / inside / machine.between
-        seen += max(0, between - 2 / 3 * each)
+        exposed += max(0, between - 2 / 3 * each)
         exchange += between
     if optimizer == "muon":
         matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)
-        owners = 2 * passed_on(2 * matrices / inside, inside, machine)
-        seen += owners
+        owners = 2 * collective_time(2 * matrices / inside, inside, machine)
+        exposed += owners
         exchange += owners
-    return Step(products + seen, exchange)
+    return Step(products + exposed, exchange)
 
 
 # --- memory ---
 
 @functools.cache
-def of_a_pass(shape, rows, checkpointing):
-    """Return the bytes that (activations, the head) of a micro-batch take. shape: values of a GPTConfig."""
+def pass_memory(shape, rows, checkpointing):
+    """Return the bytes of a micro-batch's (activations, head). shape: values of a GPTConfig."""
     model = on_meta(GPTConfig(*shape), "sdpa", checkpointing)
-    hw = dataclasses.replace(hardware.setup("cpu", dtype="bf16", attention="sdpa"), device=torch.device("cuda"))
+    hw = hardware.setup("cpu", dtype="bf16", attention="sdpa")
+    hw = dataclasses.replace(hw, device=torch.device("cuda"))
     parts = memory.parts(model, hw, rows, model.config.block_size, 0)
     return parts["activations"], parts["head"]
 
 
 def needed(config, n, rows, checkpointing, sampling=None, reference=False, sum_locally=False):
-    """Return {what: bytes} on each of n cards, AdamW, bf16, sharded if there are several. rows: sequences of
-    block_size in a micro-batch; sampling: (slots, context) of an engine beside it; reference: grpo.py's with
-    --beta."""
+    """Return {use: bytes} on each of n cards, with AdamW in bf16, sharded if n > 1. rows: sequences of
+    block_size in a micro-batch; sampling: (slots, context) of an engine; reference: whether grpo.py --beta
+    keeps a reference model."""
     model = shape_of(dataclasses.astuple(config))
     P = model.n_params()
-    activations, head = of_a_pass(dataclasses.astuple(config), rows, checkpointing)
+    activations, head = pass_memory(dataclasses.astuple(config), rows, checkpointing)
     result = {
         "weights, gradients, moments": 16 * P / n,
         "gathered": sharding.gathered(model, torch.bfloat16, P if sum_locally else 0) if n > 1 else 0,
@@ -147,7 +146,7 @@ def needed(config, n, rows, checkpointing, sampling=None, reference=False, sum_l
 
 
 def card_for(n_bytes):
-    """Return the smallest card that holds so much, as text."""
+    """Return the name of the smallest card with so much memory, or "none"."""
     fits = [label for label, gib in CARDS.items() if n_bytes / GIB <= gib]
     return f"{fits[0]} GB" if fits else "none"
 
@@ -156,14 +155,21 @@ def card_for(n_bytes):
 
 def time_table(name, machine, kinds, counts=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), tokens=2**21):
     config = SHAPES[name]
-    lines = [f"| {name}, {machine.name} | " + " | ".join(map(str, counts)) + " |", "|" + "---|" * (len(counts) + 1)]
-    for label, knobs in kinds.items():
+    rows = {}
+    for label, options in kinds.items():
         alone = step(config, 1, machine, tokens=tokens).seconds
-        cells = []
+        rows[label] = []
         for n in counts:
-            it = step(config, n, machine, tokens=tokens, **knobs)
-            cells.append(f"{it.seconds:.3g} s, {it.exchanged / it.seconds:.0%}, {it.efficiency(n, alone):.0%}")
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+            found = step(config, n, machine, tokens=tokens, **options)
+            share = found.exchanged / found.seconds
+            rows[label].append(f"{found.seconds:.3g} s, {share:.0%}, {alone / n / found.seconds:.0%}")
+    return markdown(f"{name}, {machine.name}", counts, rows)
+
+
+def markdown(title, counts, rows):
+    """Return a table of {label: cells}, a column for each number of cards."""
+    lines = [f"| {title} | {' | '.join(map(str, counts))} |", "|" + "---|" * (len(counts) + 1)]
+    lines += [f"| {label} | {' | '.join(cells)} |" for label, cells in rows.items()]
     return "\n".join(lines)
 
 
@@ -175,14 +181,11 @@ def memory_table(counts=(1, 2, 4, 8)):
         "Qwen2.5 3B, `grpo.py`": ("Qwen2.5 3B", {"sampling": (128, 2048)}),
         "the same with `--beta`": ("Qwen2.5 3B", {"sampling": (128, 2048), "reference": True}),
     }
-    lines = ["| GiB a card | " + " | ".join(map(str, counts)) + " |", "|" + "---|" * (len(counts) + 1)]
-    for label, (name, knobs) in rows.items():
-        cells = []
-        for n in counts:
-            total = sum(needed(SHAPES[name], n, 4, True, **knobs).values())
-            cells.append(f"{total / GIB:.1f}: {card_for(total)}")
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = {}
+    for label, (name, options) in rows.items():
+        totals = [sum(needed(SHAPES[name], n, 4, True, **options).values()) for n in counts]
+        cells[label] = [f"{total / GIB:.1f}: {card_for(total)}" for total in totals]
+    return markdown("GiB a card", counts, cells)
 
 
 KINDS = {
@@ -196,10 +199,11 @@ KINDS = {
 
 def tables():
     """Return the tables in the order of the page."""
+    on_one_node = {kind: KINDS[kind] for kind in ("`ddp`", "`fsdp`", "`fsdp --sum_locally`")}
     return [
         memory_table(),
         time_table("GPT-2 1.5B", H100, KINDS),
-        time_table("GPT-2 1.5B", RTX_4090, {kind: KINDS[kind] for kind in ("`ddp`", "`fsdp`", "`fsdp --sum_locally`")}, (1, 2, 4, 8, 16)),
+        time_table("GPT-2 1.5B", RTX_4090, on_one_node, (1, 2, 4, 8, 16)),
         time_table("GPT-2 124M", H100, {"`ddp`": {}}),
     ]
 

@@ -1,19 +1,19 @@
-"""Thousands of kills and bit flips: what tests do a few times, until the rare cases have been met.
+"""Test recovery from thousands of kills and bit flips, to find rare faults that the tests' few trials miss.
 
     OMP_NUM_THREADS=1 python tests/campaign.py out/campaign --kills=300 --flips=10000
-    OMP_NUM_THREADS=1 python tests/campaign.py out/campaign             the table of what has been done
+    OMP_NUM_THREADS=1 python tests/campaign.py out/campaign             the table of finished trials
 
-Stages: train (a text), rft (examples, with adapters), datagen, grpo. Of each:
+Stages: train (a text), rft (examples, with adapters), datagen, grpo. Trials of each:
 
-- crash: SIGKILL before the n-th operation on a file (open, rename, remove, mkdir, ...) of a run, for every n; the
-  same command, repeated until it is done, must give what a run gives that was left alone, bit for bit.
-- kill: SIGKILL at random moments, again and again, until the same command gets through.
-- flip: one bit of one file of a finished run is turned. What a resume reads must be as it was, or come from the
-  checkpoint before, which is said, or be refused with a sentence.
-- flipped run: the same, and the resumed run is run to its end.
+- crash: SIGKILL before the n-th operation on a file (open, rename, remove, mkdir, ...), for every n;
+  repeating the command until it finishes must give the results of an undisturbed run, bit for bit.
+- kill: SIGKILL at random moments, up to six times, with the same requirement.
+- flip: one bit of one file of a finished run is flipped. A resume must read the original state, or that of
+  the previous checkpoint with a message, or refuse with a sentence.
+- flipped run: the same, and the resumed run continues to its end.
 
-Runs are forked from a process that has imported everything, so each takes a third of a second. Each job's results
-are appended to a file as they come: the campaign may be stopped, and goes on where it was. No process may be left.
+Runs are forked from a process that has imported everything, so each takes a third of a second. Results are
+appended to a file for each job, so a stopped campaign can be resumed. No process may survive its run.
 """
 import contextlib
 import ctypes
@@ -50,24 +50,25 @@ from text.examples import attempts_path
 
 @dataclass
 class Config:
-    folder: str = "out/campaign"             # of its runs and results
-    kills: int = 0                           # random kills a stage
-    crashes: bool = True                     # before every operation on a file, of every stage
-    flips: int = 0                           # bits, read back by the loaders of a resume
-    flipped_runs: int = 0                    # bits, with the run that follows
+    folder: str = "out/campaign"             # for runs and results
+    kills: int = 0                           # kill trials a stage
+    crashes: bool = True                     # crash trials, for every operation on a file
+    flips: int = 0                           # flip trials, all stages together
+    flipped_runs: int = 0                    # flipped-run trials, all stages together
     jobs: int = 2                            # processes
     seed: int = 0
 
 
 STAGES = {"train": train, "rft": train, "datagen": datagen, "grpo": grpo}
-SUBJECTS = ("train", "rft", "datagen")       # whose files are damaged; grpo.py's are those of train.py
-SPOKEN_OF = "left out", "is damaged", "is not as it was written"
+FLIPPED_STAGES = ("train", "rft", "datagen")         # grpo.py's files are like train.py's
+WRITE_EVENTS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+DAMAGE_MESSAGES = ("left out", "is damaged", "is not as it was written")
 
 
-# --- runs in a process of their own ---
+# --- runs in their own processes ---
 
 def prepare(folder):
-    """Write what the stages begin from."""
+    """Write the inputs of the stages."""
     words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "naïve", "42", "\n"], k=6000)
     (folder / "text.txt").write_text(" ".join(words))
     (folder / "even.py").write_text(EVEN)
@@ -75,13 +76,13 @@ def prepare(folder):
     rows = [[f"the {i}", i % 7, f"cat sat {i % 5} a"] for i in range(40)]
     (folder / "examples.json").write_text(json.dumps(rows))
     write_tokenizer(folder / "tokenizer")
-    base = flags(**TINY | dict(dataset=folder / "text.txt", data_dir=folder / "tokens", out_dir=folder / "base",
-                               learning_rate=0.02, device="cpu"))
+    base = flags(**TINY | dict(dataset=folder / "text.txt", data_dir=folder / "tokens", learning_rate=0.02,
+                               device="cpu", out_dir=folder / "base"))
     assert in_child(lambda: train.main(base), folder / "log")[0] == 0
 
 
 def import_what_runs_import(folder):
-    """So that no fork has to."""
+    """Import the modules of the stages' runs, so that forks need not."""
     def work():
         train.main(argv("train", folder, folder / "warm"))
         grpo.main(argv("grpo", folder, folder / "warmer"))
@@ -93,26 +94,28 @@ def import_what_runs_import(folder):
 
 
 def argv(stage, folder, out):
-    """Return the command line of a short run of a stage: the same for a first start and for every other."""
+    """Return the command line of a short run of a stage, the same for a start and a resume."""
     saves = dict(eval_interval=2, save_interval=2, keep_last=2, resume="auto", dtype="fp32", device="cpu",
                  keep_memory=False)
     base = folder / "base"
     if stage == "train":
-        return flags(**TINY | saves | dict(dataset=folder / "text.txt", data_dir=folder / "tokens", max_steps=6,
-                                           dropout=0.1, tokenizer=folder / "tokenizer", out_dir=out))
+        return flags(**TINY | saves | dict(dataset=folder / "text.txt", data_dir=folder / "tokens",
+                                           tokenizer=folder / "tokenizer", dropout=0.1, max_steps=6,
+                                           out_dir=out))
     if stage == "rft":
-        return flags(dataset=folder / "examples.json", init_from=base, lora_rank=2, batch_size=4, num_epochs=0.6,
-                     valid_share=0.2, prompt="{}", learning_rate=0.01, out_dir=out, **saves)
+        return flags(dataset=folder / "examples.json", init_from=base, lora_rank=2, batch_size=4, prompt="{}",
+                     num_epochs=0.6, valid_share=0.2, learning_rate=0.01, out_dir=out, **saves)
     if stage == "grpo":
         return flags(**GRPO | saves | dict(init_from=base, task=folder / "letters.py", max_steps=4, beta=0.1,
-                                           reward_pool="process", reward_workers=1, eval_questions=4, out_dir=out))
-    return flags(**DATAGEN | dict(init_from=base, task=folder / "even.py", num_questions=8, deterministic=True, slots=4,
-                                  device="cpu", output=out / "rft.json"))
+                                           reward_pool="process", reward_workers=1, eval_questions=4,
+                                           out_dir=out))
+    return flags(**DATAGEN | dict(init_from=base, task=folder / "even.py", num_questions=8, slots=4,
+                                  deterministic=True, device="cpu", output=out / "rft.json"))
 
 
 def in_child(work, log, before=lambda: None):
-    """Run `work` in a forked process. Returns (its exit code, negative for a signal; its output; its seconds)."""
-    began = time.monotonic()
+    """Run `work` in a forked process. Returns (exit code, negative for a signal; output; seconds)."""
+    start = time.monotonic()
     child = os.fork()
     if child == 0:
         with open(log, "wb") as file:
@@ -132,17 +135,19 @@ def in_child(work, log, before=lambda: None):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    return *ended(child), Path(log).read_text(errors="replace"), time.monotonic() - began
+    code = exit_code(child)
+    return code, Path(log).read_text(errors="replace"), time.monotonic() - start
 
 
-def ended(child):
-    """Wait for a child. Returns [its exit code, negative for a signal]."""
+def exit_code(child):
+    """Wait for a child. Returns its exit code, negative for a signal."""
     _, status = os.waitpid(child, 0)
-    return [os.waitstatus_to_exitcode(status)]
+    return os.waitstatus_to_exitcode(status)
 
 
 def left_over():
-    """Return how many processes a run has left, after at most five seconds. They are ours since it ended."""
+    """Return the number of processes that outlive a run by five seconds, and kill them. As its subreaper,
+    this process has become their parent."""
     until = time.monotonic() + 5
     while time.monotonic() < until:
         try:
@@ -161,15 +166,15 @@ def left_over():
 
 
 def killed_at(number, folder):
-    """Return what arms a process: SIGKILL before its n-th operation on a file below the folder. Of 0: none, and the
-    count is written to folder/count."""
+    """Return a function that makes its process SIGKILL itself before the n-th operation on a file below the
+    folder; for n = 0 it writes the number of operations to folder/../count instead."""
     def arm():
         count = 0
         below = os.fspath(folder)
 
         def hook(event, args):
             nonlocal count
-            writes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+            writes = event in WRITE_EVENTS
             if event == "open":
                 writes = bool(args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             if writes and str(args[0]).startswith(below):
@@ -185,10 +190,10 @@ def killed_at(number, folder):
     return arm
 
 
-# --- what came out ---
+# --- outcomes ---
 
 def outcome(stage, out):
-    """Return what a finished run is judged by."""
+    """Return the results of a finished run that must be reproduced."""
     if stage == "datagen":
         return [path.read_bytes() for path in (out / "rft.json", attempts_path(out / "rft.json"))]
     step = max(checkpoint.steps(out))
@@ -205,21 +210,22 @@ def outcome(stage, out):
 
 
 def until_done(stage, folder, out, befores):
-    """Start a stage, killed as each of `befores` says, then as it is until it is done. Returns (kills, problem)."""
+    """Start a stage with each of the functions `befores`, which arm a kill, then undisturbed until it is
+    done. Returns (kills, problem)."""
     def work():
         return STAGES[stage].main(argv(stage, folder, out))
     kills = 0
     for before in [*befores, lambda: None, lambda: None]:
-        code, said, _ = in_child(work, out.parent / "log", before)
-        killed = code in (-signal.SIGKILL, -signal.SIGALRM)    # the kernel's doing, both
+        code, output, _ = in_child(work, out.parent / "log", before)
+        killed = code in (-signal.SIGKILL, -signal.SIGALRM)
         kills += killed
         left = left_over()
         if left:
             return kills, f"{left} processes left"
-        if "Traceback" in said:
-            return kills, "traceback: " + said[-600:]
+        if "Traceback" in output:
+            return kills, "traceback: " + output[-600:]
         if code and not killed:
-            return kills, f"exit {code}: " + said[-300:]
+            return kills, f"exit {code}: " + output[-300:]
         if code == 0:
             return kills, None
     return kills, "not done"
@@ -232,37 +238,38 @@ def fresh(path):
 
 
 def delayed(seconds):
-    """Return what arms a process: its end by the kernel after that time."""
+    """Return a function that makes the kernel kill its process after so many seconds."""
     def arm():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
     return arm
 
 
-def crash(stage, number, folder, work, calm, seconds):
-    """One run that is killed before its n-th operation on a file."""
+def disturbed(stage, folder, work, expected, befores):
+    """Run a stage with kills. Returns (kills, problem)."""
     out = fresh(work / "runs") / "out"
-    kills, problem = until_done(stage, folder, out, [killed_at(number, work / "runs")])
-    if not problem and outcome(stage, out) != calm:
-        problem = "difference"
-    return kills, problem
-
-
-def kill(stage, number, folder, work, calm, seconds):
-    """One run that is killed up to six times at random moments."""
-    rng = random.Random(number)
-    out = fresh(work / "runs") / "out"
-    befores = [delayed(rng.uniform(0.02, 1.1 * seconds)) for _ in range(6)]
     kills, problem = until_done(stage, folder, out, befores)
-    if not problem and outcome(stage, out) != calm:
+    if not problem and outcome(stage, out) != expected:
         problem = "difference"
     return kills, problem
+
+
+def crash(stage, number, folder, work, expected, seconds):
+    """Kill a run before its n-th operation on a file."""
+    return disturbed(stage, folder, work, expected, [killed_at(number, work / "runs")])
+
+
+def kill(stage, number, folder, work, expected, seconds):
+    """Kill a run up to six times at random moments."""
+    rng = random.Random(number)
+    befores = [delayed(rng.uniform(0.02, 1.1 * seconds)) for _ in range(6)]
+    return disturbed(stage, folder, work, expected, befores)
 
 
 # --- flipped bits ---
 
 def flip(out, number):
-    """Turn one bit of one file of a run. Returns the file."""
+    """Flip one bit of one file of a run. Returns the file."""
     rng = random.Random(number)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     path = rng.choice(files)
@@ -275,13 +282,13 @@ def flip(out, number):
 
 
 class Restored(Exception):
-    """All that a resume has read."""
+    """Raised when a resume has read everything."""
 
 
 def resumed(stage, folder, out, header):
-    """Return what a resume finds, by its own loaders, and what was said: of a training run the knobs, weights, state
-    of the optimizers and numbers; of datagen.py the attempts, if its log begins with this header."""
-    said = io.StringIO()
+    """Return (the state that a resume reads, its output). The state of a training run is its options,
+    weights, optimizers and counters; of datagen.py the attempts, if its log begins with this header."""
+    output = io.StringIO()
     state = {}
 
     def stop(run):
@@ -289,15 +296,17 @@ def resumed(stage, folder, out, header):
         moments = [t.numpy().tobytes() for o in run.optimizers for s in o.state_dict()["state"].values()
                    for t in s.values() if torch.is_tensor(t)]
         about = checkpoint.read_model(run.cfg.out_dir)
-        state.update(cfg=vars(run.cfg), tensors=tensors, moments=moments, plain=run.plain_state(), about=about)
+        state.update(cfg=vars(run.cfg), tensors=tensors, moments=moments, plain=run.plain_state())
+        state.update(about=about)
         run.log.close()
         raise Restored
-    enter, Run.__enter__ = Run.__enter__, stop
+    enter = Run.__enter__
+    Run.__enter__ = stop
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             if stage == "datagen":
-                knobs = config.load(datagen.Config, argv(stage, folder, out))
-                state.update(records=datagen.open_log(knobs, header, DATAGEN["num_questions"]).records)
+                cfg = config.load(datagen.Config, argv(stage, folder, out))
+                state.update(records=datagen.open_log(cfg, header, DATAGEN["num_questions"]).records)
             else:
                 train.main([f"--out_dir={out}", "--init_from=resume", "--device=cpu"])
     except Restored:
@@ -306,44 +315,45 @@ def resumed(stage, folder, out, header):
         Run.__enter__ = enter
         for path in list(lock.held):
             lock.release(path)
-    return state, said.getvalue()
+    return state, output.getvalue()
 
 
-def damaged(stage, number, folder, work, calm, seconds):
-    """Flip a bit and read back. calm: (a finished run; what a resume finds there, and without its newest checkpoint;
-    the header of the log of attempts)."""
-    finished, whole, before, header = calm
+def damaged(stage, number, folder, work, expected, seconds):
+    """Flip a bit and read the run back. expected: (a finished run, the state that a resume reads there, the
+    same without its newest checkpoint, the header of the log of attempts)."""
+    finished, whole, before, header = expected
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(finished, out)
     file = flip(out, number)
     try:
-        state, said = resumed(stage, folder, out, header)
+        state, output = resumed(stage, folder, out, header)
     except BadInput:
         return 0, None
     except Exception:
         return 0, f"{file}: traceback: " + traceback.format_exc()[-500:]
-    if state == whole or state == before and any(words in said for words in SPOKEN_OF):
+    if state == whole or state == before and any(message in output for message in DAMAGE_MESSAGES):
         return 0, None
     different = [key for key in whole if state.get(key) != whole[key]]
     return 0, f"{file}: difference in {different}"
 
 
-def damaged_run(stage, number, folder, work, calm, seconds):
-    """Flip a bit of a run that was stopped two steps early, and let it go on to its end."""
-    stopped, expected = calm
+def damaged_run(stage, number, folder, work, expected, seconds):
+    """Flip a bit of a run that was stopped two steps early, and resume it to its end. expected: (that run,
+    the outcome)."""
+    stopped, undisturbed = expected
     out = work / "runs" / "out"
     fresh(work / "runs")
     shutil.copytree(stopped, out)
     file = flip(out, number)
-    code, said, _ = in_child(lambda: STAGES[stage].main(argv(stage, folder, out)), work / "log")
+    code, output, _ = in_child(lambda: STAGES[stage].main(argv(stage, folder, out)), work / "log")
     left = left_over()
-    if left or "Traceback" in said or code not in (0, 2):
-        return 0, f"{file}: {left} left, exit {code}: {said[-300:]}"
-    if code == 2 or outcome(stage, out) == expected:
+    if left or "Traceback" in output or code not in (0, 2):
+        return 0, f"{file}: {left} left, exit {code}: {output[-300:]}"
+    if code == 2 or outcome(stage, out) == undisturbed:
         return 0, None
     found = outcome(stage, out)
-    if file.name == "metrics.jsonl" and found[:2] + found[3:] == expected[:2] + expected[3:]:
+    if file.name == "metrics.jsonl" and found[:2] + found[3:] == undisturbed[:2] + undisturbed[3:]:
         return 0, None                       # a log: no step depends on it
     return 0, f"{file}: difference"
 
@@ -351,22 +361,22 @@ def damaged_run(stage, number, folder, work, calm, seconds):
 # --- the campaign ---
 
 def plan(cfg, folder, work):
-    """Yield (part, stage, numbers, trial, calm, seconds) of all that is asked for. calm: what is right."""
+    """Yield (part, stage, numbers, trial function, its `expected`, seconds of a run) for all trials."""
     for stage in STAGES:
         out = fresh(work / "runs") / "out"
-        code, said, seconds = in_child(lambda: STAGES[stage].main(argv(stage, folder, out)), work / "log",
-                                       killed_at(0, work / "runs"))
-        assert code == 0, said
+        code, output, seconds = in_child(lambda: STAGES[stage].main(argv(stage, folder, out)), work / "log",
+                                         killed_at(0, work / "runs"))
+        assert code == 0, output
         assert left_over() == 0
-        calm = outcome(stage, out)
+        expected = outcome(stage, out)
         operations = int((work / "count").read_text())
         finished = work / f"finished {stage}"
         shutil.rmtree(finished, ignore_errors=True)
         shutil.move(out, finished)
         if cfg.crashes:
-            yield "crash", stage, range(1, operations + 1), crash, calm, seconds
-        yield "kill", stage, range(cfg.kills), kill, calm, seconds
-        if stage not in SUBJECTS:
+            yield "crash", stage, range(1, operations + 1), crash, expected, seconds
+        yield "kill", stage, range(cfg.kills), kill, expected, seconds
+        if stage not in FLIPPED_STAGES:
             continue
         copy = work / "out"
         shutil.rmtree(copy, ignore_errors=True)
@@ -374,6 +384,7 @@ def plan(cfg, folder, work):
         header = None
         if stage == "datagen":
             header = json.loads(attempts_path(finished / "rft.json").read_text().partition("\n")[0])
+            header.pop("checksum", None)     # added on writing
         whole, _ = resumed(stage, folder, copy, header)
         assert whole
         before = whole
@@ -382,12 +393,13 @@ def plan(cfg, folder, work):
             stopped = work / f"stopped {stage}"
             shutil.rmtree(stopped, ignore_errors=True)
             shutil.copytree(finished, stopped)
-            shutil.rmtree(checkpoint.step_folder(stopped, calm[0]))
-            shutil.rmtree(checkpoint.step_folder(copy, calm[0]))
+            shutil.rmtree(checkpoint.step_folder(stopped, expected[0]))
+            shutil.rmtree(checkpoint.step_folder(copy, expected[0]))
             before, _ = resumed(stage, folder, copy, header)
-        yield "flip", stage, range(cfg.flips // len(SUBJECTS)), damaged, (finished, whole, before, header), seconds
-        runs = cfg.flipped_runs // len(SUBJECTS)
-        yield "flipped run", stage, range(runs), damaged_run, (stopped, calm), seconds
+        flips = range(cfg.flips // len(FLIPPED_STAGES))
+        yield "flip", stage, flips, damaged, (finished, whole, before, header), seconds
+        flips = range(cfg.flipped_runs // len(FLIPPED_STAGES))
+        yield "flipped run", stage, flips, damaged_run, (stopped, expected), seconds
 
 
 def job(cfg, folder, index):
@@ -397,19 +409,19 @@ def job(cfg, folder, index):
     results = folder / f"results{index}.jsonl"
     done = {(row["part"], row["stage"], row["number"]) for row in read(folder)}
     with open(results, "a") as file:
-        for part, stage, numbers, trial, calm, seconds in plan(cfg, folder, work):
+        for part, stage, numbers, trial, expected, seconds in plan(cfg, folder, work):
             for number in numbers:
                 if number % cfg.jobs != index or (part, stage, number) in done:
                     continue
-                kills, problem = trial(stage, number + 10**6 * cfg.seed if part != "crash" else number, folder, work, calm,
-                                       seconds)
+                seeded = number + 10**6 * cfg.seed if part != "crash" else number
+                kills, problem = trial(stage, seeded, folder, work, expected, seconds)
                 row = {"part": part, "stage": stage, "number": number, "kills": kills, "problem": problem}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
 
 
 def read(folder):
-    """Return what has been done."""
+    """Return the rows of finished trials."""
     rows = []
     for path in sorted(folder.glob("results*.jsonl")):
         rows += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -428,7 +440,8 @@ def table(rows):
             if row["problem"]:
                 kind = [k for k in ("difference", "traceback") if k in row["problem"].lower()] or ["others"]
                 problems[kind[0]] += 1
-        print(f"{part:12} {stage:8} {len(mine):7,} {sum(row['kills'] for row in mine):7,} {problems['difference']:12} "
+        kills = sum(row["kills"] for row in mine)
+        print(f"{part:12} {stage:8} {len(mine):7,} {kills:7,} {problems['difference']:12} "
               f"{problems['traceback']:11} {problems['others']:7}")
     for row in [row for row in rows if row["problem"]][:20]:
         print(f"{row['part']} {row['stage']} {row['number']}: {row['problem']}")
@@ -446,7 +459,7 @@ def main(argv):
         for index in range(cfg.jobs):
             child = os.fork()
             if child == 0:
-                # Linux's PR_SET_CHILD_SUBREAPER: what a run leaves behind becomes ours, and can be counted.
+                # PR_SET_CHILD_SUBREAPER: orphans of a run become children of this process, which counts them
                 ctypes.CDLL(None).prctl(36, 1)
                 try:
                     job(cfg, folder, index)
@@ -455,7 +468,7 @@ def main(argv):
                     os._exit(1)
                 os._exit(0)
             children.append(child)
-        codes = [ended(child)[0] for child in children]
+        codes = [exit_code(child) for child in children]
         assert not any(codes), codes
     rows = read(folder)
     table(rows)

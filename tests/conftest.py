@@ -1,4 +1,4 @@
-"""Every test runs on what it generates: no download, and no GPU but for those that are marked so."""
+"""Fixtures and helpers. Tests need no download, and no GPU except those marked gpu."""
 import json
 import os
 import random
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"          # before PyTorch is imported: two workers have two cores
+os.environ["OMP_NUM_THREADS"] = "1"          # before PyTorch is imported: two workers share two cores
 
 import forked
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4, "max_steps": 20, "eval_interval": 10,
-        "save_interval": 10, "log_interval": 1, "warmup_steps": 2, "eval_tokens": 640}
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_size": 4, "max_steps": 20,
+        "eval_interval": 10, "save_interval": 10, "log_interval": 1, "warmup_steps": 2, "eval_tokens": 640}
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what tests/slow.txt lists: tests of which each takes seconds (`pytest --durations=0` says which)."""
+    """Mark the tests of tests/slow.txt, each of which takes seconds (see `pytest --durations=0`), as slow."""
     slow = {*(ROOT / "tests" / "slow.txt").read_text().split("\n")}
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def card():
-    """The device of tests that are marked gpu. NANORFT_GPU_TESTS_ON=cpu has the CPU stand in for it, to test the tests."""
+    """The device of tests marked gpu; NANORFT_GPU_TESTS_ON=cpu runs them on the CPU, to test the tests."""
     import torch
     name = os.environ.get("NANORFT_GPU_TESTS_ON", "cuda:0")
     if name != "cpu" and not torch.cuda.is_available():
@@ -43,35 +43,37 @@ def card():
 def text(tmp_path_factory):
     """A text file of 60 kB with words, numbers, blank lines and characters of several bytes."""
     rng = random.Random(0)
-    words = ["the", "cat", "sat", "on", "a", "mat", "naïve", "über", "漢字", "don't", "42", "3.14", "\n", "\n\n", " \n "]
+    words = ["the", "cat", "sat", "on", "a", "mat", "naïve", "über", "漢字", "don't", "42", "3.14", "\n",
+             "\n\n", " \n "]
     path = tmp_path_factory.mktemp("text") / "cats.txt"
     path.write_text(" ".join(rng.choices(words, k=12_000)))
     return path
 
 
-def flags(**knobs):
-    return [f"--{key}={value}" for key, value in knobs.items()]
+def flags(**options):
+    return [f"--{key}={value}" for key, value in options.items()]
 
 
-def command(out_dir, ranks=1, script="train.py", defaults=TINY, config=None, **knobs):
+def command(out_dir, ranks=1, script="train.py", defaults=TINY, config=None, **options):
     start = [sys.executable] if ranks == 1 else [*forked.TORCHRUN, f"--nproc_per_node={ranks}"]
-    return start + [str(ROOT / script)] + ([str(config)] if config else []) + flags(**(defaults | {"out_dir": out_dir} | knobs))
+    files = [str(config)] if config else []
+    return [*start, str(ROOT / script), *files, *flags(**(defaults | {"out_dir": out_dir} | options))]
 
 
 def environment(**extra):
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | extra
 
 
-def run(out_dir, text, ranks=1, env=None, **knobs):
-    """The finished process of a tiny training run on the text."""
-    knobs = {"dataset": text, "data_dir": Path(text).parent / "tokens"} | knobs
-    return forked.run(command(out_dir, ranks, **knobs), env=environment(**(env or {})), capture_output=True, text=True,
-                          timeout=120)
+def run(out_dir, text, ranks=1, env=None, **options):
+    """Return the finished process of a tiny training run on the text."""
+    options = {"dataset": text, "data_dir": Path(text).parent / "tokens"} | options
+    return forked.run(command(out_dir, ranks, **options), env=environment(**(env or {})), capture_output=True,
+                      text=True, timeout=120)
 
 
-def trained(out_dir, text, **knobs):
-    """As `run`, and it must succeed."""
-    done = run(out_dir, text, **knobs)
+def trained(out_dir, text, **options):
+    """Like `run`, and assert success."""
+    done = run(out_dir, text, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
@@ -86,7 +88,7 @@ def metrics(out_dir, key="loss"):
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-# Options that a curve does not depend on, or by no more than rounding: of the folder, the machine, the log.
+# options that change a curve not at all or only by rounding: folders, machine, logging
 NOT_OF_THE_CURVE = set(
     "out_dir data_dir init_from resume overwrite eval_only seed batch_size gradient_accumulation_steps "
     "device dtype tf32 compile compile_mode attention cuda_graphs gradient_checkpointing loss_chunks "
@@ -97,12 +99,14 @@ NOT_OF_THE_CURVE = set(
 
 
 def seeds(name):
-    """The recorded seeds of a recipe: {knobs, seeds, figures: {key: {steps: [T], runs: [seeds][T]}}, ...}."""
+    """Return the recorded seeds of a recipe: {knobs, seeds, figures: {key: {steps: [T], runs: [seeds][T]}},
+    ...}."""
     return json.loads((ROOT / f"expected/seeds/{name}.json").read_text())
 
 
 def options_of_the_curve(saved):
-    """The options that a run's curves depend on, with the sequences of a step for how they are cut."""
+    """Return the options that a run's curves depend on, with sequences a step instead of its
+    micro-batches."""
     options = {name: value for name, value in saved.items() if name not in NOT_OF_THE_CURVE}
     if "batch_size" in saved:
         options["sequences"] = saved["batch_size"] * saved["gradient_accumulation_steps"]
@@ -110,8 +114,8 @@ def options_of_the_curve(saved):
 
 
 def near_the_seeds(name, key, values):
-    """Whether the means of a curve {step: value} over the first and the second half of its steps lie in the seeds'
-    range, widened by its width on both sides."""
+    """Return whether a curve {step: value} is near the recorded seeds: its means over the first and second
+    half of the steps lie in the seeds' range, widened by its width on both sides."""
     figure = seeds(name)["figures"][key]
     at = [i for i, step in enumerate(figure["steps"]) if step in values]
     near = True
@@ -124,7 +128,7 @@ def near_the_seeds(name, key, values):
 
 
 def unknown(out_dir):
-    """The files of a run's folder that runtime.checkpoint.RUN_FILES does not list."""
+    """Return the files of a run folder that runtime.checkpoint.RUN_FILES does not list."""
     from runtime import checkpoint
     listed = {path for pattern in checkpoint.RUN_FILES for path in Path(out_dir).glob(pattern)}
     return [path for path in Path(out_dir).rglob("*") if path.is_file() and not {path, path.parent} & listed]
@@ -136,7 +140,8 @@ def largest_difference(a, b):
 
 
 def count_graphs(monkeypatch):
-    """Have torch.compile compile nothing, and return the list to which it adds the graphs that it found."""
+    """Patch torch.compile to run eagerly, and return the list to which it appends the graphs that it
+    captured."""
     import torch
     graphs = []
 
@@ -144,7 +149,10 @@ def count_graphs(monkeypatch):
         graphs.append(graph)
         return graph.forward
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode=None, dynamic=None: compile(f, backend=backend, dynamic=dynamic))
+
+    def capture(f, mode=None, dynamic=None):
+        return compile(f, backend=backend, dynamic=dynamic)
+    monkeypatch.setattr(torch, "compile", capture)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     return graphs

@@ -1,9 +1,8 @@
-"""Starts Python programs as subprocess does, but as forks of a process that has imported PyTorch: most of a
-short run.
+"""Start Python programs like subprocess, but as forks of a process that has imported PyTorch, which takes
+most of the time of a short run.
 
-A program runs as `__main__` in a process of its own, with arguments, environment, folder, output and signals
-of its own. What tests ask of a start itself (imports, torchrun's restarts, shell scripts) they ask of
-subprocess.
+A program runs as `__main__` in its own process, with its own arguments, environment, folder, output and
+signals. Tests of the start itself (imports, torchrun's restarts, shell scripts) use subprocess.
 """
 import atexit
 import contextlib
@@ -34,7 +33,7 @@ server.set_forkserver_preload(["torch", "torch._dynamo", "torch.nn.parallel", "t
 # --- in the new process ---
 
 class Inherited:
-    """A file descriptor that goes with the job, and is a number again at the other end."""
+    """A file descriptor that is duplicated into the new process when unpickled."""
 
     def __init__(self, fd):
         self.fd = fd
@@ -48,7 +47,7 @@ def detached(duplicate):
 
 
 def be_program(arguments, env, cwd, fds, new_session):
-    """Do what `python *arguments` does."""
+    """Run `python *arguments` in this process."""
     os.environ.clear()
     os.environ.update(env)
     if new_session:
@@ -86,7 +85,7 @@ def be_program(arguments, env, cwd, fds, new_session):
 # --- in the test ---
 
 class Popen:
-    """What subprocess.Popen has of the same names, for a command that begins with sys.executable."""
+    """The used part of subprocess.Popen's interface, for a command that begins with sys.executable."""
 
     def __init__(self, command, env=None, cwd=None, stdin=None, stdout=None, stderr=None, text=False,
                  start_new_session=False):
@@ -95,11 +94,11 @@ class Popen:
         self.args = command
         pipes = {}
         with contextlib.ExitStack() as files:
-            nowhere = files.enter_context(open(os.devnull, "r+b")).fileno()
+            devnull = files.enter_context(open(os.devnull, "r+b")).fileno()
 
             def fd_of(target):
                 if target in (None, subprocess.DEVNULL):
-                    return nowhere
+                    return devnull
                 if target == subprocess.PIPE:
                     read, write = os.pipe()
                     files.callback(os.close, write)
@@ -130,10 +129,10 @@ class Popen:
         return self.process.exitcode
 
     def communicate(self, timeout=None):
-        """Read what is left of stdout, then of stderr (little: no more than a pipe holds), and wait."""
-        said = [file.read() if file else None for file in (self.stdout, self.stderr)]
+        """Read stdout to its end, then stderr (at most as much as fits into a pipe), and wait."""
+        output = [file.read() if file else None for file in (self.stdout, self.stderr)]
         self.wait(timeout)
-        return said
+        return output
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -156,13 +155,15 @@ class Popen:
 
 
 def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=None, input=""):
-    """Return a subprocess.CompletedProcess. Of a torchrun its ranks are forked, and end together as there."""
+    """Run a command like subprocess.run. A torchrun command forks its ranks, which end together as under
+    torchrun."""
     command = [str(word) for word in command]
     env = dict(os.environ if env is None else env)
     jobs = [(command, env)]
     if command[:4] == TORCHRUN:
         ranks = int(command[4].removeprefix("--nproc_per_node="))
-        jobs = [([sys.executable, *command[5:]], env | rank) for rank in ranks_of(ranks, int(env.get("NODES", 1)))]
+        rank_environments = ranks_of(ranks, int(env.get("NODES", 1)))
+        jobs = [([sys.executable, *command[5:]], env | rank) for rank in rank_environments]
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         stdin.write(input.encode())
         stdin.seek(0)
@@ -173,18 +174,18 @@ def run(command, env=None, cwd=None, capture_output=False, text=False, timeout=N
         finally:
             for process in processes:
                 process.kill()
-        said = [None, None]
+        output = [None, None]
         for i, file in enumerate((out, err)):
             if capture_output:
                 file.seek(0)
-                said[i] = file.read().decode() if text else file.read()
+                output[i] = file.read().decode() if text else file.read()
     codes = [process.returncode for process in processes]
     code = codes[0] if len(codes) == 1 else int(any(codes))
-    return subprocess.CompletedProcess(command, code, *said)
+    return subprocess.CompletedProcess(command, code, *output)
 
 
 def ranks_of(n, nodes=1):
-    """Return the environments of n ranks, as torchrun sets them; nodes: that they believe to be on."""
+    """Return the environments of n ranks, as torchrun sets them. nodes: the number of nodes to pretend."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -194,7 +195,7 @@ def ranks_of(n, nodes=1):
 
 
 def wait_for(processes, timeout):
-    """Wait until all have ended; when one fails the others are ended."""
+    """Wait until all have ended; when one fails, terminate the others."""
     deadline = time.monotonic() + (timeout or 600)
     running = list(processes)
     while running:

@@ -1,5 +1,5 @@
-"""A stand-in for the Hugging Face hub on this machine: serves repositories of datasets and models from a folder, read-only, so
-that tests run the real `datasets` and `huggingface_hub` without a network."""
+"""Serve datasets and models from a local folder like the Hugging Face hub, read-only, so that tests run the
+real `datasets` and `huggingface_hub` without a network."""
 import contextlib
 import hashlib
 import http.server
@@ -10,8 +10,9 @@ import re
 import threading
 import urllib.parse
 
-# What load_dataset and snapshot_download ask for: a repository's info, its file tree, and the content of its files.
-ROUTE = re.compile(r"/(?:api/)?(?:datasets/|models/)?(\w[\w.-]*/\w[\w.-]*)(?:/(revision|tree|resolve)/(\w+)/?(.*))?")
+# requests of load_dataset and snapshot_download: a repository's info, its file tree, the content of its files
+ROUTE = re.compile(r"/(?:api/)?(?:datasets/|models/)?(\w[\w.-]*/\w[\w.-]*)"
+                   r"(?:/(revision|tree|resolve)/(\w+)/?(.*))?")
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -21,11 +22,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not match:
             return self.reply(404)
         name, verb, revision, path = match.groups()
-        path, repo = urllib.parse.unquote(path or ""), self.server.root / name
+        path = urllib.parse.unquote(path or "")
+        repo = self.server.root / name
         if not repo.is_dir():
-            return self.reply(401, error="RepoNotFound")      # what the hub tells a client without a token
-        files = {f.relative_to(repo).as_posix(): f.read_bytes() for f in sorted(repo.rglob("*")) if f.is_file()}
-        commit = sha(repr(files).encode())      # other content, other commit
+            return self.reply(401, error="RepoNotFound")      # the hub's reply to a client without a token
+        paths = [f for f in sorted(repo.rglob("*")) if f.is_file()]
+        files = {f.relative_to(repo).as_posix(): f.read_bytes() for f in paths}
+        commit = sha(repr(files).encode())      # changes with the content
         if revision not in (None, "main", commit):
             return self.reply(404, error="RevisionNotFound")
         if verb in (None, "revision"):
@@ -54,12 +57,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def tree(files, folder, deep):
-    """What lies in a folder of the repository, and with `deep` in its folders too."""
+    """Return the entries of a folder of the repository, with `deep` also those of its subfolders."""
     prefix = folder and folder + "/"
     folders = {str(parent) for f in files for parent in pathlib.PurePosixPath(f).parents} - {"."}
     entries = [{"type": "directory", "path": p, "size": 0, "oid": sha(p.encode())} for p in sorted(folders)]
     entries += [{"type": "file", "path": p, "size": len(raw), "oid": sha(raw)} for p, raw in files.items()]
-    return [e for e in entries if e["path"].startswith(prefix) and (deep or "/" not in e["path"][len(prefix):])]
+    below = [e for e in entries if e["path"].startswith(prefix)]
+    return [e for e in below if deep or "/" not in e["path"][len(prefix):]]
 
 
 def sha(raw):
@@ -68,7 +72,7 @@ def sha(raw):
 
 @contextlib.contextmanager
 def serve(root):
-    """Serve ROOT/org/name/<files> on a free local port; yields the URL for HF_ENDPOINT."""
+    """Serve ROOT/org/name/<files> on a free local port; yield the URL for HF_ENDPOINT."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.root = pathlib.Path(root)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -80,7 +84,8 @@ def serve(root):
 
 
 def environment(url, home):
-    """The environment for a process that is to see only this hub: none of the user's settings, tokens or caches."""
+    """Return the environment of a process that uses only this hub, without the user's settings, tokens or
+    caches."""
     theirs = re.compile(r"HF_|HUGGING|TRANSFORMERS_OFFLINE|\w+_PROXY$", re.IGNORECASE)
     kept = {key: value for key, value in os.environ.items() if not theirs.match(key)}
     return {**kept, "HF_ENDPOINT": url, "HF_HOME": str(home), "HF_UPDATE_DOWNLOAD_COUNTS": "0"}

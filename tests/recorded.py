@@ -1,10 +1,9 @@
-"""Stands in for a CUDA graph where there is no GPU: what a step did is done again, operation by operation, on
-the same memory."""
+"""Emulate a CUDA graph on a CPU: replay the operations of a recorded step on the same memory."""
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# what would wait for the device
+# operations that synchronize
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
 
 
@@ -13,7 +12,7 @@ def memory_of(values):
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps each operation with the very tensors that it took and gave."""
+    """Record each operation with its input and output tensors."""
 
     def __init__(self):
         super().__init__()
@@ -21,15 +20,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0]
-        assert name not in WAITS, f"{name} waits for the device, so no graph can hold it"
+        assert name not in WAITS, f"{name} synchronizes, so a CUDA graph can't contain it"
         result = function(*args, **(kwargs or {}))
         self.operations.append((function, args, kwargs or {}, result))
         return result
 
 
 class Recorded:
-    """Has what engine/generate.py asks of a CUDAGraph. A buffer that has moved meanwhile, or a number that Python
-    computed, is what it was when the step was recorded."""
+    """Implement the interface of engine.gpu.CUDAGraph. As in a CUDA graph, numbers from Python and
+    reallocated buffers keep the values of the recorded step."""
     made = []
 
     def __init__(self, step, device, others):
@@ -41,7 +40,7 @@ class Recorded:
         for values, recorder in ((before, Recorder()), (after, None)):
             for buffer, value in zip(buffers, values):
                 buffer.copy_(value)
-            if recorder:                     # what is captured does not run
+            if recorder:                     # then restore the buffers, since capturing does not execute
                 with recorder:
                     step()
                 self.operations = recorder.operations

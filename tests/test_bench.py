@@ -80,7 +80,7 @@ def test_overview(in_process, capsys):
     assert all("MFU" in figures["stages"][stage]["also"] for stage in ("train", "sft")) and "MBU" in figures["stages"]["generate"]["also"]
 
 
-def test_train_hands_knobs_on(in_process, capsys, tmp_path):
+def test_train_passes_options_on(in_process, capsys, tmp_path):
     (tmp_path / "mine.py").write_text("n_layer = 1\nbatch_size = 3\nlearning_rate = 0.003\n")
     out, figures = said(capsys, "--stage=train", "--steps=2", "--repeats=2", "--dtype=fp32", str(tmp_path / "mine.py"), "--batch_size=4",
                         "--block_size=16", "--output=deep/figures.json")
@@ -108,7 +108,7 @@ def test_another_vocabulary(in_process, capsys, tmp_path):
 def test_without_matplotlib(in_process, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out, figures = said(capsys, *TRAIN, "--dtype=fp32")
-    assert "matplotlib is not installed" in out and figures["chart"] is None
+    assert "matplotlib can't be imported" in out and figures["chart"] is None
 
 
 @pytest.mark.parametrize("stage", ["train", "sft"])
@@ -150,7 +150,7 @@ def test_ablation(in_process, capsys):
                                              "without attention kernel"]
     changed = [{k for k in row["settings"] if rows[0]["settings"][k] != row["settings"][k]} for row in rows[1:]]
     assert changed == [{"dtype", "attention"}, {"micro_batch"}, {"attention"}]           # auto: the kernel that is fastest at a dtype
-    assert rows[1]["off_fp32"] == 0 and rows[0]["off_fp32"] != 0 and rows[0]["gain"] is None and rows[1]["gain"] > 0 and "it buys" in out
+    assert rows[1]["off_fp32"] == 0 and rows[0]["off_fp32"] != 0 and rows[0]["gain"] is None and rows[1]["gain"] > 0 and "gain: speed with everything on" in out
 
 
 def test_a_row_without_effect_is_left_out(in_process, capsys, monkeypatch):
@@ -169,15 +169,15 @@ def test_a_row_without_effect_is_left_out(in_process, capsys, monkeypatch):
     assert "+ torch.compile: left out" in out
 
 
-def test_what_fails_is_said_and_the_rest_counts(in_process, capsys, monkeypatch):
-    real, calls = ladder.a_run, []
+def test_a_failed_row_is_reported_and_the_others_count(in_process, capsys, monkeypatch):
+    real, calls = ladder.run_script, []
 
-    def a_run(work, knobs):
+    def run_script(work, knobs):
         calls.append(knobs["attention"])
         if knobs["attention"] == "auto" and calls.count("auto") > 1:
             raise guard.Failure("no memory left")
         return real(work, knobs)
-    monkeypatch.setattr(ladder, "a_run", a_run)
+    monkeypatch.setattr(ladder, "run_script", run_script)
     out, figures = said(capsys, *TRAIN, "--repeats=3", "--ladder", "--dtype=fp32", "--num_workers=0", "--fused_adamw=false",
                         "--keep_memory=false", "--gradient_checkpointing=true")
     assert "+ attention kernel: 1 runs, then it failed: no memory left" in out and calls.count("auto") == 2
@@ -192,28 +192,28 @@ def test_a_peer_that_fails_is_left_out(capsys):
             return next(rates[name])
         except StopIteration:
             raise guard.Failure("out of memory") from None
-    measured = runs.in_turn({name: functools.partial(side, name) for name in rates}, 2, "tokens/s", print)
+    measured = runs.alternate({name: functools.partial(side, name) for name in rates}, 2, "tokens/s", print)
     out = capsys.readouterr().out
     assert measured == {"nanoRFT": [6.0, 4.0], "good": [2.0, 2.0]} and "bad: left out, it failed: out of memory" in out
     assert "good: 2.0 tokens/s; nanoRFT is 2.50 times as fast (2.00-3.00)" in out
 
 
-def test_rungs_of_a_gpu():
+def test_optimisations_of_a_gpu():
     """Every row of the ladder there changes one thing, and no row is about what only a CPU has."""
     card = hardware.Hardware(torch.device("cuda:0"), "A100", "bf16", True, True, "sdpa", "flash", {}, None)
     for stage, Config, names in (
             ("train", train.Config, ["TF32", "mixed precision, bf16", "no checkpointing", "loader processes", "micro-batch 8 -> 32",
                                      "torch.compile", "fused AdamW", "attention kernel"]),
             ("grpo", grpo.Config, ["TF32", "mixed precision, bf16", "parallel rewards", "torch.compile", "CUDA graphs"])):
-        found = ladder.rungs(stage, card, Config(), {}, 1)
-        assert [rung.name for rung in found] == names
-        knobs = [k for rung in found for k in rung.knobs]
-        assert len(knobs) == len(set(knobs)) and set(knobs) <= vars(Config()).keys()
+        found = ladder.optimisations(stage, card, Config(), {}, 1)
+        assert [one.name for one in found] == names
+        options = [k for one in found for k in one.options]
+        assert len(options) == len(set(options)) and set(options) <= vars(Config()).keys()
         rows = ladder.rows_of(found, ladder=True)
-        for rung, (_, before), (_, after) in zip(found, rows, rows[1:]):
-            assert {k for k in after if before[k] != after[k]} == rung.knobs.keys()
+        for one, (_, before), (_, after) in zip(found, rows, rows[1:]):
+            assert {k for k in after if before[k] != after[k]} == one.options.keys()
         assert [name for name, _ in ladder.rows_of(found, ladder=False)][1] == "without mixed precision, bf16"
-    assert "torch.compile" not in [r.name for r in ladder.rungs("train", card, train.Config(), {"compile": False}, 1)]
+    assert "torch.compile" not in [r.name for r in ladder.optimisations("train", card, train.Config(), {"compile": False}, 1)]
 
 
 def test_profile():
@@ -264,7 +264,7 @@ def test_grpo_of_varied_prompts(in_process, capsys):
         out, figures = said(capsys, *GRPO, "--dtype=fp32", "--ranks=1", "--varied_prompts", "--prompt_tokens=40", "--work=4x2")
     assert min(lengths) >= 10 and max(lengths) <= 40 and len(set(lengths)) > 5
     assert "4 prompts of at most 40 tokens x 2 samples" in out and figures["repeats"][0]["outside_s"] > 0
-    with pytest.raises(BadInput, match="varied_prompts means nothing to --stage=generate"):
+    with pytest.raises(BadInput, match="varied_prompts has no effect in --stage=generate"):
         bench.main(["--stage=generate", "--varied_prompts"])
 
 
@@ -334,7 +334,7 @@ def test_both_sides_read_the_same_ids(tmp_path):
 def test_never_ends(shape, seed):
     torch.manual_seed(seed)
     model = synthetic.random_model(GPTConfig(**shape | {"n_layer": 8, "n_embd": 128, "block_size": 32}), hardware.setup("cpu", "fp32"))
-    synthetic.never_ends(model, 299)
+    synthetic.suppress_eos(model, 299)
     model = model.bfloat16()
     if model.cos is not None:
         model.cos, model.sin = model.cos.bfloat16(), model.sin.bfloat16()
@@ -349,19 +349,19 @@ def test_rewards(capsys):
 
 
 @pytest.mark.parametrize("argv, sentence", [
-    (["--stage=grpo", "--run=out/x"], "--run means nothing to --stage=grpo, only to datagen"),
-    (["--stage=train", "--work=3x3"], "--work means nothing"), (["--stage=generate", "--ranks=2"], "--ranks means nothing"),
+    (["--stage=grpo", "--run=out/x"], "--run has no effect in --stage=grpo, only in datagen"),
+    (["--stage=train", "--work=3x3"], "--work has no effect"), (["--stage=generate", "--ranks=2"], "--ranks has no effect"),
     (["--stage=train", "--profile", "--repeats=2"], "leave --repeats out"), (["--stage=sft", "--peers", "--ranks=2"], "leave --ranks out"),
     (["--stage=rewards", "--output=/dev/null/x.json"], "can't be written"), (["--stage=grpo", "--work=8x8,2x2"], "write for example --work=8x8"),
     (["--stage=grpo", "--prompt_tokens=300"], "has 256 positions"), (["--stage=grpo", "--steps=0"], "at least 1"),
     (["--stage=grpo", "--work=8x1"], "at least 2"), (["--stage=train", "--bath_size=3"], "did you mean batch_size"),
     (["--stage=train", "--batch_size=x"], "should be a whole number"), (["--stage=train", "none.py"], "no config file none.py"),
-    (["--batch_size=3"], "--batch_size is not an option"), (["--stage=train", "--max_steps=3"], "with --steps= how many"),
+    (["--batch_size=3"], "--batch_size is not an option"), (["--stage=train", "--max_steps=3"], "give --steps= instead"),
     (["--stage=sft", "--dataset=x.json"], "leave it out"), (["--stage=grpo", "--eval_interval=2"], "leave it out"),
     (["--ladder"], "is for --stage=train, sft or grpo"),
     (["--stage=train", "--ladder", "--ablate"], "give one of them"), (["--stage=train", "--ladder", "--peers"], "leave --peers out"),
     (["--stage=rewards", "--peers"], "has no peers"), (["--stage=train", "--peers=trl"], "choose from nanogpt, trainer"),
-    (["--stage=train", "--memory"], "a part of --profile"), (["--stage=train", "--profile", "--ranks=2"], "into one process"),
+    (["--stage=train", "--memory"], "--memory needs --profile"), (["--stage=train", "--profile", "--ranks=2"], "profiles one process"),
     (["--stage=train", "--peers=nanogpt", "--dataset=x.txt"], "leave --dataset out"), (["--stage=train", "--output=x.txt"], "should end in .json")])
 def test_bad_input(argv, sentence):
     with pytest.raises(BadInput, match=sentence):

@@ -55,7 +55,7 @@ def test_the_header_states_what_the_file_makes(path):
     assert stated(r"([\d.]+)M tokens") == pytest.approx(tokens / 1e6, abs=0.05)
     if cfg.dataset == "wikitext":
         assert stated(r"([\d.]+) epochs of WikiText-103") == pytest.approx(tokens / WIKITEXT_103, abs=0.005)
-    card, mfu = re.search(r"minutes on one (.*?), if it runs at (\d+)% MFU", header).groups()
+    card, mfu = re.search(r"minutes on one (.*?) at (\d+)% MFU", header).groups()
     peak = hardware.peaks(card)[0]["bf16" if cfg.dtype == "auto" else cfg.dtype] * 1e12
     flops = model.flops_per_token(cfg.block_size)
     minutes = tokens * flops / (peak * int(mfu) / 100) / 60
@@ -163,7 +163,7 @@ def test_qwen_of_half_a_billion_on_one_card():
     sampling = (cfg.slots, cfg.max_prompt_tokens + cfg.max_new_tokens)
     need = scaling.needed(shape, 1, cfg.tokens_per_micro_batch // 1024, cfg.gradient_checkpointing, sampling)
     assert stated[2] == pytest.approx(sum(need.values()) / 2**30, rel=0.02)
-    assert f"{cfg.slots} answers in flight" in header and f"micro-batches of {cfg.tokens_per_micro_batch:,} tokens" in header
+    assert f"{cfg.slots} slots" in header and f"micro-batches of {cfg.tokens_per_micro_batch:,} tokens" in header
     assert cfg.max_steps == -(-6700 // cfg.prompts_per_step) and "Not run here" in header and "that run's figures" in header
 
 

@@ -251,21 +251,21 @@ def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
     assert {q["solved_at_random"] for q in found["unsolved"]} == {True, False}
     assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
     assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 400
-    assert "are solved by none" in capsys.readouterr().out
+    assert "are solved by no teacher" in capsys.readouterr().out
     path.write_text("precious")
-    with pytest.raises(BadInput, match="exists and is not a list of ours"):
+    with pytest.raises(BadInput, match="exists and is not a list of teachers"):
         runs_countdown.main([f"--teachers={path}"])
 
 
-@pytest.mark.parametrize("argv, words", [([], "Name a folder"), (["out/a", "--teachers=b.json"], "Name a folder"), (["nowhere"], "has no seconds"),
+@pytest.mark.parametrize("argv, words", [([], "Give an output folder"), (["out/a", "--teachers=b.json"], "Give an output folder"), (["nowhere"], "has no seconds"),
                                          (["--teachers=a.json", "--task=countdown"], "has no teachers"), (["--teachers=a.json", "--task=countdown_search:9"], "2 to 6"),
                                          (["--teachers=a.json", "--num_questions=0"], "num_questions")])
-def test_what_it_can_not_do_is_a_sentence(argv, words):
+def test_bad_input_is_one_sentence(argv, words):
     with pytest.raises(BadInput, match=words):
         runs_countdown.main(argv)
 
 
-# --- the ladder's figures ---
+# --- the pipeline's figures ---
 
 @pytest.fixture
 def ladder(tmp_path):
@@ -322,7 +322,7 @@ def test_the_summary(ladder, capsys):
         runs_countdown.main([str(ladder)])
 
 
-def test_what_is_furthest_beyond_the_others_is_shown_first():
+def test_the_hardest_problems_are_shown_first():
     def answers(right):
         return {question: [{"score": float(right), "completion": "what it writes"}] for question in ("easy", "more room", "luck", "hard")}
 
@@ -330,7 +330,7 @@ def test_what_is_furthest_beyond_the_others_is_shown_first():
     again = {"base": answers(False) | {"luck": [{"score": 1.0}]}}
     shown = runs_countdown.side_by_side({"base": answers(False), "rft": answers(False), "grpo": answers(True)}, again, unsolved)
     assert [part.splitlines()[0] for part in shown.split("\n\n\n")] == [
-        "hard (no teacher solves it, in twice the room either, nor the base in 8 tries)", "more room (no teacher solves it)",
+        "hard (no teacher solves it within twice the bytes, nor the base in 8 tries)", "more room (no teacher solves it)",
         "luck (no teacher solves it)", "easy"]
 
 

@@ -48,7 +48,7 @@ def test_without_a_gpu_it_is_one_sentence(tmp_path):
     done = subprocess.run(["bash", str(ROOT / "runs/gpu.sh"), "60", f"--output={tmp_path}/gpu.jsonl"], capture_output=True, text=True,
                           env=os.environ | {"PYTHON": sys.executable})
     assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
-    assert done.stderr.startswith("error: PyTorch sees no CUDA GPU here") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: PyTorch sees no CUDA GPU: ") and done.stderr.count("\n") == 1
 
 
 def test_a_stage_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):
@@ -70,7 +70,7 @@ def test_a_stage_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):
     errors = {line["name"]: line["error"] for line in lines}
     assert errors["b"] == "it is off by 3%" and errors["broken"] == "exit code 1: ValueError: no such | thing"
     assert errors["refused"] == "exit code 2: Give less." and errors["lacking"] == "no_such_package is not installed"
-    assert errors["late"].startswith("it takes 1000000 s at least, and 4") and errors["d"] is None
+    assert errors["late"].startswith("it needs at least 1000000 s, and 4") and errors["d"] is None
     assert lines[1]["figures"] == {"tflops": 700.0} and 0 < lines[1]["seconds"] < 20
     said = capsys.readouterr().out
     assert "| two | a | 700.0 TFLOP/s |" in said and "| broken | broken | **failed**: exit code 1: ValueError: no such / thing |" in said
@@ -236,7 +236,7 @@ def test_bad_input(argv, sentence, tmp_path, monkeypatch):
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    with pytest.raises(BadInput, match="2.11 or newer, and here is 2.9.1"):
+    with pytest.raises(BadInput, match="2.11 or newer, not 2.9.1"):
         run.check(run.Config(device="cpu"))
 
 
@@ -257,4 +257,4 @@ def test_utilization_is_sampled(monkeypatch, tmp_path):
 
 def test_a_table_of_a_card_that_did_not_answer():
     card = {"stage": "card", "command": "python -m x"} | outcome("card", "timeout", 60.0, error="ended after 60 s")
-    assert table.table([card]).startswith("The card is not known: timeout, ended after 60 s.")
+    assert table.table([card]).startswith("The card is unknown: timeout, ended after 60 s.")

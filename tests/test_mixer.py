@@ -240,8 +240,8 @@ def test_states_are_the_same_by_cumsum(monkeypatch, N):
 def test_a_layer_and_a_model_are_timed(kind):
     """studies/mixer_lengths.py runs this in a process per measurement."""
     cfg = mixer_lengths.Config(features=16, n_head=1, device="cpu")
-    for what in ("layer", "model"):
-        milliseconds, mib = mixer_lengths.measure(cfg, what, kind, 70)
+    for part in ("layer", "model"):
+        milliseconds, mib = mixer_lengths.measure(cfg, part, kind, 70)
         assert milliseconds > 0 <= mib
     if "softmax" not in kind:                # its fused kernel is not counted on a CPU
         passes = mixer_lengths.layer_pass(cfg, hardware.setup("cpu", "fp32", compile=False), mixer_lengths.shape_of(cfg, kind, 70), 70)
@@ -257,9 +257,9 @@ def test_break_even_length():
 
 @pytest.mark.parametrize("argv, said", [
     ("--lengths=a", "--lengths=a should be different numbers"), ("--lengths=0", "should be numbers of positions, above 0"),
-    ("--kinds=favor", "--kinds=favor should be of softmax, softmax-math, favor-sum"), ("--rounds=0", "--rounds=0 is too small"),
-    ("--errors --run=out", "--run and --text go together"), ("--errors --text=out", "--run and --text go together")])
-def test_invalid_timing_options_are_refused(argv, said):
+    ("--kinds=favor", "--kinds=favor is not known: choose from softmax, softmax-math, favor-sum"), ("--rounds=0", "--rounds=0 is too small"),
+    ("--errors --run=out", "--run needs --text"), ("--errors --text=out", "--run needs --text")])
+def test_bad_input_to_mixer_lengths_is_refused(argv, said):
     with pytest.raises(BadInput, match=said):
         mixer_lengths.main(argv.split())
 

@@ -110,7 +110,7 @@ def test_the_whole_notebook(tmp_path, monkeypatch):
     assert shown(cell_with(notebook.cells, "QUESTION ="))[0].count("Question: How many gram") == 3
     assert "parameters; 409.6M tokens" in shown(cell_with(notebook.cells, "CONFIG ="))[0]
     followed, pictures = shown(notebook.cells[-2])
-    assert "a100_production is not there" in followed and "step 2/2" in followed and pictures == 1
+    assert "a100_production does not exist" in followed and "step 2/2" in followed and pictures == 1
 
 
 # --- what is committed ---
@@ -147,7 +147,7 @@ def test_in_colab_it_is_cloned_and_what_it_needs_installed(tmp_path):
     def done(repository):
         return subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
                               env=os.environ | {"PYTHONPATH": f"{tmp_path}/fake", "REPOSITORY": repository})
-    assert "give its address as REPOSITORY" in done("").stderr
+    assert "set REPOSITORY above to its URL" in done("").stderr
     for _ in range(2):                       # the second time, in a new kernel, it is there
         said = done(str(project))
         assert said.returncode == 0, said.stderr

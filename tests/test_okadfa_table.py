@@ -1,4 +1,4 @@
-"""studies/okadfa.py: what is run, what is counted and what the table says. No run of train.py is started."""
+"""studies/okadfa.py: its runs, counts and table, with runs of train.py made up."""
 import dataclasses
 import json
 import math
@@ -37,7 +37,7 @@ def started(monkeypatch, tmp_path):
         end.mkdir(parents=True, exist_ok=True)
         (end / "state.json").write_text(json.dumps({"progress": {"lr_factor": 1.0}}))
     monkeypatch.setattr(okadfa, "logged_process", start)
-    monkeypatch.setattr(okadfa, "machine", lambda: "two cores")
+    monkeypatch.setattr(okadfa, "cpu_name", lambda: "two cores")
     monkeypatch.setattr(okadfa, "git_commit", lambda: "abc")
     return runs
 
@@ -93,7 +93,7 @@ def test_a_rate_whose_run_fails_is_out_and_a_final_run_that_fails_is_an_error(st
     monkeypatch.setattr(okadfa, "logged_process", diverging)
     with pytest.raises(okadfa.guard.Failure, match="not finite"):
         measure(tmp_path, "--rows=last", "--rates=0.003 0.01 0.03")
-    assert capsys.readouterr().out.count("A rate is out") == 1
+    assert capsys.readouterr().out.count("A learning rate is left out") == 1
     assert sorted(run["learning_rate"] for run in started) == ["0.003", "0.01"]
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_went_back_does_not_count_for_the_rate_that_was_asked_for(sta
                 state.write_text('{"progress": {"lr_factor": 0.5}}')
     monkeypatch.setattr(okadfa, "logged_process", going_back)
     assert measure(tmp_path, "--rows=last", "--rates=0.003 0.01 0.03") == 0
-    assert "has gone back and lowered its rate, so its figures are not those of 0.01" in capsys.readouterr().out
+    assert "rolled back and lowered its learning rate, so its figures are not those of 0.01" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/table.json").read_text())["rows"]["last"]["rate"] == 0.03
 
 
@@ -137,7 +137,7 @@ def test_counts_against_a_sum_by_hand():
 
 def test_rows_ask_train_for_what_it_has():
     for name, row in okadfa.ROWS.items():
-        knobs = okadfa.knobs_of(okadfa.Config(), "x.txt", row, 0.01, 0, 100)
+        knobs = okadfa.options_of(okadfa.Config(), "x.txt", row, 0.01, 0, 100)
         train.check(train.Config(**knobs))
         assert (row.published is None) == (row.source == "" and name != "softmax")
 

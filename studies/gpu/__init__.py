@@ -1,1 +1,1 @@
-"""Everything that bash runs/gpu.sh verifies and measures on a card."""
+"""The GPU suite that runs/gpu.sh runs."""

@@ -1,11 +1,11 @@
-"""Checks of a card that studies.gpu.run runs as processes of their own.
+"""Check a GPU; studies.gpu.run runs these checks as processes.
 
-    python -m studies.gpu.checks card           what it is, its driver, versions, attention kernels that run
-    python -m studies.gpu.checks ceilings       products of large matrices by format, and reading memory
-    python -m studies.gpu.checks attention      attention kernels: first call, steady, at varied lengths
-    python -m studies.gpu.checks decoding       a step's attention, by a mask and by lengths
+    python -m studies.gpu.checks card           name, driver, versions, attention kernels that run
+    python -m studies.gpu.checks ceilings       products of large matrices by format, memory bandwidth
+    python -m studies.gpu.checks attention      attention kernels: first call, steady state, varied lengths
+    python -m studies.gpu.checks decoding       attention of a decoding step, by mask and by lengths
 
-Knobs, as --key=value:
+Options, as --key=value:
 """
 import importlib.util
 import os
@@ -25,16 +25,16 @@ from engine import Engine
 from engine.gpu import CUDAGraph
 from layers.ops import ATTENTION, SDPA_WITH_MASK
 from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
-from measure.report import outcome, tell
+from measure.report import outcome, print_record
 from measure.synthetic import SHAPES
 from model import GPTConfig, blank
 from runtime import config, guard, hardware
 
 PACKAGES = ("numpy", "triton", "tokenizers", "safetensors", "transformers", "pytest", "nvidia-ml-py")
-CALLS = 20                                   # of a kernel that count; in a graph, as many as a model has layers
-# relative error of results and gradients beside those in fp64, at most; fp32 may be TF32
+CALLS = 20                                   # measured calls of a kernel, or layers in a graph
+# largest relative error of results and gradients against fp64; fp32 may be TF32
 TOLERANCES = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-TOLERANCE = 0.03                             # of attention by lengths beside the mask's result, in bf16
+TOLERANCE = 0.03                             # the same for bf16 attention by lengths against mask
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Config:
 
 
 def ask_driver(fields):
-    """Return what nvidia-smi says of the first card, as text; None without it."""
+    """Return nvidia-smi's text for the first card; None without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return None
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
@@ -55,13 +55,13 @@ def ask_driver(fields):
 
 
 def installed(package):
-    """Return the version of a package, None if it is not there."""
+    """Return the version of a package, None if it is not installed."""
     module = {"nvidia-ml-py": "pynvml"}.get(package, package)
     return version(package) if importlib.util.find_spec(module) else None
 
 
 def random_inputs(hw, shape):
-    """Return q [B, T, H, D], k and v [B, T, K, D], which take gradients, and a gradient of the result."""
+    """Return ([q [B, T, H, D], k, v [B, T, K, D]] with requires_grad, a gradient of the result)."""
     B, T, H, K, D = shape
     drawn = {"generator": torch.Generator(hw.device).manual_seed(T), "device": hw.device}
     *inputs, dy = (torch.randn(B, T, heads, D, dtype=hw.torch_dtype, **drawn) for heads in (H, K, K, H))
@@ -69,26 +69,27 @@ def random_inputs(hw, shape):
 
 
 def results(attend, inputs, dy):
-    """Return attention's result and the gradients of its inputs."""
+    """Return the result of attention and the gradients of its inputs."""
     y = attend(*inputs)
     return [y, *torch.autograd.grad(y, inputs, dy)]
 
 
 def disagreement(attend, inputs, dy):
-    """Return what is off beside attention in fp64, None if nothing is. Of two rows at most."""
+    """Return a sentence about the first tensor that deviates from attention in fp64, else None. Uses two
+    rows."""
     tolerance = TOLERANCES[dy.dtype]
     inputs = [x[:2].detach().requires_grad_() for x in inputs]
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     exact = results(ATTENTION["math"], exact_inputs, dy[:2].double())
     for name, ours, expected in zip(("y", "dq", "dk", "dv"), results(attend, inputs, dy[:2]), exact):
         error = ((ours.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-        if not error <= tolerance:           # NaN is no agreement either
+        if not error <= tolerance:           # NaN fails too
             return f"{name} is off by {error:.1%}"
     return None
 
 
 def time_calls(attend, hw, inputs, dy, calls):
-    """Return the seconds of each of so many forward and backward passes."""
+    """Return the seconds of each forward and backward pass."""
     hw.wait()
     seconds = []
     for _ in range(calls):
@@ -100,7 +101,7 @@ def time_calls(attend, hw, inputs, dy, calls):
 
 
 def attention_kernels(hw):
-    """Return the names of the attention kernels that do a forward and backward pass of a small batch."""
+    """Return the names of the attention kernels that can run forward and backward on a small batch."""
     found = []
     for name in hardware.SDPA:
         try:
@@ -133,14 +134,14 @@ def check_card(cfg, hw):
         packages={name: installed(name) for name in PACKAGES},
         kernels=available,
         kernels_s=round(time.perf_counter() - start, 2),
-        compiler=shutil.which(os.environ.get("CC", "cc")),                   # Triton needs one
+        compiler=shutil.which(os.environ.get("CC", "cc")),                   # for Triton
         dtype=hw.dtype,
         nominal=hw.peaks,
         nominal_tb_per_s=hw.bandwidth,
         commit=facts["commit"],
         date=facts["date"],
     )
-    tell(**outcome(hw.name, figures=figures))
+    print_record(**outcome(hw.name, figures=figures))
 
 
 def check_ceilings(cfg, hw):
@@ -148,18 +149,17 @@ def check_ceilings(cfg, hw):
         tflops = matmul_peak(hw, name) / 1e12
         nominal = hw.peaks.get(name)
         figures = {"tflops": tflops, "nominal_tflops": nominal, "of_nominal": nominal and tflops / nominal}
-        tell(**outcome(f"products, {name}", figures=figures))
+        print_record(**outcome(f"products, {name}", figures=figures))
     gb_per_s = read_bandwidth(hw) / 1e9
     nominal = hw.bandwidth and 1e3 * hw.bandwidth
     share = nominal and gb_per_s / nominal
     figures = {"gb_per_s": gb_per_s, "nominal_gb_per_s": nominal, "of_nominal": share}
-    tell(**outcome("reading memory", figures=figures))
+    print_record(**outcome("reading memory", figures=figures))
 
 
 def time_attention(hw, shape):
-    """Return the figures of the kernel that is set: milliseconds of a forward and backward pass, what the
-    first one took, and the mean of passes at three lengths with the first of each, as batches of varied
-    lengths have it."""
+    """Return the figures of the selected kernel: milliseconds of a forward and backward pass, seconds of the
+    first call, and the mean over three lengths with their first calls, as in batches of varied lengths."""
     B, T, H, K, D = shape
     attend = ATTENTION[hw.attention]
     inputs, dy = random_inputs(hw, shape)
@@ -193,11 +193,12 @@ def check_attention(cfg, hw):
         if problem:
             lacks = "No available kernel" in problem or "No viable backend" in problem
             status = "skipped" if lacks else "failed"
-        tell(**outcome(name, status, figures=figures, error=problem))
+        print_record(**outcome(name, status, figures=figures, error=problem))
 
 
-def both_ways(engine):
-    """Return {mask or length: Once} of rows of random lengths, for which the cache's first layer is filled."""
+def attention_by_way(engine):
+    """Return {"mask" or "length": LayerAttention} for rows of random lengths, filling the cache's first
+    layer."""
     drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}
     on_device = {"device": engine.device} | drawn
     B = engine.slots
@@ -205,11 +206,12 @@ def both_ways(engine):
     positions = torch.randint(engine.context, (B,), **on_device)
     q = torch.randn(B, 1, c.n_head, c.head_dim, dtype=engine.dtype, **on_device)
     keys, values = (cache[0, :B].normal_(**drawn) for cache in (engine.cache.k, engine.cache.v))
-    return {way: Once(way, engine, q, keys, values, positions) for way in ("mask", "length")}
+    inputs = (engine, q, keys, values, positions)
+    return {way: LayerAttention(way, *inputs) for way in ("mask", "length")}
 
 
-class Once:
-    """A layer's attention in one of the ways, outside of a step."""
+class LayerAttention:
+    """One layer's decoding attention, by mask or by lengths, outside of a step."""
 
     def __init__(self, way, engine, q, keys, values, positions):
         self.device = engine.device
@@ -226,7 +228,7 @@ class Once:
             self.attend()
 
     def seconds(self):
-        """Return the median seconds of a graph of CALLS calls, for one by one they would wait for Python."""
+        """Return the median seconds of a CUDA graph of CALLS calls, which avoids Python's launch overhead."""
         graph = CUDAGraph(self.repeat, self.device, [])
         seconds = []
         for _ in range(6):
@@ -238,25 +240,25 @@ class Once:
 
 
 def check_decoding(cfg, hw):
-    """Time both ways to attend in a decoding step, for models of one layer with the heads of GPT-2 and SmolLM2-360M:
-    the attention of CALLS layers, of rows that have from 1 to all positions."""
+    """Time decoding attention by mask and by lengths, with the heads of GPT-2 and SmolLM2-360M: CALLS layers,
+    rows with random lengths up to the context."""
     for name, slots, context in (("gpt2", 64, 192), ("gpt2", 512, 192), ("smollm2-360m", 256, 1024)):
         model = blank(GPTConfig(**SHAPES[name] | {"n_layer": 1}), device=hw.device)
         engine = Engine(model, slots, context, dtype=hw.sampling_dtype, decoding="mask")
         expected = None
-        for way, once in both_ways(engine).items():
+        for way, attention in attention_by_way(engine).items():
             case = f"{name}, {engine.slots} rows of up to {engine.context}, {way}"
             try:
-                found = once.attend().float()
+                found = attention.attend().float()
                 expected = found if expected is None else expected
                 error = ((found - expected).norm() / expected.norm()).item()
-                figures = {"ms": 1e3 * once.seconds(), "calls": CALLS, "off_mask": error}
-                problem = None if error <= TOLERANCE else f"off by {error:.1%} from the mask's"
-                tell(**outcome(case, "failed" if problem else "ok", figures=figures, error=problem))
-            except Exception as e:           # no such kernel here, or none that a graph can hold
+                figures = {"ms": 1e3 * attention.seconds(), "calls": CALLS, "off_mask": error}
+                problem = None if error <= TOLERANCE else f"off by {error:.1%} from the result by mask"
+                print_record(**outcome(case, "failed" if problem else "ok", figures=figures, error=problem))
+            except Exception as e:           # no such kernel here, or it can't be captured
                 expected_to_run = way == "mask" and hw.device.type == "cuda"
                 status = "failed" if expected_to_run else "skipped"
-                tell(**outcome(case, status, error=f"{type(e).__name__}: {e}".splitlines()[0][:200]))
+                print_record(**outcome(case, status, error=f"{type(e).__name__}: {e}".splitlines()[0][:200]))
 
 
 CHECKS = {

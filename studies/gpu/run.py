@@ -1,14 +1,13 @@
-"""Verifies and measures everything on this machine's GPU, in a given time, without a network.
+"""Test and measure everything on this machine's GPU in a given time, without a network.
 
     bash runs/gpu.sh                            480 seconds
     bash runs/gpu.sh 120 --only=correctness,engine
     python -m studies.gpu.run --table=bench_results/gpu.jsonl       the table of an earlier run
 
-The stages in STAGES run one after the other, each as a process of its own that is ended when its time is
-over; one that no longer fits is skipped, and one that fails stops no other. Each check leaves a line in
-gpu.jsonl at once: stage, name, status (ok | failed | skipped | timeout), seconds, figures, error, command.
-The first tells of the card and the versions. Exit code 1 if a check failed or a stage ran out of its time.
-Knobs, as --key=value:
+Each stage of STAGES runs as a process with a time limit; a stage that no longer fits is skipped, and a failed
+stage does not stop the others. Each check appends a line to gpu.jsonl: stage, name, status (ok | failed |
+skipped | timeout), seconds, figures, error, command; the first line has the card and the versions. Exit code
+1 if a check failed or a stage timed out. Options, as --key=value:
 """
 import contextlib
 import importlib.util
@@ -40,23 +39,22 @@ from studies.gpu.table import heading, shown, table
 
 @dataclass
 class Config:
-    seconds: float = 480.0                   # for everything together
-    only: str | None = None                  # stages, with a comma; None: all
-    output: str = "bench_results/gpu.jsonl"  # lines are added to it; what the processes print is in a .log
-                                             # beside it
-    table: str | None = None                 # a gpu.jsonl: print the table of its last run, and nothing else
-    device: str = "cuda"                     # cpu: try the stages themselves, tiny
+    seconds: float = 480.0                   # for all stages together
+    only: str | None = None                  # comma-separated stages; None: all
+    output: str = "bench_results/gpu.jsonl"  # appended to; the processes' output goes to a .log next to it
+    table: str | None = None                 # a gpu.jsonl: only print the table of its last run
+    device: str = "cuda"                     # cpu: tiny stages, to test this script
 
 
 class Stage(NamedTuple):
     """A process that makes checks."""
     name: str
-    command: str                             # what follows `python`
-    tiny: str                                # what makes it small, on a CPU
-    needs: int                               # seconds that it takes at least, or it is skipped
-    timeout: int                             # seconds after which it is ended
-    beside: str = ""                         # the earlier stage that it is compared with
-    package: str = ""                        # without which it is skipped
+    command: str                             # the arguments of `python`
+    tiny: str                                # arguments for --device=cpu
+    needs: int                               # seconds; skipped if fewer are left
+    timeout: int                             # seconds
+    beside: str = ""                         # the earlier stage to compare with
+    package: str = ""                        # required package
     cards: int = 1
 
 
@@ -73,7 +71,7 @@ TINY_TRAIN = ("--n_layer=1 --n_embd=32 --n_head=2 --block_size=32 --batch_size=2
 TINY_SFT = "--model=1m --batch_size=2 --gradient_accumulation_steps=1 --steps=1 --compile=false"
 TINY_GRPO = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4 --steps=1"
 TINY_GENERATE = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4"
-# Those that tell most come first: what no longer fits is left out.
+# the most informative first, since stages that no longer fit are skipped
 STAGES = (
     Stage("card", "-m studies.gpu.checks card", "", 10, 60),
     Stage("correctness", f"{PYTEST} tests/test_gpu.py", "-k fp16_that", 20, 160, package="pytest"),
@@ -97,15 +95,15 @@ STAGES = (
           package="transformers"),
 )
 RATES = ("tokens_per_s", "completions_per_s")
-SETTINGS = ("attention", "compile", "micro_batch", "dtype")  # of a run, as they turned out
-LOSS_OFF = 0.02                              # of two runs of the same steps, at most
+SETTINGS = ("attention", "compile", "micro_batch", "dtype")  # resolved settings to record
+LOSS_OFF = 0.02                              # largest relative deviation between two runs of the same steps
 FAILURES = ("failed", "timeout")
 
 
 # --- gpu.jsonl ---
 
 def append(path, line):
-    """Add a line to a file; it is on the disk when this returns."""
+    """Append a line to a file and fsync it."""
     with open(path, "a") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -113,8 +111,7 @@ def append(path, line):
 
 
 def read_lines(path):
-    """Return the lines of the last run that a gpu.jsonl holds, without one that was cut short. BadInput if
-    there is none."""
+    """Return the complete lines of the last run in a gpu.jsonl. Raises BadInput if there are none."""
     try:
         texts = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as e:
@@ -133,7 +130,7 @@ def read_lines(path):
 
 
 def parsed(text):
-    """Return the dictionary that a line holds; an empty one if it holds none."""
+    """Return the dictionary in a line; {} if it is not one."""
     with contextlib.suppress(ValueError):
         return config.parse_json(text, dict)
     return {}
@@ -142,8 +139,8 @@ def parsed(text):
 # --- a process ---
 
 def run_process(command, timeout, log, env):
-    """Run a command; yield each line that it prints, which goes to the file log too, and at last its exit
-    code, or None if `timeout` seconds were over first. Whatever happens, none of its children stays."""
+    """Run a command; yield each line of its output, which also goes to the file log, then its exit code, or
+    None after `timeout` seconds. Kills all of its descendants at the end."""
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
     printed = queue.SimpleQueue()
@@ -157,7 +154,7 @@ def run_process(command, timeout, log, env):
             except queue.Empty:
                 if process.poll() is None:
                     continue
-                break                        # not at its output's end: what it started may still hold that
+                break                        # without waiting for EOF: a child may still hold the pipe
             log.write(line)
             log.flush()
             yield line
@@ -174,7 +171,7 @@ def read_into(stream, printed):
 
 
 def end(process):
-    """Kill a process with all that it started: torchrun's ranks are in sessions of their own."""
+    """Kill a process and its descendants, including torchrun's ranks, which have sessions of their own."""
     family = descendants(process.pid) if process.poll() is None else []
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -185,7 +182,7 @@ def end(process):
 
 
 def descendants(pid):
-    """Return the ids of a process's children, their children and so on; none where there is no /proc."""
+    """Return the ids of a process's descendants; [] without /proc."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -197,20 +194,20 @@ def descendants(pid):
     return family[1:]
 
 
-def last_words(printed):
-    """Return the sentence in which a process's last lines say why it failed."""
+def error_message(printed):
+    """Return the error message in the last lines of a process."""
     lines = [line.strip() for line in printed if line.strip()]
     for pattern in (r"error: ", r"(\[rank\d+\]:\s*)?[\w.]*(Error|Exception|Exit|Interrupt)\b"):
-        said = [line for line in lines if re.match(pattern, line)]
-        if said:
-            return said[-1].removeprefix("error: ")
-    return lines[-1] if lines else "without a word"
+        errors = [line for line in lines if re.match(pattern, line)]
+        if errors:
+            return errors[-1].removeprefix("error: ")
+    return lines[-1] if lines else "no output"
 
 
 # --- a stage ---
 
 def command_of(stage, cfg):
-    """Return what follows `python` of a stage, as words."""
+    """Return the arguments of `python` for a stage."""
     words = shlex.split(stage.command)
     if cfg.device == "cpu":
         words += shlex.split(stage.tiny)
@@ -218,24 +215,24 @@ def command_of(stage, cfg):
     return words
 
 
-def why_not(stage, cfg, seconds_left):
-    """Return the sentence that says why a stage can't run; None if it can."""
+def reason_to_skip(stage, cfg, seconds_left):
+    """Return the reason why a stage can't run; None if it can."""
     if stage.package and not importlib.util.find_spec(stage.package):
         return f"{stage.package} is not installed"
     if cfg.device == "cuda" and torch.cuda.device_count() < stage.cards:
-        return f"there is one card here, and it takes {stage.cards}"
+        return f"it needs {stage.cards} cards, and there is one"
     if seconds_left < stage.needs:
-        return f"it takes {stage.needs} s at least, and {max(0.0, seconds_left):.0f} are left"
+        return f"it needs at least {stage.needs} s, and {max(0.0, seconds_left):.0f} are left"
     return None
 
 
 def run_stage(stage, cfg, seconds_left, log, folder):
-    """Run a stage, and yield the line of each of its checks as soon as that is known."""
+    """Run a stage, and yield the line of each check as soon as it is known."""
     words = command_of(stage, cfg)
     about = {"stage": stage.name, "command": shlex.join(["python", *words])}
-    obstacle = why_not(stage, cfg, seconds_left)
-    if obstacle:
-        yield about | outcome(stage.name, "skipped", error=obstacle)
+    reason = reason_to_skip(stage, cfg, seconds_left)
+    if reason:
+        yield about | outcome(stage.name, "skipped", error=reason)
         return
     record = Path(folder) / f"{stage.name}.json"
     if words[0] == "bench.py":
@@ -243,46 +240,46 @@ def run_stage(stage, cfg, seconds_left, log, folder):
     timeout = min(stage.timeout, seconds_left)
     log.write(f"\n== {stage.name}: {about['command']}\n")
     start = time.monotonic()
-    lap = start
-    recent = []                              # lines of no check
-    running = ""                             # the test that has begun
+    last_check = start
+    recent = []                              # last lines that are not checks
+    running = ""                             # the current test
     checks = 0
     process = run_process([sys.executable, *words], timeout, log, environment(cfg, folder))
     with contextlib.closing(process), ProgressLine(f"running {stage.name}"):
-        for said in process:
-            if not isinstance(said, str):
-                code = said
+        for printed in process:
+            if not isinstance(printed, str):
+                code = printed
                 continue
-            content = parsed(said)
+            content = parsed(printed)
             if content.keys() == outcome("").keys():
                 checks += 1
                 running = ""
                 now = time.monotonic()
-                content["seconds"] = content["seconds"] or round(now - lap, 3)
-                lap = now
+                content["seconds"] = content["seconds"] or round(now - last_check, 3)
+                last_check = now
                 yield about | content
             elif "begins" in content:
                 running = f" in {content['begins']}"
             else:
-                recent = [*recent[-49:], said]
+                recent = [*recent[-49:], printed]
     seconds = round(time.monotonic() - start, 3)
-    tests_failed = code == 1 and checks and "pytest" in words          # and told of themselves
+    tests_failed = code == 1 and checks and "pytest" in words          # reported test by test
     if code is None:
         yield about | outcome(stage.name, "timeout", seconds, error=f"ended after {timeout:.0f} s{running}")
     elif code and not tests_failed:
-        error = f"exit code {code}{running}: {last_words(recent)}"
+        error = f"exit code {code}{running}: {error_message(recent)}"
         yield about | outcome(stage.name, "failed", seconds, error=error)
     elif record.exists():
         for name, figures in figures_of(json.loads(record.read_text())):
             yield about | outcome(name, "ok", seconds, figures)
-            seconds = None                   # of the process: at its first check
+            seconds = None                   # the process's seconds stand at its first check
     elif not checks:
-        yield about | outcome(stage.name, "failed", seconds, error="it told of no check")
+        yield about | outcome(stage.name, "failed", seconds, error="it reported no check")
 
 
 def environment(cfg, folder):
-    """Return the environment of a stage: compiled code and choices of kernels are made here and now, and what
-    a process that is killed leaves behind goes with the folder."""
+    """Return the environment of a stage: fresh compile caches, and temporary files that are removed with the
+    folder even if the process is killed."""
     env = os.environ | {
         "TMPDIR": folder,
         "PYTHONUNBUFFERED": "1",
@@ -297,7 +294,7 @@ def environment(cfg, folder):
 
 
 def figures_of(record):
-    """Return [(name of the check, figures)] of a record of bench.py."""
+    """Return [(name of the check, figures)] from a record of bench.py."""
     if record["mode"] == "profile":
         consumers = {row["name"]: row["share"] for row in record["consumers"][:8]}
         return [("parts of a step", {"step_ms": record["ms_a_step"], "consumers": consumers})]
@@ -320,7 +317,7 @@ def figures_of(record):
 
 
 def case_figures(case):
-    """Return the figures of a case of bench.py's --stage=generate."""
+    """Return the figures of a case of bench.py --stage=generate."""
     names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "decoding")
     figures = {name: case[name] for name in names if name in case}
     figures["of_limit"] = case["tokens_per_s"] / case["limit"]
@@ -331,9 +328,9 @@ def case_figures(case):
 
 
 def compare(line, other):
-    """Add to a line how it differs from that of an earlier stage: in speed, in seconds outside of the steps
-    that count (of a compiled run, what compiling takes), and in the last loss, which fails it where both have
-    trained on the same."""
+    """Add the comparison with an earlier stage to a line: speed, seconds outside of the measured steps
+    (compilation) and last loss. After the same training steps, a loss that deviates by more than LOSS_OFF
+    fails the check."""
     ours = line["figures"]
     theirs = other["figures"]
     rate = next((rate for rate in RATES if rate in ours and rate in theirs), None)
@@ -350,10 +347,10 @@ def compare(line, other):
         line["error"] = f"its loss, {ours['loss']:.4f}, is not that of {other['stage']}, {theirs['loss']:.4f}"
 
 
-# --- the call ---
+# --- main ---
 
 def chosen(names):
-    """Return the Stages to run, the card's always among them. BadInput for a name that there is not."""
+    """Return the Stages to run, always with "card". Raises BadInput for an unknown name."""
     if names is None:
         return STAGES
     wanted = names.split(",")
@@ -365,20 +362,20 @@ def chosen(names):
 
 
 def check(cfg):
-    """Raise BadInput where nothing can be measured."""
+    """Raise BadInput if this machine or PyTorch can't run the suite."""
     config.at_least(cfg, 1, "seconds")
     if cfg.device not in ("cuda", "cpu"):
-        raise BadInput(f"--device={cfg.device} is not known here: use cuda, or cpu to try the stages.")
+        raise BadInput(f"--device={cfg.device} is not known here: use cuda, or cpu to test the stages.")
     if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("PyTorch sees no CUDA GPU here: run this where there is one, with a CUDA build of "
-                       "PyTorch; python bench.py measures a CPU.")
+        raise BadInput("PyTorch sees no CUDA GPU: use a machine with one and a CUDA build of PyTorch, or "
+                       "measure the CPU with python bench.py.")
     version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
     if version < [2, 11]:
-        raise BadInput(f"This takes PyTorch 2.11 or newer, and here is {torch.__version__}: update it.")
+        raise BadInput(f"The GPU suite needs PyTorch 2.11 or newer, not {torch.__version__}: update it.")
 
 
 def check_output(path):
-    """Make the output's folder. BadInput if the file is another's, or can't be written."""
+    """Make the output's folder. Raises BadInput if the file is not from this script or can't be written."""
     try:
         if path.exists() and path.stat().st_size:
             read_lines(path)
@@ -394,7 +391,7 @@ def run(cfg, stages, path):
     """Run the stages, and return the lines of their checks."""
     deadline = time.monotonic() + cfg.seconds
     lines = []
-    first = {}                               # {stage: the first line of it that is ok}
+    first = {}                               # {stage: its first line that is ok}
     with tempfile.TemporaryDirectory() as folder, open(path.with_suffix(".log"), "a") as log:
         for stage in stages:
             checks = run_stage(stage, cfg, deadline - time.monotonic(), log, folder)
@@ -406,12 +403,12 @@ def run(cfg, stages, path):
                             compare(line, first[stage.beside])
                     append(path, line)
                     lines.append(line)
-                    say(line)
+                    print_check(line)
     return lines
 
 
-def say(line):
-    """Print a line for people; of tests only those that are not ok."""
+def print_check(line):
+    """Print a check; of tests only those that are not ok."""
     clear()
     if line["stage"] == "card":
         print(heading(line), flush=True)
@@ -430,7 +427,7 @@ def main(argv):
     check(cfg)
     path = Path(cfg.output).resolve()
     check_output(path)
-    for number in (signal.SIGTERM, signal.SIGHUP):           # so that no process stays behind
+    for number in (signal.SIGTERM, signal.SIGHUP):           # raise KeyboardInterrupt, to end all processes
         signal.signal(number, signal.default_int_handler)
     lines = run(cfg, stages, path)
     print(f"\n{table(lines)}\n\nAll figures: {path}")

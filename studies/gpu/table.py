@@ -1,7 +1,7 @@
-"""The table of a run of studies.gpu.run, in Markdown, from the lines of its gpu.jsonl alone."""
+"""Make the Markdown table of a run of studies.gpu.run from its gpu.jsonl."""
 from collections import Counter
 
-# figure: how the table has it
+# {figure: its format}
 SHOWN = {
     "tokens_per_s": "{:,.0f} tokens/s",
     "completions_per_s": "{:,.1f} completions/s",
@@ -30,7 +30,7 @@ SHOWN = {
 
 
 def shown(figures):
-    """Return figures as the table has them."""
+    """Return the text of a check's figures."""
     texts = []
     for key, text in SHOWN.items():
         if figures.get(key) is not None:
@@ -41,8 +41,8 @@ def shown(figures):
 
 
 def table(lines):
-    """Return the table of a run: what it was measured on, then a row for each check. Of tests one row has how
-    many passed, and those that did not have their own."""
+    """Return the table of a run: a line about the card, then a row for each check. Tests have one row of
+    counts for each stage, and failed tests a row of their own."""
     rows = []
     if lines[0]["stage"] == "card":
         rows = [heading(lines[0]), ""]
@@ -63,7 +63,7 @@ def table(lines):
                 result = ", ".join(filter(None, (f"**{line['status']}**: {line['error']}", result)))
             seconds = "" if line["seconds"] is None else f"{line['seconds']:.0f}"
             rows.append(row(stage, line["name"].rpartition("::")[2], result, seconds, command))
-            command = ""                     # of the stage's other rows the same
+            command = ""                     # only in the stage's first row
     return "\n".join(rows)
 
 
@@ -73,7 +73,7 @@ def row(*cells):
 
 
 def row_of_tests(stage, checks, command):
-    """Return the row that sums up the tests of a stage, with the slowest first call of a kernel."""
+    """Return the row that counts the tests of a stage, with the slowest first call of a kernel."""
     counts = Counter(line["status"] for line in checks)
     result = ", ".join(f"{n} {status}" for status, n in counts.items())
     first_calls = []
@@ -83,16 +83,16 @@ def row_of_tests(stage, checks, command):
     if first_calls:
         seconds, name = max(first_calls)
         result += f"; slowest first call {seconds:.2f} s, {name}"
-    # of a stage that ran out of its time, its own line has all of it
+    # a stage that timed out has the total on a line of its own
     seconds = max([sum(line["seconds"] or 0 for line in checks if "::" in line["name"]),
                    *(line["seconds"] or 0 for line in checks if "::" not in line["name"])])
     return row(stage, "tests", result, f"{seconds:.0f}", command)
 
 
 def heading(card):
-    """Return the sentence above a table: what it was measured on."""
+    """Return the sentence about the hardware and versions above a table."""
     if card["status"] != "ok":
-        return f"The card is not known: {card['status']}, {card['error']}."
+        return f"The card is unknown: {card['status']}, {card['error']}."
     about = card["figures"]
     hardware = [f"{max(1, about['cards'])} × {card['name']}", f"{about['memory_gb']} GiB"]
     if about["nominal"]:
