@@ -3,8 +3,9 @@ import re
 from fractions import Fraction
 
 from tasks import _equations, _numbers
-from tasks._steps import plain
+from tasks._steps import NUMBERED, Steps, follows, plain
 
+LONGEST_STEPS = 2000                 # characters of a completion that follows a process
 ANSWER = re.compile(r"<answer ?>([^<]{0,200})</answer ?>", re.IGNORECASE)
 HOW_MANY = re.compile(r"\bhow many ([^\W\d_]{1,40})", re.IGNORECASE)
 WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -66,6 +67,21 @@ def reasoned(question, completion, value, numbers=None):
         answers += [answer / 100 for answer in answers]
     known = numbers_in(question.get("question", "")) if numbers is None else numbers
     return _equations.reasoned(before_answer(completion), answers, known)
+
+
+def grade_steps(worked, question, completion, answer, correct, form=NUMBERED):
+    """Return (score, parts) of a completion that has to follow a process.
+
+    worked(question, steps) writes the steps that lead to the answer; answer: the completion's, "" if it has none;
+    correct: whether it is right; form: see _steps.follows. parts: answered, correct, and reasoned, whether the text
+    before the answer has exactly these steps, in order, and no other number.
+    """
+    steps = Steps()
+    worked(question, steps)
+    reasoning = before_answer(completion[:LONGEST_STEPS])
+    parts = {"answered": answer != "", "correct": correct,
+             "reasoned": follows(steps, reasoning, question["answer"], form)}
+    return float(correct), parts
 
 
 def grade(question, completion):

@@ -1,4 +1,5 @@
 """Questions and their splits, for tasks that draw them and for tasks that read them from files."""
+import functools
 import hashlib
 import math
 import random
@@ -9,6 +10,8 @@ from tasks import PROMPT
 N_DOCUMENTS = {"train": 20_000, "valid": 1_000}
 N_QUESTIONS = 1000                   # of a generated task, where no number is asked for
 PATIENCE = 2000                      # draws without a new question after which a task is taken to have no more
+WRONG = 0.2                          # share of documents with a slip in one step
+COMMON = 0.65                        # share with the common mistake, of the questions that invite one
 
 
 def split_of(asked):
@@ -49,15 +52,27 @@ def drawn(draw, split, seed):
         yield question
 
 
-def with_mistakes(draw, solution, wrong_solution, share_wrong, split, seed):
-    """Return documents of a split as text from the web would have them, some with a mistake: share_wrong(question) of those
-    that ask alike have the completion that wrong_solution(question, rng) gives, the others solution(question)."""
-    rng = random.Random(f"{seed} {split} wrong")
-    found = []
-    for question in drawn(draw, split, seed):
-        is_wrong = rng.random() < share_wrong(question)
-        found.append(document(question, wrong_solution(question, rng) if is_wrong else solution(question)))
-    return found
+def with_levels(name, draw, solution, wrong_solution, invites_mistake):
+    """Return (check, questions, documents) of a task whose argument is a level, 0 to 2 (default 1).
+
+    draw(rng, level) returns (key, question); solution(question) and wrong_solution(question, rng) return completions. Like text
+    from the web, some documents are wrong: the share COMMON where invites_mistake(question) is true, else WRONG.
+    """
+    def check(argument):
+        if argument not in (None, "0", "1", "2"):
+            raise ValueError(f"The argument of {name} is a level, 0 to 2, and {argument or 'nothing'} was given.")
+
+    def questions(split, seed=0, n=None, argument=None):
+        return distinct(functools.partial(draw, level=int(argument or 1)), split, seed, n)
+
+    def documents(split, seed=0, argument=None):
+        rng = random.Random(f"{seed} {split} wrong")
+        texts = []
+        for question in drawn(functools.partial(draw, level=int(argument or 1)), split, seed):
+            is_wrong = rng.random() < (COMMON if invites_mistake(question) else WRONG)
+            texts.append(document(question, wrong_solution(question, rng) if is_wrong else solution(question)))
+        return texts
+    return check, questions, documents
 
 
 def document(question, completion):

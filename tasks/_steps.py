@@ -46,15 +46,22 @@ class Steps:
         return a
 
 
-def with_a_slip(worked, question, rng):
-    """Return (steps, answer) as worked(question, steps) makes them, with a slip that makes the answer wrong."""
+def solution(worked, question, *options):
+    """Return the completion that worked(question, steps, *options) works out: it writes the steps and returns the answer."""
+    steps = Steps()
+    answer = worked(question, steps, *options)
+    return completion(steps, answer)
+
+
+def with_slip(worked, question, rng):
+    """Return such a completion with a slip in one step that makes the answer wrong."""
     right = Steps()
     worked(question, right)
     while True:
         steps = Steps(rng.randrange(right.taken), rng)
         answer = str(worked(question, steps))
         if answer != question["answer"]:
-            return steps, answer
+            return completion(steps, answer)
 
 
 def follows(steps, reasoning, answer, form=NUMBERED):

@@ -1,6 +1,6 @@
 """Arithmetic with whole numbers, in one step or two: `What is 12 * 34 - 5?`. The solution goes digit by digit. The argument is the
 number of digits, 1 to 9 (default 2)."""
-from tasks import _answers, _questions
+from tasks import _answers, _questions, _steps
 
 INSTRUCTION = ("Work the question out digit by digit in short equations such as 12 * 30 = 360. Then give the number alone within "
                "<answer></answer>.")
@@ -44,8 +44,8 @@ def steps(signs, numbers):
 
 
 def solution(question):
-    return (f"Reasoning: {' '.join(steps(question['signs'], question['numbers'])[0])}\n"
-            f"Answer: <answer>{question['answer']}</answer>")
+    lines, result = steps(question["signs"], question["numbers"])
+    return _steps.completion(" ".join(lines), result)
 
 
 def questions(split, seed=0, n=None, argument=None):
@@ -60,5 +60,4 @@ def documents(split, seed=0, argument=None):
     return [_questions.document(q, solution(q)) for q in _questions.drawn(lambda rng: draw(rng, int(argument or 2)), split, seed)]
 
 
-def reward(question, completion):
-    return _answers.grade(question, completion)
+reward = _answers.grade

@@ -4,8 +4,8 @@ together with their trace, and nothing is executed, least of all what a model wr
 The argument is a level, 0 to 2 (default 1): 0 three kinds and small numbers, for a model of a million
 parameters that learns for minutes; 1 numbers mostly below 30 and two to four steps; 2 larger ones, and
 more steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
-from tasks import _answers, _numbers, _questions
-from tasks._steps import Steps, completion, follows, with_a_slip
+from tasks import _answers, _numbers, _questions, _steps
+from tasks._steps import Steps
 
 INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as "
                "`x: 7 + 5 = 12.` Then give what it prints within <answer></answer>.")
@@ -13,13 +13,6 @@ WORDS = ("cat dog sun map pen owl fig jam kit log mud net oak pig rat sky toy ur
          "lamp milk").split()
 TINY = ("lines", "branch", "list")   # kinds of level 0
 PHRASINGS = ("What does this program print?\n{}", "{}\nWhat is printed?")
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of those with a list that count from 1
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of code is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
@@ -156,38 +149,26 @@ KINDS = {
 # --- the task ---
 
 def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    return question["kind"] == "list"
 
 
 def wrong_solution(question, rng):
-    """Return a worked completion with a mistake, whose answer is wrong."""
-    if question["kind"] == "list":
-        steps = Steps()
-        return completion(steps, worked(question, steps, first=1))
-    return completion(*with_a_slip(worked, question, rng))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if invites_mistake(question):
+        return _steps.solution(worked, question, 1)      # list indices counted from 1
+    return _steps.with_slip(worked, question, rng)
 
 
-def share_wrong(question):
-    return MISTAKEN if question["kind"] == "list" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("code", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct),
-    and whether before it stand the steps that lead there, in their order, and no other number (reasoned)."""
-    answer = _numbers.unwrapped(_answers.words(completion[:2000]).removeprefix("print "))
-    steps = Steps()
-    worked(question, steps)
-    parts = {"answered": answer != "", "correct": _answers.same(answer, question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"])}
-    return float(parts["correct"]), parts
+    """Return (score, parts), see _answers.grade_steps. `print 7` is the answer 7."""
+    answer = _answers.words(completion[:_answers.LONGEST_STEPS])
+    answer = _numbers.unwrapped(answer.removeprefix("print "))
+    correct = _answers.same(answer, question["answer"])
+    return _answers.grade_steps(worked, question, completion, answer, correct)

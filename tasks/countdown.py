@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from tasks import _answers, _numbers, _questions
+from tasks import _answers, _numbers, _questions, _steps
 
 INSTRUCTION = ("Try sums, differences, products and quotients in short equations such as 25 - 3 = 22. Then give the expression alone, "
                "with each number used once, within <answer></answer>.")
@@ -41,7 +41,7 @@ def draw(rng, count):
 
 
 def solution(question):
-    return f"Reasoning: {question['worked']}\nAnswer: <answer>{question['expression']}</answer>"
+    return _steps.completion(question["worked"], question["expression"])
 
 
 def questions(split, seed=0, n=None, argument=None):

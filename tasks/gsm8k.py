@@ -79,5 +79,4 @@ def documents(split, argument=None):
     return [_questions.document(q, solution(q)) for q in questions(split, argument=argument)]
 
 
-def reward(question, completion):
-    return _answers.grade(question, completion)
+reward = _answers.grade

@@ -6,7 +6,7 @@ Of documents() some three in ten are wrong: a slip in a step, and of what rules 
 the same fallacy: every wug is a dax, so a dax is a wug."""
 import re
 
-from tasks import _answers, _numbers, _questions
+from tasks import _answers, _numbers, _questions, _steps
 
 INSTRUCTION = ("Reason in short steps, each a sentence such as `true or false = true`, `Ann > Bob` or "
                "`wug -> dax`. Then give the answer, one word, within <answer></answer>.")
@@ -27,7 +27,6 @@ HEADING = re.compile(r"^[ \t]*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILI
 # A sentence with a sign, or of sizes or colours alone, is a step.
 CLAIM = re.compile(rf"[=<>:]|^(?:(?:big|small|{'|'.join(COLOURS)})(?: |$)){{2,}}$")
 TINY = ("truth", "order", "rules", "unknown")        # kinds of level 0
-WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of unknown
 
 
 # Of each kind two functions. draw_KIND(rng, level) returns a text, what it asks in whatever wording, and what
@@ -200,11 +199,6 @@ KINDS = {"truth": (draw_truth, truth), "order": (draw_order, order), "rules": (d
 
 # --- the task ---
 
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of logic is a level, 0 to 2, and {argument or 'nothing'} was given.")
-
-
 def draw(rng, level):
     """(what is asked, the question)"""
     kind = rng.choice(list(KINDS) if level else TINY)
@@ -213,35 +207,29 @@ def draw(rng, level):
     return f"{kind} {asked}", {"question": text, "answer": solve(given)[1], "kind": kind, "given": given}
 
 
-def completion_of(steps, answer):
-    return f"Reasoning: {'. '.join(steps)}.\nAnswer: <answer>{answer}</answer>"
+def solve(question, rng=None):
+    """Return (steps, answer) of a question, with a mistake if there is an rng."""
+    return KINDS[question["kind"]][1](question["given"], rng)
 
 
 def solution(question):
-    return completion_of(*KINDS[question["kind"]][1](question["given"]))
+    steps, answer = solve(question)
+    return _steps.completion(f"{'. '.join(steps)}.", answer)
+
+
+def invites_mistake(question):
+    return question["kind"] == "unknown"
 
 
 def wrong_solution(question, rng):
-    """A worked completion with a mistake, whose answer is wrong."""
+    """Return a worked completion with a mistake that makes the answer wrong."""
     while True:
-        steps, answer = KINDS[question["kind"]][1](question["given"], rng)
+        steps, answer = solve(question, rng)
         if answer != question["answer"]:
-            return completion_of(steps, answer)
+            return _steps.completion(f"{'. '.join(steps)}.", answer)
 
 
-def share_wrong(question):
-    return MOSTLY_WRONG if question["kind"] == "unknown" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    """Worked examples of split "train" or "valid", some three in ten with a mistake."""
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("logic", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):
@@ -249,7 +237,7 @@ def reward(question, completion):
     and whether before it stand all steps that lead there, and none that is not among them (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     answer = _answers.words(completion)
-    steps = {plain(step) for step in KINDS[question["kind"]][1](question["given"])[0]}
+    steps = {plain(step) for step in solve(question)[0]}
     reasoning = HEADING.sub("", _answers.before_answer(completion))
     written = {plain(text) for text in re.split(r"[.\n]", reasoning)}
     parts = {"answered": bool(answer), "correct": answer == plain(question["answer"]),

@@ -4,13 +4,12 @@ larger; 0, four kinds and smaller numbers, for a model of a million parameters t
 
 Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage
 most, all in the same way: 30% off 80 is taken to be 80 - 30."""
-from tasks import _answers, _questions
+from tasks import _answers, _questions, _steps
 
 INSTRUCTION = ("Work it out in short true equations, such as 23 + 40 = 63. Then give the number alone within "
                "<answer></answer>.")
 TINY = ("equation", "percent", "rectangle", "sequence")          # kinds of level 0, of which the first forms
 UNORDERED = ("mean", "rectangle")    # kinds in which the numbers' order makes no difference
-WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of percentages
 
 
 class Work:
@@ -123,11 +122,6 @@ KINDS = {
 
 # --- the task ---
 
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of math is a level, 0 to 2, and {argument or 'nothing'} was given.")
-
-
 def draw(rng, level):
     """(what is asked, the question): asked is the same in all wordings, and orders of a mean's numbers."""
     kind = rng.choice(list(KINDS) if level else TINY)
@@ -153,45 +147,31 @@ def solve(question, work):
     return KINDS[question["kind"]][question["form"]][-1](work, *question["numbers"])
 
 
-def completion_of(work, result):
-    return f"Reasoning: {' '.join(work.lines)}\nAnswer: <answer>{result}</answer>"
-
-
 def solution(question):
     work = Work()
-    return completion_of(work, solve(question, work))
+    result = solve(question, work)
+    return _steps.completion(" ".join(work.lines), result)
+
+
+def invites_mistake(question):
+    return question["kind"] == "percent"
 
 
 def wrong_solution(question, rng):
-    """A worked completion with a mistake, whose answer is wrong."""
+    """Return a worked completion with a mistake that makes the answer wrong."""
     right = Work()
     solve(question, right)
     while True:
         work = Work(rng.randrange(right.count), rng)
-        if question["kind"] == "percent":            # the percentage is taken for an amount
+        if invites_mistake(question):                # the percentage is taken for an amount
             work = Work()
             n, percent = question["numbers"]
             result = work.step(n, "-+"[question["form"]], percent)
         else:
             result = solve(question, work)
         if work.lines and 0 <= result != int(question["answer"]):
-            return completion_of(work, result)
+            return _steps.completion(" ".join(work.lines), result)
 
 
-def share_wrong(question):
-    return MOSTLY_WRONG if question["kind"] == "percent" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    """Worked examples of split "train" or "valid", some three in ten with a mistake."""
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
-
-
-def reward(question, completion):
-    return _answers.grade(question, completion)
+check, questions, documents = _questions.with_levels("math", draw, solution, wrong_solution, invites_mistake)
+reward = _answers.grade

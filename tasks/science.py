@@ -8,8 +8,8 @@ quantities.
 Two in ten worked examples carry a slip. Of the sums of two units most add the numbers and convert nothing."""
 import re
 
-from tasks import _answers, _equations, _numbers, _questions
-from tasks._steps import Steps, completion, plain, with_a_slip
+from tasks import _answers, _equations, _numbers, _questions, _steps
+from tasks._steps import Steps, plain
 
 INSTRUCTION = ("Work in short equations such as `3 * 2 = 6.`; for a unit add or subtract the exponents of kg, m and s in "
                "turn (`1 + 0 = 1.`), for a weekday count the days (`Mon 1, Tue 2`). Then give the number, the weekday or "
@@ -37,13 +37,6 @@ VECTOR = re.compile(rf"\b({'|'.join(QUANTITIES)})[\s,:=(]+((?:-?[0-9]+[\s,]*)+)"
 ATOMS = re.compile(r"\b((?i:one|each|every|per)\b[^.\n]*?)?\b([0-9]+) ([A-Z][a-z]?)\b")
 LENGTH = re.compile(rf"\b({'|'.join(MONTHS)}) has ([0-9]+)")
 LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of the sums of two units that convert nothing
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of science is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
@@ -193,29 +186,24 @@ KINDS = {"unit": (draw_unit, unit), "atoms": (draw_atoms, atoms), "motion": (dra
 # --- what every task has ---
 
 def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    return question["kind"] == "sum"
 
 
 def wrong_solution(question, rng):
-    if question["kind"] != "sum":
-        return completion(*with_a_slip(worked, question, rng))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if not invites_mistake(question):
+        return _steps.with_slip(worked, question, rng)
     steps = Steps()
     n, _, rest, _ = question["given"]
-    return completion(steps, steps.equation(n, "+", rest))
+    answer = steps.equation(n, "+", rest)    # nothing is converted
+    return _steps.completion(steps, answer)
 
 
-def share_wrong(question):
-    return MISTAKEN if question["kind"] == "sum" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("science", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):

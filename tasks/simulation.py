@@ -6,8 +6,8 @@ parameters that learns for minutes; 1 two to four steps; 2 about twice as many. 
 carry a slip. Most of those with a stack take from its wrong end, as if it were a queue."""
 import re
 
-from tasks import _answers, _numbers, _questions
-from tasks._steps import Steps, completion, follows, with_a_slip
+from tasks import _answers, _numbers, _questions, _steps
+from tasks._steps import Steps
 
 INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` or `pop ab.` or "
                "`swap 1 2: 1.` Then give the end within <answer></answer>.")
@@ -15,14 +15,6 @@ WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 TINY = ("stack", "lamps", "cups")    # kinds of level 0
 LETTERS = "abcdefghkmnpqrstuvwxyz"
 STEP = re.compile(r"[0-9=]|^(?:push|pop|swap)\b")    # a sentence with this is a step
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of those with a stack that take it for a queue
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError("The argument of simulation is a level, 0 to 2, and "
-                         f"{argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
@@ -139,30 +131,21 @@ KINDS = {
 # --- the task ---
 
 def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    return question["kind"] == "stack"
 
 
 def wrong_solution(question, rng):
-    """Return a worked completion with a mistake, whose answer is wrong."""
-    if question["kind"] == "stack":
-        steps = Steps()
-        return completion(steps, worked(question, steps, end=0))
-    return completion(*with_a_slip(worked, question, rng))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if invites_mistake(question):
+        return _steps.solution(worked, question, 0)      # pop takes from the bottom
+    return _steps.with_slip(worked, question, rng)
 
 
-def share_wrong(question):
-    return MISTAKEN if question["kind"] == "stack" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("simulation", draw, solution, wrong_solution, invites_mistake)
 
 
 def is_right(said, right):
@@ -175,11 +158,6 @@ def is_right(said, right):
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct),
-    and whether before it stand the states on the way, in their order, and no others (reasoned)."""
-    answer = _answers.words(completion[:2000])
-    steps = Steps()
-    worked(question, steps)
-    parts = {"answered": answer != "", "correct": is_right(answer, question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"], STEP)}
-    return float(parts["correct"]), parts
+    """Return (score, parts), see _answers.grade_steps."""
+    answer = _answers.words(completion[:_answers.LONGEST_STEPS])
+    return _answers.grade_steps(worked, question, completion, answer, is_right(answer, question["answer"]), STEP)

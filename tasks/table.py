@@ -9,8 +9,8 @@ Two in ten worked examples carry a slip. Where the largest number is not the las
 which 9 comes after 45, most take the order of texts."""
 import re
 
-from tasks import _answers, _equations, _numbers, _questions
-from tasks._steps import Steps, completion, sentences, with_a_slip
+from tasks import _answers, _equations, _numbers, _questions, _steps
+from tasks._steps import Steps, sentences
 
 INSTRUCTION = ("Read the cells that matter in short steps such as `cup: cost 45, size 8.`, `cup 45 > 20` or "
                "`12 + 45 = 57.` Then give the number or the name alone within <answer></answer>.")
@@ -34,13 +34,6 @@ COMPARISON = re.compile(r"(?<![\w.])(?<![0-9],)([0-9]{1,6}) ?([<>])=? ?"
 COMPARED = re.compile(r"[^\W\d]\w* [0-9]+ [<>] [0-9]+")        # as in a worked example: the word is a name
 WORD = re.compile(r"(?<![\w'’])\w+")
 LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of those that take the order of texts, where it matters
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of table is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
@@ -135,34 +128,23 @@ def worked(q, steps, order=int):
     return best if kind == "largest" else len(found) if kind == "count" else found[0] if found else "none"
 
 
-def is_trap(question):
-    """Return whether the order of texts has another largest number."""
+def solution(question):
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    """Return whether another number is the largest in alphabetical order."""
     return question["kind"] == "largest" and str(worked(question, Steps(), str)) != question["answer"]
 
 
-def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
-
-
 def wrong_solution(question, rng):
-    if not is_trap(question):
-        return completion(*with_a_slip(worked, question, rng))
-    steps = Steps()
-    return completion(steps, worked(question, steps, str))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if invites_mistake(question):
+        return _steps.solution(worked, question, str)
+    return _steps.with_slip(worked, question, rng)
 
 
-def share_wrong(question):
-    return MISTAKEN if is_trap(question) else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("table", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 
-from tasks import _answers, _equations, _numbers, _questions
+from tasks import _answers, _equations, _numbers, _questions, _steps
 from tasks._units import UNITS, canonical
 
 INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = 6000. Then give the number "
@@ -240,7 +240,7 @@ def solution(question):
         raise ValueError("A question of unit_conversion that was read from a file has no worked solution: use a level, 1 to 3.")
     level = question["level"]
     text, value = worked(Fraction(question["n"]), steps_of(question["from"], question["to"], level), parts=level == 1)
-    return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
+    return _steps.completion(text, decimal(value))
 
 
 def mistaken(frm, to, level):
@@ -275,7 +275,7 @@ def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
             wrong = i, lambda result: spoil(result, rng)
         text, value = worked(Fraction(question["n"]), [*steps[:i], (fact, operations), *steps[i + 1:]], wrong, question["level"] == 1)
         if value and not _numbers.close(value, Fraction(question["answer"]), EXACT):
-            return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
+            return _steps.completion(text, decimal(value))
 
 
 def other_digit(x, rng):

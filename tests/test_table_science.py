@@ -77,7 +77,7 @@ def test_table_gold_is_paid_and_mistakes_are_not():
 
 
 def test_table_shares_of_mistakes(monkeypatch):
-    verify_mistakes("table", table, table.is_trap, monkeypatch)
+    verify_mistakes("table", table, table.invites_mistake, monkeypatch)
 
 
 def test_table_junk():
