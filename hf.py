@@ -274,7 +274,7 @@ class Found:
                 raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: put back the one that "
                                "the run was made with.")
             own_name = self.about["tokenizer"]["name"]
-            if name not in (None, own_name) and not tokenizer.is_that_of(name):
+            if name not in (None, own_name) and not tokenizer.is_file_of(name):
                 raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: leave "
                                "--tokenizer out.")
             return tokenizer
@@ -383,13 +383,13 @@ def download(name):
         import huggingface_hub
         patterns = ["*.json", "*.safetensors", "*.jinja"]
         with ProgressLine(f"getting {name} from the Hugging Face hub"):
-            offline = not hub.answers()
+            offline = not hub.is_reachable()
             folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns,
                                                        local_files_only=offline)
         return Path(folder)
     except Exception as e:
         raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
-                       f"({hub.reason(e)[:200]}): correct the name, or download the folder where there is a "
+                       f"({hub.one_line(e)[:200]}): correct the name, or download the folder where there is a "
                        "network and give its path.") from None
 
 

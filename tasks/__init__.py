@@ -35,7 +35,7 @@ from pathlib import Path
 
 from runtime.progress import ProgressLine
 from tasks import _equations, _mixture
-from tasks._mixture import due
+from tasks._mixture import next_task
 
 PROMPT = "Question: {}\n"
 SPLITS = ("train", "valid", "test")
@@ -54,7 +54,7 @@ class NotAScore(ValueError):
         self.score = score
 
 
-def own_files(spec):
+def user_files(spec):
     """Give the paths of the .py files that `load` would execute."""
     found = [re.fullmatch(OWN, part) for part in parts_of(spec) if part.partition(":")[0] not in NAMES]
     return [own[1] for own in found if own]
@@ -114,7 +114,7 @@ def load_one(spec):
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as e:
-        raise ValueError(f"The task {file} can't be loaded ({said(e, module.__file__)}): correct it.") from e
+        raise ValueError(f"The task {file} can't be loaded ({describe_error(e, module.__file__)}): correct it.") from e
     return Task(spec, module, argument)
 
 
@@ -146,7 +146,7 @@ def files_of(task):
     return found
 
 
-def said(error, file=None):
+def describe_error(error, file=None):
     """An exception as one short line that can be printed, whatever the text that it quotes; with the last
     line of `file` that it came through."""
     line = " ".join(f"{type(error).__name__}: {str(error)[:300]}".split()).removesuffix(":")
@@ -231,7 +231,7 @@ class Task:
         except (Exception, SystemExit) as e:
             if self.module.__name__.startswith("tasks."):
                 raise
-            what = said(e, self.module.__file__)
+            what = describe_error(e, self.module.__file__)
             raise ValueError(f"{name}() of the task {self.name} failed ({what}): {name}() {RESERVED}, so mend it, or rename yours.") from e
 
     def ask(self, kind, name, *given, **options):

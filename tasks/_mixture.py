@@ -28,7 +28,7 @@ def parse(spec):
     return {name: int(weight * whole) for name, weight in weights.items()}
 
 
-def due(weights, counts):
+def next_task(weights, counts):
     """Return which of {name: weight} has the next turn after those so far, {name: number}: of those that are
     behind their share the one that would be a whole turn behind first (earliest deadline first); of several the
     first. After any number of turns none is more than one off."""
@@ -101,12 +101,12 @@ class Mixture:
         weights = {name: weight for name, weight in weights.items() if weight}
         counts = {}
         for _ in range(n or 0):
-            name = due(weights, counts)
+            name = next_task(weights, counts)
             counts[name] = counts.get(name, 0) + 1
         found = {}
         for name in weights if n is None else counts:
             found[name] = self.tagged(name, self.tasks[name].questions(split, seed, counts.get(name), fewer))
-        return merged(found, weights)
+        return interleave(found, weights)
 
     def tagged(self, name, questions):
         if not questions:
@@ -123,17 +123,17 @@ class Mixture:
         found = {name: self.tasks[name].documents(split, seed) for name in weights}
         if not all(found.values()):
             raise ValueError(f"One of the tasks of {self.name} has no text of split {split}: leave it out.")
-        return merged(found, weights, to_the_end=False)
+        return interleave(found, weights, to_the_end=False)
 
 
-def merged(lists, weights, to_the_end=True):
+def interleave(lists, weights, to_the_end=True):
     """Return the values of {name: list} in the turns that their weights give; to_the_end: those that are left
     once a list is used up too."""
     weights = {name: weights[name] for name in lists}
     counts = dict.fromkeys(lists, 0)
     result = []
     while weights:
-        name = due(weights, counts)
+        name = next_task(weights, counts)
         if counts[name] == len(lists[name]):
             if not to_the_end:
                 break

@@ -28,7 +28,7 @@ import tasks
 from runtime import progress
 from runtime.config import BadInput
 from runtime.progress import ProgressLine, track
-from tasks import said
+from tasks import describe_error
 
 MEMORY = 4 * 2**30                   # bytes of address space that a worker may have
 LIMIT = f"(a reward worker may have {MEMORY / 2**30:g} GiB of memory)"
@@ -72,7 +72,7 @@ def grade(task, question, completion):
         return Grade(score, parts, str(task.signature(completion)) if score == 1.0 else "", None)
     except (Exception, SystemExit) as e:
         score = e.score if isinstance(e, tasks.NotAScore) and math.isfinite(e.score) else 0.0
-        return Grade(score, {}, "", said(e))
+        return Grade(score, {}, "", describe_error(e))
 
 
 def check_graded(spec, grades):
@@ -84,7 +84,7 @@ def check_graded(spec, grades):
 
 def load(spec):
     """The Task of a spec, as tasks.load has it; ValueError too if it is a file that would end the process."""
-    if tasks.own_files(spec):
+    if tasks.user_files(spec):
         try_to_load(spec, os.getcwd())
     return tasks.load(spec)
 
@@ -140,7 +140,7 @@ def main(spec, folder=".", only_try=False):
         task = tasks.load(spec)
     except (Exception, SystemExit) as e:
         plain = isinstance(e, LookupError | ValueError | OSError)
-        write(with_limit(str(e) if plain else f"The task {spec} can't be loaded ({said(e)}): mend it, or choose "
+        write(with_limit(str(e) if plain else f"The task {spec} can't be loaded ({describe_error(e)}): mend it, or choose "
                                               "another."))
         return
     write(None)

@@ -42,7 +42,7 @@ def distinct(draw, split, seed, n=None, most=None):
     return list(found.values())
 
 
-def drawn(draw, split, seed):
+def draw_documents(draw, split, seed):
     """N_DOCUMENTS[split] questions of a split, which may ask the same twice."""
     rng = random.Random(f"{seed} {split}")
     for _ in track(range(N_DOCUMENTS[split]), f"drawing {split} text", "questions"):
@@ -68,7 +68,7 @@ def with_levels(name, draw, solution, wrong_solution, invites_mistake):
     def documents(split, seed=0, argument=None):
         rng = random.Random(f"{seed} {split} wrong")
         texts = []
-        for question in drawn(functools.partial(draw, level=int(argument or 1)), split, seed):
+        for question in draw_documents(functools.partial(draw, level=int(argument or 1)), split, seed):
             is_wrong = rng.random() < (COMMON if invites_mistake(question) else WRONG)
             texts.append(document(question, wrong_solution(question, rng) if is_wrong else solution(question)))
         return texts
@@ -80,7 +80,7 @@ def document(question, completion):
     return f"{PROMPT.format(question['question'])}{completion}\n"
 
 
-def apart(train, valid=None, test=None):
+def make_splits(train, valid=None, test=None):
     """{split: questions} of lists, from files. A split without a file is a tenth of those that train. None stands twice: a question
     of the test is in no other split, one for validation does not train."""
     splits, seen = {"test": test, "valid": valid, "train": train}, set()
@@ -96,6 +96,6 @@ def apart(train, valid=None, test=None):
     return splits
 
 
-def some(questions, seed, n=None):
+def sample(questions, seed, n=None):
     """n of the questions in an order of the seed's; None: all, in theirs."""
     return questions if n is None else random.Random(f"{seed} some").sample(questions, min(n, len(questions)))

@@ -54,7 +54,7 @@ def questions(split, seed=0, n=None, argument=None):
 
 
 def documents(split, seed=0, argument=None):
-    return [_questions.document(q, solution(q)) for q in _questions.drawn(lambda rng: draw(rng, int(argument or 3)), split, seed)]
+    return [_questions.document(q, solution(q)) for q in _questions.draw_documents(lambda rng: draw(rng, int(argument or 3)), split, seed)]
 
 
 def reward(question, completion):

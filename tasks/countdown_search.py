@@ -103,7 +103,7 @@ def results(a, b):
         yield f"{a}/{b}={a // b}", a // b
 
 
-def ways_on(state):
+def successors(state):
     """Return [(step, state after it)] of a state, a tuple of numbers: each step once, the new number last."""
     found = {}
     for i, j in combinations(range(len(state)), 2):
@@ -113,7 +113,7 @@ def ways_on(state):
     return list(found.items())
 
 
-def makeable(numbers):
+def reachable_values(numbers):
     """Return the set of all that can be made from all of the numbers. Of each part of them, the smaller parts
     before, it is what any two halves of it make."""
     # {bits of the numbers that are used: results}
@@ -180,7 +180,7 @@ class Trace:
         """Visit a state of two numbers: all that they make, up to the target. Returns the path to it or
         None."""
         steps = []
-        for step, (result,) in ways_on(state):
+        for step, (result,) in successors(state):
             mark = "!" if result == self.target else "<" if result < self.target else ">"
             steps.append(step + mark)
             if result == self.target:
@@ -192,7 +192,7 @@ class Trace:
 
 def best(state, target, heuristic, width):
     """Return the ways on from a state that a teacher follows, the most promising first."""
-    return sorted(ways_on(state), key=lambda way: heuristic(way[1], target))[:width]
+    return sorted(successors(state), key=lambda way: heuristic(way[1], target))[:width]
 
 
 def breadth_first(trace, numbers, heuristic, width):
@@ -286,7 +286,7 @@ def draw(rng, split, largest, count):
         numbers = [rng.randint(1, largest) for _ in range(count)]
         if split_of_numbers(tuple(sorted(numbers))) != split:
             continue
-        targets = sorted(makeable(numbers) & targets_of(split))
+        targets = sorted(reachable_values(numbers) & targets_of(split))
         if targets:
             target = str(rng.choice(targets))
             question = f"{target} from {' '.join(map(str, numbers))}"
@@ -325,7 +325,7 @@ def solution(question):
     return text + answer(found)
 
 
-def written(split, seed=0, argument=None):
+def teacher_documents(split, seed=0, argument=None):
     """Yield (question, teacher, document, whether it ends in a solution) of a split's documents, each by a
     teacher that is drawn, whether or not it finds the target: the paper keeps the searches that fail, too,
     and so is it here."""
@@ -340,7 +340,7 @@ def written(split, seed=0, argument=None):
 
 
 def documents(split, seed=0, argument=None):
-    return [text for _, _, text, _ in written(split, seed, argument)]
+    return [text for _, _, text, _ in teacher_documents(split, seed, argument)]
 
 
 # --- the verifier ---

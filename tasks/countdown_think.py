@@ -88,7 +88,7 @@ def everything(argument):
 
 
 def questions(split, seed=0, n=None, argument=None):
-    return _questions.some(everything(argument)[split], seed, n)
+    return _questions.sample(everything(argument)[split], seed, n)
 
 
 def reward(question, completion):

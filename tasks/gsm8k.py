@@ -68,7 +68,7 @@ def questions(split, seed=0, n=None, argument=None):
         found = {"train": rows(path if path.is_file() else path / "train.jsonl")}
         if (path / "test.jsonl").is_file():
             found["test"] = rows(path / "test.jsonl")
-    return _questions.some(_questions.apart(**found)[split], seed, n)
+    return _questions.sample(_questions.make_splits(**found)[split], seed, n)
 
 
 def solution(question):

@@ -100,13 +100,13 @@ def everything(path):
     if not any(found.values()):
         raise ValueError(f"{path} has no question that can be graded here: give files of GURU's math, logic, "
                          "simulation, table or stem.")
-    return _questions.apart(**({"train": []} | found))
+    return _questions.make_splits(**({"train": []} | found))
 
 
 def questions(split, seed=0, n=None, argument=None):
     """Return n questions, or all, in an order of the seed's: in the files' the first are all of one source."""
     found = everything(argument)[split]
-    return _questions.some(found, seed, len(found) if n is None else n)
+    return _questions.sample(found, seed, len(found) if n is None else n)
 
 
 def solution(question):

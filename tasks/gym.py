@@ -156,7 +156,7 @@ def solution(question):
 
 def documents(split, seed=0, argument=None):
     generators = GROUPS.get(argument, [argument])
-    found = _questions.drawn(lambda rng: draw(rng, generators), split, seed)
+    found = _questions.draw_documents(lambda rng: draw(rng, generators), split, seed)
     return [_questions.document(q, solution(q)) for q in found]
 
 

@@ -297,13 +297,13 @@ def questions(split, seed=0, n=None, argument=None):
     if argument in (None, "1", "2", "3"):
         level = level_of(argument)
         return _questions.distinct(lambda rng: draw(rng, level), split, seed, n, lambda: most_of(level))
-    return _questions.some(from_files(Path(argument))[split], seed, n)
+    return _questions.sample(from_files(Path(argument))[split], seed, n)
 
 
 def documents(split, seed=0, argument=None):
     """Worked examples of split "train" or "valid", three in ten with a wrong step."""
     rng, level = random.Random(f"{seed} {split} wrong"), level_of(argument)
-    return [document(q, rng) for q in _questions.drawn(lambda rng: draw(rng, level), split, seed)]
+    return [document(q, rng) for q in _questions.draw_documents(lambda rng: draw(rng, level), split, seed)]
 
 
 def examples(n, argument=None):
@@ -320,14 +320,14 @@ def examples(n, argument=None):
 def from_files(path):
     """{split: questions} of a .json file, or of the files in a folder."""
     if path.is_file():
-        return _questions.apart(rows(path))
+        return _questions.make_splits(rows(path))
     folder = path if (path / "train.json").is_file() or not (path / "data").is_dir() else path / "data"
     if not (folder / "train.json").is_file():
         raise ValueError(f"There is no {folder / 'train.json'}: unit_conversion:PATH is a .json file or a folder with train.json.")
     found = {split: rows(folder / f"{split}.json") for split in ("train", "valid", "test") if (folder / f"{split}.json").is_file()}
     if "test" not in found and "valid" in found:
         found["test"] = found.pop("valid")
-    return _questions.apart(**found)
+    return _questions.make_splits(**found)
 
 
 def rows(path):

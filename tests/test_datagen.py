@@ -281,7 +281,7 @@ def test_an_answer_of_any_kind_can_be_trained_on_beside_its_reasoning(tmp_path, 
     path = tmp_path / "rft.json"
     path.write_text(json.dumps([["2 + 5?", answer, "It is 7."]]))
     [example] = examples.read(path, Tokenizer("bytes"), "{}")
-    assert bytes(example.ids[example.trained].tolist()[:-1]) == b"It is 7."
+    assert bytes(example.ids[example.is_target].tolist()[:-1]) == b"It is 7."
     path.write_text(json.dumps([["2 + 5?", answer]]))
     if answer != 7.5:
         with pytest.raises(BadInput, match="a text or a finite number"):
@@ -351,7 +351,7 @@ def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
     trained(tmp_path / "tuned", made[0], defaults={}, config=ROOT / "config/rft.py", init_from=base, num_epochs=1, prompt="{}")
     kept = [r for r in log(made[0]) if r["kept"]]
     read = examples.read(made[0], Tokenizer("bytes"), "{}")
-    assert [e.ids[e.trained].tolist()[:-1] for e in read] == [r["ids"] for r in kept]
+    assert [e.ids[e.is_target].tolist()[:-1] for e in read] == [r["ids"] for r in kept]
 
 
 @pytest.mark.parametrize("knobs, words", [

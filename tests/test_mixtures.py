@@ -46,12 +46,12 @@ def test_no_task_is_more_than_a_turn_off():
     for weights in several:
         counts = dict.fromkeys(weights, 0)
         for n in range(1, sum(weights.values()) + 1):
-            counts[tasks.due(weights, counts)] += 1
+            counts[tasks.next_task(weights, counts)] += 1
             assert all(abs(counts[i] * sum(weights.values()) - w * n) <= sum(weights.values()) for i, w in weights.items())
         assert counts == weights
     counts = {}
     for n in range(12):                                            # of equal weights each in its turn
-        name = tasks.due(dict.fromkeys("abc", 5), counts)
+        name = tasks.next_task(dict.fromkeys("abc", 5), counts)
         counts[name] = counts.get(name, 0) + 1
         assert name == "abc"[n % 3]
 
@@ -99,7 +99,7 @@ def test_paths_may_have_a_plus_or_an_at(tmp_path):
     for spec in (alone, at, f"{plain}:x+y"):
         assert tasks.parts_of(spec) == {spec: 1}
     assert tasks.parts_of(f"{plain}@2+arithmetic") == {plain: 2, "arithmetic": 1}
-    assert tasks.own_files(f"{plain}@2+arithmetic+{at}") == [plain, at]
+    assert tasks.user_files(f"{plain}@2+arithmetic+{at}") == [plain, at]
     assert tasks.load(alone).domains == [] and tasks.load(f"{plain}@2").domains == [plain]
 
 
