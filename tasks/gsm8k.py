@@ -1,26 +1,27 @@
-"""GSM8K, grade-school problems in words (Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems). The argument is a .jsonl
-file, or a folder with train.jsonl and perhaps test.jsonl, rows {"question", "answer"}; without one the library `datasets` downloads it.
+"""GSM8K, grade-school word problems (Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems). The
+argument is a .jsonl file with rows {"question", "answer"}, or a folder with train.jsonl and optionally
+test.jsonl; without an argument the library `datasets` downloads it.
 
-Of what trains a tenth is split off for validation, and another for the test where there is no test file."""
+A tenth of the training questions is for valid, and another for test without a test file."""
 import json
 from pathlib import Path
 
 from runtime.usage import load_package
 from tasks import _answers, _equations, _numbers, _questions
 
-INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give the number alone within "
-               "<answer></answer>.")
+INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give "
+               "the number alone within <answer></answer>.")
 
 
 def check(argument):
     path = Path(argument or ".")
     if argument is not None and not (path.is_file() or (path / "train.jsonl").is_file()):
-        raise FileNotFoundError(f"There is no file {path} and no {path / 'train.jsonl'}: gsm8k:PATH names a .jsonl file or a folder "
-                                "with train.jsonl, and perhaps test.jsonl.")
+        raise FileNotFoundError(f"There is no file {path} and no {path / 'train.jsonl'}: gsm8k:PATH names a "
+                                ".jsonl file or a folder with train.jsonl, and perhaps test.jsonl.")
 
 
 def rows(path):
-    """The questions of a .jsonl file."""
+    """Return the questions in a .jsonl file."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -31,15 +32,15 @@ def rows(path):
             try:
                 found.append(row(json.loads(line)))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raise ValueError(f'{path}, line {i}, is no {{"question": text, "answer": "worked text #### number"}}: '
-                                 "correct it.") from None
+                form = '{"question": text, "answer": "worked text #### number"}'
+                raise ValueError(f"{path}, line {i}, is not {form}: correct it.") from None
     if not found:
         raise ValueError(f"{path} is empty: give a .jsonl file with questions.")
     return found
 
 
 def row(raw):
-    """A question; ValueError unless its answer ends in a number."""
+    """Return a question; ValueError unless its answer ends with a number."""
     worked, _, answer = raw["answer"].rpartition("####")
     number = _numbers.written(answer)
     if not raw["question"].strip() or number is None:
@@ -48,15 +49,16 @@ def row(raw):
 
 
 def downloaded():
-    """{split: questions} through the library datasets."""
+    """Return {split: questions}, downloaded by the library datasets."""
     own = "or give a local file, gsm8k:PATH"
     try:
         found = load_package("datasets").load_dataset("openai/gsm8k", "main")
     except ImportError as e:
         raise ValueError(f"gsm8k can't be downloaded, since {e}, {own}.") from None
-    except Exception as e:           # whatever network, cache or hub say
+    except Exception as e:           # errors of network, cache or hub
         reason = str(e).split("\n")[0][:200]
-        raise OSError(f"gsm8k can't be downloaded ({type(e).__name__}: {reason}): connect to the network, {own}.") from None
+        raise OSError(f"gsm8k can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "
+                      f"{own}.") from None
     return {split: [row(raw) for raw in found[split]] for split in ("train", "test")}
 
 
