@@ -60,8 +60,7 @@ def user_files(spec):
 
 
 def parts_of(spec):
-    """Return the tasks in a spec as {spec: weight}, see _mixture.py. A path or its argument may contain "+"
-    and "@"."""
+    """Return the tasks in a spec as {spec: weight}. A path or its argument may contain "+" and "@"."""
     match = re.fullmatch(USER_FILE, spec)
     if match and Path(match[1]).is_file() and not all(is_known(name) for name in spec.split("+")):
         return {spec: 1}

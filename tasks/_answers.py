@@ -18,8 +18,7 @@ WORDS |= {"hundred": 100, "thousand": 1000, "million": 1_000_000, "dozen": 12, "
 
 
 def answer(completion, unit=None):
-    """Return the number in the first <answer>...</answer> as a Fraction, or None. unit: see
-    _numbers.number."""
+    """Return the number in the first <answer>...</answer> or None. unit: see _numbers.number."""
     found = ANSWER.search(completion)
     return _numbers.number(found[1], unit) if found else None
 

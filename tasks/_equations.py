@@ -56,8 +56,7 @@ TOO_MANY = Equation(math.nan, math.nan, False, True, "", [], [math.nan])
 
 
 def equations(text):
-    """Return [(left value, right value)] of the equations in a text; NaN or infinity for a side without a
-    finite value."""
+    """Return [(left value, right value)] of the equations in a text; NaN or infinity if not finite."""
     return [(e.left, e.right) for e in read(text)]
 
 
@@ -94,16 +93,14 @@ def reasoned(text, answers, known=()):
 
 
 def reaches(result, answer):
-    """Return whether an answer equals a result, or the integer below or above it, up to signs (signs are
-    separate tokens)."""
+    """Return whether an answer equals a result, or the integer below or above it, ignoring signs."""
     result = abs(result)
     answer = abs(answer)
     return near(result, answer) or float(answer).is_integer() and 1 <= result and abs(result - answer) < 1
 
 
 def forms_of(number):
-    """Yield the forms in which a calculation may start from a number: itself, as a percentage, its inverse,
-    and the value of each digit."""
+    """Yield the forms of a number in a calculation: itself, as a percentage, inverse, digit values."""
     yield number
     yield number / 100
     if number:
@@ -114,8 +111,7 @@ def forms_of(number):
 
 
 def near(a, b, step=0.0):
-    """Return whether two numbers are equal within TOLERANCE or rounding to a digit of value `step`; integers
-    must be equal."""
+    """Return whether two numbers are equal: integers exactly, others within TOLERANCE or `step`."""
     if float(a).is_integer() and float(b).is_integer():
         return a == b
     difference = abs(a - b)
@@ -130,8 +126,7 @@ def spelled(number):
 
 
 def signature(text):
-    """Return the equations of a text in normal form, joined; without equations, the text with single
-    spaces."""
+    """Return the equations of a text in normal form, joined; the text itself without any."""
     text = text[:LONGEST_TEXT]
     return " ".join(e.spelled for e in read(NOTE.sub("", text)) if e.computed) or " ".join(text.split())
 
@@ -139,8 +134,7 @@ def signature(text):
 # --- parsing ---
 
 def read(text, unread=False):
-    """Yield the Equations of a text; unread: also those that can't be parsed, without values and with
-    true=True."""
+    """Yield the Equations of a text; unread: also those that can't be parsed, with true=True."""
     if text.count("=") > MOST:
         yield TOO_MANY
         return
@@ -158,8 +152,7 @@ def read(text, unread=False):
 
 
 def joined(text):
-    """Return a text without line breaks inside an equation: before or after an equals sign, or after an
-    operator."""
+    """Return a text without line breaks beside an equals sign or after an operator."""
     lines = [[]]
     for line in text.split("\n"):
         line = line.strip()
@@ -352,8 +345,7 @@ def evaluate(tokens, relative=False):
 
 
 def operand(frame, value):
-    """Add a number to a frame [sum, last product, operator before the number, 1 or -1 for its own minus,
-    ...]. Division by zero gives NaN."""
+    """Add a number to a frame [sum, last product, operator, 1 or -1 for its own minus, ...]."""
     value *= frame[3]
     frame[3] = 1
     if frame[2] == "*":

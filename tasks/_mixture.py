@@ -9,8 +9,7 @@ WEIGHT = re.compile(r"(.+?)(?:@([-+]?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
 
 
 def parse(spec):
-    """Return {task's spec: integer weight}. ValueError for weights that are negative or all zero, and for a
-    duplicate task."""
+    """Return {task's spec: integer weight}. ValueError for invalid weights or a duplicate task."""
     weights = {}
     for part in spec.split("+"):
         found = WEIGHT.fullmatch(part)
@@ -125,8 +124,7 @@ class Mixture:
 
 
 def interleave(lists, weights, to_the_end=True):
-    """Return the values of {name: list}, interleaved by weight. to_the_end: continue with the other lists
-    when one is used up."""
+    """Return the values of {name: list}, interleaved by weight; to_the_end: until all are used up."""
     weights = {name: weights[name] for name in lists}
     counts = dict.fromkeys(lists, 0)
     result = []

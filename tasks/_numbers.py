@@ -107,8 +107,7 @@ def written(text):
 
 
 def unwrapped(text):
-    """Return a text without the wrapping that models add to an answer: spaces, bold, quotation marks,
-    \\boxed{}, TeX's dollar signs."""
+    """Return a text without an answer's wrapping: spaces, bold, quotation marks, \\boxed{}, $."""
     text = text.strip()
     for _ in range(10):                              # bounds the time
         found = WRAPPED.fullmatch(text)

@@ -118,8 +118,7 @@ def unpack(line):
 # --- a worker ---
 
 def main(spec, folder=".", only_try=False):
-    """Read items and write grades until the input ends. folder: working directory for the spec's paths.
-    only_try: only load the task."""
+    """Read items and write grades. folder: working directory; only_try: only load the task."""
     progress.never()
     os.chdir(folder)
     if only_try:
@@ -197,8 +196,7 @@ def end_session(leader):
 
 
 def confine():
-    """Limit a worker's memory to MEMORY, ignore signals that the run handles, and end the worker with its
-    parent."""
+    """Limit a worker's memory, ignore signals that the run handles, and end with the parent."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # a handler, because programs that a verifier runs would inherit SIG_IGN
         signal.signal(number, lambda *_: None)
@@ -290,8 +288,7 @@ class Pool:
         self.handed_over = time.monotonic()
 
     def collect(self, wait=False):
-        """Return the list of finished Grades in the order of submission; wait: of all submitted
-        completions."""
+        """Return the next finished Grades in the order of submission; wait: all of them."""
         if wait or time.monotonic() - self.handed_over > PATIENCE:
             self.flush()
         if wait:
@@ -306,8 +303,7 @@ class Pool:
         return grades
 
     def score(self, pairs):
-        """Return the Grades of [(question, completion)]. Grades of earlier submissions still need
-        collect()."""
+        """Return the Grades of [(question, completion)]; earlier submissions still need collect()."""
         futures = []
         for question, completion in pairs:
             futures.append(self._put(question, completion))

@@ -5,6 +5,7 @@ import math
 import random
 
 from runtime.progress import ProgressLine, track
+from runtime.usage import load_package
 from tasks import PROMPT
 
 N_DOCUMENTS = {"train": 20_000, "valid": 1_000}
@@ -15,8 +16,7 @@ COMMON = 0.65                        # share with the common mistake, of the que
 
 
 def split_of(key):
-    """Return the split of a question's key by a hash: a tenth each for valid and test. Questions with equal
-    keys share a split."""
+    """Return the split of a question's key by a hash: a tenth each for valid and test."""
     tenth = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 10
     return {0: "valid", 1: "test"}.get(tenth, "train")
 
@@ -102,6 +102,18 @@ def make_splits(train, valid=None, test=None):
         splits[split] = [q for key, q in kept.items() if key not in seen]
         seen |= kept.keys()
     return splits
+
+
+def download(local, name, *args, **kwargs):
+    """Return a dataset of the Hugging Face hub. ValueError or OSError names the `local` spec instead."""
+    try:
+        return load_package("datasets").load_dataset(name, *args, **kwargs)
+    except ImportError as e:
+        raise ValueError(f"{name} can't be downloaded, since {e}, or give a local file, {local}.") from None
+    except Exception as e:                   # errors of network, cache or hub
+        reason = str(e).split("\n")[0][:200]
+        raise OSError(f"{name} can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "
+                      f"or give a local file, {local}.") from None
 
 
 def sample(questions, seed, n=None):

@@ -49,8 +49,7 @@ class Steps:
 
 
 def solution(worked, question, *options):
-    """Return the completion of worked(question, steps, *options), which writes the steps and returns the
-    answer."""
+    """Return the completion of worked(question, steps, *options), which returns the answer."""
     steps = Steps()
     answer = worked(question, steps, *options)
     return completion(steps, answer)

@@ -61,8 +61,7 @@ SIZES |= SPEEDS | MEANS
 
 
 def canonical(word):
-    """Return the name used here for a unit written in full, in the plural or as a symbol; an unknown word is
-    returned unchanged."""
+    """Return this module's name of a unit, given in full, in the plural or as a symbol."""
     for form in (word, word.lower()):
         for name in (form, form.removesuffix("s"), form.removesuffix("es")):
             name = ALIASES.get(name, name)

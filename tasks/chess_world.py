@@ -207,8 +207,7 @@ def game(rng):
 
 
 def position_of(fen):
-    """Return the position part of a FEN: placement, side to move, castling and en passant, without the
-    counters."""
+    """Return a FEN's placement, side to move, castling and en passant, without the counters."""
     return " ".join(fen.split()[:4])
 
 
@@ -299,8 +298,7 @@ def reward(question, completion):
 
 
 def beyond(points, blind):
-    """Return the score for `points` of 1, rescaled so that an answer independent of the position (blind) gets
-    0; at most 0.99."""
+    """Return the score for `points` of 1, where `blind` points score 0; at most 0.99."""
     return min(0.99, max(0.0, points - blind) / (1 - blind))
 
 

@@ -78,8 +78,7 @@ def reward(question, completion):
 
 
 def signature(completion):
-    """Return the expression in normal form: without differences of spaces, brackets and the order of sums and
-    products."""
+    """Return the normal form of the answer's expression."""
     found = parse(completion[:_numbers.LONGEST_TEXT])
     return found[2] if found else ""
 
@@ -109,8 +108,7 @@ def parse(completion):
 
 
 def chain(tokens, signs, depth, last=False):
-    """Consume a sum (signs "+-") or product ("*/") from the end of the reversed tokens; return (value, normal
-    form)."""
+    """Consume a sum (signs "+-") or product ("*/") of reversed tokens; return (value, normal form)."""
     terms = []
     value = Fraction(signs == "*/")
     sign = signs[0]

@@ -65,8 +65,7 @@ def check(argument):
 
 
 def sizes(argument):
-    """Parse an argument; return (range of counts, largest number, maximum bytes of a document, number of
-    training documents)."""
+    """Return (range of counts, largest number, maximum bytes, training documents) of an argument."""
     found = ARGUMENT.fullmatch("3-4" if argument is None else argument)
     if not found:
         raise ValueError("The argument of countdown_search is COUNTS,LARGEST,LONGEST,DOCUMENTS, such as 4 or "
@@ -134,8 +133,7 @@ def by_sum(state, target):
 
 
 def by_factors(state, target):
-    """Return the sum of distances from each number to the nearest factor of the target (the paper's second
-    heuristic)."""
+    """Return the numbers' total distance to the target's factors (the paper's second heuristic)."""
     return sum(min(abs(number - factor) for factor in factors_of(target)) for number in state)
 
 
@@ -173,8 +171,7 @@ class Trace:
         self.text += line
 
     def last(self, state, path):
-        """Visit a state of two numbers and write its results up to the target. Return the path to it or
-        None."""
+        """Visit a state of two numbers up to the target. Return the path to it or None."""
         steps = []
         for step, (result,) in successors(state):
             mark = "!" if result == self.target else "<" if result < self.target else ">"
@@ -192,8 +189,7 @@ def best(state, target, heuristic, width):
 
 
 def breadth_first(trace, numbers, heuristic, width):
-    """Search level by level; a state's line contains all steps that are followed. Return the steps to the
-    target or None."""
+    """Search level by level. Return the steps to the target or None."""
     level = [(numbers, [])]                              # (state, steps to it)
     while level:
         following = []
@@ -223,8 +219,7 @@ def depth_first(trace, state, heuristic, width, path=()):
 
 
 def search(teacher, numbers, target, room=None):
-    """Return (a teacher's steps to the target or None, its text). The heuristic is a name in HEURISTICS or a
-    function."""
+    """Return (a teacher's steps to the target or None, its text)."""
     order, heuristic, width = teacher
     trace = Trace(target, room)
     first = breadth_first if order == "breadth" else depth_first
@@ -273,8 +268,7 @@ def targets_of(split):
 
 
 def draw(rng, split, largest, count):
-    """Return a question of a split with `count` numbers, drawn uniformly, as is the target among the split's
-    reachable ones."""
+    """Return a question of a split: uniform numbers, then a uniform reachable target."""
     for _ in range(MOST_DRAWS):
         numbers = [rng.randint(1, largest) for _ in range(count)]
         if split_of_numbers(tuple(sorted(numbers))) != split:

@@ -47,18 +47,6 @@ def rows(path):
         raise ValueError(f"{path} can't be read ({reason}): make it a readable .jsonl or .parquet.") from None
 
 
-def downloaded():
-    own = "or give a local file, countdown_think:FILE"
-    try:
-        return load_package("datasets").load_dataset(HUB, split="train")
-    except ImportError as e:
-        raise ValueError(f"{HUB} can't be downloaded, since {e}, {own}.") from None
-    except Exception as e:                   # errors of network, cache or hub
-        reason = str(e).split("\n")[0][:200]
-        raise OSError(f"{HUB} can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "
-                      f"{own}.") from None
-
-
 def row(raw, number):
     """Return a question; ValueError unless it has a target and two numbers or more."""
     try:
@@ -78,7 +66,11 @@ def row(raw, number):
 def everything(argument):
     """Return {split: questions}, split by a hash of the target and the sorted numbers."""
     found = {}
-    for number, raw in enumerate(downloaded() if argument is None else rows(Path(argument)), 1):
+    if argument is None:
+        raw_rows = _questions.download("countdown_think:FILE", HUB, split="train")
+    else:
+        raw_rows = rows(Path(argument))
+    for number, raw in enumerate(raw_rows, 1):
         question = row(raw, number)
         found.setdefault(f"{sorted(question['numbers'])} {question['answer']}", question)
     splits = {"train": [], "valid": [], "test": []}

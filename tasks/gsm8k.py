@@ -6,7 +6,6 @@ A tenth of the training questions is for valid, and another for test without a t
 import json
 from pathlib import Path
 
-from runtime.usage import load_package
 from tasks import _answers, _equations, _numbers, _questions
 
 INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give "
@@ -48,23 +47,10 @@ def row(raw):
     return {"question": raw["question"].strip(), "answer": number, "worked": worked.strip()}
 
 
-def downloaded():
-    """Return {split: questions}, downloaded by the library datasets."""
-    own = "or give a local file, gsm8k:PATH"
-    try:
-        found = load_package("datasets").load_dataset("openai/gsm8k", "main")
-    except ImportError as e:
-        raise ValueError(f"gsm8k can't be downloaded, since {e}, {own}.") from None
-    except Exception as e:           # errors of network, cache or hub
-        reason = str(e).split("\n")[0][:200]
-        raise OSError(f"gsm8k can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "
-                      f"{own}.") from None
-    return {split: [row(raw) for raw in found[split]] for split in ("train", "test")}
-
-
 def questions(split, seed=0, n=None, argument=None):
     if argument is None:
-        found = downloaded()
+        raw = _questions.download("gsm8k:PATH", "openai/gsm8k", "main")
+        found = {split: [row(r) for r in raw[split]] for split in ("train", "test")}
     else:
         path = Path(argument)
         found = {"train": rows(path if path.is_file() else path / "train.jsonl")}

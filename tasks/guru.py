@@ -139,8 +139,7 @@ def boxed(text):
 
 
 def plain(text):
-    """Return a text without differences of case, spaces, quotation marks, TeX wrapping and a final full
-    stop."""
+    """Return a text without case, spaces, quotation marks, TeX wrapping and a final full stop."""
     text = _numbers.normal(_numbers.unwrapped(text)).casefold()
     return re.sub(r"[\s'\"]", "", text).removesuffix(".")
 

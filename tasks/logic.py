@@ -34,8 +34,7 @@ TINY = ("truth", "order", "rules", "unknown")        # kinds of level 0
 # given.
 
 def draw_truth(rng, level):
-    """Draw a formula of [negated, letter, operator before it], evaluated from the left, and the letters'
-    values."""
+    """Draw a formula of [negated, letter, operator before it], evaluated from the left."""
     least = max(level, 1)
     letters = rng.sample(LETTERS, rng.randint(least + 1, level + 2))
     negated = rng.choices(letters, k=least)
@@ -103,8 +102,7 @@ def draw_rules(rng, level):
 
 
 def draw_unknown(rng, level):
-    """Draw rules that leave the question open: a chain asked backwards, or two words with a common
-    property."""
+    """Draw rules that leave the question open: a chain backwards, or a shared property."""
     words = rng.sample(NONSENSE, max(level, 1) + 2)
     rules = [[*pair] for pair in zip(words, words[1:])]
     if rng.random() < 0.5:
@@ -138,8 +136,7 @@ def unknown(given, rng=None):
 
 
 def draw_knights(rng, level):
-    """Draw two people, knights (who tell the truth) or knaves (who lie), with sayings that fit exactly one
-    case."""
+    """Draw two knights (truthful) or knaves (lying), with sayings that fit exactly one case."""
     while True:
         people = rng.sample(NAMES, 2)
         said = rng.choices(list(SAYINGS), k=2)

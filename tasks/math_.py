@@ -50,8 +50,7 @@ class Work:
         return total
 
     def over(self, a, b):
-        """Return the quotient by long division: subtract multiples of b until a single-digit quotient is
-        left."""
+        """Return the quotient by long division."""
         parts = []
         for part in digits(a // b)[:-1]:
             parts.append(part)
@@ -127,8 +126,7 @@ KINDS = {
 # --- the task ---
 
 def draw(rng, level):
-    """Return (key, question). The key ignores the wording and, for UNORDERED kinds, the order of the
-    numbers."""
+    """Return (key, question). The key ignores the wording, and order for UNORDERED kinds."""
     kind = rng.choice(list(KINDS) if level else TINY)
     form = rng.randrange(len(KINDS[kind]) if level else 2)
     wordings, ranges, shown, _ = KINDS[kind][form]

@@ -255,8 +255,7 @@ def reasoned(question, text):
 
 
 def facts(question, text):
-    """Yield whether each fact in a text is true: the statements in a solution's form that are not
-    equations."""
+    """Yield whether each fact in a text that is not an equation is true."""
     kind = question.get("kind")
     given = question.get("given")
     if kind == "unit":

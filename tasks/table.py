@@ -82,8 +82,7 @@ def tempting_numbers(rng, n, level):
 
 
 def bounds_of(values, kind, sign):
-    """Return bounds to compare the sorted values with, other than the values; for "which" exactly one value
-    matches."""
+    """Return possible bounds for the sorted values; for "which", exactly one value matches."""
     low, high = values[-2:] if sign == ">" else values[:2]
     if kind == "count":
         low = max(values[0] - 9, 0)

@@ -104,8 +104,7 @@ def level_of(argument):
 
 @lru_cache(maxsize=None)
 def problems(level):
-    """Return {quantity: [(from, to)]}. One unit is at most LARGEST_FACTOR times the other, and below level 3
-    the ratio is short."""
+    """Return {quantity: [(from, to)]}; below level 3 only conversions with a short ratio."""
     found = {}
     for quantity in UNITS[level - 1] | UNITS[0]:
         sizes = {unit: size for units in UNITS[:level] for unit, size in units.get(quantity, {}).items()}
@@ -148,8 +147,7 @@ def steps_of(frm, to, level=3):
 
 
 def short(ratio, level):
-    """Return whether a ratio is short: at level 1 an integer or divided by a power of ten, else at most seven
-    digits."""
+    """Return whether a ratio is short: a power of ten or an integer (level 1), or seven digits."""
     if level == 1:
         return ratio.denominator == 1 or set(str(ratio.denominator)) <= {"1", "0"}
     return Fraction(decimal(ratio)) == ratio and len(decimal(ratio).replace(".", "").strip("0")) <= 7
@@ -257,8 +255,7 @@ def temperature(rng, unit):
 
 
 def most_of(level):
-    """Return an upper bound on the number of distinct questions: exact at level 1, above it amounts times
-    conversions."""
+    """Return an upper bound on the number of distinct questions, exact at level 1."""
     pairs = [pair for pairs in problems(level).values() for pair in pairs]
     if level == 1:
         return sum(survives(exact(Fraction(n), *pair), 1) for pair in pairs for n in range(1, 1000))
@@ -293,8 +290,7 @@ def document(question, rng):
 
 
 def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
-    """Return a solution with one wrong step on which later steps build; the answer is off by more than
-    0.1%."""
+    """Return a solution with one wrong step and an answer that is off by more than 0.1%."""
     steps = steps_of(question["from"], question["to"], question["level"])
     while True:
         i = rng.randrange(len(steps))
@@ -410,8 +406,7 @@ def reward(question, completion):
 
 
 def with_units(text):
-    """Return a text with units that only this task defines: `m per hour` becomes m/hour, month becomes
-    mean-month."""
+    """Return a text with `m per hour` as m/hour and month as mean-month, for _equations."""
     text = RATE.sub(lambda rate: "/".join(map(canonical, rate.groups())), text)
     return OF_MEAN_LENGTH.sub(lambda unit: f"mean-{canonical(unit[0])}", text)
 

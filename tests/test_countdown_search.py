@@ -169,7 +169,7 @@ def test_questions_differ_can_be_solved_and_are_a_function_of_the_seed():
 
 def test_where_a_split_has_no_question_it_is_said(monkeypatch):
     monkeypatch.setattr(countdown_search, "MOST_DRAWS", 2000)
-    with pytest.raises(ValueError, match="Of 2 numbers up to 10 countdown_search has no question for the split valid: ask for more"):
+    with pytest.raises(ValueError, match="countdown_search has no question of the split valid with 2 numbers up to 10: ask for more"):
         tasks.load("countdown_search:2,10").questions("valid", n=1)
 
 

@@ -314,7 +314,7 @@ def test_a_verifier_that_fails_is_counted_and_not_taken_for_a_wrong_answer(base,
 
 @pytest.mark.parametrize("body, knobs, error", [
     ("raise KeyError('unit')", dict(num_questions=10), "KeyError: 'unit'"),
-    ("return None", dict(num_questions=2), "gave the score None"),
+    ("return None", dict(num_questions=2), "returned the score None"),
     ("raise OSError('no')", dict(num_questions=10, ranks=2), "OSError: no")], ids=["raises", "few", "ranks"])
 def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(base, tmp_path, body, knobs, error):
     task = tmp_path / "broken.py"

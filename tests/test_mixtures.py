@@ -116,10 +116,10 @@ def test_a_config_file_may_give_a_dictionary(tmp_path):
     ("arithmetic@-1+countdown", "The weight of arithmetic in the mixture arithmetic@-1+countdown is negative"),
     ("arithmetic@0+countdown@0", "All weights of the mixture arithmetic@0+countdown@0 are zero"),
     ("arithmetic+countdown+arithmetic@2", "names arithmetic twice"),
-    ("arithmetic++countdown", "has an empty place"),
+    ("arithmetic++countdown", "has an empty part"),
     ("arithmetic@lots+countdown", "There is no task arithmetic@lots"),
     ("countdown:9+arithmetic", "The argument of countdown"),
-    ("chess_world:A+arithmetic", "stops at one"),
+    ("chess_world:A+arithmetic", "have different STOP texts"),
 ], ids=str)
 def test_what_can_not_be_mixed_is_a_sentence(base, spec, said, tmp_path, capsys):
     if "chess" in spec:
@@ -133,7 +133,7 @@ def test_what_can_not_be_mixed_is_a_sentence(base, spec, said, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("change, said", [
-    ('"answer": "t"}', 'The questions of .* have a "domain" already'),
+    ('"answer": "t"}', 'The questions of .* already have a "domain"'),
     ("[:n]", "of the mixture .* has no such questions"),
 ], ids=["own domain", "nothing"])
 def test_questions_that_can_not_be_mixed(tmp_path, change, said):

@@ -259,8 +259,7 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
 
 
 def write_shard(path, encoded_chunks, begins_split, line):
-    """Write a token file under a temporary name, then rename it. Return (its entry in meta.json, CPU seconds
-    spent encoding)."""
+    """Write a token file. Return (its entry in meta.json, CPU seconds spent encoding)."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     shard = {"file": path.name, "tokens": 0, "words": 0, "bytes": 0}
     digest = hashlib.sha256()
@@ -445,8 +444,7 @@ def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):
 
 
 def ignore_signals(_):
-    """Ignore Ctrl-C and torchrun's SIGTERM, which reach the whole process group: the training process handles
-    them and ends its loader processes."""
+    """Ignore the group's signals: the training process ends its loader processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

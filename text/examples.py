@@ -80,8 +80,7 @@ def read(dataset, tokenizer, form=None):
 
 
 def read_rows(path, lines=True):
-    """Return the parsed JSON of a file's lines, or with lines=False of the whole file. BadInput if that
-    fails."""
+    """Return the JSON of a file's lines, or with lines=False of the whole file. Raises BadInput."""
     where = path
     try:
         text = Path(path).read_text("utf-8-sig")
@@ -248,8 +247,7 @@ def log_beside(dataset):
 
 
 def read_form(dataset):
-    """Return the prompt form of a .json file for a model without a chat template: the log's, else
-    prompts.PROMPT."""
+    """Return the prompt form of a .json file: the log's, else prompts.PROMPT."""
     return next(log_beside(dataset), {}).get("prompt") or prompts.PROMPT
 
 

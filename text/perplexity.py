@@ -47,8 +47,7 @@ def examples_loss(model, held_out, batch_size, hardware):
 
 @torch.no_grad()
 def loss_of(model, batches, hardware, targets):
-    """Return {loss, nll, tokens, ppl_token} of batches (x, y), summed over all ranks. targets: estimate for
-    this rank, for the progress line."""
+    """Return {loss, nll, tokens, ppl_token} of batches (x, y) over all ranks. targets: estimate."""
     training = model.training
     model.eval()
     nll = 0.0

@@ -220,8 +220,7 @@ class Documents:
 
 
 class Text:
-    """Bytes start to stop of a .txt file, without a byte order mark: one document, or several separated by
-    <|endoftext|> lines."""
+    """Bytes start to stop of a .txt file without BOM; <|endoftext|> lines separate documents."""
 
     def __init__(self, path, start=0, stop=None):
         self.path = path

@@ -182,8 +182,7 @@ class Tokenizer:
         return self.encode(text).tolist() + [self.end]
 
     def conversation(self, messages):
-        """Return [(ids, is_target)] of [{"role", "content"}, ...], where targets are the assistant's.
-        ValueError without a chat template."""
+        """Return [(ids, is_target)] of a conversation. ValueError without a chat template."""
         if self.template["name"] == "plain":
             raise ValueError("messages need a model with a chat template, and this one has none; give prompt "
                              "and completion")
@@ -201,8 +200,7 @@ class Tokenizer:
 
 
 def check_described(about, path):
-    """Return the ids in a saved describe(); BadInput if it is malformed. Old run folders lack the last two
-    keys."""
+    """Return the ids in a saved describe(); BadInput if malformed. Old ones lack two keys."""
     about = {"bos": None, "template": PLAIN} | check_type(about, dict, f"{path}: tokenizer")
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
@@ -220,8 +218,7 @@ def check_described(about, path):
 
 
 def chatml_jinja(system, bos):
-    """Return the chatml template in jinja. system: default system message or None; bos: whether a prompt
-    begins with the bos token."""
+    """Return the chatml template in jinja. bos: whether a prompt begins with the bos token."""
     template = "{{ bos_token }}" if bos else ""
     if system:
         default = f"{IM_START}system\n{system}{IM_END}\n"
@@ -256,8 +253,7 @@ BUILT_IN = {"gpt2": load_gpt2, "bytes": load_bytes}
 
 
 def byte_letters():
-    """Return the 256 characters of byte-level vocabularies: a byte's own character if printable, else the
-    next from U+0100."""
+    """Return the 256 characters of byte-level vocabularies: printable bytes, else from U+0100."""
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]
@@ -363,8 +359,7 @@ class TokenizerJson:
         return whole[0] if is_known and whole[1:1 + len(bare)] == bare else None
 
     def keep_out_of_text(self, ids):
-        """Ensure that no text is encoded to one of these ids, even if the file does not mark them as
-        special."""
+        """Ensure that no text is encoded to one of these ids, special in the file or not."""
         tokens = {i: token for i in ids if (token := self.hf.id_to_token(i)) is not None}
         self.hf.add_special_tokens(list(tokens.values()))
         for i, token in tokens.items():
@@ -374,8 +369,7 @@ class TokenizerJson:
                                "generation_config.json, or choose a byte-level tokenizer.")
 
     def check_pieces(self):
-        """Raise BadInput unless a text encoded in pieces gives the same ids as the whole text (Llama 2's
-        tokenizer does not)."""
+        """Raise BadInput if pieces of a text are encoded differently (as by Llama 2's tokenizer)."""
         whole = self.encode_to_numpy("a\nb").tolist()
         first = self.encode_to_numpy("a\n").tolist()
         second = self.encode_to_numpy("b").tolist()
@@ -432,8 +426,7 @@ def settings(encoding):
 
 
 def special_id(key, encoding, files):
-    """Return the id of the "eos", "pad" or "bos" token, None if no file names it. Names take precedence over
-    ids. files: {name: content}."""
+    """Return the id of the "eos", "pad" or "bos" token or None; names precede ids."""
     for name in ("tokenizer_config", "special_tokens_map"):
         token = files[name].get(f"{key}_token")
         if isinstance(token, dict):
