@@ -263,8 +263,8 @@ def targets_of(split):
     lowest and highest are always in train: without 10, the model had always seen 10 below its target, and
     marked it so in test (docs/notes.md)."""
     order = sorted(range(LOWEST, HIGHEST + 1), key=lambda n: hashlib.sha256(f"target {n}".encode()).digest())
-    dealt = {"test": {*order[::5]} - {LOWEST, HIGHEST}, "valid": {*order[1::10]} - {LOWEST, HIGHEST}}
-    return frozenset(dealt.get(split) or {*order} - dealt["test"] - dealt["valid"])
+    held_out = {"test": {*order[::5]} - {LOWEST, HIGHEST}, "valid": {*order[1::10]} - {LOWEST, HIGHEST}}
+    return frozenset(held_out.get(split) or {*order} - held_out["test"] - held_out["valid"])
 
 
 def draw(rng, split, largest, count):

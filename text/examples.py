@@ -75,7 +75,7 @@ def read(dataset, tokenizer, form=None):
             else:
                 examples.append(example_of_object(row, tokenizer))
         except ValueError as e:
-            raise BadInput(f"Row {number} of {path} is no example ({e}): mend it.") from None
+            raise BadInput(f"Row {number} of {path} is not an example ({e}): correct it.") from None
     return examples
 
 
@@ -93,7 +93,7 @@ def read_rows(path, lines=True):
                 rows.append(parse_json(line))
         return rows
     except (OSError, ValueError) as e:
-        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give "
+        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): correct it, or give "
                        "another --dataset=.") from None
 
 
