@@ -99,8 +99,7 @@ def load_one(spec):
         return Task(spec, importlib.import_module(f"tasks.{MODULES[name]}"), argument if colon else None)
     match = re.fullmatch(USER_FILE, spec)
     if not match:
-        raise LookupError(f"There is no task {name}: choose {', '.join(NAMES)}, or give the path of a .py "
-                          "file.")
+        raise LookupError(f"There is no task {name}: choose {', '.join(NAMES)}, or the path of a .py file.")
     file, argument = match.groups()
     if not Path(file).is_file():
         raise FileNotFoundError(f"There is no file {file}: a task is a name or the path of a .py file with a "

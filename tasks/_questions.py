@@ -65,8 +65,7 @@ def with_levels(name, draw, solution, wrong_solution, invites_mistake):
     """
     def check(argument):
         if argument not in (None, "0", "1", "2"):
-            raise ValueError(f"The argument of {name} is a level, 0 to 2, and {argument or 'nothing'} was "
-                             "given.")
+            raise ValueError(f"The argument of {name} is a level, 0 to 2, not {argument or 'nothing'}.")
 
     def questions(split, seed=0, n=None, argument=None):
         return distinct(functools.partial(draw, level=int(argument or 1)), split, seed, n)

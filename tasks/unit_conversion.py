@@ -264,8 +264,7 @@ def most_of(level):
 
 def solution(question):
     if "n" not in question:
-        raise ValueError("A question of unit_conversion from a file has no worked solution: use a level, 1 "
-                         "to 3.")
+        raise ValueError("A unit_conversion question from a file has no worked solution: use a level.")
     level = question["level"]
     steps = steps_of(question["from"], question["to"], level)
     text, value = worked(Fraction(question["n"]), steps, parts=level == 1)
@@ -372,8 +371,8 @@ def rows(path):
     try:
         raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as e:
-        raise ValueError(f"{path} can't be read ({type(e).__name__}: {e}): make it a JSON list of [question, "
-                         "answer].") from None
+        reason = f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path} can't be read ({reason}): give a JSON list [[question, answer]].") from None
     if not isinstance(raw, list) or not raw:
         raise ValueError(f"{path} has no questions: make it a JSON list of [question, answer].")
     found = []

@@ -216,8 +216,7 @@ def encode_chunk(tokenizer, dtype, chunk):
             text = text if isinstance(text, str) else text.decode()
             encoded = text.encode()
         except UnicodeDecodeError as e:
-            raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it "
-                           "first.") from None
+            raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it.") from None
         except UnicodeEncodeError:                        # a lone surrogate, which JSON can contain
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             encoded = text.encode()

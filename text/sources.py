@@ -312,8 +312,7 @@ class JsonLines(Text):
         try:
             row = parse_json(line)
         except ValueError as e:
-            raise BadInput(f"{self.where(at)} is not JSON ({e}): a .jsonl file has one object a "
-                           "line.") from None
+            raise BadInput(f"{self.where(at)} is not JSON ({e}): write one object a line.") from None
         if not isinstance(row, dict) or self.key not in row:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
             raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the key of the text with "
@@ -403,8 +402,7 @@ class Parquet(Rows):
     def unreadable(self, error):
         """Return the BadInput for an exception of pyarrow."""
         reason = str(error).splitlines()[0]
-        return BadInput(f"{self.path} is not a readable parquet file ({reason}): download it again, or "
-                        "remove it.")
+        return BadInput(f"{self.path} is not a readable parquet file ({reason}): replace or remove it.")
 
     def part(self, start, stop):
         return Parquet(self.path, self.key, start, stop)

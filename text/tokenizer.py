@@ -212,8 +212,7 @@ def check_described(about, path):
     else:
         known = template == PLAIN and about["name"] in BUILT_IN
     if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise BadInput(f"{path} describes an unknown tokenizer ({about['name']}): restore it, or give "
-                       "another run.")
+        raise BadInput(f"{path} describes an unknown tokenizer ({about['name']}): restore that file.")
     return ids
 
 
@@ -384,8 +383,7 @@ def locate(name):
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         missing = f"The folder {path} has no {FILE}" if path.is_dir() else f"There is no tokenizer {path}"
-        raise BadInput(f"{missing}: choose --tokenizer=gpt2, bytes, or the path of a {FILE} or of the folder "
-                       "that holds one.")
+        raise BadInput(f"{missing}: choose --tokenizer=gpt2, bytes, or the path of a {FILE} or its folder.")
     return file
 
 
