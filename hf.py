@@ -271,7 +271,7 @@ class ModelSource:
                 raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: restore the run's "
                                "original.")
             own_name = self.about["tokenizer"]["name"]
-            if name not in (None, own_name) and not tokenizer.is_that_of(name):
+            if name not in (None, own_name) and not tokenizer.is_file_of(name):
                 raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: omit "
                                "--tokenizer.")
             return tokenizer
@@ -379,13 +379,13 @@ def download(name):
         import huggingface_hub
         patterns = ["*.json", "*.safetensors", "*.jinja"]
         with ProgressLine(f"downloading {name} from the Hugging Face hub"):
-            offline = not hub.answers()
+            offline = not hub.is_reachable()
             folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns,
                                                        local_files_only=offline)
         return Path(folder)
     except Exception as e:
         raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
-                       f"({hub.reason(e)[:200]}): correct the name, or download the folder on a machine with "
+                       f"({hub.one_line(e)[:200]}): correct the name, or download the folder on a machine with "
                        "network access and give its path.") from None
 
 

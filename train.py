@@ -255,7 +255,7 @@ def open_data(cfg, tokenizer):
     both)."""
     rank = distributed.rank()
     world = distributed.world_size()
-    if not examples.are(cfg.dataset, cfg.text_key):
+    if not examples.is_examples_file(cfg.dataset, cfg.text_key):
         folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
         text = data.TokenFile(folder, "train")
         dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world, data.digest(folder))
@@ -267,7 +267,7 @@ def open_data(cfg, tokenizer):
     short = [example for example in found if example.length <= cfg.block_size]
     train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
     dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
-    targets = sum(int(example.trained[1:].sum()) for example in train)
+    targets = sum(int(example.is_target[1:].sum()) for example in train)
     about = (f"{len(train):,} examples of {dataset.longest} tokens at most, {targets:,} trained on; "
              f"{len(held_out):,} for validation; {len(found) - len(short):,} longer than "
              f"--block_size={cfg.block_size} left out")
@@ -335,7 +335,7 @@ def train(cfg, run, model, dataset, held_out):
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
     flops_per_token = run.model.flops_per_token(dataset.longest)
-    nothing = [tensor.to(hw.device) for tensor in examples.nothing()]
+    nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
     if held_out:
         run.evaluate = partial(validate, cfg, run, model, held_out)
     if not is_text(dataset):
@@ -390,7 +390,7 @@ def main(argv):
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
-                        cfg.keep_memory, fixed_shapes=not examples.are(cfg.dataset, cfg.text_key))
+                        cfg.keep_memory, fixed_shapes=not examples.is_examples_file(cfg.dataset, cfg.text_key))
 
     # Data and model. A model to start from settles architecture and tokenizer.
     found = distributed.on_main(lambda: starting_point(cfg))

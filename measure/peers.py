@@ -261,7 +261,7 @@ def training_rows(job):
         return [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
     rows = []
     for example in examples.read(job["data"], Tokenizer("bytes")):
-        labels = [int(i) if is_trained else -100 for i, is_trained in zip(example.ids, example.trained)]
+        labels = [int(i) if is_trained else -100 for i, is_trained in zip(example.ids, example.is_target)]
         rows.append({"input_ids": example.ids.tolist(), "labels": labels})
     return rows
 

@@ -154,7 +154,7 @@ class QuestionStream:
         resting = set()
         while len(positions) < n:
             if not again or at_once == 1:
-                self.turn = tasks.due(self.weights, state.turns)
+                self.turn = tasks.next_task(self.weights, state.turns)
             state.turns[self.turn] = state.turns.get(self.turn, 0) + at_once
             positions += [self.next_of(self.turn, resting) for _ in range(at_once)]
         if len(self.domains) > 1:            # or a mini-batch, which is every n-th, might miss some

@@ -1,9 +1,9 @@
-"""Equations in what a model writes, and whether they are true.
+"""Find equations in model output and decide whether they are true.
 
-An equation is two sides of numbers and + - * / ( ) with an equals sign between them. Numbers may have a currency before
-them and a unit after them, as in `3 boxes * $2 per box = $6`. Of a chain (`6 * 2 = 12 = 3 * 4`) every link is one. Units
-that are known relate the sides where the numbers do not: `6 kg = 6 * 1000 gram` and `1 kg = 1000 gram` are true. What
-can't be read like that (2x + 3 = 7, 2^3 = 8) is no equation, and neither true nor false.
+An equation has numbers and + - * / ( ) on both sides of an equals sign. Numbers may have a currency before
+them and a unit after them, as in `3 boxes * $2 per box = $6`. Every link of a chain (`6 * 2 = 12 = 3 * 4`) is
+an equation. Known units are converted if the plain numbers differ: `6 kg = 6 * 1000 gram` and `1 kg = 1000
+gram` are true. Other statements (2x + 3 = 7, 2^3 = 8) are not equations, and neither true nor false.
 """
 import math
 import re
@@ -13,20 +13,20 @@ from tasks import _numbers, _units
 from tasks._numbers import LONGEST, LONGEST_TEXT, NUMBER
 
 DEEPEST = 20                         # open parentheses
-MOST = 300                           # equals signs of a text: a text with more is not read, and not true; honest ones have 50
-TOLERANCE = 1e-3                     # share of the larger side by which two sides may differ
-ROUNDED = 0.1                        # rounding to the digits that are written may change a number by less than this share
+MOST = 300                           # equals signs in a text; with more it is rejected (honest ones have 50)
+TOLERANCE = 1e-3                     # relative difference allowed between two sides
+ROUNDED = 0.1                        # relative difference allowed for rounding to the written digits
 
-NOTE = re.compile(r"<<([^<>]{0,200})>>")             # GSM8K's annotations, <<48/2=24>>: equations of their own
-# What ends a statement: the end of a line or a clause, and signs that no side of an equation has.
+NOTE = re.compile(r"<<([^<>]{0,200})>>")             # GSM8K's annotations, <<48/2=24>>: separate equations
+# End of a statement: the end of a line or clause, or a character that no side of an equation contains.
 BREAK = re.compile(r"[^\w\s.,()=+*/$€£%\\'’^√²³:-]|\n|\.(?![0-9])|,(?![0-9]{3}(?![0-9]))|:(?![0-9])")
-# What stands before the first statement of a point in a list: `- `, `1) `, `(b) `.
+# List marker before a statement: `- `, `1) `, `(b) `.
 MARKER = re.compile(r"\s*(?:[-*+]\s|(?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=\S)|"
                     r"\((?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=[$(.0-9a-zA-Z]))")
 LETTER = r"[^\W\d_]"
 TOKEN = re.compile(rf"""
       (?P<glued>(?<=[0-9)])(?=\ ?\())                                # 5(3 + 2) is a product
-    | (?P<minus>(?<![\w)%])-(?=[$(.0-9]))                            # of a negative number, if nothing is before it
+    | (?P<minus>(?<![\w)%])-(?=[$(.0-9]))                      # of a negative number, if nothing is before it
     | (?P<sign>[xX](?=[ ]?[$(.0-9])|[-/](?!{LETTER})|\+|\*(?!\*))
     | (?P<space>(?:[\s$€£\\])+|\*\*+)                                # ** is bold type
     | (?P<number>{NUMBER})
@@ -36,52 +36,56 @@ TOKEN = re.compile(rf"""
     | (?P<open>\() | (?P<close>\)) | (?P<equals>=+) | (?P<other>.)
 """, re.VERBOSE)
 SIGNS = {"x": "*", "X": "*", "": "*"}
-SPOKEN = {"times", "plus", "minus", "divided", "multiplied", "by", "of", "more", "less", "than", "over"}     # arithmetic in words
-NO_VARIABLES = set("aghlmst")        # single letters that may stand between a number and a sign, `$5 a day * 3`
-RATES = {"per", "a", "an", "each", "every", "apiece"}        # after them, a unit is not that of the number
+# arithmetic in words
+SPOKEN = {"times", "plus", "minus", "divided", "multiplied", "by", "of", "more", "less", "than", "over"}
+NO_VARIABLES = set("aghlmst")        # letters that are not variables after a number: `$5 a day * 3`
+RATES = {"per", "a", "an", "each", "every", "apiece"}        # a unit after one of these is not the number's
 
-# values: readings, of which `100 - 30%` has two, floats that may be infinite or NaN. spelled: in one way for all.
-# literals: the numbers in it. step: the place value of the last digit of a single number with decimals, else 0.
-# cut: a parenthesis that was never opened ended it; open: some stay open.
+# values: possible readings (`100 - 30%` has two), floats, maybe infinite or NaN. spelled: normal form.
+# literals: the numbers in it. step: place value of the last decimal of a single number, else 0. cut: ended by
+# an unmatched closing parenthesis. open: has unmatched opening parentheses.
 Expression = namedtuple("Expression", "values spelled literals operators percent step open cut")
-# One side of an equals sign. left, right: the Expressions that it is to what follows and what precedes it, or None.
-# units: of these two, a known unit, "" for none, None for words that are no known unit. label: words come first.
+# One side of an equals sign. left, right: its Expression as the left side of the next equals sign and as the
+# right side of the previous one, or None. *_unit: a known unit, "" without words, None for other words.
+# label: words come first.
 Side = namedtuple("Side", "left right left_unit right_unit label")
-# operands: the numbers that are computed with; results: those on the other side. computed: whether there are operators.
+# operands: numbers on sides with an operator; results: numbers on sides without. computed: whether there are
+# operators.
 Equation = namedtuple("Equation", "left right true computed spelled operands results")
 TOO_MANY = Equation(math.nan, math.nan, False, True, "", [], [math.nan])
 
 
 def equations(text):
-    """Return [(left side's value, right side's value)] of every equation in a text, NaN or infinite where a side has no
-    finite value."""
+    """Return [(left value, right value)] of the equations in a text; NaN or infinity if not finite."""
     return [(e.left, e.right) for e in read(text)]
 
 
 def all_true(text):
-    """Return whether there is an equation with an operator in a text, and all equations hold."""
+    """Return whether a text has an equation with an operator, and all its equations are true."""
     found = list(read(text))
     return any(e.computed for e in found) and all(e.true for e in found)
 
 
 def reasoned(text, answers, known=()):
-    """Return whether all equations in a text hold and one of them leads from the question to the answer: it computes with
-    a known number, and its result is an answer (rounded to a whole one, perhaps), or stands in a later equation that
-    leads there, or in one that can't be read (`2x = 90 - 10`).
+    """Return whether all equations in a text are true and one leads from the question to the answer: it
+    computes with a known number, and its result is an answer (perhaps rounded to an integer), or is used in a
+    later equation that leads there, or in one that can't be parsed (`2x = 90 - 10`).
 
-    answers: numbers, one of which has to be reached; none: any result will do. known: the numbers of the question, which
-    also count digit by digit (344 as 300, 40 and 4), as percentages and as shares (half); none: any number will do."""
+    answers: numbers to reach, any of them; none: any result counts. known: numbers of the question, which
+    also count digit by digit (344 as 300, 40 and 4), as percentages and as fractions (half); none: any number
+    counts."""
     found = list(read(text, unread=True))
     if not all(e.true for e in found):
         return False
     begin = {spelled(form) for number in known for form in forms_of(number)}
     steps = [(e, {*map(spelled, e.operands)}, {*map(spelled, e.results)}) for e in found]
     for e, operands, _ in steps:
-        if not e.results and begin & operands:       # what can't be read hands on all its numbers
+        if not e.results and begin & operands:       # an unparsed statement passes on all its numbers
             begin |= operands
     needed = set()
     for e, operands, results in reversed(steps):
-        if not answers or not results or needed & results or any(reaches(r, a) for r in e.results for a in answers):
+        if (not answers or not results or needed & results
+                or any(reaches(r, a) for r in e.results for a in answers)):
             if e.computed and (not begin or begin & operands):
                 return True
             needed |= operands or results
@@ -89,13 +93,14 @@ def reasoned(text, answers, known=()):
 
 
 def reaches(result, answer):
-    """Whether an answer is a result, or the whole number before or after it; signs aside, which stand apart from numbers."""
-    result, answer = abs(result), abs(answer)
+    """Return whether an answer equals a result, or the integer below or above it, ignoring signs."""
+    result = abs(result)
+    answer = abs(answer)
     return near(result, answer) or float(answer).is_integer() and 1 <= result and abs(result - answer) < 1
 
 
 def forms_of(number):
-    """Yield a number as a calculation may begin with it: as it is, as a percentage, as a share, and as the value of each digit."""
+    """Yield the forms of a number in a calculation: itself, as a percentage, inverse, digit values."""
     yield number
     yield number / 100
     if number:
@@ -106,30 +111,30 @@ def forms_of(number):
 
 
 def near(a, b, step=0.0):
-    """Whether two numbers are equal but for TOLERANCE, or for rounding to a digit of the value `step`; of whole numbers
-    nothing is rounded."""
+    """Return whether two numbers are equal: integers exactly, others within TOLERANCE or `step`."""
     if float(a).is_integer() and float(b).is_integer():
         return a == b
-    difference, larger = abs(a - b), max(abs(a), abs(b))
-    return difference <= TOLERANCE * larger or difference <= 0.500001 * step and difference <= ROUNDED * larger
+    difference = abs(a - b)
+    larger = max(abs(a), abs(b))
+    is_rounded = difference <= 0.500001 * step and difference <= ROUNDED * larger
+    return difference <= TOLERANCE * larger or is_rounded
 
 
 def spelled(number):
-    """Return the text by which numbers are compared, without their sign."""
+    """Return a number's normal form, without its sign."""
     return f"{abs(float(number)):.12g}"
 
 
 def signature(text):
-    """Return the equations of a text, as one text, however their numbers, signs and spaces are written; the text itself if
-    it has none."""
+    """Return the equations of a text in normal form, joined; the text itself without any."""
     text = text[:LONGEST_TEXT]
     return " ".join(e.spelled for e in read(NOTE.sub("", text)) if e.computed) or " ".join(text.split())
 
 
-# --- reading ---
+# --- parsing ---
 
 def read(text, unread=False):
-    """Yield the Equations of a text; with `unread` also those that can't be read, which have no values (and are true)."""
+    """Yield the Equations of a text; unread: also those that can't be parsed, with true=True."""
     if text.count("=") > MOST:
         yield TOO_MANY
         return
@@ -147,8 +152,7 @@ def read(text, unread=False):
 
 
 def joined(text):
-    """Return a text without the line breaks that fall within an equation: before or after an equals sign, or after another
-    sign at a line's end."""
+    """Return a text without line breaks beside an equals sign or after an operator."""
     lines = [[]]
     for line in text.split("\n"):
         line = line.strip()
@@ -161,24 +165,30 @@ def joined(text):
 
 
 def link(left, right, chained):
-    """Return the Equation between two neighbouring Sides, or None if there is none. chained: some side of the statement has
-    an operator, so that numbers without one are results and not a label or a definition."""
-    a, b = left.left, right.right
+    """Return the Equation between two adjacent Sides, or None. chained: a side of the statement has an
+    operator, so that plain numbers are results and not a label or definition."""
+    a = left.left
+    b = right.right
     if not a or not b or a.cut or b.open or left.label and not a.operators:
         return None                                  # a label: `total 5 = 5 * 1`
     factors = factors_of(a, b, left.left_unit, right.right_unit, chained)
     if factors is None:
         return None
-    right_values = (*b.values, 100 * b.values[0]) if b.percent and not b.operators else b.values    # 50 / 200 * 100 = 25%
-    true = any(near(f * x, y, max(f * a.step, b.step)) for f in factors for x in a.values for y in right_values)
+    right_values = b.values
+    if b.percent and not b.operators:                # 50 / 200 * 100 = 25%
+        right_values = (*b.values, 100 * b.values[0])
+    true = any(near(f * x, y, max(f * a.step, b.step))
+               for f in factors for x in a.values for y in right_values)
     operands = [n for e in (a, b) if e.operators for n in e.literals]
-    results = [n for e in (a, b) if not e.operators for n in e.literals] or [*a.values, *b.values, *b.literals]
-    return Equation(a.values[0], b.values[0], true, bool(operands), f"{a.spelled}={b.spelled}", operands, results)
+    results = [n for e in (a, b) if not e.operators for n in e.literals]
+    results = results or [*a.values, *b.values, *b.literals]
+    text = f"{a.spelled}={b.spelled}"
+    return Equation(a.values[0], b.values[0], true, bool(operands), text, operands, results)
 
 
 def factors_of(a, b, unit_a, unit_b, chained):
-    """Return the factors by one of which the left Expression has to be taken to equal the right one: 1, and what units ask
-    for; None where the sides need not be equal."""
+    """Return the factors one of which must convert the left Expression to the right one: 1 and ratios of
+    units; None if the sides need not be equal."""
     known = sorted({unit_a, unit_b} - {"", None})
     kinds = {_units.size_of(unit)[0] for unit in known}
     if a.operators:                                  # `60 minutes * 60 = 3600 seconds`, `2 * 500 gram = 1 kg`
@@ -193,7 +203,7 @@ def factors_of(a, b, unit_a, unit_b, chained):
         return [1.0, ratio(unit_a, unit_b)] if b.operators else [ratio(unit_a, unit_b)]
     if not chained:                                  # `5 = 5`, `total = 5`
         return None
-    if known:                                        # `6 kg = 6 * 1000`, `60 * 60 = 3600 = 1 hour`, in some unit of the kind
+    if known:                          # `6 kg = 6 * 1000`, `60 * 60 = 3600 = 1 hour`, in any unit of the kind
         size = _units.size_of(known[0])[1]
         ratios = [float(size / other) for other in _units.SIZES_OF_KIND[kinds.pop()]]
         return [1.0, *(ratios if unit_a else [1 / r for r in ratios])]
@@ -205,7 +215,7 @@ def ratio(unit_a, unit_b):
 
 
 def tokens_of_sides(statement):
-    """Return the statement's tokens, [(kind, text)], cut at the equals signs."""
+    """Return a statement's tokens [(kind, text)], one list per side of an equals sign."""
     start = 0
     while marker := MARKER.match(statement, start):
         start = marker.end()
@@ -219,7 +229,7 @@ def tokens_of_sides(statement):
 
 
 def side_of(tokens):
-    """Return the Side that tokens are."""
+    """Return the Side of a list of tokens."""
     runs = stretches(tokens)
     (first, right_unit), (last, left_unit) = runs[0], runs[-1]
     right = expression(first)
@@ -228,23 +238,25 @@ def side_of(tokens):
 
 
 def stretches(side):
-    """Return [(tokens without words, unit)], the side cut where there is a number after mere words: of `24 clips in May and
-    48 + 24` the first is what an equals sign before it means, the last what one after it means. A unit is the one word
-    after a stretch's last number, if it is known; "" where there is no word, None for other words."""
-    runs, said, inside = [[]], [], []                # said: the words since the last token that is none
+    """Return [(tokens without words, unit)] of a side, cut before each number that follows words only: of `24
+    clips in May and 48 + 24` the first stretch belongs to a preceding equals sign, the last to a following
+    one. unit: the known unit right after a stretch's last number, "" without words, None for other words."""
+    runs = [[]]
+    pending = []                                     # words since the last token of another kind
+    inside = []
     units = []
 
     def unit():
-        if not said:
+        if not pending:
             return None if inside else ""            # `3 boxes * 12`
-        known = _units.canonical(said[0])
-        return known if _units.size_of(known) and not RATES & {*said[1:]} else None
+        known = _units.canonical(pending[0])
+        return known if _units.size_of(known) and not RATES & {*pending[1:]} else None
     for kind, text in [*side, ("end", "")]:
         if kind == "word":
-            said.append(text.strip("-/"))
+            pending.append(text.strip("-/"))
             continue
         run = runs[-1]
-        words = [word.lower() for word in said]
+        words = [word.lower() for word in pending]
         if words:
             if (run and len(words[0]) == 1 and words[0] not in NO_VARIABLES) or (not run and kind == "sign"):
                 run.append(("other", text))          # 2 y + 3, y + 3
@@ -258,17 +270,17 @@ def stretches(side):
                     runs.append([])
                     inside = []
             elif kind != "end":
-                inside = said
+                inside = pending
         if kind != "end":
-            said = []
+            pending = []
             runs[-1].append((kind, text))
     units.append(unit())
     return list(zip(runs, units))
 
 
 def expression(tokens):
-    """Return the Expression that tokens are, or None if they are none. A percentage that is added or taken away has two
-    readings: 0.3, and three tenths of what stands before it."""
+    """Return the Expression of tokens, or None. An added or subtracted percentage has two readings: 0.3, and
+    three tenths of the preceding sum."""
     found = evaluate(tokens)
     if found and found.operators and any(kind == "percent" for kind, _ in tokens):
         found = found._replace(values=found.values + evaluate(tokens, relative=True).values)
@@ -276,11 +288,16 @@ def expression(tokens):
 
 
 def evaluate(tokens, relative=False):
-    """Return the Expression that tokens are, * and / before + and -; None if they are none. If parentheses stay open it is
-    the innermost part, which may be a left side; what is before a parenthesis that was never opened may be a right one:
-    `(3 + 4 = 7)`. relative: how percentages are read, see `expression`."""
-    stack = [[0.0, 0.0, "+", 1, 0, 0, 0]]            # of each open expression: see operand; operators; starts in both lists
-    spelled, literals, complete, cut = [], [], False, False          # complete: an operand has just ended
+    """Return the Expression of tokens, with * and / before + and -, or None. With unclosed parentheses it is
+    the innermost part, which can be a left side; the part before an unmatched closing parenthesis can be a
+    right side: `(3 + 4 = 7)`. relative: reading of percentages, see `expression`."""
+    # one frame per open parenthesis: four values for `operand`, number of operators, start in spelled, in
+    # literals
+    stack = [[0.0, 0.0, "+", 1, 0, 0, 0]]
+    spelled = []
+    literals = []
+    complete = False                                 # whether the last token ended an operand
+    cut = False
     step = 0.0
     for kind, text in tokens:
         if complete and kind in ("sign", "minus", "glued"):
@@ -328,8 +345,7 @@ def evaluate(tokens, relative=False):
 
 
 def operand(frame, value):
-    """Take a number into an expression [sum, last product, sign before the number, 1 or -1 by its own minus, ...]. A
-    division by zero makes it NaN for good."""
+    """Add a number to a frame [sum, last product, operator, 1 or -1 for its own minus, ...]."""
     value *= frame[3]
     frame[3] = 1
     if frame[2] == "*":

@@ -1,5 +1,5 @@
-"""Several tasks as one: the spec `math@2+countdown:4+table` names them, each with a weight of its own
-after @ (1 if there is none)."""
+"""Several tasks as one: the spec `math@2+countdown:4+table` names tasks, each with a weight after
+@ (default 1)."""
 import math
 import re
 from fractions import Fraction
@@ -9,13 +9,12 @@ WEIGHT = re.compile(r"(.+?)(?:@([-+]?(?:\d+\.?\d*|\.\d+)))?", re.DOTALL)
 
 
 def parse(spec):
-    """Return {task's spec: weight, a whole number}. ValueError for weights that are negative or all zero, and
-    for a task that stands there twice."""
+    """Return {task's spec: integer weight}. ValueError for invalid weights or a duplicate task."""
     weights = {}
     for part in spec.split("+"):
         found = WEIGHT.fullmatch(part)
         if not found:
-            raise ValueError(f"The mixture {spec} has an empty place: write TASK@WEIGHT+TASK@WEIGHT.")
+            raise ValueError(f"The mixture {spec} has an empty part: write TASK@WEIGHT+TASK@WEIGHT.")
         name, weight = found.groups()
         if name in weights:
             raise ValueError(f"The mixture {spec} names {name} twice: give it one weight.")
@@ -28,10 +27,11 @@ def parse(spec):
     return {name: int(weight * whole) for name, weight in weights.items()}
 
 
-def due(weights, counts):
-    """Return which of {name: weight} has the next turn after those so far, {name: number}: of those that are
-    behind their share the one that would be a whole turn behind first (earliest deadline first); of several the
-    first. After any number of turns none is more than one off."""
+def next_task(weights, counts):
+    """Return the name of {name: weight} whose turn is next, after counts {name: turns so far}.
+
+    Earliest deadline first among the tasks behind their share; ties go to the first task. No task is ever
+    more than one turn off its share."""
     total = sum(counts.get(name, 0) for name in weights) + 1
     everything = sum(weights.values())
     behind = [name for name in weights if weights[name] * total > counts.get(name, 0) * everything]
@@ -39,10 +39,9 @@ def due(weights, counts):
 
 
 class Mixture:
-    """What tasks.Task is to a task, to several. Each question carries its task's spec as "domain"; `of` finds
-    the Task.
+    """Several tasks with the interface of tasks.Task. Each question has its task's spec as "domain".
 
-    weights: {spec: its share of the questions that are trained on}. Validation and test ask as many of each.
+    weights: {spec: share of the training questions}. Validation and test use equal shares.
     """
 
     def __init__(self, spec, tasks):
@@ -51,9 +50,8 @@ class Mixture:
         self.tasks = tasks                   # {spec: Task}
         stops = {task.stop for task in tasks.values()}
         if len(stops) > 1:
-            raise ValueError(f"The tasks of the mixture {spec} end their answers differently "
-                             f"({', '.join(map(repr, stops))}), and a model that is sampled stops at one: mix "
-                             "tasks with the same STOP.")
+            raise ValueError(f"The tasks of the mixture {spec} have different STOP texts "
+                             f"({', '.join(map(repr, stops))}): mix tasks with the same STOP.")
         (self.stop,) = stops
 
     @property
@@ -62,11 +60,11 @@ class Mixture:
 
     @property
     def prompt(self):
-        """What datagen.py's log says of all questions. ValueError if they have several forms."""
+        """The prompt form of all tasks, for datagen.py's log. ValueError if the forms differ."""
         forms = {task.prompt for task in self.tasks.values()}
         if len(forms) > 1:
-            raise ValueError(f"The tasks of the mixture {self.name} put their questions in different forms, "
-                             "and examples to fine-tune on have one: sample from each task by itself.")
+            raise ValueError(f"The tasks of the mixture {self.name} have different prompt forms, and "
+                             "fine-tuning examples need one: sample from each task by itself.")
         return forms.pop()
 
     @cached_property
@@ -74,7 +72,7 @@ class Mixture:
         return list(dict.fromkeys(file for task in self.tasks.values() for file in task.files))
 
     def of(self, question):
-        """Return the Task that a question belongs to."""
+        """Return the Task of a question."""
         try:
             return self.tasks[question["domain"]]
         except (KeyError, TypeError):
@@ -92,48 +90,46 @@ class Mixture:
         return self.of(question).solution(question)
 
     def questions(self, split, seed=0, n=None, fewer=False):
-        """Return n questions in an order in which every beginning has the shares of the whole. n None: of
-        each task all, or as many as it finds right. fewer: all there are will do where a task has less than
-        its share."""
+        """Return n questions, ordered so that every prefix has the shares of the whole. n None: all of each
+        task, or its default number. fewer: accept fewer than its share from a task that has no more."""
         weights = self.weights
         if split != "train":
             weights = dict.fromkeys(self.tasks, 1)
         weights = {name: weight for name, weight in weights.items() if weight}
         counts = {}
         for _ in range(n or 0):
-            name = due(weights, counts)
+            name = next_task(weights, counts)
             counts[name] = counts.get(name, 0) + 1
         found = {}
         for name in weights if n is None else counts:
             found[name] = self.tagged(name, self.tasks[name].questions(split, seed, counts.get(name), fewer))
-        return merged(found, weights)
+        return interleave(found, weights)
 
     def tagged(self, name, questions):
         if not questions:
-            raise ValueError(f"The task {name} of the mixture {self.name} has no such questions: leave it out, or "
-                             "give it the weight 0.")
+            raise ValueError(f"The task {name} of the mixture {self.name} has no such questions: leave it "
+                             "out, or give it the weight 0.")
         if any("domain" in question for question in questions):
-            raise ValueError(f'The questions of {name} have a "domain" already, which a mixture gives them: rename '
-                             "that key.")
+            raise ValueError(f'The questions of {name} already have a "domain", a key reserved for mixtures: '
+                             "rename it.")
         return [question | {"domain": name} for question in questions]
 
     def documents(self, split, seed=0):
-        """Return texts to pretrain on, by weight, until one of the tasks has no more."""
+        """Return texts for pretraining, by weight, until a task has no more."""
         weights = {name: weight for name, weight in self.weights.items() if weight}
         found = {name: self.tasks[name].documents(split, seed) for name in weights}
         if not all(found.values()):
             raise ValueError(f"One of the tasks of {self.name} has no text of split {split}: leave it out.")
-        return merged(found, weights, to_the_end=False)
+        return interleave(found, weights, to_the_end=False)
 
 
-def merged(lists, weights, to_the_end=True):
-    """Return the values of {name: list} in the turns that their weights give; to_the_end: those that are left
-    once a list is used up too."""
+def interleave(lists, weights, to_the_end=True):
+    """Return the values of {name: list}, interleaved by weight; to_the_end: until all are used up."""
     weights = {name: weights[name] for name in lists}
     counts = dict.fromkeys(lists, 0)
     result = []
     while weights:
-        name = due(weights, counts)
+        name = next_task(weights, counts)
         if counts[name] == len(lists[name]):
             if not to_the_end:
                 break

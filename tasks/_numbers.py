@@ -1,6 +1,7 @@
-"""Numbers as people and models write them. One reader for all tasks; what it accepts is listed in docs/tasks.md.
+"""Parse numbers as people and models write them, for all tasks; docs/tasks.md lists the accepted
+forms.
 
-What a model wrote is never evaluated; every text is read in time proportional to its length.
+Model output is never evaluated, and parsing takes time linear in the length of a text.
 """
 import math
 import re
@@ -8,20 +9,20 @@ from fractions import Fraction
 
 from tasks import _units
 
-LONGEST_TEXT = 10_000                # characters of a completion that are read: the worst take 20 ms, honest ones one
-LONGEST = 40                         # characters of a number: enough for any honest one, too few to make one expensive
+LONGEST_TEXT = 10_000                # characters read of a completion: the worst take 20 ms, honest ones 1 ms
+LONGEST = 40                         # characters of a number: enough for honest ones, few enough to be cheap
 
-VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
-          "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
-MOST = Fraction(10) ** 300           # a number beyond it is no answer, and no float
-SPACES = "\u00a0\u2009\u202f"        # that stand within a number: no-break, thin, and narrow no-break
+VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5",
+          "⅘": "4/5", "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
+MOST = Fraction(10) ** 300           # larger numbers are rejected; they would overflow a float
+SPACES = "\u00a0\u2009\u202f"        # thousands separators: no-break, thin, and narrow no-break space
 GROUPS = rf"[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]{{1,3}}(?:[ {SPACES}][0-9]{{3}})+(?![0-9]|-[a-zA-Z])"
 NUMBER = rf"(?:{GROUPS}|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{{1,3}}(?!\w))?|\.[0-9]+"
 SIGN = r"(?P<sign>[-+]?)\s?"
 NUMERIC = re.compile(rf"{SIGN}(?P<digits>{NUMBER})(?:\s?[*x]\s?10\^(?P<power>[-+]?[0-9]{{1,3}}))?\.?")
-# a decimal comma, where it can't separate thousands: `1,5`, `0,125`, `1.000,99`
-COMMA = re.compile(rf"{SIGN}(?![1-9][0-9]{{0,2}},[0-9]{{3}}\.?$)(?P<whole>[0-9]+|[0-9]{{1,3}}(?:\.[0-9]{{3}})+)"
-                   r",(?P<decimals>[0-9]+)\.?")
+# a decimal comma that can't be a thousands separator: `1,5`, `0,125`, `1.000,99`
+COMMA = re.compile(rf"{SIGN}(?![1-9][0-9]{{0,2}},[0-9]{{3}}\.?$)"
+                   r"(?P<whole>[0-9]+|[0-9]{1,3}(?:\.[0-9]{3})+),(?P<decimals>[0-9]+)\.?")
 POWER = re.compile(rf"{SIGN}10\^(?P<power>[-+]?[0-9]{{1,3}})\.?")
 RATIO = re.compile(rf"{SIGN}(?P<open>\()?(?:(?P<whole>[0-9]{{1,12}})[+ ])?(?P<above>[0-9]{{1,12}})\s?/\s?"
                    r"(?P<below>[0-9]{1,12})(?(open)\))\.?")
@@ -33,28 +34,30 @@ WRAPPED = re.compile(r"(?:\*\*(.*)\*\*|\*(.*)\*|`(.*)`|\"(.*)\"|'(.*)'|“(.*)�
 
 # --- characters ---
 
-SAME = str.maketrans({"⋅": "*", "∙": "*", "·": "*", "×": "*", "✕": "*", "✖": "*", "∗": "*", "＊": "*", "÷": "/", "∕": "/",
-                      "⁄": "/", "−": "-", "–": "-", "‒": "-", "‐": "-", "‑": "-", "﹣": "-", "－": "-", "＋": "+",
-                      "＝": "=", "≈": "=", "≃": "=", "≅": "="})
+SAME = str.maketrans({"⋅": "*", "∙": "*", "·": "*", "×": "*", "✕": "*", "✖": "*", "∗": "*", "＊": "*",
+                      "÷": "/", "∕": "/", "⁄": "/", "−": "-", "–": "-", "‒": "-", "‐": "-", "‑": "-",
+                      "﹣": "-", "－": "-", "＋": "+", "＝": "=", "≈": "=", "≃": "=", "≅": "="})
 FRACTION = re.compile(r"(?:(?<![\w.,^])([0-9]{1,12})\s?)?\\[cdt]?frac\s?(?:\{([^{}]{0,200})\}|([0-9]))\s?"
                       r"(?:\{([^{}]{0,200})\}|([0-9]))")
 BRACED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|boxed)\s?\{([^{}]{0,200})\}")
-TEX = {"times": "*", "cdot": "*", "ast": "*", "div": "/", "approx": "=", "simeq": "=", "left": "", "right": "", ",": "",
-       ";": " ", "!": "", "quad": " ", "%": "%", "$": "$", "(": " ", ")": " ", "[": " ", "]": " "}
+TEX = {"times": "*", "cdot": "*", "ast": "*", "div": "/", "approx": "=", "simeq": "=", "left": "",
+       "right": "", ",": "", ";": " ", "!": "", "quad": " ", "%": "%", "$": "$", "(": " ", ")": " ", "[": " ",
+       "]": " "}
 COMMAND = re.compile(r"\\(times|cdot|ast|div|approx|simeq|left|right|quad)(?![a-zA-Z])|\\([,;!%$()\[\]])")
 BRACES = re.compile(r"\^\{([^{}]{0,20})\}| ?\{, ?\}|,\\!\s*")       # 10^{3}, 1{,}000, 1,\! 000
 FRACTION_CHARACTER = re.compile(f"([0-9]{{0,12}})([{''.join(VULGAR)}])")
 
 
 def normal(text):
-    """Return a text with the signs that keyboards have, in place of Unicode's and TeX's: × and \\cdot become *, the minus
-    sign -, \\frac{1}{2} and ½ (1/2), ≈ =."""
+    """Return a text with ASCII in place of Unicode and TeX signs: × and \\cdot become *, the minus sign -,
+    \\frac{1}{2} and ½ (1/2), ≈ =."""
     if not text.isascii():
-        text = FRACTION_CHARACTER.sub(lambda m: f"({m[1]}{'+' if m[1] else ''}{VULGAR[m[2]]})", text.translate(SAME))
+        text = text.translate(SAME)
+        text = FRACTION_CHARACTER.sub(lambda m: f"({m[1]}{'+' if m[1] else ''}{VULGAR[m[2]]})", text)
     if "{" in text or "\\!" in text:
         text = BRACES.sub(lambda m: "," if m[1] is None else f"^{m[1]}", text)
     if "\\" in text:
-        for _ in range(4):                           # what is nested deeper stays as it is
+        for _ in range(4):                           # deeper nesting is left unchanged
             before = text
             text = BRACED.sub(r" \1 ", FRACTION.sub(fraction, text))
             if text == before:
@@ -64,7 +67,7 @@ def normal(text):
 
 
 def fraction(found):
-    """Return TeX's fraction with a slash; a mixed number, 2\\frac{1}{2}, as (2+1/2)."""
+    """Return a TeX fraction written with a slash, and a mixed number, 2\\frac{1}{2}, as (2+1/2)."""
     whole = found[1] or ""
     above, below = ((found[i] or found[i + 1] or "").strip() for i in (2, 4))
     if not re.fullmatch("-?[0-9]{1,12}/[0-9]{1,12}", f"{above}/{below}"):
@@ -73,14 +76,14 @@ def fraction(found):
     return f"({whole}+{above}/{below})" if is_mixed else f"{whole}({above}/{below})"
 
 
-# --- a text that is a number ---
+# --- numbers ---
 
 def number(text, unit=None):
-    """Return the exact value, a Fraction, of a text that is a number as a whole, or None if it is none. Of several
-    numbers (`5 or 6`) none is chosen.
+    """Return the exact value of a text as a Fraction, or None unless the whole text is one number (`5 or 6`
+    is not).
 
-    unit: the unit that was asked for, which may follow the number. A sign of currency may stand there too, or before the
-    number, unless the unit is known to be none of money."""
+    unit: the unit asked for, which may follow the number. A currency sign may precede or follow it, unless
+    the unit is known not to be money."""
     if len(text) > 5 * LONGEST:
         return None
     text = LABEL.sub("", normal(unwrapped(text)).strip())
@@ -92,7 +95,7 @@ def number(text, unit=None):
 
 
 def written(text):
-    """Return a text that is a number in a form that Fraction reads, as it stands where that is one; None if it is none."""
+    """Return a number's text in a form that Fraction parses, unchanged if possible; None for other texts."""
     value = number(text)
     if value is None:
         return None
@@ -104,10 +107,9 @@ def written(text):
 
 
 def unwrapped(text):
-    """Return a text without what models put around an answer: spaces, bold type, quotation marks,
-    \\boxed{}, TeX's dollars."""
+    """Return a text without an answer's wrapping: spaces, bold, quotation marks, \\boxed{}, $."""
     text = text.strip()
-    for _ in range(10):                              # a long text with more would take long
+    for _ in range(10):                              # bounds the time
         found = WRAPPED.fullmatch(text)
         if not found:
             break
@@ -116,7 +118,7 @@ def unwrapped(text):
 
 
 def plain_number(text):
-    """As `number`, of a text in normal characters with nothing around the number."""
+    """Return the value as `number` does, for a normalised text without wrapping."""
     if len(text) > LONGEST:
         return None
     while text.startswith("(") and text.endswith(")"):
@@ -130,8 +132,9 @@ def plain_number(text):
     elif found := POWER.fullmatch(text):
         value = Fraction(10) ** int(found["power"])
     elif found := RATIO.fullmatch(text):
-        above, below = int(found["above"]), int(found["below"])
-        # 6000/1000 is a calculation that was not done
+        above = int(found["above"])
+        below = int(found["below"])
+        # 6000/1000 is an unfinished calculation
         if below < 2 or math.gcd(above, below) > 1 or found["whole"] and above > below:
             return None
         value = int(found["whole"] or 0) + Fraction(above, below)
@@ -143,12 +146,12 @@ def plain_number(text):
 
 
 def ungrouped(digits):
-    """Return the digits of a number without what separates its thousands."""
+    """Return a number's digits without thousands separators."""
     return re.sub(rf"[, {SPACES}]", "", digits)
 
 
 def same_unit(word, asked):
-    """Whether two words name one unit, known here (km, kilometres) or not (clip, clips)."""
+    """Return whether two words name the same unit, known (km, kilometres) or not (clip, clips)."""
     if word == "%" or asked == "%":
         return {word.lower(), asked} <= {"%", "percent", "percentage", "pct"}
     plain = [_units.canonical(name).lower().removesuffix("s") for name in (word, asked)]
@@ -156,5 +159,5 @@ def same_unit(word, asked):
 
 
 def close(value, correct, tolerance):
-    """Whether a value differs from the correct one by at most that share of it: from zero by nothing."""
+    """Return whether a value differs from the correct one by at most that share of it."""
     return abs(value - correct) <= Fraction(tolerance) * abs(correct)

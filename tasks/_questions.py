@@ -1,74 +1,96 @@
-"""Questions and their splits, for tasks that draw them and for tasks that read them from files."""
+"""Draw questions or read them from files, and split them into train, valid and test."""
+import functools
 import hashlib
 import math
 import random
 
 from runtime.progress import ProgressLine, track
+from runtime.usage import load_package
 from tasks import PROMPT
 
 N_DOCUMENTS = {"train": 20_000, "valid": 1_000}
-N_QUESTIONS = 1000                   # of a generated task, where no number is asked for
-PATIENCE = 2000                      # draws without a new question after which a task is taken to have no more
+N_QUESTIONS = 1000                   # default number for generated tasks
+PATIENCE = 2000                      # consecutive duplicates after which a task counts as exhausted
+WRONG = 0.2                          # share of documents with a slip in one step
+COMMON = 0.65                        # share with the common mistake, of the questions that invite one
 
 
-def split_of(asked):
-    """The split of what is asked: a tenth is for validation, a tenth for the test, by a hash. No question can be in two splits."""
-    tenth = int.from_bytes(hashlib.sha256(asked.encode()).digest()[:8], "big") % 10
+def split_of(key):
+    """Return the split of a question's key by a hash: a tenth each for valid and test."""
+    tenth = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 10
     return {0: "valid", 1: "test"}.get(tenth, "train")
 
 
 def distinct(draw, split, seed, n=None, most=None):
-    """n questions of a split (fewer if there are no more), each drawn by draw(rng), which gives (what is asked, the
-    question). most: function that gives a bound on how many there are in all splits; ValueError, which drawing them would
-    take a minute to find out, if n is past a split's share of it."""
-    rng, found, idle = random.Random(f"{seed} {split} questions"), {}, 0
+    """Return n questions of a split with distinct keys (fewer if there are no more).
+
+    draw(rng) returns (key, question). most(): upper bound on the number of questions in all splits; if n
+    exceeds the split's share of it, ValueError at once, instead of after a minute of drawing."""
+    rng = random.Random(f"{seed} {split} questions")
+    found = {}
+    idle = 0
     wanted = N_QUESTIONS if n is None else n
-    if most and wanted > N_QUESTIONS:        # so many are asked for by default, of whatever task
+    if most and wanted > N_QUESTIONS:        # the default number is allowed for any task
         share = most() * (0.8 if split == "train" else 0.1)
-        share += 6 * math.sqrt(share)        # standard deviations of what the hash deals out
+        share += 6 * math.sqrt(share)        # six standard deviations of the hash split
         if wanted > share:
-            raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most {share:.0f}: "
-                             "lower --num_questions.")
+            raise ValueError(f"{n} questions of the split {split} were asked for, and there are at most "
+                             f"{share:.0f}: lower --num_questions.")
     with ProgressLine(f"drawing {split} questions", wanted, "questions") as line:
         while len(found) < wanted and idle < PATIENCE:
-            asked, question = draw(rng)
-            if split_of(asked) == split:
-                idle = idle + 1 if asked in found else 0
-                line.add(asked not in found)
-                found.setdefault(asked, question)
+            key, question = draw(rng)
+            if split_of(key) == split:
+                idle = idle + 1 if key in found else 0
+                line.add(key not in found)
+                found.setdefault(key, question)
     return list(found.values())
 
 
-def drawn(draw, split, seed):
-    """N_DOCUMENTS[split] questions of a split, which may ask the same twice."""
+def draw_documents(draw, split, seed):
+    """Yield N_DOCUMENTS[split] questions of a split, duplicates possible."""
     rng = random.Random(f"{seed} {split}")
     for _ in track(range(N_DOCUMENTS[split]), f"drawing {split} text", "questions"):
-        asked, question = draw(rng)
-        while split_of(asked) != split:
-            asked, question = draw(rng)
+        key, question = draw(rng)
+        while split_of(key) != split:
+            key, question = draw(rng)
         yield question
 
 
-def with_mistakes(draw, solution, wrong_solution, share_wrong, split, seed):
-    """Return documents of a split as text from the web would have them, some with a mistake: share_wrong(question) of those
-    that ask alike have the completion that wrong_solution(question, rng) gives, the others solution(question)."""
-    rng = random.Random(f"{seed} {split} wrong")
-    found = []
-    for question in drawn(draw, split, seed):
-        is_wrong = rng.random() < share_wrong(question)
-        found.append(document(question, wrong_solution(question, rng) if is_wrong else solution(question)))
-    return found
+def with_levels(name, draw, solution, wrong_solution, invites_mistake):
+    """Return (check, questions, documents) of a task whose argument is a level, 0 to 2 (default 1).
+
+    draw(rng, level) returns (key, question); solution(question) and wrong_solution(question, rng) return
+    completions. Like text from the web, some documents are wrong: the share COMMON of those for which
+    invites_mistake(question) is true, WRONG of the others.
+    """
+    def check(argument):
+        if argument not in (None, "0", "1", "2"):
+            raise ValueError(f"The argument of {name} is a level, 0 to 2, not {argument or 'nothing'}.")
+
+    def questions(split, seed=0, n=None, argument=None):
+        return distinct(functools.partial(draw, level=int(argument or 1)), split, seed, n)
+
+    def documents(split, seed=0, argument=None):
+        rng = random.Random(f"{seed} {split} wrong")
+        texts = []
+        for question in draw_documents(functools.partial(draw, level=int(argument or 1)), split, seed):
+            is_wrong = rng.random() < (COMMON if invites_mistake(question) else WRONG)
+            completion = wrong_solution(question, rng) if is_wrong else solution(question)
+            texts.append(document(question, completion))
+        return texts
+    return check, questions, documents
 
 
 def document(question, completion):
-    """The text to pretrain on that a question and what follows it make."""
+    """Return the pretraining text of a question and a completion."""
     return f"{PROMPT.format(question['question'])}{completion}\n"
 
 
-def apart(train, valid=None, test=None):
-    """{split: questions} of lists, from files. A split without a file is a tenth of those that train. None stands twice: a question
-    of the test is in no other split, one for validation does not train."""
-    splits, seen = {"test": test, "valid": valid, "train": train}, set()
+def make_splits(train, valid=None, test=None):
+    """Return {split: questions} without duplicates within or across splits; test takes precedence, then
+    valid. A missing split gets a tenth of train."""
+    splits = {"test": test, "valid": valid, "train": train}
+    seen = set()
     for split in ("test", "valid"):
         if splits[split] is None:
             splits[split] = [q for q in train if split_of(q["question"]) == split]
@@ -76,11 +98,25 @@ def apart(train, valid=None, test=None):
         kept = {}
         for q in questions:
             kept.setdefault(" ".join(q["question"].casefold().split()), q)
-        splits[split] = [q for asked, q in kept.items() if asked not in seen]
+        splits[split] = [q for key, q in kept.items() if key not in seen]
         seen |= kept.keys()
     return splits
 
 
-def some(questions, seed, n=None):
-    """n of the questions in an order of the seed's; None: all, in theirs."""
-    return questions if n is None else random.Random(f"{seed} some").sample(questions, min(n, len(questions)))
+def download(local, name, *args, **kwargs):
+    """Return a dataset of the Hugging Face hub. ValueError or OSError names the `local` spec instead."""
+    try:
+        return load_package("datasets").load_dataset(name, *args, **kwargs)
+    except ImportError as e:
+        raise ValueError(f"{name} can't be downloaded, since {e}, or give a local file, {local}.") from None
+    except Exception as e:                   # errors of network, cache or hub
+        reason = str(e).split("\n")[0][:200]
+        raise OSError(f"{name} can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "
+                      f"or give a local file, {local}.") from None
+
+
+def sample(questions, seed, n=None):
+    """Return n of the questions in random order; None: all, in their order."""
+    if n is None:
+        return questions
+    return random.Random(f"{seed} some").sample(questions, min(n, len(questions)))

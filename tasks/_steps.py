@@ -1,15 +1,15 @@
-"""The steps of a worked completion, one of which may go wrong: what follows it then follows from it."""
+"""Steps of a worked completion. One of them may contain a slip, and the later steps then build on it."""
 import re
 
 from tasks import _numbers
 
-END = re.compile(r"\.(?![0-9])|\n|\b(?:reasoning|answer):", re.IGNORECASE)     # of a sentence
-NUMBERED = re.compile("[0-9=]")      # a sentence with one of these is a step
-POINT = re.compile("[0-9]{1,2}")     # what precedes a point of a list: `1. pop ab.`
+END = re.compile(r"\.(?![0-9])|\n|\b(?:reasoning|answer):", re.IGNORECASE)     # end of a sentence
+NUMBERED = re.compile("[0-9=]")      # a sentence that matches is a step
+POINT = re.compile("[0-9]{1,2}")     # number of a list item: `1. pop ab.`
 
 
 class Steps:
-    """Steps in their order. wrong: the index of the one that goes wrong, by the draws of rng; None: none does."""
+    """Steps in order. wrong: index of the step with a slip, drawn from rng; None: no slip."""
 
     def __init__(self, wrong=None, rng=None):
         self.wrong = wrong
@@ -21,17 +21,19 @@ class Steps:
         return " ".join(self.texts)
 
     def slips(self):
-        """Return whether the next step goes wrong."""
+        """Return whether the next step has the slip, and count it."""
         self.taken += 1
         return self.taken - 1 == self.wrong
 
     def choose(self, right, others):
-        """Return what is right, or one of the others if this step goes wrong."""
-        return self.rng.choice([other for other in others if other != right]) if self.slips() else right
+        """Return `right`, or one of the others if this step has the slip."""
+        if self.slips():
+            return self.rng.choice([other for other in others if other != right])
+        return right
 
     def equation(self, a, sign, b, label=""):
-        """Write `a + b = c.` (or with - or *, or / where nothing is left over), after a label if there is one, and
-        return c, which is a little off if this step goes wrong."""
+        """Write `label: a + b = c.` (or with -, *, or / without remainder) and return c, which is slightly
+        off if this step has the slip."""
         result = a // b if sign == "/" else {"+": a + b, "-": a - b, "*": a * b}[sign]
         if self.slips():
             result += self.rng.choice((-1, 1) if abs(result) < 12 else (-1, 1, -10, 10))
@@ -39,45 +41,52 @@ class Steps:
         return result
 
     def add(self, a, b):
-        """Write the sum of a and each digit of b in its turn, and return it."""
+        """Write the sum of a and b digit by digit, and return it."""
         for place, digit in reversed(list(enumerate(reversed(str(b))))):
             if digit != "0":
                 a = self.equation(a, "+", int(digit) * 10**place)
         return a
 
 
-def with_a_slip(worked, question, rng):
-    """Return (steps, answer) as worked(question, steps) makes them, with a slip that makes the answer wrong."""
+def solution(worked, question, *options):
+    """Return the completion of worked(question, steps, *options), which returns the answer."""
+    steps = Steps()
+    answer = worked(question, steps, *options)
+    return completion(steps, answer)
+
+
+def with_slip(worked, question, rng):
+    """Return a completion of worked(question, steps) with a slip that makes the answer wrong."""
     right = Steps()
     worked(question, right)
     while True:
         steps = Steps(rng.randrange(right.taken), rng)
         answer = str(worked(question, steps))
         if answer != question["answer"]:
-            return steps, answer
+            return completion(steps, answer)
 
 
 def follows(steps, reasoning, answer, form=NUMBERED):
-    """Return whether the Steps, in their order, are all sentences of a reasoning that have a step's form.
-    form: matches somewhere in such a sentence when the answer is taken out."""
+    """Return whether the step-like sentences of a reasoning are exactly the Steps, in order. form: pattern of
+    a step, searched in a sentence after the answer is removed from it."""
     expected = sentences(str(steps))
-    said = re.compile(rf"(?<!\w){re.escape(plain(answer))}(?!\w)")
+    answer_text = re.compile(rf"(?<!\w){re.escape(plain(answer))}(?!\w)")
     written = [sentence for sentence in sentences(reasoning)
-               if sentence in expected or form.search(said.sub("", sentence, count=1))]
+               if sentence in expected or form.search(answer_text.sub("", sentence, count=1))]
     return written == expected
 
 
 def sentences(text):
-    """Return the sentences of a text as they are compared, without headings and the numbers of a list."""
+    """Return the normalised sentences of a text, without headings and list numbers."""
     found = map(plain, END.split(_numbers.normal(text)))
     return [sentence for sentence in found if sentence and not POINT.fullmatch(sentence)]
 
 
 def completion(steps, answer):
-    """Return the completion that has these steps and this answer."""
+    """Return the text of a completion with these steps and this answer."""
     return f"Reasoning: {steps}\nAnswer: <answer>{answer}</answer>"
 
 
 def plain(text):
-    """Return an answer in words as it is compared: in lower case, with single spaces, without a final full stop."""
+    """Return a normalised text: lower case, single spaces, no final full stop."""
     return " ".join(text.split()).removesuffix(".").casefold()

@@ -1,38 +1,43 @@
-"""Arithmetic with whole numbers, in one step or two: `What is 12 * 34 - 5?`. The solution goes digit by digit. The argument is the
-number of digits, 1 to 9 (default 2)."""
-from tasks import _answers, _questions
+"""Integer arithmetic in one or two steps, `What is 12 * 34 - 5?`, with solutions digit by digit. The argument
+is the number of digits, 1 to 9 (default 2)."""
+from tasks import _answers, _questions, _steps
 
-INSTRUCTION = ("Work the question out digit by digit in short equations such as 12 * 30 = 360. Then give the number alone within "
-               "<answer></answer>.")
-FORMS = (                            # two steps: what is done first, then what is done with its result
+INSTRUCTION = ("Work the question out digit by digit in short equations such as 12 * 30 = 360. Then give "
+               "the number alone within <answer></answer>.")
+FORMS = (                            # (form, its operators in the order of evaluation)
     ("{} + {}", "+"), ("{} - {}", "-"), ("{} * {}", "*"),
-    ("{} + {} - {}", "+-"), ("{} * {} + {}", "*+"), ("{} * {} - {}", "*-"), ("({} + {}) * {}", "+*"), ("({} - {}) * {}", "-*"),
+    ("{} + {} - {}", "+-"), ("{} * {} + {}", "*+"), ("{} * {} - {}", "*-"), ("({} + {}) * {}", "+*"),
+    ("({} - {}) * {}", "-*"),
 )
 PHRASINGS = ("What is {}?", "Compute {}.", "{} = ?", "Work out {}.")
 
 
 def check(argument):
     if argument is not None and not (argument.isdecimal() and 1 <= int(argument) <= 9):
-        raise ValueError(f"The argument of arithmetic is the number of digits, 1 to 9, and {argument or 'nothing'} was given.")
+        raise ValueError("The argument of arithmetic is the number of digits, 1 to 9, and "
+                         f"{argument or 'nothing'} was given.")
 
 
 def draw(rng, digits):
-    """(what is asked, the question); how it is phrased, and the order of a sum's or product's numbers, make no other question."""
+    """Return (key, question). The key ignores the phrasing and the order of a sum's or product's numbers."""
     form, signs = rng.choice(FORMS)
     numbers = [rng.randrange(10 ** rng.randint(1, digits)) for _ in range(len(signs) + 1)]
     if signs[0] == "-":
         numbers[:2] = sorted(numbers[:2], reverse=True)
-    asked = f"{signs} {sorted(numbers[:2])} {numbers[2:]}"
-    question = {"question": rng.choice(PHRASINGS).format(form.format(*numbers)), "signs": signs, "numbers": numbers}
-    return asked, question | {"answer": str(steps(signs, numbers)[1])}
+    key = f"{signs} {sorted(numbers[:2])} {numbers[2:]}"
+    text = rng.choice(PHRASINGS).format(form.format(*numbers))
+    question = {"question": text, "signs": signs, "numbers": numbers}
+    return key, question | {"answer": str(steps(signs, numbers)[1])}
 
 
 def steps(signs, numbers):
-    """(equations, result): with each digit of every number in its turn."""
-    lines, value = [], numbers[0]
+    """Return (equations, result), computed digit by digit."""
+    lines = []
+    value = numbers[0]
     for sign, other in zip(signs, numbers[1:]):
         text = str(other)
-        parts = [int(digit) * 10 ** (len(text) - 1 - i) for i, digit in enumerate(text) if digit != "0"] or [0]
+        parts = [int(digit) * 10 ** (len(text) - 1 - i) for i, digit in enumerate(text) if digit != "0"]
+        parts = parts or [0]
         if sign == "*":
             lines += [f"{value} * {part} = {value * part}." for part in parts]
             value, *parts = [value * part for part in parts]
@@ -44,8 +49,8 @@ def steps(signs, numbers):
 
 
 def solution(question):
-    return (f"Reasoning: {' '.join(steps(question['signs'], question['numbers'])[0])}\n"
-            f"Answer: <answer>{question['answer']}</answer>")
+    lines, result = steps(question["signs"], question["numbers"])
+    return _steps.completion(" ".join(lines), result)
 
 
 def questions(split, seed=0, n=None, argument=None):
@@ -57,8 +62,8 @@ def questions(split, seed=0, n=None, argument=None):
 
 
 def documents(split, seed=0, argument=None):
-    return [_questions.document(q, solution(q)) for q in _questions.drawn(lambda rng: draw(rng, int(argument or 2)), split, seed)]
+    drawn = _questions.draw_documents(lambda rng: draw(rng, int(argument or 2)), split, seed)
+    return [_questions.document(q, solution(q)) for q in drawn]
 
 
-def reward(question, completion):
-    return _answers.grade(question, completion)
+reward = _answers.grade

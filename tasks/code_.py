@@ -1,11 +1,11 @@
-"""What a small program prints. Code as a domain means here to predict what programs do: they are drawn
-together with their trace, and nothing is executed, least of all what a model wrote.
+"""Predict the output of a small program. Programs are generated together with their trace; nothing is
+executed, in particular no model output.
 
 The argument is a level, 0 to 2 (default 1): 0 three kinds and small numbers, for a model of a million
-parameters that learns for minutes; 1 numbers mostly below 30 and two to four steps; 2 larger ones, and
-more steps. Two in ten worked examples carry a slip. Where a list is indexed, most count from 1."""
-from tasks import _answers, _numbers, _questions
-from tasks._steps import Steps, completion, follows, with_a_slip
+parameters that trains for minutes; 1 numbers mostly below 30 and two to four steps; 2 larger numbers and more
+steps. Two in ten documents have a slip. Most documents that index a list count from 1."""
+from tasks import _answers, _numbers, _questions, _steps
+from tasks._steps import Steps
 
 INSTRUCTION = ("Follow the program in short steps, each with the value that a line leaves, such as "
                "`x: 7 + 5 = 12.` Then give what it prints within <answer></answer>.")
@@ -13,17 +13,10 @@ WORDS = ("cat dog sun map pen owl fig jam kit log mud net oak pig rat sky toy ur
          "lamp milk").split()
 TINY = ("lines", "branch", "list")   # kinds of level 0
 PHRASINGS = ("What does this program print?\n{}", "{}\nWhat is printed?")
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of those with a list that count from 1
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of code is a level, 0 to 2, and {argument or 'nothing'} was given.")
 
 
 def draw(rng, level=1):
-    """Return (what is asked, the question): how it is phrased makes no other."""
+    """Return (key, question). The key ignores the phrasing."""
     kind = rng.choice(list(KINDS) if level else TINY)
     given = KINDS[kind][0](rng, level)
     program = KINDS[kind][1](*given)
@@ -32,19 +25,21 @@ def draw(rng, level=1):
 
 
 def worked(question, steps, first=0):
-    """Write the steps and return what is printed. first: the index of the first of a list's values."""
+    """Write the steps and return the output. first: index of a list's first value."""
     more = [first] if question["kind"] == "list" else []
     return KINDS[question["kind"]][2](steps, *question["given"], *more)
 
 
-# Of each kind: what is drawn, the program, and its steps.
+# For each kind, draw_KIND(rng, level) returns the arguments of KIND_program and of KIND_worked, which writes
+# the steps.
 
 def draw_lines(rng, level):
-    """Assignments [name, other name, sign, number] to two names, the first of which is given a value."""
+    """Draw assignments [target, source, sign, number] to two names, the first with an initial value."""
     x, y = rng.sample("abcdkmnpqxyz", 2)
     most = 19 * level or 9
     start = rng.randint(2, most)
-    values, lines = {x: start}, []
+    values = {x: start}
+    lines = []
     for i in range(level + 1 + (rng.random() < 0.3)):
         source = rng.choice(list(values))
         target = y if i == 0 else rng.choice((x, y))
@@ -72,7 +67,7 @@ def lines_worked(steps, x, start, lines):
 
 
 def draw_loop(rng, level):
-    """A sum, how often the loop is gone through, and what is added: a number, or None for the loop's own."""
+    """Draw a start, a number of iterations, and an addend, or None for the loop variable."""
     times = rng.randint(2, 2 + 2 * level)
     return [rng.randint(1, 29 * level), times, rng.choice((None, rng.randint(2, 15 * level)))]
 
@@ -107,7 +102,7 @@ def branch_worked(steps, x, sign, bound, more, less):
 
 
 def draw_list(rng, level):
-    """Values, and the two that are added or subtracted; counted from 1 they would give something else."""
+    """Draw values and two indices to add or subtract, such that indices from 1 would give another result."""
     while True:
         values = rng.sample(range(1, 30 * level or 20), 2 + max(level, 1) + (rng.random() < 0.5))
         i, j = rng.sample(range(1, len(values)), 2)
@@ -129,7 +124,7 @@ def list_worked(steps, values, i, sign, j, first):
 
 
 def draw_word(rng, level):
-    """A word, the index of a letter, and how often that is repeated, or 0: it comes after the word."""
+    """Draw a word, an index of a letter, and its number of repetitions, or 0: appended to the word."""
     word = rng.choice(WORDS) + (rng.choice(WORDS) if level > 1 else "")
     return [word, rng.randint(1, len(word) - 1), rng.choice((0, 2, 3, 4))]
 
@@ -156,38 +151,26 @@ KINDS = {
 # --- the task ---
 
 def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    return question["kind"] == "list"
 
 
 def wrong_solution(question, rng):
-    """Return a worked completion with a mistake, whose answer is wrong."""
-    if question["kind"] == "list":
-        steps = Steps()
-        return completion(steps, worked(question, steps, first=1))
-    return completion(*with_a_slip(worked, question, rng))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if invites_mistake(question):
+        return _steps.solution(worked, question, 1)      # list indices counted from 1
+    return _steps.with_slip(worked, question, rng)
 
 
-def share_wrong(question):
-    return MISTAKEN if question["kind"] == "list" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("code", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is what is printed (correct),
-    and whether before it stand the steps that lead there, in their order, and no other number (reasoned)."""
-    answer = _numbers.unwrapped(_answers.words(completion[:2000]).removeprefix("print "))
-    steps = Steps()
-    worked(question, steps)
-    parts = {"answered": answer != "", "correct": _answers.same(answer, question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"])}
-    return float(parts["correct"]), parts
+    """Return (score, parts), see _answers.grade_steps. `print 7` is the answer 7."""
+    answer = _answers.words(completion[:_answers.LONGEST_STEPS])
+    answer = _numbers.unwrapped(answer.removeprefix("print "))
+    correct = _answers.same(answer, question["answer"])
+    return _answers.grade_steps(worked, question, completion, answer, correct)

@@ -1,8 +1,7 @@
-"""Countdown with the search written out: combine each of some numbers once, with + - * /, to make a target.
+"""Countdown with a written search: combine each given number once, with + - * /, to reach a target.
 
-The worked documents are streams of search (Gandhi et al. 2024, arXiv 2404.03683): what a teacher tries, dead
-ends and ways back included, and the solution if it came upon one, `no solution.` if its ways on or its room
-were used up before:
+The documents are streams of search (Gandhi et al. 2024, arXiv 2404.03683): a teacher's attempts with dead
+ends and backtracking, then the solution, or `no solution.` if its branches or its room are exhausted:
 
     Make 67 from 5 8 15
     5 8 15|67: 8*5=40
@@ -11,30 +10,26 @@ were used up before:
     8 75|67: 75+8=83> 75-8=67!
     answer: 75-8=67 15*5=75.
 
-A line is a visit: the numbers that are left, the target, then what is tried. What is tried leads to a later
-line, which begins with the numbers that are left then, the new one last; going back is writing down an
-earlier state again. Of two numbers all results are tried, each marked as below, above or at the target. The
-completion ends in `answer:`, the steps that make the target, the last one first, and a full stop.
+A line visits a state: the remaining numbers, the target, then the steps tried. Each step leads to a later
+line that starts with the state after it, the new number last; backtracking repeats an earlier state. With two
+numbers left, all results are tried and marked as below (<), above (>) or equal to (!) the target. The
+completion ends with `answer:`, the steps to the target in reverse order, and a full stop.
 
-Four things of this form are there for the model (numbers: docs/notes.md). A question begins with a word,
-since in a text a document comes after the token that ends the one before, and in sampling after nothing: a
-target in the first place was found in training by that token, and in sampling not at all. Each line has the
-target, so that what is compared with it stands near, and each result has its mark: to compare is learnt from
-all of them, and not from the one at which a search ends. And the answer goes back from the target, since
-where each number came from stands in the search.
+Four features of this format help the model (numbers: docs/notes.md). A question begins with a word, because
+in training a document follows an end-of-text token and in sampling nothing; a target in first position was
+located by that token. Each line repeats the target, so that comparisons are local. Each result has a mark, so
+that every comparison is a training signal, not just the last. The answer goes backwards from the target,
+because the search shows where each number came from.
 
-TEACHERS wrote them: breadth-first and depth-first, by two heuristics, that keep a few of the ways on from
-each state. None of them makes a number above CEILING. No document is longer than `longest`: a teacher that
-runs out of room gives up.
+TEACHERS search breadth-first and depth-first with two heuristics, keep a few successors of each state, and
+make no number above CEILING. No document is longer than `longest`: a teacher that runs out of room gives up.
 
-The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,400,100000; `4` and `4,50` do as well): how
-many numbers, the largest of them, the bytes of a document with its end, and how many documents there are to
-train on. Targets are 10 to 99. All questions can be solved. Both the targets and the sets of numbers are
-dealt out to the splits by a hash: no question of the test shares its target or its numbers with one that is
-trained on.
+The argument is COUNTS,LARGEST,LONGEST,DOCUMENTS (default 3-4,20,400,100000; `4` and `4,50` are valid too):
+the count of numbers, the largest of them, the maximum bytes of a document with its end, and the number of
+training documents. Targets are 10 to 99. All questions are solvable. A hash assigns both targets and sets of
+numbers to splits: no test question shares its target or its numbers with a training question.
 
-A reward is for the steps after `answer:` alone, replayed exactly; the search before it is free text, in which
-anything may stand.
+The reward depends only on the steps after `answer:`, replayed exactly; the search before it is free text.
 """
 import hashlib
 import random
@@ -52,11 +47,13 @@ INSTRUCTION = ("Make the first number from all the others, each used once, with 
                "then end with the steps, the last one first, and a full stop, as in: "
                "answer: 35+9=44 7*5=35 12-3=9.")
 FAILED = "no solution."
-FEWEST, MOST = 2, 6                  # numbers of a question
-LOWEST, HIGHEST = 10, 99             # target
-CEILING = 99                         # the largest number that a teacher makes; every question can do with it
-N_VALID = 1000                       # documents for validation
-MOST_DRAWS = 100_000                 # of numbers, until a question is found
+FEWEST = 2                           # given numbers
+MOST = 6
+LOWEST = 10                          # target
+HIGHEST = 99
+CEILING = 99                         # largest intermediate result; enough for every question
+N_VALID = 1000                       # validation documents
+MOST_DRAWS = 100_000                 # attempts to draw a question
 ARGUMENT = re.compile(r"([0-9])(?:-([0-9]))?(?:,([0-9]{1,4}))?(?:,([0-9]{1,5}))?(?:,([0-9]{1,8}))?")
 STEP = re.compile(r"([0-9]{1,6})([-+*/])([0-9]{1,6})=([0-9]{1,6})")
 
@@ -68,29 +65,28 @@ def check(argument):
 
 
 def sizes(argument):
-    """Return (how many numbers a question may have, the largest number, bytes of the longest document,
-    documents to train on) of a spec's argument."""
+    """Return (range of counts, largest number, maximum bytes, training documents) of an argument."""
     found = ARGUMENT.fullmatch("3-4" if argument is None else argument)
     if not found:
         raise ValueError("The argument of countdown_search is COUNTS,LARGEST,LONGEST,DOCUMENTS, such as 4 or "
-                         f"3-4,20,400,100000, and not {argument!r}.")
+                         f"3-4,20,400,100000, not {argument!r}.")
     defaults = found[1], found[1], 20, 400, 100_000
     fewest, most, largest, longest, documents = (
         int(default if given is None else given) for given, default in zip(found.groups(), defaults))
     if not FEWEST <= fewest <= most <= MOST:
-        raise ValueError(f"countdown_search has questions of {FEWEST} to {MOST} numbers, the fewer first: "
-                         f"{argument} asks for others.")
+        raise ValueError(f"{argument} is not a range of {FEWEST} to {MOST} numbers: give countdown_search "
+                         "the smaller count first.")
     if not 10 <= largest <= CEILING or longest < 128 or documents < 1:
-        raise ValueError(f"The largest number of countdown_search is 10 to {CEILING}, a document has room "
-                         f"for 128 bytes at least, and there is at least one: {argument} has it otherwise.")
+        raise ValueError(f"{argument} is out of range: countdown_search needs a largest number of 10 to "
+                         f"{CEILING}, documents of at least 128 bytes, and at least one document.")
     return range(fewest, most + 1), largest, longest, documents
 
 
-# --- what can be made ---
+# --- reachable values ---
 
 def results(a, b):
-    """Yield (step, its result) of everything that two numbers make: whole, positive, at most CEILING, the
-    larger first. Dividing by 1 is left out, for multiplying does the same."""
+    """Yield (step, result) for two numbers, the larger first; results are positive integers up to CEILING.
+    Division by 1 is omitted, since multiplication does the same."""
     if a < b:
         a, b = b, a
     if a + b <= CEILING:
@@ -103,8 +99,8 @@ def results(a, b):
         yield f"{a}/{b}={a // b}", a // b
 
 
-def ways_on(state):
-    """Return [(step, state after it)] of a state, a tuple of numbers: each step once, the new number last."""
+def successors(state):
+    """Return [(step, next state)] of a state, a tuple of numbers: distinct steps, the new number last."""
     found = {}
     for i, j in combinations(range(len(state)), 2):
         rest = state[:i] + state[i + 1:j] + state[j + 1:]
@@ -113,17 +109,17 @@ def ways_on(state):
     return list(found.items())
 
 
-def makeable(numbers):
-    """Return the set of all that can be made from all of the numbers. Of each part of them, the smaller parts
-    before, it is what any two halves of it make."""
-    # {bits of the numbers that are used: results}
+def reachable_values(numbers):
+    """Return the set of values reachable with all the numbers, by dynamic programming over subsets: the
+    values of a subset combine those of each of its two-part partitions."""
+    # {bit mask of a subset: reachable values}
     made = {1 << i: {number} for i, number in enumerate(numbers)}
     for part in range(1, 1 << len(numbers)):
         if part in made:
             continue
         made[part] = set()
         half = (part - 1) & part
-        while half > part ^ half:                        # each pair of halves once
+        while half > part ^ half:                        # each partition once
             made[part] |= {c for a in made[half] for b in made[part ^ half] for _, c in results(a, b)}
             half = (half - 1) & part
     return made[(1 << len(numbers)) - 1]
@@ -132,13 +128,12 @@ def makeable(numbers):
 # --- the teachers ---
 
 def by_sum(state, target):
-    """How far the numbers that are left are from the target, added up (the paper's first heuristic)."""
+    """Return the distance of the remaining numbers' sum from the target (the paper's first heuristic)."""
     return abs(sum(state) - target)
 
 
 def by_factors(state, target):
-    """How far each of them is from a factor of the target, added up (its second, of which target = factor *
-    factor makes use)."""
+    """Return the numbers' total distance to the target's factors (the paper's second heuristic)."""
     return sum(min(abs(number - factor) for factor in factors_of(target)) for number in state)
 
 
@@ -148,28 +143,27 @@ def factors_of(target):
 
 
 HEURISTICS = {"sum": by_sum, "factors": by_factors}
-# (breadth or depth first, heuristic, how many ways on from a state are followed: the best of them; None: all)
-WAYS = [("breadth", 1), ("breadth", 2), ("breadth", 3), ("depth", 3), ("depth", None)]
-TEACHERS = [(order, name, width) for name in HEURISTICS for order, width in WAYS]
-EXHAUSTIVE = ("depth", "sum", None)  # without a limit it finds whatever can be found
+ORDERS = [("breadth", 1), ("breadth", 2), ("breadth", 3), ("depth", 3), ("depth", None)]
+# (order, heuristic, number of best successors to follow, None: all)
+TEACHERS = [(order, name, width) for name in HEURISTICS for order, width in ORDERS]
+EXHAUSTIVE = ("depth", "sum", None)  # finds every solution if its room is unlimited
 
 
 class OutOfRoom(Exception):
-    """A trace has as many bytes as it may."""
+    """The trace has reached its maximum length."""
 
 
 class Trace:
-    """What a teacher writes, in at most `room` bytes with what a completion ends in (None: in as many as it
-    likes)."""
+    """A teacher's text, at most `room` bytes including the completion's ending (None: unlimited)."""
 
     def __init__(self, target, room):
-        self.target, self.room = target, room
+        self.target = target
+        self.room = room
         self.text = ""
 
     def visit(self, state, steps, found=()):
-        """Write a line: a state, the target and the steps that are tried there. found: the steps to the
-        target, if that is among what they make. OutOfRoom if it does not fit, with what the completion would
-        end in then."""
+        """Write a line: state, target and the steps tried. found: the steps to the target if reached.
+        OutOfRoom if the line and the ending do not fit."""
         line = f"{' '.join(map(str, state))}|{self.target}: {' '.join(steps)}\n"
         ending = answer(found) if found else FAILED
         if self.room is not None and len(self.text) + len(line) + len(ending) > self.room:
@@ -177,10 +171,9 @@ class Trace:
         self.text += line
 
     def last(self, state, path):
-        """Visit a state of two numbers: all that they make, up to the target. Returns the path to it or
-        None."""
+        """Visit a state of two numbers up to the target. Return the path to it or None."""
         steps = []
-        for step, (result,) in ways_on(state):
+        for step, (result,) in successors(state):
             mark = "!" if result == self.target else "<" if result < self.target else ">"
             steps.append(step + mark)
             if result == self.target:
@@ -191,14 +184,13 @@ class Trace:
 
 
 def best(state, target, heuristic, width):
-    """Return the ways on from a state that a teacher follows, the most promising first."""
-    return sorted(ways_on(state), key=lambda way: heuristic(way[1], target))[:width]
+    """Return the successors of a state that a teacher follows, best first."""
+    return sorted(successors(state), key=lambda way: heuristic(way[1], target))[:width]
 
 
 def breadth_first(trace, numbers, heuristic, width):
-    """Search level by level: of each state all ways on that are followed stand in its line. Returns the steps
-    to the target or None."""
-    level = [(numbers, [])]                              # (state, the steps that lead there)
+    """Search level by level. Return the steps to the target or None."""
+    level = [(numbers, [])]                              # (state, steps to it)
     while level:
         following = []
         for state, path in level:
@@ -215,8 +207,7 @@ def breadth_first(trace, numbers, heuristic, width):
 
 
 def depth_first(trace, state, heuristic, width, path=()):
-    """Follow one way to its end before the next is tried, which begins with the state that it starts from.
-    Returns as breadth_first."""
+    """Follow each branch to its end before the next. Return the steps to the target or None."""
     if len(state) == 2:
         return trace.last(state, path)
     for step, after in best(state, trace.target, heuristic, width):
@@ -228,8 +219,7 @@ def depth_first(trace, state, heuristic, width, path=()):
 
 
 def search(teacher, numbers, target, room=None):
-    """Return (the steps to the target that a teacher finds, or None; what it wrote, as Trace has it). Its
-    heuristic is a name in HEURISTICS, or a function like those."""
+    """Return (a teacher's steps to the target or None, its text)."""
     order, heuristic, width = teacher
     trace = Trace(target, room)
     first = breadth_first if order == "breadth" else depth_first
@@ -241,15 +231,15 @@ def search(teacher, numbers, target, room=None):
 
 
 def completion(teacher, question, longest):
-    """Return (what a teacher writes after a question, whether it found the target). The document, with the
-    line break after it and the token that ends it, has at most `longest` bytes."""
+    """Return (a teacher's completion, whether it found the target). The document with its line break and end
+    token has at most `longest` bytes."""
     room = longest - len(PROMPT.format(question["question"])) - 2
     found, text = search(teacher, question["numbers"], int(question["answer"]), room)
     return text + (answer(found) if found else FAILED), bool(found)
 
 
 def answer(steps):
-    """Return what a completion ends in, of the steps in the order in which they are taken."""
+    """Return the ending of a completion, for steps in the order in which they are taken."""
     return f"answer: {' '.join(reversed(steps))}{STOP}"
 
 
@@ -262,42 +252,39 @@ def name_of(teacher):
 
 @lru_cache(maxsize=None)
 def split_of_numbers(numbers):
-    """Return the split of a set of numbers, a sorted tuple: a tenth is for validation, a tenth for the test,
-    by a hash."""
+    """Return the split of a sorted tuple of numbers by a hash."""
     return _questions.split_of(f"numbers {numbers}")
 
 
 @lru_cache(maxsize=None)
 def targets_of(split):
-    """Return the targets of a split: of all, in the order of a hash, every fifth is for the test, since a
-    model is far better at some than at others, and every tenth for validation. (There are so few that a hash
-    of each by itself would not deal out such shares.) The lowest and the highest are always trained on: where
-    10 was not, each 10 in training was below its target, and was marked so in the test, too
-    (docs/notes.md)."""
+    """Return the targets of a split. In hash order, every fifth is for test, since difficulty varies between
+    targets, and every tenth for valid (there are too few for a hash of each target to give these shares). The
+    lowest and highest are always in train: without 10, the model had always seen 10 below its target, and
+    marked it so in test (docs/notes.md)."""
     order = sorted(range(LOWEST, HIGHEST + 1), key=lambda n: hashlib.sha256(f"target {n}".encode()).digest())
-    dealt = {"test": {*order[::5]} - {LOWEST, HIGHEST}, "valid": {*order[1::10]} - {LOWEST, HIGHEST}}
-    return frozenset(dealt.get(split) or {*order} - dealt["test"] - dealt["valid"])
+    held_out = {"test": {*order[::5]} - {LOWEST, HIGHEST}, "valid": {*order[1::10]} - {LOWEST, HIGHEST}}
+    return frozenset(held_out.get(split) or {*order} - held_out["test"] - held_out["valid"])
 
 
 def draw(rng, split, largest, count):
-    """Return a question of a split with so many numbers. They are drawn evenly, and so is the target among
-    those of the split that they make."""
+    """Return a question of a split: uniform numbers, then a uniform reachable target."""
     for _ in range(MOST_DRAWS):
         numbers = [rng.randint(1, largest) for _ in range(count)]
         if split_of_numbers(tuple(sorted(numbers))) != split:
             continue
-        targets = sorted(makeable(numbers) & targets_of(split))
+        targets = sorted(reachable_values(numbers) & targets_of(split))
         if targets:
             target = str(rng.choice(targets))
             question = f"{target} from {' '.join(map(str, numbers))}"
             return {"question": question, "answer": target, "numbers": numbers}
-    raise ValueError(f"Of {count} numbers up to {largest} countdown_search has no question for the split "
-                     f"{split}: ask for more numbers, or larger ones.")
+    raise ValueError(f"countdown_search has no question of the split {split} with {count} numbers up to "
+                     f"{largest}: ask for more numbers, or larger ones.")
 
 
 def questions(split, seed=0, n=None, argument=None):
-    """n questions (fewer if there are no more), no two of which have the same numbers, in whatever order, and
-    target. How many numbers a question has takes turns, as long as there are more with so many."""
+    """Return n questions (fewer if there are no more) with distinct (target, sorted numbers). Their counts of
+    numbers alternate, while there are new questions of each count."""
     counts, largest, *_ = sizes(argument)
     left = [*counts]
     rng = random.Random(f"{seed} {split} questions")
@@ -316,19 +303,17 @@ def questions(split, seed=0, n=None, argument=None):
 
 
 def solution(question):
-    """A whole search without a limit, by the teacher that follows everything: it always ends in the
-    target."""
+    """Return the unlimited exhaustive search, which always reaches the target."""
     found, text = search(EXHAUSTIVE, question["numbers"], int(question["answer"]))
     if not found:
-        raise ValueError(f"{question['question']} can't be done without a number above {CEILING} or a "
-                         "fraction: ask questions of countdown_search's own.")
+        raise ValueError(f"{question['question']} has no solution without a number above {CEILING} or a "
+                         "fraction: use questions of countdown_search.")
     return text + answer(found)
 
 
-def written(split, seed=0, argument=None):
-    """Yield (question, teacher, document, whether it ends in a solution) of a split's documents, each by a
-    teacher that is drawn, whether or not it finds the target: the paper keeps the searches that fail, too,
-    and so is it here."""
+def teacher_documents(split, seed=0, argument=None):
+    """Yield (question, teacher, document, whether it is solved) of a split's documents, each by a random
+    teacher. Like the paper, keep searches that fail."""
     counts, largest, longest, n_train = sizes(argument)
     rng = random.Random(f"{seed} {split}")
     n = n_train if split == "train" else N_VALID
@@ -340,14 +325,14 @@ def written(split, seed=0, argument=None):
 
 
 def documents(split, seed=0, argument=None):
-    return [text for _, _, text, _ in written(split, seed, argument)]
+    return [text for _, _, text, _ in teacher_documents(split, seed, argument)]
 
 
 # --- the verifier ---
 
 def steps_of(completion):
-    """Return [(a, sign, b, c)] of the steps after `answer:`, up to the first full stop, the last one first;
-    None if there is no full stop, no `answer:` or more than one before it, or anything else behind it."""
+    """Return the steps [(a, sign, b, c)] between `answer:` and the first full stop, last step first. None
+    without a full stop, without exactly one `answer:` before it, or with other text between them."""
     text, stop, _ = completion[:_numbers.LONGEST_TEXT].partition(STOP)
     parts = text.split("answer:")
     if not stop or len(parts) != 2:
@@ -359,15 +344,14 @@ def steps_of(completion):
 
 
 def is_true(a, sign, b, c):
-    """Whether a step is: in whole numbers, none of them negative, which a division has to come out in."""
+    """Return whether a step is true in non-negative integers; a division must be exact."""
     return {"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": b != 0 and b * c == a}[sign]
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer made of steps (answered), whether each of these is
-    true (true), whether each takes two numbers that are there, of which each is there once, so that in the
-    end a single one is left (numbers), and whether that is the target (correct). What stands before `answer:`
-    counts for nothing, be it right or wrong."""
+    """Return (score, parts). The parts: the answer consists of steps (answered), each step is true (true),
+    each uses two available numbers and one number remains at the end (numbers), and that is the target
+    (correct). The text before `answer:` is ignored."""
     steps = steps_of(completion)
     parts = {"answered": steps is not None, "true": bool(steps) and all(is_true(*step) for step in steps)}
     left = Counter(question["numbers"])
@@ -382,5 +366,5 @@ def reward(question, completion):
 
 
 def signature(completion):
-    """The steps of the answer, in whatever order."""
+    """Return the sorted steps of the answer."""
     return " ".join(sorted(f"{a}{sign}{b}={c}" for a, sign, b, c in steps_of(completion) or []))

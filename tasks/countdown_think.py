@@ -1,13 +1,13 @@
-"""Countdown for models that can talk, in the form of TinyZero (Pan et al. 2025): think within
-<think></think>, answer with an expression within <answer></answer>.
+"""Countdown for chat models, in TinyZero's form (Pan et al. 2025): reasoning within <think></think>, then an
+expression within <answer></answer>.
 
-The questions are those of the data set Jiayi-Pan/Countdown-Tasks-3to4 on the hub, some 490,000 rows
-{"target": 98, "nums": [44, 19, 35]}, which the library `datasets` downloads. The argument is a file of such
-rows instead, .jsonl or .parquet. A tenth is for validation, another for the test; rows with the same numbers
-and target are one question. The wording is ours, the tags are TinyZero's.
+The questions come from the dataset Jiayi-Pan/Countdown-Tasks-3to4 on the hub, about 490,000 rows {"target":
+98, "nums": [44, 19, 35]}, downloaded by the library `datasets`. The argument is a local .jsonl or .parquet
+file of such rows. A tenth each is for valid and test; rows with the same numbers and target are one question.
+The wording is ours, the tags are TinyZero's.
 
-The answer is graded as in countdown.py: parsed, each number once, exactly. Nothing is paid for the form
-alone, of which TinyZero pays a tenth."""
+The answer is graded as in countdown.py: parsed, each number used once, exact value. Unlike TinyZero, which
+pays a tenth for it, the format alone earns nothing."""
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +18,9 @@ from tasks import _numbers, _questions, countdown
 PROMPT = "{}\n"
 INSTRUCTION = "First think about the problem within <think></think>, then answer within <answer></answer>."
 HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
-ASKED = ("Write an expression with the numbers {numbers} that equals {target}. Use each number once, with + - * "
-         "/ and parentheses. Show your work within <think> </think>, then give the expression alone within "
-         "<answer> </answer>, as in <answer> (1 + 2) / 3 </answer>.")
+ASKED = ("Write an expression with the numbers {numbers} that equals {target}. Use each number once, with + "
+         "- * / and parentheses. Show your work within <think> </think>, then give the expression alone "
+         "within <answer> </answer>, as in <answer> (1 + 2) / 3 </answer>.")
 
 
 def check(argument):
@@ -42,43 +42,34 @@ def rows(path):
                 yield from (json.loads(line) for line in file if line.strip())
     except ImportError as e:
         raise ValueError(f"{path} can't be read, since {e}.") from None
-    except (OSError, ValueError) as e:       # pyarrow's are among these
+    except (OSError, ValueError) as e:       # including pyarrow's
         reason = str(e).splitlines()[0][:120]
         raise ValueError(f"{path} can't be read ({reason}): make it a readable .jsonl or .parquet.") from None
-
-
-def downloaded():
-    own = "or give a local file, countdown_think:FILE"
-    try:
-        return load_package("datasets").load_dataset(HUB, split="train")
-    except ImportError as e:
-        raise ValueError(f"{HUB} can't be downloaded, since {e}, {own}.") from None
-    except Exception as e:                   # whatever network, cache or hub say
-        reason = str(e).split("\n")[0][:200]
-        raise OSError(f"{HUB} can't be downloaded ({type(e).__name__}: {reason}): connect to the network, "
-                      f"{own}.") from None
 
 
 def row(raw, number):
     """Return a question; ValueError unless it has a target and two numbers or more."""
     try:
-        target, numbers = raw["target"], sorted(raw["nums"])
+        target = raw["target"]
+        numbers = sorted(raw["nums"])
         whole = all(type(n) is int and n >= 0 for n in (target, *numbers))
     except (TypeError, KeyError):
         whole = False
     if not whole or not 2 <= len(numbers) <= 6:
-        raise ValueError(f'Row {number} of the questions is no {{"target": 98, "nums": [44, 19, 35]}}: '
-                         "correct it.")
+        raise ValueError(f'Question {number} is not {{"target": 98, "nums": [44, 19, 35]}}: correct it.')
     question = ASKED.format(numbers=raw["nums"], target=target)
     return {"question": question, "answer": str(target), "numbers": raw["nums"]}
 
 
 @lru_cache(maxsize=2)
 def everything(argument):
-    """Return {split: questions}. The split is a hash's of what is asked, whatever the order of the
-    numbers."""
+    """Return {split: questions}, split by a hash of the target and the sorted numbers."""
     found = {}
-    for number, raw in enumerate(downloaded() if argument is None else rows(Path(argument)), 1):
+    if argument is None:
+        raw_rows = _questions.download("countdown_think:FILE", HUB, split="train")
+    else:
+        raw_rows = rows(Path(argument))
+    for number, raw in enumerate(raw_rows, 1):
         question = row(raw, number)
         found.setdefault(f"{sorted(question['numbers'])} {question['answer']}", question)
     splits = {"train": [], "valid": [], "test": []}
@@ -88,11 +79,11 @@ def everything(argument):
 
 
 def questions(split, seed=0, n=None, argument=None):
-    return _questions.some(everything(argument)[split], seed, n)
+    return _questions.sample(everything(argument)[split], seed, n)
 
 
 def reward(question, completion):
-    """As countdown.py's, but that no equations are asked for before the answer: what is thought is free."""
+    """Return (score, parts) as countdown.py does, without the part `reasoned`: the reasoning is free text."""
     completion = completion[:_numbers.LONGEST_TEXT]
     found = countdown.parse(completion)
     used = found is not None and sorted(found[1]) == sorted(question["numbers"])

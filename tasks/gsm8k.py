@@ -1,26 +1,26 @@
-"""GSM8K, grade-school problems in words (Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems). The argument is a .jsonl
-file, or a folder with train.jsonl and perhaps test.jsonl, rows {"question", "answer"}; without one the library `datasets` downloads it.
+"""GSM8K, grade-school word problems (Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems). The
+argument is a .jsonl file with rows {"question", "answer"}, or a folder with train.jsonl and optionally
+test.jsonl; without an argument the library `datasets` downloads it.
 
-Of what trains a tenth is split off for validation, and another for the test where there is no test file."""
+A tenth of the training questions is for valid, and another for test without a test file."""
 import json
 from pathlib import Path
 
-from runtime.usage import load_package
 from tasks import _answers, _equations, _numbers, _questions
 
-INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give the number alone within "
-               "<answer></answer>.")
+INSTRUCTION = ("Solve the problem in short steps, each with its equation, such as 48 / 2 = 24. Then give "
+               "the number alone within <answer></answer>.")
 
 
 def check(argument):
     path = Path(argument or ".")
     if argument is not None and not (path.is_file() or (path / "train.jsonl").is_file()):
-        raise FileNotFoundError(f"There is no file {path} and no {path / 'train.jsonl'}: gsm8k:PATH names a .jsonl file or a folder "
-                                "with train.jsonl, and perhaps test.jsonl.")
+        raise FileNotFoundError(f"There is no file {path} and no {path / 'train.jsonl'}: gsm8k:PATH names a "
+                                ".jsonl file or a folder with train.jsonl, and perhaps test.jsonl.")
 
 
 def rows(path):
-    """The questions of a .jsonl file."""
+    """Return the questions in a .jsonl file."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -31,15 +31,15 @@ def rows(path):
             try:
                 found.append(row(json.loads(line)))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raise ValueError(f'{path}, line {i}, is no {{"question": text, "answer": "worked text #### number"}}: '
-                                 "correct it.") from None
+                form = '{"question": text, "answer": "worked text #### number"}'
+                raise ValueError(f"{path}, line {i}, is not {form}: correct it.") from None
     if not found:
         raise ValueError(f"{path} is empty: give a .jsonl file with questions.")
     return found
 
 
 def row(raw):
-    """A question; ValueError unless its answer ends in a number."""
+    """Return a question; ValueError unless its answer ends with a number."""
     worked, _, answer = raw["answer"].rpartition("####")
     number = _numbers.written(answer)
     if not raw["question"].strip() or number is None:
@@ -47,28 +47,16 @@ def row(raw):
     return {"question": raw["question"].strip(), "answer": number, "worked": worked.strip()}
 
 
-def downloaded():
-    """{split: questions} through the library datasets."""
-    own = "or give a local file, gsm8k:PATH"
-    try:
-        found = load_package("datasets").load_dataset("openai/gsm8k", "main")
-    except ImportError as e:
-        raise ValueError(f"gsm8k can't be downloaded, since {e}, {own}.") from None
-    except Exception as e:           # whatever network, cache or hub say
-        reason = str(e).split("\n")[0][:200]
-        raise OSError(f"gsm8k can't be downloaded ({type(e).__name__}: {reason}): connect to the network, {own}.") from None
-    return {split: [row(raw) for raw in found[split]] for split in ("train", "test")}
-
-
 def questions(split, seed=0, n=None, argument=None):
     if argument is None:
-        found = downloaded()
+        raw = _questions.download("gsm8k:PATH", "openai/gsm8k", "main")
+        found = {split: [row(r) for r in raw[split]] for split in ("train", "test")}
     else:
         path = Path(argument)
         found = {"train": rows(path if path.is_file() else path / "train.jsonl")}
         if (path / "test.jsonl").is_file():
             found["test"] = rows(path / "test.jsonl")
-    return _questions.some(_questions.apart(**found)[split], seed, n)
+    return _questions.sample(_questions.make_splits(**found)[split], seed, n)
 
 
 def solution(question):
@@ -79,5 +67,4 @@ def documents(split, argument=None):
     return [_questions.document(q, solution(q)) for q in questions(split, argument=argument)]
 
 
-def reward(question, completion):
-    return _answers.grade(question, completion)
+reward = _answers.grade

@@ -1,11 +1,10 @@
-"""GURU, six domains of questions for RL (Cheng et al. 2025, LLM360/guru-RL-92k on the hub), read from its
-parquet files: guru:PATH is a file, or a folder whose files are named train/..., and perhaps test/... (or
-eval/..., valid/...). Nothing is downloaded.
+"""GURU, RL questions from six domains (Cheng et al. 2025, LLM360/guru-RL-92k on the hub), read from its
+parquet files: guru:PATH is a file, or a folder whose files are in train/ and optionally test/ (or eval/,
+valid/). Nothing is downloaded.
 
-An answer is compared as a number, or as text (lists and tables too) but for case, spaces and quotation
-marks. That is stricter than GURU's own verifiers, which ask a language model for some sources and pay
-part of a reward in others. Questions whose answers have to be executed (codegen__...) are left out, and
-said so."""
+Answers are compared as numbers, or as text (also lists and tables) ignoring case, spaces and quotation marks.
+That is stricter than GURU's own verifiers, which use a language model for some sources and partial rewards
+for others. Questions whose answers must be executed (codegen__...) are skipped with a message."""
 import functools
 import json
 import re
@@ -32,7 +31,7 @@ def check(argument):
 
 
 def files(path):
-    """Return {file: split} of a file, or of all that are in a folder, by the names of the folders between."""
+    """Return {file: split} of a file or of the files in a folder, by the names of their subfolders."""
     if path.is_file():
         return {path: "train"}
     found = {}
@@ -43,13 +42,14 @@ def files(path):
 
 
 def rows(path):
-    """Return (the questions of a file, a Counter of the sources that are left out)."""
+    """Return (questions of a file, Counter of skipped sources)."""
     try:
         pyarrow = load_package("pyarrow")
         load_package("pyarrow.parquet")
     except ImportError as e:
         raise ValueError(f"{path} can't be read, since {e}.") from None
-    kept, left_out = [], Counter()
+    kept = []
+    left_out = Counter()
     wanted = ["data_source", "prompt", "reward_model"]
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -57,7 +57,7 @@ def rows(path):
             if missing:
                 raise ValueError(f"{path} has no column {missing[0]}: give a file of GURU's, with "
                                  f"{', '.join(wanted)}.")
-            # a part at a time: tests of programs, gigabytes in some files, are not wanted all at once
+            # in batches, because program tests take gigabytes in some files
             for batch in file.iter_batches(64, columns=wanted):
                 for i, raw in enumerate(batch.to_pylist()):
                     if str(raw["data_source"]).lower().startswith(EXECUTED):
@@ -71,7 +71,7 @@ def rows(path):
 
 
 def row(raw, path, i):
-    """Return a question; ValueError unless it has a prompt and an answer."""
+    """Return a question; ValueError without a prompt or an answer."""
     try:
         model = raw["reward_model"]
         right = (json.loads(model) if isinstance(model, str) else model)["ground_truth"]
@@ -80,33 +80,34 @@ def row(raw, path, i):
         asked = right = None
     right = right if isinstance(right, str) or right is None else json.dumps(right, ensure_ascii=False)
     if not asked or not (right or "").strip():
-        raise ValueError(f"{path} has a question of {raw['data_source']} without a prompt [{{role, content}}] "
-                         "or without reward_model.ground_truth: give a file of GURU's.")
+        raise ValueError(f"{path} has a question of {raw['data_source']} without a prompt "
+                         f"[{{role, content}}] or without reward_model.ground_truth: give a file of GURU's.")
     return {"question": asked, "answer": right.strip(), "source": str(raw["data_source"])}
 
 
 @functools.cache
 def everything(path):
-    """Return {split: questions} of a path; print what is left out."""
-    found, left_out = {}, Counter()
+    """Return {split: questions} of a path; print the number of skipped questions."""
+    found = {}
+    left_out = Counter()
     for file, split in files(Path(path)).items():
         kept, skipped = rows(file)
         found.setdefault(split, []).extend(kept)
         left_out += skipped
     if left_out:
         sources = ", ".join(f"{n} of {source}" for source, n in sorted(left_out.items()))
-        print(f"{left_out.total()} questions of {path} are left out, because to grade them programs would have "
-              f"to be executed: {sources}.", file=sys.stderr)
+        print(f"{left_out.total()} questions of {path} are left out, because their programs would have to be "
+              f"executed: {sources}.", file=sys.stderr)
     if not any(found.values()):
         raise ValueError(f"{path} has no question that can be graded here: give files of GURU's math, logic, "
                          "simulation, table or stem.")
-    return _questions.apart(**({"train": []} | found))
+    return _questions.make_splits(**({"train": []} | found))
 
 
 def questions(split, seed=0, n=None, argument=None):
-    """Return n questions, or all, in an order of the seed's: in the files' the first are all of one source."""
+    """Return n questions, or all, in random order, since files are sorted by source."""
     found = everything(argument)[split]
-    return _questions.some(found, seed, len(found) if n is None else n)
+    return _questions.sample(found, seed, len(found) if n is None else n)
 
 
 def solution(question):
@@ -117,9 +118,8 @@ def documents(split, argument=None):
     return [_questions.document(q, solution(q)) for q in questions(split, argument=argument)]
 
 
-def said_answer(completion):
-    """Return what a completion gives as its answer, "" if nothing: within the first <answer></answer>,
-    else the last \\boxed{}."""
+def answer_of(completion):
+    """Return a completion's answer: the first <answer></answer>, else the last \\boxed{}, else ""."""
     found = ANSWER.search(completion)
     if found:
         inside = found[1].strip()
@@ -128,7 +128,7 @@ def said_answer(completion):
 
 
 def boxed(text):
-    """Return what is within the last \\boxed{}, braces within it included, "" if there is none."""
+    """Return the content of the last \\boxed{}, with nested braces, "" without one."""
     starts = [found.end() for found in BOXED.finditer(text)]
     depth = 1
     for i in range(starts[-1] if starts else len(text), len(text)):
@@ -139,17 +139,16 @@ def boxed(text):
 
 
 def plain(text):
-    """Return a text without what does not count: case, spaces, quotation marks, TeX's signs around it, a
-    full stop at its end."""
+    """Return a text without case, spaces, quotation marks, TeX wrapping and a final full stop."""
     text = _numbers.normal(_numbers.unwrapped(text)).casefold()
     return re.sub(r"[\s'\"]", "", text).removesuffix(".")
 
 
 def reward(question, completion):
-    said = said_answer(completion[:_numbers.LONGEST_TEXT])
+    answer = answer_of(completion[:_numbers.LONGEST_TEXT])
     right = _numbers.number(question["answer"])
     if right is not None:
-        correct = _numbers.number(said) == right
+        correct = _numbers.number(answer) == right
     else:
-        correct = bool(said) and plain(said) == plain(question["answer"])
-    return float(correct), {"answered": bool(said), "correct": correct}
+        correct = bool(answer) and plain(answer) == plain(question["answer"])
+    return float(correct), {"answered": bool(answer), "correct": correct}

@@ -1,11 +1,10 @@
-"""Questions of the library reasoning-gym (pip install reasoning-gym): `gym:NAME` is one of its generators,
-`gym:math` a group of them (code, logic, simulation). Nothing is downloaded, and nothing that a model wrote is
-executed.
+"""Questions of the library reasoning-gym (pip install reasoning-gym): `gym:NAME` is a generator or a group of
+generators (math, code, logic, simulation). Nothing is downloaded, and no model output is executed.
 
-Of its generators only those are here whose verifier stood the audit of studies/gym_audit.py: see EXCLUDED and
-docs/tasks.md. The library pays part of a reward where the right answer merely occurs in what was
-said; here only its full score counts, on the text within the first <answer></answer>. An item is a
-function of (generator, index): a question carries these two, and whoever grades it makes the item again."""
+Only generators whose verifiers passed the audit of studies/gym_audit.py are included, see EXCLUDED and
+docs/tasks.md. The library pays partial rewards for answers that merely contain the right one; here only
+its full score counts, on the text within the first <answer></answer>. An item is a function of (generator,
+index): a question carries both, and the grader generates the item again."""
 import contextlib
 import functools
 import io
@@ -19,7 +18,7 @@ INSTRUCTION = ("Think step by step. Then give the answer alone, in the form that
 ANSWER = re.compile(r"<answer ?>(.*?)</answer ?>", re.IGNORECASE | re.DOTALL)
 DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 LONGEST = 4_000                      # characters of an answer that are read
-N_ITEMS = 1_000_000                  # of a generator: its indices; some make a list of them all
+N_ITEMS = 1_000_000                  # indices of a generator; some generators list them all
 
 GROUPS = {
     "math": ["basic_arithmetic", "chain_sum", "decimal_chain_sum", "fraction_simplification", "gcd",
@@ -33,17 +32,17 @@ GROUPS = {
     "simulation": ["ab", "color_cube_rotation", "largest_island", "manipulate_matrix", "maze",
                    "rotate_matrix", "rotten_oranges", "spiral_matrix"],
 }
-# generators that stood the audit and are in no group: too long, too hard or too few questions for a small
+# generators that passed the audit but are in no group: too long, too hard or too few questions for a small
 # model
 OTHERS = ["arc_1d", "arc_agi", "calendar_arithmetic", "count_primes", "cryptarithm", "decimal_arithmetic",
           "dice", "emoji_mystery", "figlet_font", "group_anagrams", "mahjong_puzzle", "modulo_grid",
           "needle_haystack", "number_format", "path_star", "power_function", "rearc", "rectangle_count",
           "self_reference", "sentence_reordering", "string_manipulation", "sudoku", "tsumego"]
-# those whose scorer pays too much, raises or calls eval (of bf: which prints), and whose questions have one
-# answer in a set form: its text is compared
+# generators with a single well-defined answer whose scorer overpays, raises or calls eval (bf: prints);
+# compared as text
 EXACT = ("bf", "knights_knaves", "number_sorting", "prime_factorization", "spiral_matrix", "time_intervals",
          "word_sorting")
-# what differs from the library's defaults
+# changes to the library's defaults
 SETTINGS = {
     "manipulate_matrix": {"max_rows": 5, "max_cols": 5, "max_transforms": 3},
     "rotate_matrix": {"max_n": 5, "max_rotations": 4},
@@ -51,7 +50,7 @@ SETTINGS = {
     "spiral_matrix": {"max_n": 5},
     "string_manipulation": {"max_num_rules": 4},
 }
-# {generator: what the audit found}
+# {generator: finding of the audit}
 EXCLUDED = {
     "acre": "constructing it makes all of its items at once and takes over a minute",
     "advanced_geometry": "'4.051, -5.487)' is paid where '(4.051, -5.487)' is right",
@@ -104,11 +103,11 @@ def check(argument):
         raise ValueError(f"The task gym needs the name of a group or generator: gym:NAME, with one of "
                          f"{names}, or of docs/tasks.md.")
     if argument in EXCLUDED:
-        raise ValueError(f"The generator {argument} is left out of gym ({EXCLUDED[argument]}): choose another, "
-                         f"or one of {names}.")
+        raise ValueError(f"The generator {argument} is left out of gym ({EXCLUDED[argument]}): choose "
+                         f"another, or one of {names}.")
     if argument not in GROUPS and not any(argument in group for group in (*GROUPS.values(), OTHERS)):
-        raise ValueError(f"There is no generator {argument} in gym that was audited: choose {names}, or one "
-                         "of docs/tasks.md.")
+        raise ValueError(f"There is no audited generator {argument} in gym: choose {names}, or one of "
+                         "docs/tasks.md.")
     library()
 
 
@@ -117,29 +116,29 @@ def library():
     try:
         return load_package("reasoning_gym", "reasoning-gym")
     except ImportError as e:
-        raise ValueError(f"The task gym can't be asked, since {e}.") from None
+        raise ValueError(f"The task gym can't be used, since {e}.") from None
 
 
 @functools.cache
 def dataset(generator):
-    """Return the library's generator. Its seed is fixed: indices decide."""
+    """Return the library's generator, with a fixed seed: items depend on the index only."""
     return library().create_dataset(generator, seed=0, size=N_ITEMS, **SETTINGS.get(generator, {}))
 
 
 @functools.lru_cache(1024)
 def entry(generator, index):
-    """Return an item as the library has it, with what its scorer needs."""
+    """Return the library's item, with the metadata of its scorer."""
     return dataset(generator)[index]
 
 
 def draw(rng, generators):
-    """Return (what is asked, the question) of one of the generators."""
+    """Return (key, question) of a random generator."""
     generator = rng.choice(generators)
     while True:
         index = rng.randrange(N_ITEMS)
-        with contextlib.redirect_stdout(io.StringIO()):          # bf prints as it goes
+        with contextlib.redirect_stdout(io.StringIO()):          # bf prints
             item = entry(generator, index)
-        if item["answer"].strip():           # an empty answer could not be told from none
+        if item["answer"].strip():           # an empty answer would look like none
             break
     text = item["question"].strip()
     return text, {"question": text, "answer": item["answer"].strip(), "generator": generator, "index": index}
@@ -156,39 +155,38 @@ def solution(question):
 
 def documents(split, seed=0, argument=None):
     generators = GROUPS.get(argument, [argument])
-    found = _questions.drawn(lambda rng: draw(rng, generators), split, seed)
+    found = _questions.draw_documents(lambda rng: draw(rng, generators), split, seed)
     return [_questions.document(q, solution(q)) for q in found]
 
 
 def plain(text):
-    """Return a text without what does not count: case, spaces, quotation marks, a full stop at its end."""
+    """Return a text without differences of case, spaces, quotation marks and a final full stop."""
     return re.sub(r"[\s'\"]", "", _numbers.normal(text).casefold()).removesuffix(".")
 
 
-def is_right(question, said):
-    """Return whether an answer earns the library's full score. Where the right one is a number, what was
-    said must be that number and nothing else, which is asked first: some of the scorers round, or find a
-    number anywhere."""
+def is_right(question, answer):
+    """Return whether an answer earns the library's full score. A number must also be exactly the right one,
+    because some scorers round, or find a number anywhere."""
     right = question["answer"]
-    if _numbers.unwrapped(right) == right:   # else the signs around it may belong to it
-        said = _numbers.unwrapped(said)
+    if _numbers.unwrapped(right) == right:   # otherwise the wrapping may belong to the answer
+        answer = _numbers.unwrapped(answer)
     exact = _numbers.number(right)
-    if exact is not None and _numbers.number(said) != exact:
+    if exact is not None and _numbers.number(answer) != exact:
         return False
     if DECIMAL.fullmatch(right) and question["generator"] != "base_conversion":
-        said = right                         # not all scorers read 21.0 or +21
+        answer = right                       # not all scorers accept 21.0 or +21
     if question["generator"] in EXACT:
-        return plain(said) == plain(right)
+        return plain(answer) == plain(right)
     item = entry(question["generator"], question["index"])
     if item["question"].strip() != question["question"]:
-        raise ValueError("the installed reasoning-gym makes another question of this index: install the "
-                         "version that made it")
-    return dataset(question["generator"]).score_answer(said, item) == 1.0
+        raise ValueError("the installed reasoning-gym has another question at this index: install the "
+                         "version that generated it")
+    return dataset(question["generator"]).score_answer(answer, item) == 1.0
 
 
 def reward(question, completion):
     found = ANSWER.search(completion[:_numbers.LONGEST_TEXT])
-    said = found[1].strip() if found else ""
-    answered = 0 < len(said) <= LONGEST
-    correct = answered and is_right(question, said)
+    answer = found[1].strip() if found else ""
+    answered = 0 < len(answer) <= LONGEST
+    correct = answered and is_right(question, answer)
     return float(correct), {"answered": answered, "correct": correct}

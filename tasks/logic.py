@@ -1,12 +1,12 @@
-"""Logic of several kinds, each with a written reasoning of short steps: truth of a formula, order of people,
-what rules say and what they leave open, knights and knaves, the odd one out. The argument is a level:
-1 (default), 2 for more letters, people, rules and things, or 0: four kinds, three people.
+"""Logic puzzles with short reasoning steps: truth of a formula, order of people, rules with a definite or an
+unknown conclusion, knights and knaves, the odd one out. The argument is a level: 0 four kinds and three
+people; 1 (default); 2 more letters, people, rules and things.
 
-Of documents() some three in ten are wrong: a slip in a step, and of what rules leave open most, all with
-the same fallacy: every wug is a dax, so a dax is a wug."""
+About three in ten documents are wrong, by a slip in a step. Most documents of kind "unknown" have the same
+fallacy: every wug is a dax, so a dax is a wug."""
 import re
 
-from tasks import _answers, _numbers, _questions
+from tasks import _answers, _numbers, _questions, _steps
 
 INSTRUCTION = ("Reason in short steps, each a sentence such as `true or false = true`, `Ann > Bob` or "
                "`wug -> dax`. Then give the answer, one word, within <answer></answer>.")
@@ -16,7 +16,7 @@ NONSENSE = ("wug", "dax", "fep", "zib", "lom", "tov", "kiv", "nup", "rab", "sot"
 THINGS = ("cup", "hat", "pen", "box", "jar", "fan", "key", "map", "toy", "bag")
 RELATIONS = (("older", "younger", "oldest", "youngest"), ("taller", "shorter", "tallest", "shortest"),
              ("faster", "slower", "fastest", "slowest"))
-SAYINGS = {                          # whether it is so; i, you: whether the speaker, the other are knights
+SAYINGS = {                       # {saying: its truth}; i, you: whether the speaker and the other are knights
     "{} is a knave": lambda i, you: not you, "{} is a knight": lambda i, you: you,
     "we are both knaves": lambda i, you: not i and not you, "we are both knights": lambda i, you: i and you,
     "we are alike": lambda i, you: i == you, "we differ": lambda i, you: i != you,
@@ -24,17 +24,17 @@ SAYINGS = {                          # whether it is so; i, you: whether the spe
 COLOURS = ("red", "blue", "green", "pink")
 CASES = ((True, True), (True, False), (False, True), (False, False))
 HEADING = re.compile(r"^[ \t]*(?:Reasoning|Answer):", re.IGNORECASE | re.MULTILINE)
-# A sentence with a sign, or of sizes or colours alone, is a step.
+# A sentence with a sign, or with only sizes or colours, is a step.
 CLAIM = re.compile(rf"[=<>:]|^(?:(?:big|small|{'|'.join(COLOURS)})(?: |$)){{2,}}$")
 TINY = ("truth", "order", "rules", "unknown")        # kinds of level 0
-WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of unknown
 
 
-# Of each kind two functions. draw_KIND(rng, level) returns a text, what it asks in whatever wording, and what
-# is given, as JSON can hold it. KIND(given, rng) returns steps and answer, with a mistake if there is an rng.
+# Each kind has two functions. draw_KIND(rng, level) returns the question's text, a key that ignores the
+# wording, and the givens as JSON values. KIND(given, rng) returns steps and answer, with a mistake if rng is
+# given.
 
 def draw_truth(rng, level):
-    """A formula of [negated, letter, operator before it], read from the left, and the letters' values."""
+    """Draw a formula of [negated, letter, operator before it], evaluated from the left."""
     least = max(level, 1)
     letters = rng.sample(LETTERS, rng.randint(least + 1, level + 2))
     negated = rng.choices(letters, k=least)
@@ -51,7 +51,8 @@ def draw_truth(rng, level):
 
 def truth(given, rng=None):
     values, terms = given
-    steps, wrong = [], rng.randrange(2 * len(terms)) if rng else None
+    steps = []
+    wrong = rng.randrange(2 * len(terms)) if rng else None
     for i, (negation, letter, operator) in enumerate(terms):
         value = values[letter]
         if negation:
@@ -71,13 +72,13 @@ def spelled(value):
 
 
 def draw_order(rng, level):
-    """People from the most to the least, the facts that tell so, and which end of the row is asked for."""
+    """Draw people from most to least, facts that imply this order, and the end that is asked for."""
     people = rng.sample(NAMES, rng.randint(2 * level + 1, 2 * level + 2) if level else 3)
     facts = rng.sample([[*pair] for pair in zip(people, people[1:])], len(people) - 1)
     more, less, *ends = rng.choice(RELATIONS)
     end = rng.choice((0, -1))
-    said = [rng.choice((f"{a} is {more} than {b}.", f"{b} is {less} than {a}.")) for a, b in facts]
-    return f"{' '.join(said)} Who is {ends[end]}?", [people, end], [people, facts, end]
+    sentences = [rng.choice((f"{a} is {more} than {b}.", f"{b} is {less} than {a}.")) for a, b in facts]
+    return f"{' '.join(sentences)} Who is {ends[end]}?", [people, end], [people, facts, end]
 
 
 def order(given, rng=None):
@@ -85,14 +86,14 @@ def order(given, rng=None):
     people = list(people)
     if rng and rng.random() < 0.5:                   # the other end
         end = -1 - end
-    elif rng:                                        # two who change places
+    elif rng:                                        # two people swapped
         near = 1 if end == 0 else -2
         people[end], people[near] = people[near], people[end]
     return [f"{a} > {b}" for a, b in facts] + [" > ".join(people)], people[end]
 
 
 def draw_rules(rng, level):
-    """A chain of rules, the last of which may say no, and a question that they answer."""
+    """Draw a chain of rules, the last perhaps negative, and a question that they answer."""
     words = rng.sample(NONSENSE, max(level, 1) + 2)
     rules = [[*pair] for pair in zip(words, words[1:])]
     if rng.random() < 0.5:
@@ -101,7 +102,7 @@ def draw_rules(rng, level):
 
 
 def draw_unknown(rng, level):
-    """Rules that leave the question open: a chain asked backwards, or two words with something in common."""
+    """Draw rules that leave the question open: a chain backwards, or a shared property."""
     words = rng.sample(NONSENSE, max(level, 1) + 2)
     rules = [[*pair] for pair in zip(words, words[1:])]
     if rng.random() < 0.5:
@@ -112,9 +113,11 @@ def draw_unknown(rng, level):
 
 def asked_of(rng, rules, start, end):
     shown = rng.sample(rules, len(rules))
-    said = [f"No {a} is a {b[4:]}." if b.startswith("not ") else f"Every {a} is a {b}." for a, b in shown]
+    sentences = [f"No {a} is a {b[4:]}." if b.startswith("not ") else f"Every {a} is a {b}."
+                 for a, b in shown]
     wording = rng.choice(("{} Is a {} a {}: yes, no or unknown?", "{} Is every {} a {}, yes, no or unknown?"))
-    return wording.format(" ".join(said), start, end), [sorted(rules), start, end], [rules, shown, start, end]
+    text = wording.format(" ".join(sentences), start, end)
+    return text, [sorted(rules), start, end], [rules, shown, start, end]
 
 
 def rules(given, rng=None):
@@ -133,10 +136,11 @@ def unknown(given, rng=None):
 
 
 def draw_knights(rng, level):
-    """Two people, knights (whose sayings are so) or knaves (whose are not). What they say fits one case."""
+    """Draw two knights (truthful) or knaves (lying), with sayings that fit exactly one case."""
     while True:
-        people, said = rng.sample(NAMES, 2), rng.choices(list(SAYINGS), k=2)
-        if sum(case == says(case, said) for case in CASES) == 1:
+        people = rng.sample(NAMES, 2)
+        said = rng.choices(list(SAYINGS), k=2)
+        if sum(case == truth_of(case, said) for case in CASES) == 1:
             break
     a, b = people
     wording = rng.choice(("{} says: {}. {} says: {}. Who is a knight (or both, neither)?",
@@ -145,17 +149,18 @@ def draw_knights(rng, level):
     return f"{a} and {b} are knights or knaves. {text}", [people, said], [people, said]
 
 
-def says(case, said):
-    """Whether what the first and the second say is so, if they are what the case takes them for."""
+def truth_of(case, said):
+    """Return the truth of both sayings, assuming the case."""
     return SAYINGS[said[0]](*case), SAYINGS[said[1]](*case[::-1])
 
 
 def knights(given, rng=None):
-    """Take each case in turn: what they are, whether what they say is so, until both agree."""
+    """Try each case until the truth of the sayings agrees with it."""
     (a, b), said = given
-    chosen, steps = rng.choice(CASES) if rng else None, []
+    chosen = rng.choice(CASES) if rng else None
+    steps = []
     for case in CASES:
-        found = says(case, said)
+        found = truth_of(case, said)
         if rng and (case == found) != (case == chosen):          # misjudged
             found = case if case == chosen else (not case[0], case[1])
         steps.append(f"{letters(case)}: {letters(found)} {'yes' if case == found else 'no'}")
@@ -168,7 +173,7 @@ def letters(case):
 
 
 def draw_odd(rng, level):
-    """Things of a size and a colour: one splits them in halves, the other sets a single thing apart."""
+    """Draw things with a size and a colour: one property halves them, the other singles out one thing."""
     half = level + 1
     things = rng.sample(THINGS, 2 * half)
     pairs = [["big", "small"], rng.sample(COLOURS, 2)]
@@ -187,7 +192,7 @@ def odd(given, rng=None):
     rows, which, things = given
     rows = [list(row) for row in rows]
     row = rows[which]
-    if rng:                                          # in another order than they stand
+    if rng:                                          # values assigned in another order
         rng.shuffle(row)
     (value,) = (value for value in row if row.count(value) == 1)
     thing = things[row.index(value)]
@@ -200,56 +205,45 @@ KINDS = {"truth": (draw_truth, truth), "order": (draw_order, order), "rules": (d
 
 # --- the task ---
 
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of logic is a level, 0 to 2, and {argument or 'nothing'} was given.")
-
-
 def draw(rng, level):
-    """(what is asked, the question)"""
+    """Return (key, question)."""
     kind = rng.choice(list(KINDS) if level else TINY)
-    draw_kind, solve = KINDS[kind]
-    text, asked, given = draw_kind(rng, level)
-    return f"{kind} {asked}", {"question": text, "answer": solve(given)[1], "kind": kind, "given": given}
+    draw_kind, work_out = KINDS[kind]
+    text, key, given = draw_kind(rng, level)
+    return f"{kind} {key}", {"question": text, "answer": work_out(given)[1], "kind": kind, "given": given}
 
 
-def completion_of(steps, answer):
-    return f"Reasoning: {'. '.join(steps)}.\nAnswer: <answer>{answer}</answer>"
+def solve(question, rng=None):
+    """Return (steps, answer) of a question, with a mistake if there is an rng."""
+    return KINDS[question["kind"]][1](question["given"], rng)
 
 
 def solution(question):
-    return completion_of(*KINDS[question["kind"]][1](question["given"]))
+    steps, answer = solve(question)
+    return _steps.completion(f"{'. '.join(steps)}.", answer)
+
+
+def invites_mistake(question):
+    return question["kind"] == "unknown"
 
 
 def wrong_solution(question, rng):
-    """A worked completion with a mistake, whose answer is wrong."""
+    """Return a worked completion with a mistake that makes the answer wrong."""
     while True:
-        steps, answer = KINDS[question["kind"]][1](question["given"], rng)
+        steps, answer = solve(question, rng)
         if answer != question["answer"]:
-            return completion_of(steps, answer)
+            return _steps.completion(f"{'. '.join(steps)}.", answer)
 
 
-def share_wrong(question):
-    return MOSTLY_WRONG if question["kind"] == "unknown" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    """Worked examples of split "train" or "valid", some three in ten with a mistake."""
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("logic", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is the right word (correct),
-    and whether before it stand all steps that lead there, and none that is not among them (reasoned)."""
+    """Return (score, parts). The parts are answered, correct, and reasoned: exactly the steps of the solution
+    precede the answer, in any order."""
     completion = completion[:_numbers.LONGEST_TEXT]
     answer = _answers.words(completion)
-    steps = {plain(step) for step in KINDS[question["kind"]][1](question["given"])[0]}
+    steps = {plain(step) for step in solve(question)[0]}
     reasoning = HEADING.sub("", _answers.before_answer(completion))
     written = {plain(text) for text in re.split(r"[.\n]", reasoning)}
     parts = {"answered": bool(answer), "correct": answer == plain(question["answer"]),
@@ -258,5 +252,5 @@ def reward(question, completion):
 
 
 def plain(text):
-    """A text without differences of case, spaces and a final full stop."""
+    """Return a text without differences of case, spaces and a final full stop."""
     return " ".join(text.casefold().split()).removesuffix(".").rstrip()

@@ -1,25 +1,26 @@
-"""Mathematics of several kinds: equations, percentages, means, rectangles, sequences, short stories,
-worked in steps of one operation each. The argument is a level: 1 (default), most numbers below 100; 2,
-larger; 0, four kinds and smaller numbers, for a model of a million parameters that learns for minutes.
+"""Mathematics: equations, percentages, means, rectangles, sequences and short stories, worked one operation a
+step. The argument is a level: 0 four kinds and smaller numbers, for a model of a million parameters that
+trains for minutes; 1 (default) most numbers below 100; 2 larger.
 
-Of documents() some three in ten are wrong: a slip anywhere, and of prices that change by a percentage
-most, all in the same way: 30% off 80 is taken to be 80 - 30."""
-from tasks import _answers, _questions
+About three in ten documents are wrong, by a slip in a step. Most documents with percentages have the same
+mistake: 30% off 80 is computed as 80 - 30."""
+from tasks import _answers, _questions, _steps
 
 INSTRUCTION = ("Work it out in short true equations, such as 23 + 40 = 63. Then give the number alone within "
                "<answer></answer>.")
-TINY = ("equation", "percent", "rectangle", "sequence")          # kinds of level 0, of which the first forms
-UNORDERED = ("mean", "rectangle")    # kinds in which the numbers' order makes no difference
-WRONG, MOSTLY_WRONG = 0.2, 0.65      # share of the documents with a mistake: of most kinds, of percentages
+TINY = ("equation", "percent", "rectangle", "sequence")         # kinds of level 0, with their first two forms
+UNORDERED = ("mean", "rectangle")    # kinds in which the order of the numbers does not matter
 
 
 class Work:
-    """Writes an operation at a time down as an equation. The one numbered `wrong` has another result than it
-    should, or is left out, and what follows goes on from there."""
+    """Writes each operation as an equation. Operation number `wrong` gets a wrong result or is skipped, and
+    later operations use that result."""
 
     def __init__(self, wrong=None, rng=None):
-        self.wrong, self.rng = wrong, rng
-        self.lines, self.count = [], 0
+        self.wrong = wrong
+        self.rng = rng
+        self.lines = []
+        self.count = 0
 
     def step(self, a, sign, b):
         result = a // b if sign == "/" else {"+": a + b, "-": a - b, "*": a * b}[sign]
@@ -42,14 +43,14 @@ class Work:
         return a
 
     def times(self, a, b):
-        """The product of any number with one of a single digit."""
+        """Return the product with a single-digit number b."""
         total, *products = [self.step(part, "*", b) for part in digits(a)]
         for product in products:
             total = self.plus(total, product)
         return total
 
     def over(self, a, b):
-        """The quotient: tens (hundreds) of b are taken from a, until b times one digit is left."""
+        """Return the quotient by long division."""
         parts = []
         for part in digits(a // b)[:-1]:
             parts.append(part)
@@ -61,7 +62,7 @@ class Work:
 
 
 def digits(number):
-    """Return a number's digits by their values: 407 as 400 and 7."""
+    """Return the values of a number's digits: 400 and 7 for 407."""
     text = str(number)
     if number < 10:
         return [number]
@@ -73,8 +74,9 @@ def mean(work, a, b, c):
     return work.step(total, "/", 3) if total < 200 else work.over(total, 3)
 
 
-# Of each kind its forms: (wordings; the ranges that numbers are drawn from, those beyond 9 ten times as wide
-# at level 2; the numbers of the question that these make; what a Work does with those to answer).
+# {kind: forms}. A form has wordings, ranges of drawn numbers (bounds above 9 are ten times larger at level
+# 2), a function from these to the question's numbers, and a function of a Work and the numbers that returns
+# the answer.
 KINDS = {
     "equation": (
         (("Solve x + {} = {}.", "Find x: x + {} = {}."), ((2, 49), (2, 49)), lambda a, x: (a, a + x),
@@ -85,7 +87,7 @@ KINDS = {
          lambda work, a, c: work.over(c, a)),
         (("Solve {} * x + {} = {}.", "Find x: {} * x + {} = {}."), ((2, 9), (2, 9), (2, 49)),
          lambda a, x, b: (a, b, a * x + b), lambda work, a, b, c: work.over(work.minus(c, b), a))),
-    "percent": (                         # not of 100, of which 30% are 30
+    "percent": (                         # never of 100, where the common mistake is right
         (("A price of {} falls by {}%. What is it then?", "How much is {} less {}%?"), ((6, 19), (1, 5)),
          lambda n, p: (10 * n + 10 * (n > 9), 10 * p),
          lambda work, n, p: work.minus(n, work.step(work.step(n, "/", 10), "*", p // 10))),
@@ -123,13 +125,8 @@ KINDS = {
 
 # --- the task ---
 
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of math is a level, 0 to 2, and {argument or 'nothing'} was given.")
-
-
 def draw(rng, level):
-    """(what is asked, the question): asked is the same in all wordings, and orders of a mean's numbers."""
+    """Return (key, question). The key ignores the wording, and order for UNORDERED kinds."""
     kind = rng.choice(list(KINDS) if level else TINY)
     form = rng.randrange(len(KINDS[kind]) if level else 2)
     wordings, ranges, shown, _ = KINDS[kind][form]
@@ -137,61 +134,47 @@ def draw(rng, level):
     numbers = list(shown(*drawn))
     text = rng.choice(wordings).format(*numbers)
     question = {"question": text, "kind": kind, "form": form, "numbers": numbers}
-    asked = f"{kind} {form} {sorted(numbers) if kind in UNORDERED else numbers}"
-    return asked, question | {"answer": str(solve(question, Work()))}
+    key = f"{kind} {form} {sorted(numbers) if kind in UNORDERED else numbers}"
+    return key, question | {"answer": str(solve(question, Work()))}
 
 
 def largest(high, level):
-    """Return the end of a range of numbers at a level."""
+    """Return the upper bound of a range at a level."""
     if level == 0:
         return high // 2 if high > 20 else high
     return high * 10 ** (level - 1) if high > 9 else high
 
 
 def solve(question, work):
-    """Write the steps down in a Work and return the result."""
+    """Write the steps to a Work and return the result."""
     return KINDS[question["kind"]][question["form"]][-1](work, *question["numbers"])
-
-
-def completion_of(work, result):
-    return f"Reasoning: {' '.join(work.lines)}\nAnswer: <answer>{result}</answer>"
 
 
 def solution(question):
     work = Work()
-    return completion_of(work, solve(question, work))
+    result = solve(question, work)
+    return _steps.completion(" ".join(work.lines), result)
+
+
+def invites_mistake(question):
+    return question["kind"] == "percent"
 
 
 def wrong_solution(question, rng):
-    """A worked completion with a mistake, whose answer is wrong."""
+    """Return a worked completion with a mistake that makes the answer wrong."""
     right = Work()
     solve(question, right)
     while True:
         work = Work(rng.randrange(right.count), rng)
-        if question["kind"] == "percent":            # the percentage is taken for an amount
+        if invites_mistake(question):                # the percentage is taken for an amount
             work = Work()
             n, percent = question["numbers"]
             result = work.step(n, "-+"[question["form"]], percent)
         else:
             result = solve(question, work)
         if work.lines and 0 <= result != int(question["answer"]):
-            return completion_of(work, result)
+            return _steps.completion(" ".join(work.lines), result)
 
 
-def share_wrong(question):
-    return MOSTLY_WRONG if question["kind"] == "percent" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    """Worked examples of split "train" or "valid", some three in ten with a mistake."""
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
-
-
-def reward(question, completion):
-    return _answers.grade(question, completion)
+check, questions, documents = _questions.with_levels("math", draw, solution, wrong_solution, invites_mistake)
+reward = _answers.grade

@@ -1,53 +1,47 @@
-"""Science in small steps: the unit of a product or quotient, atoms in molecules, motion, sums of two
-units, the calendar.
+"""Science in small steps: the unit of a product or quotient, atoms in molecules, motion, sums of two units,
+calendar.
 
 The argument is a level, 0 to 2 (default 1): 0 four kinds and small numbers, for a model of a million
-parameters that learns for minutes; 1 numbers mostly below 100; 2 larger ones, and units of three
+parameters that trains for minutes; 1 numbers mostly below 100; 2 larger numbers, and units of three
 quantities.
 
-Two in ten worked examples carry a slip. Of the sums of two units most add the numbers and convert nothing."""
+Two in ten documents have a slip. Most sums of two units add the numbers without converting."""
 import re
 
-from tasks import _answers, _equations, _numbers, _questions
-from tasks._steps import Steps, completion, plain, with_a_slip
+from tasks import _answers, _equations, _numbers, _questions, _steps
+from tasks._steps import Steps, plain
 
-INSTRUCTION = ("Work in short equations such as `3 * 2 = 6.`; for a unit add or subtract the exponents of kg, m and s in "
-               "turn (`1 + 0 = 1.`), for a weekday count the days (`Mon 1, Tue 2`). Then give the number, the weekday or "
-               "the unit (`kg m^2 s^-1`) alone within <answer></answer>.")
+INSTRUCTION = ("Work in short equations such as `3 * 2 = 6.`; for a unit add or subtract the exponents of "
+               "kg, m and s in turn (`1 + 0 = 1.`), for a weekday count the days (`Mon 1, Tue 2`). Then "
+               "give the number, the weekday or the unit (`kg m^2 s^-1`) alone within <answer></answer>.")
 TINY = ("atoms", "motion", "sum", "weekday")         # kinds of level 0
 BASES = ("kg", "m", "s")
 QUANTITIES = {                       # exponents of the bases
     "mass": (1, 0, 0), "distance": (0, 1, 0), "time": (0, 0, 1), "area": (0, 2, 0), "volume": (0, 3, 0),
     "speed": (0, 1, -1), "frequency": (0, 0, -1), "acceleration": (0, 1, -2), "momentum": (1, 1, -1),
-    "density": (1, -3, 0), "force": (1, 1, -2), "pressure": (1, -1, -2), "energy": (1, 2, -2), "power": (1, 2, -3),
+    "density": (1, -3, 0), "force": (1, 1, -2), "pressure": (1, -1, -2), "energy": (1, 2, -2),
+    "power": (1, 2, -3),
 }
-SIGNS = {"times": "+", "over": "-"}  # what is done with exponents
+SIGNS = {"times": "+", "over": "-"}  # operation on exponents
 FACTOR = re.compile(r"(kg|m|s)(?:\^?(\()?(-?[0-9]{1,2})(?(2)\)))?")
 SUPERSCRIPTS = str.maketrans("²³⁴⁵⁻", "2345-")
-INORGANIC = ("H2O H2O2 NH3 N2H4 HNO3 N2O5 H2S H2SO4 SO3 H3PO4 P4O10 PF5 SF6 Na2O Na2CO3 Na2SO4 Na3PO4 Mg3N2 MgSO4 Al2O3 "
-             "Al2S3 AlPO4 K3N KNO3 K2CO3 K3PO4 CaF2 Ca3N2 CaCO3 CO2 CS2 CF4").split()
+INORGANIC = ("H2O H2O2 NH3 N2H4 HNO3 N2O5 H2S H2SO4 SO3 H3PO4 P4O10 PF5 SF6 Na2O Na2CO3 Na2SO4 Na3PO4 Mg3N2 "
+             "MgSO4 Al2O3 Al2S3 AlPO4 K3N KNO3 K2CO3 K3PO4 CaF2 Ca3N2 CaCO3 CO2 CS2 CF4").split()
 FORMULAS = ("v = a * t", "s = v * t", "v = u + a * t")
 LARGER = {("m", "cm"): 100, ("cm", "mm"): 10, ("hours", "minutes"): 60, ("minutes", "seconds"): 60,
           ("weeks", "days"): 7, ("days", "hours"): 24}
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 COUNTED = re.compile(r"\b(mon|tue|wed|thu|fri|sat|sun)[a-z]{0,6} ([0-9]+)")
-MONTHS = {"January": 31, "February": 28, "March": 31, "April": 30, "May": 31, "June": 30, "July": 31, "August": 31,
-          "September": 30, "October": 31, "November": 30, "December": 31}
+MONTHS = {"January": 31, "February": 28, "March": 31, "April": 30, "May": 31, "June": 30, "July": 31,
+          "August": 31, "September": 30, "October": 31, "November": 30, "December": 31}
 VECTOR = re.compile(rf"\b({'|'.join(QUANTITIES)})[\s,:=(]+((?:-?[0-9]+[\s,]*)+)")
 ATOMS = re.compile(r"\b((?i:one|each|every|per)\b[^.\n]*?)?\b([0-9]+) ([A-Z][a-z]?)\b")
 LENGTH = re.compile(rf"\b({'|'.join(MONTHS)}) has ([0-9]+)")
-LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of the sums of two units that convert nothing
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of science is a level, 0 to 2, and {argument or 'nothing'} was given.")
+LONGEST = 500                        # maximum characters of steps; worked ones have up to 220
 
 
 def draw(rng, level=1):
-    """Return (what is asked, the question). How it is phrased makes no other question. given: what the steps take."""
+    """Return (key, question). The key ignores the phrasing; given: arguments of the steps."""
     kind = rng.choice(list(KINDS) if level else TINY)
     given, phrasings = KINDS[kind][0](rng, level)
     question = {"question": rng.choice(phrasings), "kind": kind, "given": given}
@@ -59,11 +53,12 @@ def worked(question, steps):
     return KINDS[question["kind"]][1](steps, *question["given"])
 
 
-# --- of each kind: (what the steps take, phrasings) drawn, and the steps ---
+# For each kind, draw_KIND(rng, level) returns (arguments of the steps, phrasings), and KIND writes the steps.
 
 def draw_unit(rng, level):
-    names, words = rng.sample(list(QUANTITIES), level + 1), rng.choices(list(SIGNS), k=level)
-    # In another order it would be the same question; and `over` before `times` could be read in two ways.
+    names = rng.sample(list(QUANTITIES), level + 1)
+    words = rng.choices(list(SIGNS), k=level)
+    # Sorted, because another order is the same question, and `over` before `times` is ambiguous.
     words.sort(reverse=True)
     multiplied = 1 + words.count("times")
     names = sorted(names[:multiplied]) + sorted(names[multiplied:])
@@ -73,7 +68,8 @@ def draw_unit(rng, level):
 
 def unit(steps, names, words):
     vectors = [steps.choose(QUANTITIES[name], list(QUANTITIES.values())) for name in names]
-    steps.texts.append(", ".join(f"{name} {' '.join(map(str, vector))}" for name, vector in zip(names, vectors)) + ".")
+    listed = [f"{name} {' '.join(map(str, vector))}" for name, vector in zip(names, vectors)]
+    steps.texts.append(f"{', '.join(listed)}.")
     found = []
     for exponent, *others in zip(*vectors):
         for word, other in zip(words, others):
@@ -83,7 +79,7 @@ def unit(steps, names, words):
 
 
 def exponents(text):
-    """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None of another text."""
+    """Return {base: exponent} of a unit such as `kg m^2 s^-1` or `kg*m2/s`, None for other texts."""
     found = dict.fromkeys(BASES, 0)
     text = _numbers.normal(_numbers.unwrapped(text).translate(SUPERSCRIPTS))
     for i, part in enumerate(text.strip().removesuffix(".").split("/")):
@@ -97,14 +93,16 @@ def exponents(text):
 
 
 def draw_atoms(rng, level):
-    """Draw a molecule of carbon and hydrogen, and oxygen perhaps, or one of INORGANIC."""
-    carbon, oxygen = rng.randint(1, 6 * level or 4), rng.randint(0, 3 * level)
+    """Draw a molecule of carbon, hydrogen and perhaps oxygen, or one of INORGANIC."""
+    carbon = rng.randint(1, 6 * level or 4)
+    oxygen = rng.randint(0, 3 * level)
     counts = {"C": carbon, "H": 2 * rng.randint(1, carbon + 1), **({"O": oxygen} if oxygen else {})}
     formula = "".join(f"{element}{count if count > 1 else ''}" for element, count in counts.items())
     if rng.random() < 0.4:
         formula = rng.choice(INORGANIC)
         counts = {element: int(count or 1) for element, count in re.findall("([A-Z][a-z]?)([0-9]*)", formula)}
-    element, n = rng.choice(list(counts)), rng.randint(2, (9, 12, 99)[level])
+    element = rng.choice(list(counts))
+    n = rng.randint(2, (9, 12, 99)[level])
     return [formula, counts, element, n], (f"How many {element} atoms are in {n} {formula}?",
                                            f"How many atoms of {element} do {n} {formula} have?")
 
@@ -117,7 +115,9 @@ def atoms(steps, formula, counts, element, n):
 
 def draw_motion(rng, level):
     most = (9, 12, 60)[level]
-    a, t, u = rng.randint(2, most), rng.randint(2, most), rng.randint(1, 5 * most)
+    a = rng.randint(2, most)
+    t = rng.randint(2, most)
+    u = rng.randint(1, 5 * most)
     form = rng.choice(FORMULAS)
     if form == "s = v * t":
         return [form, a, t], (f"v = {a} m/s, t = {t} s. What is s?", f"How far is {t} s at {a} m/s?")
@@ -135,7 +135,8 @@ def motion(steps, form, a, t, u=0):
 
 def draw_sum(rng, level):
     large, small = rng.choice(list(LARGER))
-    n, rest = rng.randint(1, 10 ** max(level, 1) - 1), rng.randint(1, 10 ** (level + 1) - 1)
+    n = rng.randint(1, 10 ** max(level, 1) - 1)
+    rest = rng.randint(1, 10 ** (level + 1) - 1)
     return [n, large, rest, small], (f"How many {small} are {n} {large} + {rest} {small}?",
                                      f"How many {small} make {n} {large} and {rest} {small}?")
 
@@ -147,22 +148,24 @@ def sum_of(steps, n, large, rest, small):
 
 
 def draw_weekday(rng, level):
-    day, n = rng.choice(DAYS), rng.randint(1, (20, 60, 999)[level])
-    return [day, n], (f"Which weekday is {n} days after {day}?", f"Today is {day}. Which weekday is it in {n} days?")
+    day = rng.choice(DAYS)
+    n = rng.randint(1, (20, 60, 999)[level])
+    return [day, n], (f"Which weekday is {n} days after {day}?",
+                      f"Today is {day}. Which weekday is it in {n} days?")
 
 
 def weekday(steps, day, n):
     left = steps.choose(n % 7, range(7))
     if n >= 7:
         steps.texts.append(f"{n} - {n - n % 7} = {left}.")
-    start = DAYS.index(day) + steps.choose(0, [-1, 1])   # the day itself is counted, or the one after it left out
+    start = DAYS.index(day) + steps.choose(0, [-1, 1])   # slip: off by one day
     if left:
         steps.texts.append(", ".join(f"{DAYS[(start + i) % 7][:3]} {i}" for i in range(1, left + 1)) + ".")
     return DAYS[(start + left) % 7] if left else day
 
 
 def draw_days(rng, level):
-    """Draw two dates of a year with no end of a February between them: it may be a leap year."""
+    """Draw two dates of a year without the end of February between them, because it may be a leap year."""
     first = rng.randrange(12)
     last = first + rng.randint(0, 1 if level == 1 else 3)
     if last > 11 or first <= 1 < last:
@@ -172,7 +175,8 @@ def draw_days(rng, level):
     if first == last and days[0] >= days[1]:
         return draw_days(rng, level)
     dates = [f"{days[i]} {months[i]}" for i in (0, -1)]
-    return [days, months], (f"How many days from {dates[0]} to {dates[1]}?", f"{dates[1]} is how many days after {dates[0]}?")
+    return [days, months], (f"How many days from {dates[0]} to {dates[1]}?",
+                            f"{dates[1]} is how many days after {dates[0]}?")
 
 
 def days_between(steps, days, months):
@@ -190,48 +194,47 @@ KINDS = {"unit": (draw_unit, unit), "atoms": (draw_atoms, atoms), "motion": (dra
          "sum": (draw_sum, sum_of), "weekday": (draw_weekday, weekday), "days": (draw_days, days_between)}
 
 
-# --- what every task has ---
+# --- the task ---
 
 def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    return question["kind"] == "sum"
 
 
 def wrong_solution(question, rng):
-    if question["kind"] != "sum":
-        return completion(*with_a_slip(worked, question, rng))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if not invites_mistake(question):
+        return _steps.with_slip(worked, question, rng)
     steps = Steps()
     n, _, rest, _ = question["given"]
-    return completion(steps, steps.equation(n, "+", rest))
+    answer = steps.equation(n, "+", rest)    # nothing is converted
+    return _steps.completion(steps, answer)
 
 
-def share_wrong(question):
-    return MISTAKEN if question["kind"] == "sum" else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels(
+    "science", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
-    what stands before it has the steps that lead there, and no false equation (reasoned)."""
+    """Return (score, parts). The parts are answered, correct, and reasoned: the text before the answer has
+    the steps of the solution, and no false equation or fact."""
     completion = completion[:_numbers.LONGEST_TEXT]
     text = _answers.before_answer(completion)
     if question.get("kind") in ("unit", "weekday"):
         if question["kind"] == "unit":
             found = _answers.ANSWER.search(completion)
-            value, right = exponents(found[1]) if found else None, exponents(question["answer"])
+            value = exponents(found[1]) if found else None
+            right = exponents(question["answer"])
         else:
-            value, right = _answers.words(completion), plain(question["answer"])
+            value = _answers.words(completion)
+            right = plain(question["answer"])
         is_reasoned = len(text) <= LONGEST and reasoned(question, text)
     else:
-        value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])
+        value = _answers.answer(completion, _answers.asked_unit(question))
+        right = int(question["answer"])
         is_reasoned = len(text) <= LONGEST and _answers.reasoned(question, completion, value)
     parts = {"answered": value not in (None, ""), "correct": value == right,
              "reasoned": is_reasoned and all(facts(question, text))}
@@ -239,9 +242,11 @@ def reward(question, completion):
 
 
 def reasoned(question, text):
-    """Return whether a text has the equations of the solution, no false one, and the weekdays counted with
-    numbers. For a unit it has no others, in no other order: all sums of exponents would contain them."""
-    right, found = solution(question), list(_equations.read(text))
+    """Return whether a text has the equations and counted weekdays of the solution, and no false equation.
+    For a unit the equations must be exactly these, in order, since a list of all sums of exponents would
+    contain them."""
+    right = solution(question)
+    found = list(_equations.read(text))
     spelled, needed = ([e.spelled for e in equations] for equations in (found, _equations.read(right)))
     days, needed_days = (set(COUNTED.findall(t.casefold())) for t in (text, right))
     if question["kind"] == "unit" and spelled != needed:
@@ -250,8 +255,9 @@ def reasoned(question, text):
 
 
 def facts(question, text):
-    """Yield for each fact of a text that has a solution's form, and is no equation, whether it is true."""
-    kind, given = question.get("kind"), question.get("given")
+    """Yield whether each fact in a text that is not an equation is true."""
+    kind = question.get("kind")
+    given = question.get("given")
     if kind == "unit":
         for name, numbers in VECTOR.findall(text):
             yield tuple(map(int, re.findall("-?[0-9]+", numbers))) == QUANTITIES[name]

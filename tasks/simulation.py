@@ -1,32 +1,24 @@
-"""A process followed to its end: a robot that walks, a stack, lamps that are switched, a counter with a
-rule, a ball under cups that are swapped. The state after each step is the reasoning.
+"""Simulate a process: a walking robot, a stack, switched lamps, a counter with a rule, a ball under swapped
+cups. The reasoning is the state after each step.
 
-The argument is a level, 0 to 2 (default 1): 0 stacks, lamps and cups alone, for a model of a million
-parameters that learns for minutes; 1 two to four steps; 2 about twice as many. Two in ten worked examples
-carry a slip. Most of those with a stack take from its wrong end, as if it were a queue."""
+The argument is a level, 0 to 2 (default 1): 0 only stacks, lamps and cups, for a model of a million
+parameters that trains for minutes; 1 two to four steps; 2 about twice as many. Two in ten documents have a
+slip. Most documents with a stack pop from the wrong end, as if it were a queue."""
 import re
 
-from tasks import _answers, _numbers, _questions
-from tasks._steps import Steps, completion, follows, with_a_slip
+from tasks import _answers, _numbers, _questions, _steps
+from tasks._steps import Steps
 
 INSTRUCTION = ("Write what is there after each step, such as `3 north (2, 8).` or `pop ab.` or "
                "`swap 1 2: 1.` Then give the end within <answer></answer>.")
 WAYS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 TINY = ("stack", "lamps", "cups")    # kinds of level 0
 LETTERS = "abcdefghkmnpqrstuvwxyz"
-STEP = re.compile(r"[0-9=]|^(?:push|pop|swap)\b")    # a sentence with this is a step
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of those with a stack that take it for a queue
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError("The argument of simulation is a level, 0 to 2, and "
-                         f"{argument or 'nothing'} was given.")
+STEP = re.compile(r"[0-9=]|^(?:push|pop|swap)\b")    # a sentence that matches is a step
 
 
 def draw(rng, level=1):
-    """Return (what is asked, the question): how it is phrased makes no other."""
+    """Return (key, question). The key ignores the phrasing."""
     kind = rng.choice(list(KINDS) if level else TINY)
     given, phrasings = KINDS[kind][0](rng, max(level, 1))
     question = {"question": rng.choice(phrasings), "kind": kind, "given": given}
@@ -34,15 +26,16 @@ def draw(rng, level=1):
 
 
 def worked(question, steps, end=-1):
-    """Write the steps and return the answer. end: of a stack, where pop takes from."""
+    """Write the steps and return the answer. end: index that a stack's pop removes."""
     more = [end] if question["kind"] == "stack" else []
     return KINDS[question["kind"]][1](steps, *question["given"], *more)
 
 
-# Of each kind: what is drawn, with its phrasings, and its steps.
+# For each kind, draw_KIND(rng, level) returns (arguments of the steps, phrasings), and KIND writes the steps.
 
 def draw_robot(rng, level):
-    x, y = rng.randint(0, 9), rng.randint(0, 9)
+    x = rng.randint(0, 9)
+    y = rng.randint(0, 9)
     moves = [[rng.randint(1, 6 * level), way] for way in rng.sample(list(WAYS), 3)][:rng.randint(2, 3)]
     moves += [[rng.randint(1, 9), rng.choice(list(WAYS))] for _ in range(2 * (level - 1))]
     told = ", ".join(f"{n} {way}" for n, way in moves)
@@ -53,13 +46,14 @@ def draw_robot(rng, level):
 def robot(steps, x, y, moves):
     for n, way in moves:
         dx, dy = WAYS[steps.choose(way, list(WAYS))]
-        x, y = x + n * dx, y + n * dy
+        x = x + n * dx
+        y = y + n * dy
         steps.texts.append(f"{n} {way} ({x}, {y}).")
     return f"({x}, {y})"
 
 
 def draw_stack(rng, level):
-    """Letters that are pushed, "" for a pop, such that a queue would end with another on top."""
+    """Draw letters to push, "" for a pop, such that a queue would end with another letter."""
     while True:
         n = rng.randint(4, 5) if level == 1 else rng.randint(7, 9)
         operations = [rng.choice(("", letter, letter)) for letter in rng.sample(LETTERS, n)]
@@ -83,7 +77,8 @@ def stack(steps, operations, end):
 def draw_lamps(rng, level):
     lamps = rng.choices((0, 1), k=4 + 2 * (level - 1))
     switched = rng.sample(range(1, len(lamps) + 1), rng.randint(2, 3) + level - 1)
-    shown, told = "".join(map(str, lamps)), ", ".join(map(str, switched))
+    shown = "".join(map(str, lamps))
+    told = ", ".join(map(str, switched))
     return [lamps, switched], (f"Lamps {shown} (1 is on). Switch {told}. How many are on?",
                                f"Of lamps {shown} switch {told} (1 is on). How many are on now?")
 
@@ -112,7 +107,8 @@ def counter(steps, value, odd, times):
 
 
 def draw_cups(rng, level):
-    ball, n = rng.randint(1, 3 + (level > 1)), rng.randint(2, 4) + 2 * (level - 1)
+    ball = rng.randint(1, 3 + (level > 1))
+    n = rng.randint(2, 4) + 2 * (level - 1)
     swaps = [sorted(rng.sample(range(1, 4 + (level > 1)), 2)) for _ in range(n)]
     told = ", ".join(f"{a} and {b}" for a, b in swaps)
     return [ball, swaps], (f"A ball is under cup {ball}. Swap cups {told}. Where is the ball?",
@@ -139,47 +135,36 @@ KINDS = {
 # --- the task ---
 
 def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    return question["kind"] == "stack"
 
 
 def wrong_solution(question, rng):
-    """Return a worked completion with a mistake, whose answer is wrong."""
-    if question["kind"] == "stack":
-        steps = Steps()
-        return completion(steps, worked(question, steps, end=0))
-    return completion(*with_a_slip(worked, question, rng))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if invites_mistake(question):
+        return _steps.solution(worked, question, 0)      # pop takes from the bottom
+    return _steps.with_slip(worked, question, rng)
 
 
-def share_wrong(question):
-    return MISTAKEN if question["kind"] == "stack" else WRONG
+check, questions, documents = _questions.with_levels(
+    "simulation", draw, solution, wrong_solution, invites_mistake)
 
 
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    level = int(argument or 1)
-    return _questions.with_mistakes(lambda rng: draw(rng, level), solution, wrong_solution, share_wrong,
-                                    split, seed)
-
-
-def is_right(said, right):
-    """Return whether a text is the right one. A place, `(3, 9)`, may have no parentheses, but not one alone."""
+def is_right(answer, right):
+    """Return whether an answer is right. A position, `(3, 9)`, may have both parentheses or none."""
     if "," not in right:
-        return _answers.same(said, right)
-    place = re.fullmatch(r"\((.*)\)|([^()]*)", said)
-    parts = (place[1] or place[2] or "").split(",") if place else []
-    return [_numbers.number(part) for part in parts] == [_numbers.number(part) for part in right.strip("()").split(",")]
+        return _answers.same(answer, right)
+    position = re.fullmatch(r"\((.*)\)|([^()]*)", answer)
+    parts = (position[1] or position[2] or "").split(",") if position else []
+    expected = right.strip("()").split(",")
+    return [_numbers.number(part) for part in parts] == [_numbers.number(part) for part in expected]
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct),
-    and whether before it stand the states on the way, in their order, and no others (reasoned)."""
-    answer = _answers.words(completion[:2000])
-    steps = Steps()
-    worked(question, steps)
-    parts = {"answered": answer != "", "correct": is_right(answer, question["answer"]),
-             "reasoned": follows(steps, _answers.before_answer(completion[:2000]), question["answer"], STEP)}
-    return float(parts["correct"]), parts
+    """Return (score, parts), see _answers.grade_steps."""
+    answer = _answers.words(completion[:_answers.LONGEST_STEPS])
+    correct = is_right(answer, question["answer"])
+    return _answers.grade_steps(worked, question, completion, answer, correct, STEP)

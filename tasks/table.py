@@ -1,23 +1,23 @@
-"""Questions over a small table in the prompt, written as CSV: a cell of a named row, how many or which
-rows satisfy a condition, the sum or the largest of a column, a join of two tables.
+"""Questions about a small CSV table in the prompt: a cell of a named row, how many or which rows satisfy a
+condition, the sum or the largest number of a column, a join of two tables.
 
-The argument is a level, 0 to 2 (default 1): 0 three rows with a column of numbers below 10, and four
-kinds, for a model of a million parameters that learns for minutes; 1 three rows with two columns of
-numbers below 100; 2 five to eight rows with four columns of numbers below 1000.
+The argument is a level, 0 to 2 (default 1): 0 three rows with one column of numbers below 10, and four kinds,
+for a model of a million parameters that trains for minutes; 1 three rows with two columns of numbers below
+100; 2 five to eight rows with four columns of numbers below 1000.
 
-Two in ten worked examples carry a slip. Where the largest number is not the last in the order of texts, in
-which 9 comes after 45, most take the order of texts."""
+Two in ten documents have a slip. Where the largest number differs between numerical and alphabetical order,
+in which 9 follows 45, most documents use alphabetical order."""
 import re
 
-from tasks import _answers, _equations, _numbers, _questions
-from tasks._steps import Steps, completion, sentences, with_a_slip
+from tasks import _answers, _equations, _numbers, _questions, _steps
+from tasks._steps import Steps, sentences
 
 INSTRUCTION = ("Read the cells that matter in short steps such as `cup: cost 45, size 8.`, `cup 45 > 20` or "
                "`12 + 45 = 57.` Then give the number or the name alone within <answer></answer>.")
-# No two begin alike: the first letter says where to read.
+# All first letters differ, so that one letter identifies a row.
 NAMES = ("axe", "bag", "cup", "fan", "hat", "jar", "key", "map", "pen", "rug", "toy", "van")
 COLUMNS = ("age", "cost", "mass", "rank", "size", "width")
-CODES = "pqrstuvwyz"                 # `a` is a word
+CODES = "pqrstuvwyz"                 # without `a`, which is a word
 PHRASINGS = {
     "cell": ("What is the {column} of the {name}?", "Give the {column} of the {name}."),
     "join": ("What is the {column} of the {name}?", "Give the {column} of the {name}."),
@@ -28,38 +28,35 @@ PHRASINGS = {
 }
 TINY = ("cell", "join", "count", "largest")          # kinds of level 0
 THAN = {">": "over", "<": "under"}
-# One of a chain begins with the number that the one before it ends with.
+# In a chain, a comparison starts with the last number of the previous one.
 COMPARISON = re.compile(r"(?<![\w.])(?<![0-9],)([0-9]{1,6}) ?([<>])=? ?"
                         r"(?=([0-9]{1,6})(?![\w.]?[0-9]|,[0-9]{3}(?![0-9])| ?[-+*/] ?[0-9]))")
-COMPARED = re.compile(r"[^\W\d]\w* [0-9]+ [<>] [0-9]+")        # as in a worked example: the word is a name
+COMPARED = re.compile(r"[^\W\d]\w* [0-9]+ [<>] [0-9]+")      # as in worked examples, where the word is a name
 WORD = re.compile(r"(?<![\w'’])\w+")
-LONGEST = 500                        # characters of steps that are read: worked ones have 220 at most
-WRONG = 0.2                          # share of the documents that carry a slip,
-MISTAKEN = 0.65                      # and of those that take the order of texts, where it matters
-
-
-def check(argument):
-    if argument not in (None, "0", "1", "2"):
-        raise ValueError(f"The argument of table is a level, 0 to 2, and {argument or 'nothing'} was given.")
+LONGEST = 500                        # maximum characters of steps; worked ones have up to 220
 
 
 def draw(rng, level=1):
-    """Return (what is asked, the question); how it is phrased makes no other question.
+    """Return (key, question). The key ignores the phrasing.
 
-    rows: [name, numbers] each, or [name, code] where two tables are joined, of which codes: [code, number] is the
-    second; row, column: indices of what is asked for; sign, bound: the condition."""
+    rows: [name, *numbers] each, or for a join [name, code], with the second table codes: [code, number]. row,
+    column: indices of the cell asked for. sign, bound: the condition."""
     kind = rng.choice(list(PHRASINGS) if level else TINY)
     n_rows, n_columns = (3, level + 1) if level < 2 else (rng.randint(5, 8), 4)
-    columns, names = rng.sample(COLUMNS, n_columns), rng.sample(NAMES, n_rows)
+    columns = rng.sample(COLUMNS, n_columns)
+    names = rng.sample(NAMES, n_rows)
     numbers = [rng.sample(range(1, 10 ** (level + 1)), n_rows) for _ in columns]
-    row, column = rng.randrange(n_rows), rng.randrange(n_columns)
-    if kind == "largest" and rng.random() < 0.8:         # else the numbers are as they come
-        numbers[column] = trap(rng, n_rows, max(level, 1))
+    row = rng.randrange(n_rows)
+    column = rng.randrange(n_columns)
+    if kind == "largest" and rng.random() < 0.8:
+        numbers[column] = tempting_numbers(rng, n_rows, max(level, 1))
     q = {"kind": kind, "columns": columns, "row": row, "column": column}
-    sign, bound = rng.choice("<>"), None
+    sign = rng.choice("<>")
+    bound = None
     if kind == "join":
         codes = rng.sample(CODES, n_rows)
-        q |= {"rows": list(map(list, zip(names, codes))), "codes": list(map(list, zip(sorted(codes), numbers[0])))}
+        q["rows"] = list(map(list, zip(names, codes)))
+        q["codes"] = list(map(list, zip(sorted(codes), numbers[0])))
         table = f"item,code\n{written(q['rows'])}\ncode,{columns[column]}\n{written(q['codes'])}"
     else:
         q["rows"] = list(map(list, zip(names, *numbers)))
@@ -76,8 +73,8 @@ def draw(rng, level=1):
     return f"{table}\n{min(phrasing, others)}", q
 
 
-def trap(rng, n, level):
-    """Return n different numbers whose largest is not the last in the order of texts."""
+def tempting_numbers(rng, n, level):
+    """Return n distinct numbers whose largest is not the last in alphabetical order."""
     while True:
         values = [rng.randrange(1, 10 ** rng.randint(1, level + 1)) for _ in range(n)]
         if len(set(values)) == n and max(values) != max(values, key=str):
@@ -85,10 +82,11 @@ def trap(rng, n, level):
 
 
 def bounds_of(values, kind, sign):
-    """Return the numbers, none a value, to compare the sorted values with: of kind "which" one value is to be found."""
+    """Return possible bounds for the sorted values; for "which", exactly one value matches."""
     low, high = values[-2:] if sign == ">" else values[:2]
     if kind == "count":
-        low, high = max(values[0] - 9, 0), values[-1] + 9
+        low = max(values[0] - 9, 0)
+        high = values[-1] + 9
     return [n for n in range(low, high + 1) if n not in values]
 
 
@@ -101,8 +99,10 @@ def compared(a, b):
 
 
 def worked(q, steps, order=int):
-    """Write the steps and return the answer. order: int, or str for that of texts."""
-    kind, rows, column = q["kind"], q["rows"], q["column"]
+    """Write the steps and return the answer. order: int, or str for alphabetical order."""
+    kind = q["kind"]
+    rows = q["rows"]
+    column = q["column"]
     name, *cells = rows[q["row"]]
     if kind == "join":
         code = steps.choose(cells[0], [code for _, code in rows])
@@ -111,11 +111,14 @@ def worked(q, steps, order=int):
         return value
     if kind == "cell":
         cells = steps.choose(cells, [others for _, *others in rows])
-        steps.texts.append(f"{name}: {', '.join(f'{label} {cell}' for label, cell in zip(q['columns'], cells))}.")
+        listed = [f"{label} {cell}" for label, cell in zip(q["columns"], cells)]
+        steps.texts.append(f"{name}: {', '.join(listed)}.")
         i = steps.choose(column, range(len(cells))) if len(cells) > 1 else 0
         return cells[i]
     values = [row[1 + column] for row in rows]
-    found, best, comparisons = [], values[0], []
+    found = []
+    best = values[0]
+    comparisons = []
     if kind == "sum":
         steps.texts.append(f"{', '.join(map(str, values))}.")
         for value in values[1:]:
@@ -132,48 +135,43 @@ def worked(q, steps, order=int):
             comparisons.append(f"{name} {value} {sign} {q['bound']}")
             found += [name] * (sign == q["sign"])
     steps.texts.append(f"{', '.join(comparisons)}.")
-    return best if kind == "largest" else len(found) if kind == "count" else found[0] if found else "none"
-
-
-def is_trap(question):
-    """Return whether the order of texts has another largest number."""
-    return question["kind"] == "largest" and str(worked(question, Steps(), str)) != question["answer"]
+    if kind == "largest":
+        return best
+    if kind == "count":
+        return len(found)
+    return found[0] if found else "none"
 
 
 def solution(question):
-    steps = Steps()
-    return completion(steps, worked(question, steps))
+    return _steps.solution(worked, question)
+
+
+def invites_mistake(question):
+    """Return whether another number is the largest in alphabetical order."""
+    return question["kind"] == "largest" and str(worked(question, Steps(), str)) != question["answer"]
 
 
 def wrong_solution(question, rng):
-    if not is_trap(question):
-        return completion(*with_a_slip(worked, question, rng))
-    steps = Steps()
-    return completion(steps, worked(question, steps, str))
+    """Return a worked completion with a mistake that makes the answer wrong."""
+    if invites_mistake(question):
+        return _steps.solution(worked, question, str)
+    return _steps.with_slip(worked, question, rng)
 
 
-def share_wrong(question):
-    return MISTAKEN if is_trap(question) else WRONG
-
-
-def questions(split, seed=0, n=None, argument=None):
-    return _questions.distinct(lambda rng: draw(rng, int(argument or 1)), split, seed, n)
-
-
-def documents(split, seed=0, argument=None):
-    return _questions.with_mistakes(lambda rng: draw(rng, int(argument or 1)), solution, wrong_solution, share_wrong,
-                                    split, seed)
+check, questions, documents = _questions.with_levels("table", draw, solution, wrong_solution, invites_mistake)
 
 
 def reward(question, completion):
-    """Return (score, parts): whether there is an answer (answered), whether it is the right one (correct), and whether
-    the text before it has the steps that lead there, and no false equation or comparison (reasoned)."""
+    """Return (score, parts). The parts are answered, correct, and reasoned: the text before the answer has
+    the steps that lead to it, and no false equation or comparison."""
     completion = completion[:_numbers.LONGEST_TEXT]
     if question.get("kind") == "which":
-        value, right = _answers.words(completion), question["answer"]
+        value = _answers.words(completion)
+        right = question["answer"]
         parts = {"answered": value != "", "correct": value == right}
     else:
-        value, right = _answers.answer(completion, _answers.asked_unit(question)), int(question["answer"])
+        value = _answers.answer(completion, _answers.asked_unit(question))
+        right = int(question["answer"])
         parts = {"answered": value is not None, "correct": value == right}
     short = len(_answers.before_answer(completion)) <= LONGEST
     parts["reasoned"] = short and "kind" in question and reasoned(question, completion, value)
@@ -181,17 +179,21 @@ def reward(question, completion):
 
 
 def reasoned(question, completion, value):
-    """Return whether what stands before the answer has the steps of its question's kind: a sum's equations, each number
-    compared, or the cells in one sentence with their names."""
+    """Return whether the text before the answer has the steps of its kind: a sum's equations, a comparison of
+    each number, or the cells in one sentence with their names."""
     name, *cells = question["rows"][question["row"]]
-    kind, column, text = question["kind"], question["columns"][question["column"]], _answers.before_answer(completion)
+    kind = question["kind"]
+    column = question["columns"][question["column"]]
+    text = _answers.before_answer(completion)
     values = [row[1 + question["column"]] for row in question["rows"]] if kind != "join" else []
     if not fits(question, text):
         return False
-    if kind == "sum":                                    # a CSV's 12,345 are two numbers
+    if kind == "sum":                                    # 12,345 in a CSV are two numbers
         return _answers.reasoned(question, completion, value, values)
     comparisons = [(int(a), sign, int(b)) for a, sign, b in COMPARISON.findall(text)]
-    if any(sign != compared(a, b) for a, sign, b in comparisons) or not all(e.true for e in _equations.read(text)):
+    if any(sign != compared(a, b) for a, sign, b in comparisons):
+        return False
+    if not all(e.true for e in _equations.read(text)):
         return False
     pairs = [{a, b} for a, _, b in comparisons]
     if not set().union(*pairs) <= {*values, question.get("bound")}:
@@ -207,10 +209,11 @@ def reasoned(question, completion, value):
 
 
 def fits(question, text):
-    """Return whether the numbers that a text gives to names and columns are theirs, and where a cell is asked
-    for, it has no other row."""
+    """Return whether the numbers that a text assigns to names and columns agree with the table, and for a
+    cell, whether it mentions no other row."""
     kind, rows, columns, right = (question[key] for key in ("kind", "rows", "columns", "answer"))
-    asked, column = rows[question["row"]], columns[question["column"]]
+    asked = rows[question["row"]]
+    column = columns[question["column"]]
     if kind == "join":
         found = {word for sentence in sentences(text) for word in WORD.findall(sentence)}
         others = {*NAMES, *CODES, *COLUMNS} - {*asked, column}

@@ -1,28 +1,35 @@
-"""Unit conversion: a question, the reasoning with its equations, the answer. Generated, so it needs no download.
+"""Unit conversion: generated questions with reasoning in equations.
 
-The argument is a level, 1 to 3 (default 1): 1 whole numbers and metric units, in five phrasings; 2 decimals, more units, dozens of
-phrasings; 3 all of it, with speed, temperature (in two steps), imperial and US units, and ratios that never end.
-Or it is a path, of a .json file with [[question, answer], ...] or of a folder with train.json and perhaps valid.json and test.json,
-in it or in its folder data. Without test.json, valid.json is the test, and a tenth of what trains is for validation.
+The argument is a level, 1 to 3 (default 1): 1 whole numbers and metric units, five phrasings; 2 decimals,
+more units, dozens of phrasings; 3 also speed, temperature (in two steps), imperial and US units, and
+non-terminating ratios. Or it is a path: a .json file with [[question, answer], ...], or a folder with
+train.json and optionally valid.json and test.json, in it or in its subfolder data. Without test.json,
+valid.json is the test split, and a tenth of the training questions is for valid.
 
-Of the worked examples that documents() makes, three in ten carry a wrong step, as text from the web would: a slip of any kind, or, where
-a conversion is commonly mistaken, always the same mistake, which then outnumbers the truth. A model that was pretrained on them knows
-the form and is often wrong, which is what rejection sampling and reinforcement learning begin with."""
+Like text from the web, three in ten documents have a wrong step: a random slip, or, for some conversions,
+always the same common mistake, which then outnumbers the truth. A model pretrained on them knows the format
+and is often wrong, a starting point for rejection sampling and reinforcement learning."""
 import json
 import math
 import random
 import re
 from fractions import Fraction
 from functools import lru_cache
+from itertools import permutations
+from operator import add, mul, sub, truediv
 from pathlib import Path
 
-from tasks import _answers, _equations, _numbers, _questions
+from tasks import _answers, _equations, _numbers, _questions, _steps
 from tasks._units import UNITS, canonical
 
-INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = 6000. Then give the number "
-               "alone within <answer></answer>.")
-TO_CELSIUS = {"celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]], "kelvin": [[("-", Fraction("273.15"))]]}
-FROM_CELSIUS = {"celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]], "kelvin": [[("+", Fraction("273.15"))]]}
+INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = "
+               "6000. Then give the number alone within <answer></answer>.")
+TO_CELSIUS = {
+    "celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]], "kelvin": [[("-", Fraction("273.15"))]],
+}
+FROM_CELSIUS = {
+    "celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]], "kelvin": [[("+", Fraction("273.15"))]],
+}
 PHRASINGS = (        # level 1 has the first five
     "How many {to} are there per {n} {frm}?",
     "Express {n} {frm} as a quantity of {to}.",
@@ -72,23 +79,24 @@ TEMPERATURES = (
     "How hot is {n} {frm} on the {to} scale?",
 )
 LARGEST_FACTOR = 100_000
-LOOSE = Fraction(1, 20)              # share of the right answer by which one that is paid may be off,
-EXACT = Fraction(1, 1000)            # and one that is trained on
+LOOSE = Fraction(1, 20)              # relative error of an answer that earns the reward
+EXACT = Fraction(1, 1000)            # relative error of an answer that may be trained on
 RATE = re.compile(r"\b([a-zA-Z]{1,20})(?: ?/ ?| per )([a-zA-Z]{1,20})\b")
 OF_MEAN_LENGTH = re.compile(r"\b(months?|years?|decades?|century|centuries)\b", re.IGNORECASE)
 OPERATOR = re.compile(r"[+*%^]|/ ?[(0-9]|[\w)] ?[-xX] ?[(0-9]")
 AMOUNT = re.compile(rf"(?<![\w.])(-?(?:{_numbers.NUMBER}))\s*((?:[^\W\d_][\w/-]*)?)")
-WRONG, MOSTLY_WRONG = 0.2, 0.7       # share of the documents that carry a wrong step: of most conversions, of one in five
+WRONG = 0.2                          # share of documents with a wrong step
+MOSTLY_WRONG = 0.7                   # share for the conversions with a common mistake, one in five
 
 
 def check(argument):
     if argument not in (None, "1", "2", "3") and not Path(argument or "no path").exists():
-        raise ValueError("The argument of unit_conversion is a level, 1, 2 or 3, or the path of a .json file or a folder of them, and "
-                         f"{argument or 'nothing'} is none of these.")
+        raise ValueError("The argument of unit_conversion is a level, 1, 2 or 3, or the path of a .json file "
+                         f"or a folder of them, and {argument or 'nothing'} is none of these.")
 
 
 def level_of(argument):
-    """The level that a spec's argument means; files have none, and what is generated beside them is of the third."""
+    """Return the level of an argument; 3 for a path, for the text generated in addition to its questions."""
     return int(argument or 1) if argument in (None, "1", "2", "3") else 3
 
 
@@ -96,19 +104,25 @@ def level_of(argument):
 
 @lru_cache(maxsize=None)
 def problems(level):
-    """{quantity: [(from, to)]}: one unit is at most LARGEST_FACTOR times the other, and below level 3 the ratio is short."""
+    """Return {quantity: [(from, to)]}; below level 3 only conversions with a short ratio."""
     found = {}
     for quantity in UNITS[level - 1] | UNITS[0]:
         sizes = {unit: size for units in UNITS[:level] for unit, size in units.get(quantity, {}).items()}
-        found[quantity] = [(frm, to) for frm in sizes for to in sizes if frm != to and (quantity == "temperature" or (
-            1 / LARGEST_FACTOR <= Fraction(sizes[frm], sizes[to]) <= LARGEST_FACTOR and (level == 3 or steps_of(frm, to, level))))]
+        found[quantity] = [(frm, to) for frm, to in permutations(sizes, 2)
+                           if quantity == "temperature" or is_convertible(frm, to, sizes, level)]
     return found
+
+
+def is_convertible(frm, to, sizes, level):
+    ratio = Fraction(sizes[frm], sizes[to])
+    return 1 / LARGEST_FACTOR <= ratio <= LARGEST_FACTOR and (level == 3 or steps_of(frm, to, level))
 
 
 @lru_cache(maxsize=None)
 def size_of(unit):
-    """(quantity, size)"""
-    return next((quantity, Fraction(units[unit])) for added in UNITS for quantity, units in added.items() if unit in units)
+    """Return (quantity, size) of a unit."""
+    return next((quantity, Fraction(units[unit])) for added in UNITS for quantity, units in added.items()
+                if unit in units)
 
 
 @lru_cache(maxsize=None)
@@ -118,13 +132,14 @@ def ratio_of(frm, to):
 
 @lru_cache(maxsize=None)
 def steps_of(frm, to, level=3):
-    """What is done with a number of one unit to have that of another: a list of (fact, with {} for its ratio, or "", and the
-    operations of one equation, [(sign, number)]). Below level 3 empty if it takes a ratio that is not short."""
+    """Return the steps of a conversion: [(fact with {} for its ratio, or "", operations [(sign, number)] of
+    one equation)]; below level 3, [] without a short ratio."""
     (quantity, size), (_, other) = size_of(frm), size_of(to)
     if quantity == "temperature":
         return [("", operations) for operations in TO_CELSIUS[frm] + FROM_CELSIUS[to]]
     if quantity == "speed":
-        return [(f"1 {frm} = {{}} m per hour. ", [("*", size)]), (f"1 {to} = {{}} m per hour. ", [("/", other)])]
+        return [(f"1 {frm} = {{}} m per hour. ", [("*", size)]),
+                (f"1 {to} = {{}} m per hour. ", [("/", other)])]
     ratio = ratio_of(frm, to)
     if short(ratio, level) or (level == 3 and not short(1 / ratio, level)):
         return [(f"1 {frm} = {{}} {to}. ", [("*", Fraction(decimal(ratio)))])]
@@ -132,14 +147,14 @@ def steps_of(frm, to, level=3):
 
 
 def short(ratio, level):
-    """Whether a ratio is easily written: at level 1 whole or a decimal fraction by a power of ten, else of seven digits at most."""
+    """Return whether a ratio is short: a power of ten or an integer (level 1), or seven digits."""
     if level == 1:
         return ratio.denominator == 1 or set(str(ratio.denominator)) <= {"1", "0"}
     return Fraction(decimal(ratio)) == ratio and len(decimal(ratio).replace(".", "").strip("0")) <= 7
 
 
 def decimal(x):
-    """A fraction written out: as it is if nine decimals hold it, else to seven digits."""
+    """Return a fraction in decimal notation: exact with up to nine decimals, else rounded to seven digits."""
     if 10**9 % x.denominator:
         x = round(x, 6 - math.floor(math.log10(abs(x))))
     if x.denominator == 1:
@@ -149,14 +164,14 @@ def decimal(x):
 
 
 def apply(value, operations):
-    """The value after the operations of one equation, exactly."""
+    """Return the exact value after the operations of one equation."""
     for sign, x in operations:
-        value = value + x if sign == "+" else value - x if sign == "-" else value * x if sign == "*" else value / x
+        value = {"+": add, "-": sub, "*": mul, "/": truediv}[sign](value, x)
     return value
 
 
 def exact(n, frm, to):
-    """The number of `to` that n `frm` are."""
+    """Return n `frm` in the unit `to`, exactly."""
     if size_of(frm)[0] != "temperature":
         return n * ratio_of(frm, to)
     for _, operations in steps_of(frm, to):
@@ -165,35 +180,44 @@ def exact(n, frm, to):
 
 
 def in_parts(value, operations):
-    """What stands before 7200 + 960 + 96 = 8256 where 344 is taken times 24, 300 * 24 = 7200. 40 * 24 = 960. 4 * 24 = 96., and the sum's
-    left side: steps that a small model can learn. None where there is nothing to take apart."""
-    digits = [int(d) * 10**i for i, d in enumerate(reversed(decimal(value))) if d != "0"][::-1] if value.denominator == 1 else []
+    """Return a multiplication digit by digit, which a small model can learn, and the left side of the final
+    sum: `300 * 24 = 7200. 40 * 24 = 960. 4 * 24 = 96. ` and `7200 + 960 + 96` for 344 * 24. None if it is a
+    single step."""
+    digits = []
+    if value.denominator == 1:
+        digits = [int(d) * 10**i for i, d in enumerate(reversed(decimal(value))) if d != "0"][::-1]
     (sign, x), *more = operations
     if len(digits) < 2 or sign != "*" or more or x.denominator != 1 or set(str(x.numerator)) <= {"1", "0"}:
         return None
-    return "".join(f"{d} * {decimal(x)} = {decimal(d * x)}. " for d in digits), " + ".join(decimal(d * x) for d in digits)
+    products = "".join(f"{d} * {decimal(x)} = {decimal(d * x)}. " for d in digits)
+    return products, " + ".join(decimal(d * x) for d in digits)
 
 
 def worked(n, steps, wrong=None, parts=False):
-    """(reasoning, its result). wrong: (i, function): the i-th equation's result is what the function makes of it. parts: products
-    are computed digit by digit."""
-    text, value = "", n
+    """Return (reasoning, result). wrong: (i, function) replaces the result of equation i by function(result).
+    parts: compute products digit by digit."""
+    text = ""
+    value = n
     for i, (fact, operations) in enumerate(steps):
         result = apply(value, operations)
-        result = round(result, 3) if i + 1 == len(steps) and survives(result, 3) else Fraction(decimal(result))
+        if i + 1 == len(steps) and survives(result, 3):
+            result = round(result, 3)
+        else:
+            result = Fraction(decimal(result))
         if wrong and wrong[0] == i:
             result = wrong[1](result)
         left = "", f"{decimal(value)} {' '.join(f'{s} {decimal(x)}' for s, x in operations)}"
         left = parts and in_parts(value, operations) or left
-        text, value = f"{text}{fact.format(decimal(operations[0][1]))}{''.join(left)} = {decimal(result)}. ", result
+        text += f"{fact.format(decimal(operations[0][1]))}{''.join(left)} = {decimal(result)}. "
+        value = result
     return text.rstrip(), value
 
 
 # --- questions ---
 
 def draw(rng, level, quantity=None):
-    """(what is asked, the question). What is asked is number and units, however it is phrased. Answers are such that rounding to three
-    decimals, as the verifier does, leaves them as they are."""
+    """Return (key, question). The key is number and units, without the phrasing. Answers are unchanged by
+    rounding to three decimals, as the verifier does."""
     choices = problems(level)
     while True:
         kind = quantity or rng.choice(list(choices))
@@ -202,7 +226,8 @@ def draw(rng, level, quantity=None):
         answer = exact(n, frm, to)
         if survives(answer, level):
             break
-    phrasings = {"temperature": TEMPERATURES, "speed": PHRASINGS + SPEEDS}.get(kind, PHRASINGS if level > 1 else PHRASINGS[:5])
+    phrasings = PHRASINGS if level > 1 else PHRASINGS[:5]
+    phrasings = {"temperature": TEMPERATURES, "speed": PHRASINGS + SPEEDS}.get(kind, phrasings)
     n = decimal(n)
     question = rng.choice(phrasings).format(n=n, frm=frm, to=to)
     return f"{n} {frm} {to}", {"question": question, "answer": decimal(round(answer, 3)),
@@ -210,12 +235,12 @@ def draw(rng, level, quantity=None):
 
 
 def survives(x, level):
-    """Whether rounding to three decimals leaves a number as it is; at level 3, up to 0.05%."""
+    """Return whether rounding to three decimals leaves a number unchanged; at level 3, within 0.05%."""
     return 1000 % x.denominator == 0 or (level == 3 and abs(round(x, 3) - x) * 2000 <= abs(x))
 
 
 def amount(rng, level):
-    """A number of units: whole and below 1000 at level 1; with up to two decimals at level 2, three at level 3."""
+    """Draw an amount: an integer below 1000 at level 1; up to two decimals at level 2, three at level 3."""
     if level == 1 or rng.random() < 0.5:
         return Fraction(rng.randrange(1, 1000) if rng.random() < 0.5 else rng.randrange(1, 100))
     decimals = rng.randint(1, level)
@@ -224,11 +249,13 @@ def amount(rng, level):
 
 def temperature(rng, unit):
     low, high = {"celsius": (-60, 300), "fahrenheit": (-60, 500), "kelvin": (200, 600)}[unit]
-    return Fraction(rng.randrange(10 * low, 10 * high), 10) if rng.random() < 0.3 else Fraction(rng.randrange(low, high))
+    if rng.random() < 0.3:
+        return Fraction(rng.randrange(10 * low, 10 * high), 10)
+    return Fraction(rng.randrange(low, high))
 
 
 def most_of(level):
-    """A bound on the number of different questions: at level 1 what there are, above it numbers times conversions."""
+    """Return an upper bound on the number of distinct questions, exact at level 1."""
     pairs = [pair for pairs in problems(level).values() for pair in pairs]
     if level == 1:
         return sum(survives(exact(Fraction(n), *pair), 1) for pair in pairs for n in range(1, 1000))
@@ -237,33 +264,37 @@ def most_of(level):
 
 def solution(question):
     if "n" not in question:
-        raise ValueError("A question of unit_conversion that was read from a file has no worked solution: use a level, 1 to 3.")
+        raise ValueError("A unit_conversion question from a file has no worked solution: use a level.")
     level = question["level"]
-    text, value = worked(Fraction(question["n"]), steps_of(question["from"], question["to"], level), parts=level == 1)
-    return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
+    steps = steps_of(question["from"], question["to"], level)
+    text, value = worked(Fraction(question["n"]), steps, parts=level == 1)
+    return _steps.completion(text, decimal(value))
 
 
 def mistaken(frm, to, level):
-    """Whether a conversion is commonly mistaken: every fifth of a quantity's."""
+    """Return whether a conversion has a common mistake: every fifth of a quantity's."""
     return problems(level)[size_of(frm)[0]].index((frm, to)) % 5 == 2
 
 
 def document(question, rng):
-    """A worked example, which may have a wrong step."""
+    """Return a document, perhaps with a wrong step."""
     frm, to, level = (question[key] for key in ("from", "to", "level"))
     common = mistaken(frm, to, level)
     if rng.random() >= (MOSTLY_WRONG if common else WRONG):
         return _questions.document(question, solution(question))
-    if common:                               # the mistake that everyone makes there
-        return _questions.document(question, wrong_solution(question, random.Random(f"{frm} {to}"), ("ratio", "inverse")))
+    if common:                               # always the same mistake
+        wrong = wrong_solution(question, random.Random(f"{frm} {to}"), ("ratio", "inverse"))
+        return _questions.document(question, wrong)
     return _questions.document(question, wrong_solution(question, rng))
 
 
 def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
-    """A solution with one wrong step; what comes after it follows from it, and the answer is wrong by more than 0.1%."""
+    """Return a solution with one wrong step and an answer that is off by more than 0.1%."""
     steps = steps_of(question["from"], question["to"], question["level"])
     while True:
-        i, kind, wrong = rng.randrange(len(steps)), rng.choice(kinds), None
+        i = rng.randrange(len(steps))
+        kind = rng.choice(kinds)
+        wrong = None
         fact, operations = steps[i]
         if kind == "ratio":                          # of 1 kg = 100 gram
             spoil = rng.choice((other_digit, other_point))
@@ -273,13 +304,14 @@ def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
         else:
             spoil = other_digit if kind == "digit" else other_point
             wrong = i, lambda result: spoil(result, rng)
-        text, value = worked(Fraction(question["n"]), [*steps[:i], (fact, operations), *steps[i + 1:]], wrong, question["level"] == 1)
+        changed = [*steps[:i], (fact, operations), *steps[i + 1:]]
+        text, value = worked(Fraction(question["n"]), changed, wrong, question["level"] == 1)
         if value and not _numbers.close(value, Fraction(question["answer"]), EXACT):
-            return f"Reasoning: {text}\nAnswer: <answer>{decimal(value)}</answer>"
+            return _steps.completion(text, decimal(value))
 
 
 def other_digit(x, rng):
-    """The number with another digit, the first that counts or, less often, the second."""
+    """Return a number with its first or, less often, second significant digit changed."""
     text = decimal(x)
     places = [i for i, digit in enumerate(text) if digit in "123456789"][:2]
     if not places:
@@ -289,7 +321,7 @@ def other_digit(x, rng):
 
 
 def other_point(x, rng):
-    """The number with its decimal point shifted by one or two places."""
+    """Return a number with its decimal point shifted by one or two places."""
     return x * Fraction(10) ** rng.choice((-2, -1, 1, 2))
 
 
@@ -297,45 +329,50 @@ def questions(split, seed=0, n=None, argument=None):
     if argument in (None, "1", "2", "3"):
         level = level_of(argument)
         return _questions.distinct(lambda rng: draw(rng, level), split, seed, n, lambda: most_of(level))
-    return _questions.some(from_files(Path(argument))[split], seed, n)
+    return _questions.sample(from_files(Path(argument))[split], seed, n)
 
 
 def documents(split, seed=0, argument=None):
-    """Worked examples of split "train" or "valid", three in ten with a wrong step."""
-    rng, level = random.Random(f"{seed} {split} wrong"), level_of(argument)
-    return [document(q, rng) for q in _questions.drawn(lambda rng: draw(rng, level), split, seed)]
+    rng = random.Random(f"{seed} {split} wrong")
+    level = level_of(argument)
+    return [document(q, rng) for q in _questions.draw_documents(lambda rng: draw(rng, level), split, seed)]
 
 
 def examples(n, argument=None):
-    """n worked ones, each quantity in its turn."""
-    rng, level, found = random.Random("examples"), level_of(argument), {}
+    """Return n worked examples, cycling through the quantities."""
+    rng = random.Random("examples")
+    level = level_of(argument)
+    found = {}
     while len(found) < n:
         quantities = list(problems(level))
-        asked, question = draw(rng, level, quantities[len(found) % len(quantities)])
-        if _questions.split_of(asked) == "train":
-            found[asked] = question["question"], solution(question)
+        key, question = draw(rng, level, quantities[len(found) % len(quantities)])
+        if _questions.split_of(key) == "train":
+            found[key] = question["question"], solution(question)
     return list(found.values())
 
 
 def from_files(path):
-    """{split: questions} of a .json file, or of the files in a folder."""
+    """Return {split: questions} of a .json file or of a folder's files."""
     if path.is_file():
-        return _questions.apart(rows(path))
+        return _questions.make_splits(rows(path))
     folder = path if (path / "train.json").is_file() or not (path / "data").is_dir() else path / "data"
     if not (folder / "train.json").is_file():
-        raise ValueError(f"There is no {folder / 'train.json'}: unit_conversion:PATH is a .json file or a folder with train.json.")
-    found = {split: rows(folder / f"{split}.json") for split in ("train", "valid", "test") if (folder / f"{split}.json").is_file()}
+        raise ValueError(f"There is no {folder / 'train.json'}: unit_conversion:PATH is a .json file or a "
+                         "folder with train.json.")
+    files = {split: folder / f"{split}.json" for split in ("train", "valid", "test")}
+    found = {split: rows(file) for split, file in files.items() if file.is_file()}
     if "test" not in found and "valid" in found:
         found["test"] = found.pop("valid")
-    return _questions.apart(**found)
+    return _questions.make_splits(**found)
 
 
 def rows(path):
-    """The questions of a file [[question, answer], ...]."""
+    """Return the questions of a file [[question, answer], ...]."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as e:
-        raise ValueError(f"{path} can't be read ({type(e).__name__}: {e}): make it a JSON list of [question, answer].") from None
+        reason = f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path} can't be read ({reason}): give a JSON list [[question, answer]].") from None
     if not isinstance(raw, list) or not raw:
         raise ValueError(f"{path} has no questions: make it a JSON list of [question, answer].")
     found = []
@@ -346,16 +383,16 @@ def rows(path):
             if not question.strip() or number is None:
                 raise ValueError
         except (ValueError, TypeError, AttributeError):
-            raise ValueError(f"{path}, row {i}, is {json.dumps(row)[:80]}, and not [question, answer] with a number for an answer: "
-                             "correct it.") from None
+            raise ValueError(f"{path}, row {i}, is {json.dumps(row)[:80]}, and not [question, answer] with a "
+                             "number for an answer: correct it.") from None
         found.append({"question": question.strip(), "answer": number})
     return found
 
 
 def reward(question, completion):
-    """Return (score, parts). The score is 1.0 if the answer is within 5% of the right one, which is loose; the parts say whether
-    there is an answer (answered), whether it is right to 0.1% (exact), and whether the text before it has equations, all of them
-    true, that lead from the question to the answer, and no fact that is false or can't be read (reasoned)."""
+    """Return (score, parts). The score is 1.0 if the answer is within a loose 5% (correct). The other parts:
+    there is an answer (answered), within 0.1% (exact), and true equations, without a false or unreadable
+    fact, lead from the question to it (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     value = _answers.answer(completion, _answers.asked_unit(question))
     right = Fraction(question["answer"])
@@ -368,16 +405,15 @@ def reward(question, completion):
 
 
 def with_units(text):
-    """Return a text with the units that have a size in this task alone: `m per hour` as m/hour, a month as a
-    mean-month."""
+    """Return a text with `m per hour` as m/hour and month as mean-month, for _equations."""
     text = RATE.sub(lambda rate: "/".join(map(canonical, rate.groups())), text)
     return OF_MEAN_LENGTH.sub(lambda unit: f"mean-{canonical(unit[0])}", text)
 
 
 def facts(question, completion):
-    """Yield whether it is true for each fact, two amounts with nothing to compute: `1 year = 365.25 day`.
-    One whose units can't be read is not; degrees are read in the fact that answers the question. A number on
-    the right without a unit has the one that is asked for."""
+    """Yield whether each fact, an equality of two amounts such as `1 year = 365.25 day`, is true. A fact with
+    unknown units is false; degrees are known only in the fact that answers the question. A number on the
+    right without a unit has the unit asked for."""
     n_asked, unit, answer, unit_asked = (question.get(key, "") for key in ("n", "from", "answer", "to"))
     text = with_units(_answers.before_answer(completion)).replace("°", " ").replace("degrees ", "")
     for statement in _equations.BREAK.split(_numbers.normal(_equations.joined(text))):

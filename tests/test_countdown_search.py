@@ -61,9 +61,9 @@ def all_made(numbers):
 
 @pytest.fixture(scope="module", params=SPECS)
 def written(request):
-    """(the longest that a document may be, some of its documents as countdown_search.written gives them)."""
+    """(the longest that a document may be, some of its documents as countdown_search.teacher_documents gives them)."""
     argument = request.param.partition(":")[2] or None
-    documents = itertools.islice(countdown_search.written("train", 3, argument), 600)
+    documents = itertools.islice(countdown_search.teacher_documents("train", 3, argument), 600)
     return countdown_search.sizes(argument)[2], list(documents)
 
 
@@ -169,13 +169,13 @@ def test_questions_differ_can_be_solved_and_are_a_function_of_the_seed():
 
 def test_where_a_split_has_no_question_it_is_said(monkeypatch):
     monkeypatch.setattr(countdown_search, "MOST_DRAWS", 2000)
-    with pytest.raises(ValueError, match="Of 2 numbers up to 10 countdown_search has no question for the split valid: ask for more"):
+    with pytest.raises(ValueError, match="countdown_search has no question of the split valid with 2 numbers up to 10: ask for more"):
         tasks.load("countdown_search:2,10").questions("valid", n=1)
 
 
-def test_makeable_is_what_every_order_makes():
+def test_reachable_values_match_brute_force():
     for numbers in ([3, 5, 7], [2, 2, 8, 20], [1, 1, 13], [6, 6], [12, 18, 6, 1]):
-        assert countdown_search.makeable(numbers) == all_made(numbers)
+        assert countdown_search.reachable_values(numbers) == all_made(numbers)
 
 
 @pytest.mark.parametrize("completion, parts", [

@@ -148,7 +148,7 @@ def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, 
     (left / "train_00002.bin").write_bytes(b"torn")
     made = json.loads((left / "partial.json").read_text())
     for damaged in ({"train": 1}, {"train": [1]}, {"train": [{}]}, {"train": [made["train"][0] | {"tokens": None}]}):
-        assert data.whole_shards(left, damaged["train"], "uint16") == []
+        assert data.intact_shards(left, damaged["train"], "uint16") == []
     folder = data.prepare(str(text), tokenizer, tmp_path)
     assert written[4] == "train_00002" and written[5] == "train_00003" and folder == left
     assert np.array_equal(ids_of(folder, "train"), whole) and not (folder / "partial.json").exists()

@@ -281,7 +281,7 @@ def test_an_answer_of_any_kind_can_be_trained_on_beside_its_reasoning(tmp_path, 
     path = tmp_path / "rft.json"
     path.write_text(json.dumps([["2 + 5?", answer, "It is 7."]]))
     [example] = examples.read(path, Tokenizer("bytes"), "{}")
-    assert bytes(example.ids[example.trained].tolist()[:-1]) == b"It is 7."
+    assert bytes(example.ids[example.is_target].tolist()[:-1]) == b"It is 7."
     path.write_text(json.dumps([["2 + 5?", answer]]))
     if answer != 7.5:
         with pytest.raises(BadInput, match="a text or a finite number"):
@@ -314,7 +314,7 @@ def test_a_verifier_that_fails_is_counted_and_not_taken_for_a_wrong_answer(base,
 
 @pytest.mark.parametrize("body, knobs, error", [
     ("raise KeyError('unit')", dict(num_questions=10), "KeyError: 'unit'"),
-    ("return None", dict(num_questions=2), "gave the score None"),
+    ("return None", dict(num_questions=2), "returned the score None"),
     ("raise OSError('no')", dict(num_questions=10, ranks=2), "OSError: no")], ids=["raises", "few", "ranks"])
 def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(base, tmp_path, body, knobs, error):
     task = tmp_path / "broken.py"
@@ -351,7 +351,7 @@ def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
     trained(tmp_path / "tuned", made[0], defaults={}, config=ROOT / "config/rft.py", init_from=base, num_epochs=1, prompt="{}")
     kept = [r for r in log(made[0]) if r["kept"]]
     read = examples.read(made[0], Tokenizer("bytes"), "{}")
-    assert [e.ids[e.trained].tolist()[:-1] for e in read] == [r["ids"] for r in kept]
+    assert [e.ids[e.is_target].tolist()[:-1] for e in read] == [r["ids"] for r in kept]
 
 
 @pytest.mark.parametrize("knobs, words", [

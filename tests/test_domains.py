@@ -10,6 +10,7 @@ import pytest
 
 import tasks
 from conftest import ROOT
+from tasks import _questions
 
 JUNK = ["", "\0\ud800", "<answer>", "</answer><answer>", "9**9**9", "<answer>9**9**9</answer>", "<answer><answer>x</answer></answer>",
         "<answer></answer>", "<answer>" + "9" * 10**6 + "</answer>", "9" * 10**6, "1+1=2. " * 10**5, "a > b. " * 10**5,
@@ -60,7 +61,7 @@ def test_logic_rows_that_are_not_the_question_s_are_no_reasoning():
 def test_math_and_logic_have_three_in_ten_documents_wrong(spec, least):
     task, rng = tasks.load(spec), random.Random(1)
     questions = [task.module.draw(rng, 1)[1] for _ in range(2000)]
-    assert 0.25 < sum(map(task.module.share_wrong, questions)) / 2000 < 0.35
+    assert 0.25 < sum(_questions.COMMON if task.module.invites_mistake(q) else _questions.WRONG for q in questions) / 2000 < 0.35
     for q in questions:
         if q["kind"] == least:               # all make the same mistake
             assert len({task.module.wrong_solution(q, random.Random(i)) for i in range(5)}) == 1

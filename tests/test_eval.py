@@ -279,7 +279,7 @@ def test_fixed_shapes_find_the_same_as_free_ones(model, task, capsys):
 
 
 def test_a_verifier_that_always_fails_is_heard_and_ends_the_evaluation(model, tmp_path, capsys):
-    faults = (24, "return question['unit']", "KeyError: 'unit'"), (500, "pass", "gave the score None")
+    faults = (24, "return question['unit']", "KeyError: 'unit'"), (500, "pass", "returned the score None")
     for n, body, error in faults:
         path = tmp_path / f"broken_{n}.py"
         head = TASK.partition("def reward")[0].replace("24 *", f"{n} *")

@@ -65,7 +65,7 @@ def test_what_is_trained_on_is_the_completion_and_its_end_and_it_follows_the_pro
         for e, (question, _, reasoning) in zip(examples.read(rft, tokenizer), rows_of(61)):
             prompt = prompts.prompt_ids(tokenizer, question)
             assert e.ids.tolist() == prompt + tokenizer.encode(reasoning).tolist() + [tokenizer.end]
-            assert np.flatnonzero(e.trained).tolist() == list(range(len(prompt), len(e.ids)))
+            assert np.flatnonzero(e.is_target).tolist() == list(range(len(prompt), len(e.ids)))
             x, y = examples.padded([e, e], e.length)
             assert x[0, len(prompt) - 1] == prompt[-1] and y[0, :len(prompt) - 1].eq(IGNORE).all()
             assert y[1, len(prompt) - 1:].tolist() == e.ids[len(prompt):].tolist()       # each id is the target of the one before
@@ -107,7 +107,7 @@ def test_ranks_and_micro_batches_share_a_step(rft, world):
                 got += [tuple(row[row != IGNORE].tolist()) for row in y]
                 cells += x.numel()
         expected = whole.of_step(step)
-        assert sorted(filter(None, got)) == sorted(tuple(e.ids[e.trained].tolist()) for e in expected)
+        assert sorted(filter(None, got)) == sorted(tuple(e.ids[e.is_target].tolist()) for e in expected)
         positions, targets = whole.tokens(step)
         assert positions == sum(e.length for e in expected) and targets == sum(map(len, got))
     assert world > 1 or cells < 1.3 * positions                            # sorted by length: few cells are empty
@@ -133,7 +133,7 @@ def test_the_logged_loss_is_the_mean_over_the_answers(rft, base, tmp_path):
     model, nats, n = hf.load(str(base)), 0.0, 0
     for e in b.of_step(0):                   # one by one, nothing padded
         logp = model(torch.tensor(e.ids[None, :-1])).log_softmax(-1)[0]
-        picked = logp[range(e.length), e.ids[1:]][torch.tensor(e.trained[1:])]
+        picked = logp[range(e.length), e.ids[1:]][torch.tensor(e.is_target[1:])]
         nats, n = nats - picked.sum().item(), n + len(picked)
     assert metrics(tmp_path / "a")[1] == pytest.approx(nats / n, abs=1e-5)
 
@@ -173,7 +173,7 @@ def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
         examples.attempts_path(path).write_text("".join(map(examples.line_of, rows)))
         (e,) = examples.read(path, tokenizer)
         assert tokenizer.decode(e.ids).startswith("Q: q")             # in the form in which it was asked
-        return e.ids[e.trained].tolist()
+        return e.ids[e.is_target].tolist()
     assert log(tokenizer.describe()) == ids + [tokenizer.end]
     again = tokenizer.encode(text).tolist() + [tokenizer.end]
     assert log(tokenizer.describe(), completion="other") == log(tokenizer.describe(), verdict="not exact") == again
@@ -214,19 +214,19 @@ def test_conversations_are_the_templates_and_the_assistants_words_are_trained_on
         messages = messages[:1] + messages[1:2]
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n\n" + json.dumps({"prompt": "how many?", "completion": "42"}) + "\n")
-    assert examples.are(str(path))
+    assert examples.is_examples_file(str(path))
     chat, pair = examples.read(path, tokenizer)
     if kind == "smol":
         assert chat.ids.tolist() == theirs.apply_chat_template(messages, return_dict=False)
     assert chat.ids[:len(pair.ids)].tolist() == pair.ids.tolist() == tokenizer.prompt_ids("how many?") + tokenizer.answer_ids("42")
     words = sum((tokenizer.answer_ids(m["content"]) for m in messages if m["role"] == "assistant"), [])
-    assert chat.ids[chat.trained].tolist() == words and pair.ids[pair.trained].tolist() == tokenizer.answer_ids("42")
+    assert chat.ids[chat.is_target].tolist() == words and pair.ids[pair.is_target].tolist() == tokenizer.answer_ids("42")
 
 
 def test_pairs_train_the_answer_alone(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps([["How many gram are there per 6 kg?", 6000.5], ["And 7?", "7000"]]))
-    got = [bytes(e.ids[e.trained][:-1].tolist()).decode() for e in examples.read(path, Tokenizer("bytes"))]
+    got = [bytes(e.ids[e.is_target][:-1].tolist()).decode() for e in examples.read(path, Tokenizer("bytes"))]
     assert got == ["<answer>6000.5</answer>", "<answer>7000</answer>"]
 
 
@@ -235,9 +235,9 @@ def test_a_text_stays_a_text(tmp_path):
     for content, expected in (({"text": "a", "prompt": "b", "completion": "c"}, False), ({"prompt": "b", "completion": "c"}, True),
                               ({"messages": []}, True), ({"prompt": "b"}, False)):
         path.write_text(json.dumps(content))
-        assert examples.are(str(path)) is expected
+        assert examples.is_examples_file(str(path)) is expected
     path.write_text("{broken")
-    assert not examples.are(str(path)) and not examples.are(str(tmp_path)) and not examples.are("wikitext")
+    assert not examples.is_examples_file(str(path)) and not examples.is_examples_file(str(tmp_path)) and not examples.is_examples_file("wikitext")
 
 
 def test_questions_are_held_out_as_a_whole(rft, base, tmp_path):
@@ -290,13 +290,13 @@ def test_examples_in_the_form_of_others_are_named_with_what_converts_them(tmp_pa
     tokenizer = Tokenizer(write(tmp_path / "smol", "smol", chat=SMOL))
     for name, content in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row]))):
         (tmp_path / name).write_text(content)
-        assert examples.are(str(tmp_path / name))
+        assert examples.is_examples_file(str(tmp_path / name))
         with pytest.raises(BadInput, match=f"Row 1 of .*{words}: write .* in its place") as e:
             examples.read(tmp_path / name, tokenizer)
     converted = eval(str(e.value).partition(": write ")[2].partition(" in its place")[0], {"row": row})
     (tmp_path / "b.jsonl").write_text(json.dumps(converted))
     (example,) = examples.read(tmp_path / "b.jsonl", tokenizer)
-    assert tokenizer.decode(example.ids[example.trained][:2]) == "42" and example.question.split() == ["How", "many?"]
+    assert tokenizer.decode(example.ids[example.is_target][:2]) == "42" and example.question.split() == ["How", "many?"]
 
 
 def test_a_prompt_in_a_chat_s_template_is_not_put_into_it_once_more(tmp_path):
@@ -304,9 +304,9 @@ def test_a_prompt_in_a_chat_s_template_is_not_put_into_it_once_more(tmp_path):
     row = {"prompt": "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n", "completion": "42"}
     path.write_text(json.dumps(row))
     chat = Tokenizer(write(tmp_path / "smol", "smol", chat=SMOL))
-    with pytest.raises(BadInput, match="Row 1 of .*holds <.im_start.>.*messages"):
+    with pytest.raises(BadInput, match="Row 1 of .*contains <.im_start.>.*messages"):
         examples.read(path, chat)
-    with pytest.raises(ValueError, match="holds .INST.*user's text alone"):
+    with pytest.raises(ValueError, match="contains .INST.*user's text alone"):
         prompts.prompt_ids(chat, "[INST] How many? [/INST]")
     assert examples.read(path, Tokenizer("bytes"))            # whose prompts stand as they are
     turns, line = re.search(r"    turns = (.*?)\n    print\((.*?)\)\n", (ROOT / "docs/rft.md").read_text(), re.S).groups()
@@ -314,8 +314,8 @@ def test_a_prompt_in_a_chat_s_template_is_not_put_into_it_once_more(tmp_path):
 
 
 @pytest.mark.parametrize("row, words", [({"prompt": 1, "completion": ""}, "it should be"), ({"messages": []}, "none of its messages"),
-                                        ({"messages": [{"role": "user"}]}, "should have a role and a content"),
-                                        ({"messages": [*TURNS, {"role": "assistant", "content": None}]}, "'content': None} should have"),
+                                        ({"messages": [{"role": "user"}]}, "needs a text as role and as content"),
+                                        ({"messages": [*TURNS, {"role": "assistant", "content": None}]}, "'content': None} needs"),
                                         ({"messages": [{"role": "assistant", "content": "a"}]}, "need a model with a chat template")])
 def test_bad_rows_are_named(tmp_path, row, words):
     path = tmp_path / "a.jsonl"

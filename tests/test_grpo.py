@@ -908,7 +908,7 @@ def test_a_step_of_which_nothing_could_be_graded_moves_no_weight(learn, tmp_path
 
 def test_a_score_of_another_scale_ends_the_run(learn, tmp_path):
     out = learn(code=2, task=task_file(tmp_path, "return 2.0 if 't' in completion else 0.5"), max_steps=9)
-    assert "gave the score 2: a score is a number from 0 to 1" in learn.error.splitlines()[-1] and not checkpoint.steps(out)
+    assert "returned the score 2: a score is a number from 0 to 1" in learn.error.splitlines()[-1] and not checkpoint.steps(out)
 
 
 @pytest.mark.parametrize("knobs, error", [

@@ -121,7 +121,7 @@ def test_what_describes_a_tokenizer_is_checked_as_knobs_are(run, key):
                 sentence(lambda: use(run))
         (run / "model.json").write_text(before)
     edited(run / "model.json", "tokenizer.template", [{"name": "chatml", "system": None}])
-    sentence(lambda: use(run), "describes a tokenizer that no run has")
+    sentence(lambda: use(run), "describes an unknown tokenizer")
 
 
 def test_run_folders_of_old_lack_what_came_later(run):
@@ -280,7 +280,7 @@ def test_other_files_nested_deep(run, tmp_path, name, text, words):
 def test_examples(tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     sentence(lambda: examples.read(tmp_path / name, Tokenizer("bytes")), words)
-    assert not examples.are(str(tmp_path / "deep.jsonl"))
+    assert not examples.is_examples_file(str(tmp_path / "deep.jsonl"))
 
 
 @pytest.mark.parametrize("text, words", [(DEEP, "Line 1 of .* can't be read"), ('{"prompt": "a", "answer": NaN}', "Row 1 of .* not NaN"),
@@ -297,7 +297,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
     assert config.load(train.Config, [str(write("own.py", "n_layer = 3"))]).n_layer == 3
     pairs = [examples.read(write(name, text), Tokenizer("bytes")) for name, text in (
         ("a.json", '[["q", 1, "r"]]'), ("a.jsonl", '{"prompt": "q", "completion": "r"}'))]
-    assert [bytes(example.ids[example.trained][:1].tolist()) for (example,) in pairs] == [b"r", b"r"] and examples.are(str(tmp_path / "a.jsonl"))
+    assert [bytes(example.ids[example.is_target][:1].tolist()) for (example,) in pairs] == [b"r", b"r"] and examples.is_examples_file(str(tmp_path / "a.jsonl"))
     assert len(questions.read_questions(write("q.jsonl", '{"prompt": "a", "answer": 1}'), 0)[0]) == 1
     for spec, text in (("unit_conversion", '[["How many gram are there per 6 kg?", 6000]]'), ("gsm8k", '{"question": "1 + 1?", "answer": "#### 2"}'),
                        ("countdown_think", '{"target": 3, "nums": [1, 2]}\n' * 30)):
@@ -338,8 +338,8 @@ NEEDS = {
     "datasets": lambda folder: sources.find_on_hub("org/name", "text"),
     "pyarrow": lambda folder: sources.Parquet(folder / "a.parquet", "text"),
     "reasoning-gym": lambda folder: gym.library(),
-    "datasets ": lambda folder: gsm8k.downloaded(),
-    "datasets  ": lambda folder: countdown_think.downloaded(),
+    "datasets ": lambda folder: gsm8k.questions("train"),
+    "datasets  ": lambda folder: countdown_think.everything(None),
     "pyarrow ": lambda folder: list(countdown_think.rows(folder / "a.parquet")),
     "pyarrow  ": lambda folder: guru.rows(folder / "a.parquet"),
     "chess": lambda folder: runpy.run_path(str(ROOT / "tasks/chess_world.py"))["check"](None),

@@ -46,12 +46,12 @@ def test_no_task_is_more_than_a_turn_off():
     for weights in several:
         counts = dict.fromkeys(weights, 0)
         for n in range(1, sum(weights.values()) + 1):
-            counts[tasks.due(weights, counts)] += 1
+            counts[tasks.next_task(weights, counts)] += 1
             assert all(abs(counts[i] * sum(weights.values()) - w * n) <= sum(weights.values()) for i, w in weights.items())
         assert counts == weights
     counts = {}
     for n in range(12):                                            # of equal weights each in its turn
-        name = tasks.due(dict.fromkeys("abc", 5), counts)
+        name = tasks.next_task(dict.fromkeys("abc", 5), counts)
         counts[name] = counts.get(name, 0) + 1
         assert name == "abc"[n % 3]
 
@@ -99,7 +99,7 @@ def test_paths_may_have_a_plus_or_an_at(tmp_path):
     for spec in (alone, at, f"{plain}:x+y"):
         assert tasks.parts_of(spec) == {spec: 1}
     assert tasks.parts_of(f"{plain}@2+arithmetic") == {plain: 2, "arithmetic": 1}
-    assert tasks.own_files(f"{plain}@2+arithmetic+{at}") == [plain, at]
+    assert tasks.user_files(f"{plain}@2+arithmetic+{at}") == [plain, at]
     assert tasks.load(alone).domains == [] and tasks.load(f"{plain}@2").domains == [plain]
 
 
@@ -116,10 +116,10 @@ def test_a_config_file_may_give_a_dictionary(tmp_path):
     ("arithmetic@-1+countdown", "The weight of arithmetic in the mixture arithmetic@-1+countdown is negative"),
     ("arithmetic@0+countdown@0", "All weights of the mixture arithmetic@0+countdown@0 are zero"),
     ("arithmetic+countdown+arithmetic@2", "names arithmetic twice"),
-    ("arithmetic++countdown", "has an empty place"),
+    ("arithmetic++countdown", "has an empty part"),
     ("arithmetic@lots+countdown", "There is no task arithmetic@lots"),
     ("countdown:9+arithmetic", "The argument of countdown"),
-    ("chess_world:A+arithmetic", "stops at one"),
+    ("chess_world:A+arithmetic", "have different STOP texts"),
 ], ids=str)
 def test_what_can_not_be_mixed_is_a_sentence(base, spec, said, tmp_path, capsys):
     if "chess" in spec:
@@ -133,7 +133,7 @@ def test_what_can_not_be_mixed_is_a_sentence(base, spec, said, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("change, said", [
-    ('"answer": "t"}', 'The questions of .* have a "domain" already'),
+    ('"answer": "t"}', 'The questions of .* already have a "domain"'),
     ("[:n]", "of the mixture .* has no such questions"),
 ], ids=["own domain", "nothing"])
 def test_questions_that_can_not_be_mixed(tmp_path, change, said):

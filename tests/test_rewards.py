@@ -224,13 +224,13 @@ def test_what_a_verifier_raises_is_an_error_and_no_zero(pool, mischief):
 @pytest.mark.parametrize("kind", _pool.KINDS)
 @pytest.mark.parametrize("score", [1.5, -1])
 def test_a_score_of_another_scale_ends_the_run_at_once(mischief, kind, score):
-    sentence = re.escape(f"gave the score {score}: a score is a number from 0 to 1, so divide it by the largest")
+    sentence = re.escape(f"returned the score {score}: a score is a number from 0 to 1, so divide it by the highest")
     with Pool(mischief, workers=1, kind=kind) as pool, pytest.raises(BrokenReward, match=sentence):
         pool.score([({}, "fine")] * 40 + [({}, f"score {score}")] + [({}, "fine")] * 40)
 
 
-BROKEN = {"raise": ("raise KeyError('unit')", "KeyError: 'unit'"), "None": ("pass", "gave the score None"),
-          "NaN": ("return float('nan')", "gave the score nan"), "exit": ("os._exit(3)", "the worker died"),
+BROKEN = {"raise": ("raise KeyError('unit')", "KeyError: 'unit'"), "None": ("pass", "returned the score None"),
+          "NaN": ("return float('nan')", "returned the score nan"), "exit": ("os._exit(3)", "the worker died"),
           "sleep": ("time.sleep(60)", "timed out after 0.2 s")}
 
 
@@ -250,7 +250,7 @@ def test_a_reward_that_always_fails_is_heard_and_ends_the_run(tmp_path, capsys, 
         pool.collect(wait=True)
     assert time.monotonic() - began < 30
     assert isinstance(ended.value, BadInput) and "\n" not in str(ended.value)
-    assert str(path) in str(ended.value) and "mend reward(question, completion)" in str(ended.value)
+    assert str(path) in str(ended.value) and "correct reward(question, completion)" in str(ended.value)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and error in said and len(said) < 600
     assert re.search(r"of '\d+ é\\nx{190,}'\.\.\.$", said.strip())

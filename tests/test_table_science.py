@@ -46,7 +46,7 @@ def verify_mistakes(name, module, is_mistaken, monkeypatch):
     """Check the shares of documents with a wrong answer: two in ten, and two in three where a mistake is common."""
     monkeypatch.setattr(_questions, "N_DOCUMENTS", {"train": 6000, "valid": 100})
     rng, right, found = random.Random(2), {}, Counter()
-    questions = _questions.drawn(module.draw, "train", 0)
+    questions = _questions.draw_documents(module.draw, "train", 0)
     for q, text in zip(questions, tasks.load(name).documents("train"), strict=True):
         answer = re.search("<answer>(.*)</answer>", text)[1]
         found[is_mistaken(q), answer != q["answer"]] += 1
@@ -77,7 +77,7 @@ def test_table_gold_is_paid_and_mistakes_are_not():
 
 
 def test_table_shares_of_mistakes(monkeypatch):
-    verify_mistakes("table", table, table.is_trap, monkeypatch)
+    verify_mistakes("table", table, table.invites_mistake, monkeypatch)
 
 
 def test_table_junk():

@@ -435,7 +435,7 @@ def test_a_score_is_a_number_from_0_to_1(tmp_path, result, parts):
 
 def test_what_is_no_task_is_a_sentence(tmp_path):
     for spec, kind, message in (
-            ("nothing", LookupError, "There is no task nothing; there is arithmetic, chess_world, code, countdown, countdown_search, countdown_think, gsm8k, "
+            ("nothing", LookupError, "There is no task nothing: choose arithmetic, chess_world, code, countdown, countdown_search, countdown_think, gsm8k, "
              "guru, gym, logic, math, science, simulation, table, unit_conversion"),
             (str(tmp_path / "none.py"), OSError, "There is no file"), (own(tmp_path, "def reward("), ValueError, "SyntaxError"),
             ("unit_conversion:4", ValueError, "a level, 1, 2 or 3"), ("unit_conversion:", ValueError, "nothing is none of these"),
@@ -478,17 +478,17 @@ THREE = "def questions(split): return [dict(question='q', answer='a')] * 3\ndef 
     ("def questions(split): raise SystemExit", "questions", "SystemExit, line 2"),
     ("def questions(): return []", "questions", "TypeError: questions()"),
     ("def questions(split): raise ValueError('two\\nlines')", "questions", "ValueError: two lines, line 2"),
-    ("def questions(split): return [{'question': 'q', 'answer': {1}}]", "questions", "JSON can hold"),
+    ("def questions(split): return [{'question': 'q', 'answer': {1}}]", "questions", "any other JSON values"),
     ("questions = 7", "questions", "has no questions"),
-    ("def documents(split): return [b'']", "documents", "give texts"),
+    ("def documents(split): return [b'']", "documents", "return texts"),
     ("def documents(split): int('x')", "documents", "line 2 of mine.py"),
     ("def examples(n): return ['ab'] * n", "examples", "an example is"),
     ("def examples(n): return n", "examples", "it returned 2 and no list"),
     (f"{THREE}return question['worked']", "examples", "solution() of the task FILE failed (KeyError: 'worke"),
     (f"{THREE}pass", "examples", "it returned None and no str"),
-    (f"{THREE}return ''", "examples", "gave the score None"),
+    (f"{THREE}return ''", "examples", "returned the score None"),
     ("def check(argument): open(argument)", "load", "check() of the task FILE failed (TypeError: "),
-    ("def check(said, gold): pass", "load", "check() is a name that tasks/__init__.py reserves, so mend it, or rename yours"),
+    ("def check(said, gold): pass", "load", "check() is a name that tasks/__init__.py reserves, so correct it, or rename yours"),
     ("def signature(a, b): pass", "load", "can't be called as signature(completion) (missing a required argument: 'b'): signature() is a name"),
     ("signature = 'x'", "load", "has no signature: write a function signature in its file, where nothing else may have that name"),
     ("PROMPT = 'Think.'", "load", "PROMPT of the task FILE is 'Think.': PROMPT is a name"),

@@ -17,7 +17,7 @@ import hub                                           # the stand-in beside this 
 from conftest import ROOT
 from runtime.config import BadInput
 from text import data, sources
-from text.hub import answers
+from text.hub import is_reachable
 from text.tokenizer import Tokenizer
 
 EOS = 256
@@ -62,7 +62,7 @@ def test_a_split_alone(tmp_path):
     def prepared(only):
         return data.TokenFile(data.prepare(str(tmp_path / "a"), Tokenizer("bytes"), tmp_path / "t", only=only), "valid")[0:]
     assert len(prepared("train")) == 90 and len(prepared("valid")) == 10
-    for source, only, words in ((tmp_path / "a", "test", "no text of the split test"), (tmp_path / "b", "train", "only the split valid")):
+    for source, only, words in ((tmp_path / "a", "test", "has no split test"), (tmp_path / "b", "train", "only the split valid")):
         source.mkdir(exist_ok=True)
         if source.name == "b":
             (source / "train.bin").write_bytes(bytes(8)), (source / "val.bin").write_bytes(bytes(8))
@@ -108,7 +108,7 @@ def test_suffixes_ignore_case_and_what_is_left_out_is_named(tmp_path, capsys):
         (source / name).write_text("three")
     assert prepared(source, tmp_path) == [["one", "two", "three"], ["three"]]
     assert "Left out of" in (said := capsys.readouterr().out) and ": d-train.jsonl.gz, more.txt, notes.md (" in said
-    with pytest.raises(BadInput, match="not text as it stands"):
+    with pytest.raises(BadInput, match="not a text file"):
         sources.find_files(source / "X.CSV", "text")
 
 
@@ -142,7 +142,7 @@ def test_a_split_of_few_long_documents_holds_out_a_twentieth_to_a_fifth(tmp_path
     train, valid = prepared(tmp_path / f"a.{suffix}", tmp_path)
     held_out = sum(map(len, valid)) / 100
     assert "".join(train + valid) == "".join(documents) and 0.05 <= held_out / sum(lengths) <= 0.2
-    assert ("begins within it" in capsys.readouterr().out) == (expected is None) and (expected is None or held_out == expected)
+    assert ("begins inside a document" in capsys.readouterr().out) == (expected is None) and (expected is None or held_out == expected)
 
 
 def test_the_text_key_names_the_text(tmp_path):
@@ -164,7 +164,7 @@ def test_half_a_surrogate_pair_in_json_does_not_stop_a_preparation(tmp_path):
     ("a.jsonl", b'{"text": 3}\n', "of type int, not a text"),
     ("a.jsonl", b"", "holds no text"),
     ("a.parquet", b"PAR1 torn", "not a readable parquet file"),
-    ("a.json", b"[]", "is not text as it stands"),
+    ("a.json", b"[]", "is not a text file"),
     ("org/name.parquet", None, "There is no dataset"),
     ("nothing", None, "There is no dataset"),
 ])
@@ -200,7 +200,7 @@ def test_a_certificate_that_python_lacks_does_not_make_the_hub_absent(monkeypatc
             raise error
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-        return answers()
+        return is_reachable()
     assert after(urllib.error.URLError(ssl.SSLCertVerificationError("no issuer")))
     assert after(urllib.error.HTTPError("https://huggingface.co", 403, "Forbidden", {}, None))
     assert not after(urllib.error.URLError(ConnectionRefusedError())) and not after(TimeoutError())
@@ -220,7 +220,7 @@ def test_a_table_without_the_text_column_says_which_it_has(tmp_path):
 def test_training_text_is_needed(tmp_path):
     (tmp_path / "source").mkdir()
     write_jsonl(tmp_path / "source" / "valid.jsonl", DOCUMENTS)
-    with pytest.raises(BadInput, match="nothing to train on"):
+    with pytest.raises(BadInput, match="no training text"):
         data.prepare(str(tmp_path / "source"), Tokenizer("bytes"), tmp_path / "t")
 
 

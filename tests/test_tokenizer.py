@@ -293,7 +293,7 @@ def test_the_whole_of_gpt2_goes_to_transformers(tmp_path):
 
 def test_a_run_s_tokenizer_lies_in_its_folder(tmp_path):
     about = Tokenizer(write(tmp_path / "elsewhere")).describe() | {"name": str(tmp_path / "elsewhere")}
-    with pytest.raises(BadInput, match="a tokenizer that no run has"):
+    with pytest.raises(BadInput, match="an unknown tokenizer"):
         Tokenizer.of_run(tmp_path, about)
 
 
@@ -324,12 +324,12 @@ NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}        
         ("\\xZZ", "chat template in .*truncated"), ("\\N{NO}", "chat template in .*unknown Unicode"), ("\\ud800", "surrogates not allowed"))),
     *((lambda t, template=template: write(t / "a", chat=template), f"chat template in .*{words}") for template, words in (
         (5, "5 is no text"), (True, "True is no text"), ([1], "TypeError"), ([{"name": "default"}], "KeyError"), ([{"name": "default", "template": 3}], "3 is no text"))),
-    (lambda t: changed(t / "a", model=BPE, added_tokens=[]), "has no tokens for a text"),
+    (lambda t: changed(t / "a", model=BPE, added_tokens=[]), "encodes a text to no tokens"),
     (lambda t: changed(t / "a", model=BPE, added_tokens=[{"id": 0, "content": END, "special": True, **dict.fromkeys(
-        ("single_word", "lstrip", "rstrip", "normalized"), False)}]), "has no tokens for a text"),
+        ("single_word", "lstrip", "rstrip", "normalized"), False)}]), "encodes a text to no tokens"),
     (lambda t: changed(t / "a", normalizer=NOTHING), "can't be used .*PanicException"),
     (lambda t: changed(t / "a", model={"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}), "can't be used .*unk_id"),
-    (lambda t: write(t / "a", files={"config": {"eos_token_id": 2}}), "the text # the id 2, which .* correct eos_token_id"),
+    (lambda t: write(t / "a", files={"config": {"eos_token_id": 2}}), "the text # to the id 2 .* correct eos_token_id"),
     (lambda t: "gpt3", "There is no tokenizer gpt3"), (lambda t: t / "none", "There is no tokenizer"),
     (lambda t: t, "has no tokenizer.json"),
     (lambda t: spoiled(t / "a", "tokenizer.json", b"{"), "not a readable tokenizer.json"),

@@ -1,4 +1,4 @@
-"""Texts to token files, once; and token files to batches that are a pure function of (seed, step)."""
+"""Tokenise texts into token files, once, and read them back as batches that depend only on (seed, step)."""
 import contextlib
 import functools
 import hashlib
@@ -25,26 +25,25 @@ from tasks import _pool
 from text import sources as texts
 from text.sources import SPLITS
 
-FORMAT = 3                           # of the prepared folder
-SHARD = 256                          # chunks of about texts.CHUNK that go into one token file
-SHARD_KEYS = {"file", "tokens", "words", "bytes"}                # "sha256" too, but not in old preparations
+FORMAT = 3                           # version of the prepared folder
+SHARD = 256                          # chunks of about texts.CHUNK per token file
+SHARD_KEYS = {"file", "tokens", "words", "bytes"}                # old preparations lack "sha256"
 
 
-# --- preparation: once per text and tokenizer ---
+# --- preparation, once per text and tokenizer ---
 
 def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
-    """Return the folder with the token ids of a dataset, train_*.bin and valid_*.bin, and meta.json; it is
-    made now unless it is there. BadInput if that can't be done.
+    """Return the folder with a dataset's train_*.bin, valid_*.bin and meta.json, prepared now if missing.
+    Raises BadInput.
 
-    dataset: what texts.find takes, a folder with nanoGPT's train.bin and val.bin, or task:NAME. Documents are
-    separated by the end-of-text token. Without a validation split about the last tenth of the text, at most
-    10 MB, is one. only: one split, as valid (of nanoGPT's files it is val.bin).
+    dataset: an argument of texts.find, a folder with nanoGPT's train.bin and val.bin, or task:NAME. The
+    end-of-text token separates documents. Without a validation split, the last tenth of the text (at most
+    about 10 MB) is held out. only: the one split to prepare, as valid (val.bin for nanoGPT's files).
     """
     try:
         if list(Path(dataset).glob("*.bin")):
             if only not in (None, "valid"):
-                raise BadInput(f"Of token files only the split valid can be had, and {only} was asked for: "
-                               "leave it out.")
+                raise BadInput(f"Token files have only the split valid, not {only}: leave --split= out.")
             return adopt_bins(Path(dataset), tokenizer, data_dir)
         if dataset.startswith("task:"):
             sources = task_texts(dataset.removeprefix("task:"), only)
@@ -53,11 +52,11 @@ def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
         return prepare_texts(dataset, sources, tokenizer, Path(data_dir))
     except OSError as e:
         raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it "
-                       "readable, free some space, or choose another place with --data_dir=.") from None
+                       "readable, free some space, or choose another folder with --data_dir=.") from None
 
 
 def task_texts(name, only):
-    """Return {split: sources} of the text that a task generates, as texts.find does."""
+    """Return {split: sources} of a task's generated text, like texts.find."""
     if only not in (None, *SPLITS):
         raise BadInput(f"The text of the task {name} has no split {only}: choose another --split=.")
     try:
@@ -72,9 +71,9 @@ def task_texts(name, only):
 def prepare_texts(dataset, sources, tokenizer, data_dir):
     """Return the folder with the token ids of texts. sources: {split: [source]}, see text/sources.py.
 
-    Its name holds a digest of the texts, and meta.json is written when all else is there. Until then
-    partial.json counts the shards that are whole, so that a preparation which was killed goes on after them.
-    Two at the same time put the same content in place, each under temporary names of its own.
+    The folder's name contains a digest of the texts; meta.json is written last. Until then partial.json
+    lists the finished shards, so that a killed preparation resumes after them. Concurrent preparations write
+    the same content, each under its own temporary names.
     """
     digest = hashlib.sha256(f"{FORMAT} {tokenizer.eos}".encode())
     size = sum(source.size for split in SPLITS for source in sources[split])
@@ -88,7 +87,7 @@ def prepare_texts(dataset, sources, tokenizer, data_dir):
     name = str(dataset) if ":" in str(dataset) else Path(dataset).resolve().stem
     name = re.sub(r"\W+", "-", name)
     folder = data_dir / f"{name}-{tokenizer.name}-{digest.hexdigest()[:12]}"
-    for left in folder.glob("*.tmp-[0-9]*"):              # a writer that lives has written in the last hour
+    for left in folder.glob("*.tmp-[0-9]*"):              # a live process has written within the last hour
         if time.time() - left.stat().st_mtime > 3600:
             left.unlink(missing_ok=True)
     if is_prepared(folder):
@@ -99,7 +98,7 @@ def prepare_texts(dataset, sources, tokenizer, data_dir):
     partial = read_or_empty(folder / "partial.json")
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        shards = whole_shards(folder, partial.get(split, []), dtype)
+        shards = intact_shards(folder, partial.get(split, []), dtype)
         for shards in tokenise(sources[split], tokenizer, folder, split, dtype, shards):
             partial[split] = shards
             write_atomically(folder / "partial.json", json.dumps(partial).encode())
@@ -111,18 +110,17 @@ def prepare_texts(dataset, sources, tokenizer, data_dir):
 
 
 def is_prepared(folder):
-    """Tell whether a finished preparation stands there, with files as long as meta.json says."""
+    """Return whether the folder holds a finished preparation with intact shards."""
     meta = read_or_empty(folder / "meta.json")
     try:
-        return all(whole_shards(folder, meta[split]["shards"], meta["dtype"]) == meta[split]["shards"]
+        return all(intact_shards(folder, meta[split]["shards"], meta["dtype"]) == meta[split]["shards"]
                    for split in SPLITS)
     except (KeyError, TypeError):
         return False
 
 
-def whole_shards(folder, shards, dtype):
-    """Return the shards up to the first that is damaged: its file missing or not as it was written, or what
-    is said of it."""
+def intact_shards(folder, shards, dtype):
+    """Return the shards before the first whose entry or file is missing or damaged."""
     itemsize = np.dtype(dtype).itemsize
     whole = []
     for shard in track(shards if isinstance(shards, list) else [], f"checking {folder}", "shards"):
@@ -132,7 +130,7 @@ def whole_shards(folder, shards, dtype):
                 break
             if "sha256" in shard and shard["sha256"] != file_sha256(path, folder):
                 clear()
-                print(f"{path} is not as it was written, so it is made again.", flush=True)
+                print(f"{path} is damaged and is written again.", flush=True)
                 break
         except (KeyError, TypeError, OSError):
             break
@@ -141,21 +139,21 @@ def whole_shards(folder, shards, dtype):
 
 
 def file_sha256(path, folder):
-    """Return the SHA-256 of a token file. It is computed where its length or time has changed since it last
-    was, else it stands in checked.json of the folder: so a start costs nothing."""
+    """Return the SHA-256 of a token file, cached in checked.json while its length and mtime are unchanged."""
     checked = read_or_empty(folder / "checked.json")
     stat = path.stat()
     found = checked.get(path.name)
-    if isinstance(found, dict) and (found.get("bytes"), found.get("mtime_ns")) == (stat.st_size, stat.st_mtime_ns):
+    current = stat.st_size, stat.st_mtime_ns
+    if isinstance(found, dict) and (found.get("bytes"), found.get("mtime_ns")) == current:
         return found.get("sha256")
     checked[path.name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256(path)}
-    with contextlib.suppress(OSError):       # a folder that may only be read: then it is computed each time
+    with contextlib.suppress(OSError):       # read-only folder: computed each time
         write_atomically(folder / "checked.json", json.dumps(checked, indent=1).encode())
     return checked[path.name]["sha256"]
 
 
 def digest(folder):
-    """Return one SHA-256 for the token ids of both splits of a prepared folder."""
+    """Return the SHA-256 of the token ids of both splits of a prepared folder."""
     meta = read_json(folder / "meta.json", "delete it")
     result = hashlib.sha256(meta["dtype"].encode())
     for split in SPLITS:
@@ -166,27 +164,27 @@ def digest(folder):
 
 
 def read_or_empty(path):
-    """Return the JSON object in a file; {} if there is none that can be read: then it is written anew."""
+    """Return the JSON object in a file, {} if it is missing or unreadable."""
     try:
         return read_json(path, "delete it")
     except BadInput:
         return {}
 
 
-# --- tokenising: text chunks to shards ---
+# --- tokenisation: text chunks to shards ---
 
 @dataclass
 class EncodedChunk:
-    ids: np.ndarray                          # [tokens], of the shard's dtype
+    ids: np.ndarray                          # [tokens], the shard's dtype
     words: int
-    bytes: int                               # of the text
-    source_bytes: float                      # on the disk, which the progress line counts
+    bytes: int                               # UTF-8 bytes of the text
+    source_bytes: float                      # bytes on disk, for the progress line
     cpu_seconds: float
 
 
 def text_chunks(sources):
-    """Yield (fragments, bytes of their sources) of about CHUNK characters, the pieces that threads encode. A
-    fragment is (whether it begins a document, text as str or bytes, name of its source)."""
+    """Yield (fragments, source bytes), about CHUNK characters each, for the threads to encode. A fragment is
+    (begins_document, text as str or bytes, name of the source)."""
     fragments = []
     length = 0
     source_bytes = 0.0
@@ -206,7 +204,7 @@ def text_chunks(sources):
 
 
 def encode_chunk(tokenizer, dtype, chunk):
-    """Return the EncodedChunk of what text_chunks yields: the end-of-text token before each document."""
+    """Return the EncodedChunk of an item of text_chunks, with the end-of-text token before each document."""
     start_time = time.thread_time()
     fragments, source_bytes = chunk
     eos = np.array([tokenizer.eos], dtype)
@@ -218,9 +216,8 @@ def encode_chunk(tokenizer, dtype, chunk):
             text = text if isinstance(text, str) else text.decode()
             encoded = text.encode()
         except UnicodeDecodeError as e:
-            raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it "
-                           "first.") from None
-        except UnicodeEncodeError:                        # half of a surrogate pair, as JSON can spell it
+            raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it.") from None
+        except UnicodeEncodeError:                        # a lone surrogate, which JSON can contain
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             encoded = text.encode()
         if begins_document:
@@ -233,8 +230,7 @@ def encode_chunk(tokenizer, dtype, chunk):
 
 
 def tokenise(sources, tokenizer, folder, split, dtype, shards):
-    """Write the token ids of a split to shards after those that are there; yield the list of all shards after
-    each."""
+    """Append a split's token ids as shards to the existing ones; yield the list of all shards after each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     encode = functools.partial(encode_chunk, tokenizer, dtype)
     chunks = text_chunks(sources)
@@ -258,12 +254,11 @@ def tokenise(sources, tokenizer, folder, split, dtype, shards):
         speed = n_bytes / 1e6 / (time.perf_counter() - start_time)
         limit = n_bytes / 1e6 / cpu_seconds * cores
         print(f"{folder.name}, {split}: {n_bytes / 1e6:,.0f} MB tokenised at {speed:.1f} MB/s, "
-              f"{speed / limit:.0%} of what {cores} cores can ({limit:.1f} MB/s).", flush=True)
+              f"{speed / limit:.0%} of the {cores} cores' limit ({limit:.1f} MB/s).", flush=True)
 
 
 def write_shard(path, encoded_chunks, begins_split, line):
-    """Write a token file, under a temporary name until it is whole. Return (what meta.json says of it,
-    seconds of CPU time that encoding took)."""
+    """Write a token file. Return (its entry in meta.json, CPU seconds spent encoding)."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     shard = {"file": path.name, "tokens": 0, "words": 0, "bytes": 0}
     digest = hashlib.sha256()
@@ -273,7 +268,7 @@ def write_shard(path, encoded_chunks, begins_split, line):
             for chunk in encoded_chunks:
                 ids = chunk.ids
                 if begins_split and shard["tokens"] == 0:
-                    ids = ids[1:]                         # the end of a document that is not there
+                    ids = ids[1:]                         # no end of text before the first document
                 file.write(ids.tobytes())
                 digest.update(ids.tobytes())
                 shard["tokens"] += len(ids)
@@ -289,8 +284,7 @@ def write_shard(path, encoded_chunks, begins_split, line):
 
 
 def in_order(pool, function, arguments, ahead):
-    """Yield results in the order of the arguments, which are drawn at most `ahead` before their result is
-    asked for."""
+    """Yield function(argument) in order, with at most `ahead` calls in flight."""
     running = deque()
     for argument in arguments:
         running.append(pool.submit(function, argument))
@@ -301,25 +295,25 @@ def in_order(pool, function, arguments, ahead):
 
 
 def adopt_bins(path, tokenizer, data_dir):
-    """Return a folder whose meta.json points to nanoGPT's train.bin and val.bin (uint16, or wider where that
-    reads as ids too; no header), used where they lie. How many words they hold is not known."""
+    """Return a folder whose meta.json points to nanoGPT's train.bin and val.bin in place (no header; uint16,
+    or uint32/uint64 if every value is then a valid id). Word counts are unknown."""
     files = {"train": path / "train.bin", "valid": path / "val.bin"}
     for file in files.values():
         if not file.is_file():
             raise BadInput(f"{path} has no {file.name}: a folder of token files needs train.bin and val.bin.")
     if (path / "meta.pkl").exists():
-        raise BadInput(f"The token ids in {path} belong to the alphabet in its meta.pkl, as in nanoGPT's "
-                       "character data: give the text that they were made of (its input.txt), or remove "
-                       f"meta.pkl if they are ids of --tokenizer={tokenizer.name}.")
+        raise BadInput(f"The token ids in {path} use the alphabet in its meta.pkl, as nanoGPT's character "
+                       "data do: give the original text (its input.txt), or remove meta.pkl if they are ids "
+                       f"of --tokenizer={tokenizer.name}.")
     dtype = "uint16"
-    for wider in ("uint32", "uint64"):       # as uint16 a zero, or three, would follow every id
+    for wider in ("uint32", "uint64"):       # read as uint16, one or three zeros follow every id
         if all(are_ids(file, wider, tokenizer.n_vocab) for file in files.values()):
             dtype = wider
     meta = {"source": str(path), **tokenizer.describe(), "dtype": dtype}
     for split, file in files.items():
         highest = max((int(piece.max()) for piece in id_pieces(file, dtype)), default=0)
         if highest >= tokenizer.n_vocab:
-            raise BadInput(f"{file} holds token id {highest}, and the tokenizer {tokenizer.name} ends at "
+            raise BadInput(f"{file} contains token id {highest}, and the highest id of {tokenizer.name} is "
                            f"{tokenizer.n_vocab - 1}: choose the --tokenizer= that wrote it.")
         length = file.stat().st_size // np.dtype(dtype).itemsize
         shard = {"file": str(file.resolve()), "tokens": length}
@@ -332,7 +326,7 @@ def adopt_bins(path, tokenizer, data_dir):
 
 
 def id_pieces(path, dtype):
-    """Yield the ids of a token file, read as that type, piece by piece."""
+    """Yield slices of a token file, read as dtype."""
     length = path.stat().st_size // np.dtype(dtype).itemsize
     ids = open_ids(path, dtype, length)
     with ProgressLine(f"checking {path}"):
@@ -340,14 +334,14 @@ def id_pieces(path, dtype):
 
 
 def are_ids(path, dtype, n_vocab):
-    """Tell whether a token file, read as that type, holds ids of such a vocabulary alone."""
+    """Return whether a token file, read as dtype, contains only ids below n_vocab."""
     whole = path.stat().st_size % np.dtype(dtype).itemsize == 0
     return whole and all(piece.max() < n_vocab for piece in id_pieces(path, dtype))
 
 
 def open_ids(path, dtype, length):
-    """Return the ids [length] of a token file, memory-mapped; an empty file can't be."""
-    if length == 0:
+    """Return the ids [length] of a token file, memory-mapped."""
+    if length == 0:                          # an empty file can't be mapped
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=length))
 
@@ -355,8 +349,7 @@ def open_ids(path, dtype, length):
 # --- batches ---
 
 class TokenFile:
-    """The token ids of a split, its shards one after the other, memory-mapped; `words` and `bytes` are those
-    of its text, None if not known."""
+    """A split's token ids: its memory-mapped shards as one sequence. words, bytes: of the text, or None."""
 
     def __init__(self, folder, split):
         self.folder = Path(folder)
@@ -366,7 +359,7 @@ class TokenFile:
         self.words = meta[split].get("words")
         self.bytes = meta[split].get("bytes")
         self.starts = np.cumsum([0] + [shard["tokens"] for shard in self.shards]).tolist()
-        self.opened = {}                                  # {shard: its ids}, once in each process
+        self.opened = {}                                  # {shard: ids}, per process
 
     def __len__(self):
         return self.starts[-1]
@@ -395,19 +388,18 @@ class TokenFile:
 
 
 class Windows(torch.utils.data.Dataset):
-    """`self[step]` is this rank's share of the step's batch, a list of micro-batches x, y [micro_batch, T], y
-    the successors of x.
+    """self[step] is this rank's share of a step's batch: a list of micro-batches x, y [micro_batch, T], where
+    y is x shifted by one.
 
-    A pure function of (seed, step): each epoch cuts the text into windows from an offset of its own and
-    visits them in an order of its own, every window once. Ranks take consecutive slices of the batch, so the
-    text of a step does not depend on how many there are. digest: of the text, which a run that is resumed
-    must find again.
+    Depends only on (seed, step): each epoch cuts the text into windows from a random offset and visits each
+    window once, in random order. Ranks take consecutive slices of the batch, so a step's text does not depend
+    on the world size. digest: of the text; a resumed run compares it.
     """
 
     def __init__(self, tokens, block_size, sequences_per_step, seed, rank=0, world_size=1, digest=""):
         if len(tokens) <= block_size:
-            raise BadInput(f"The training text has {len(tokens)} tokens, too few for one block of "
-                           f"{block_size} and its successor: lower --block_size, or give more text.")
+            raise BadInput(f"The training text has {len(tokens)} tokens, and one block needs "
+                           f"{block_size + 1}: lower --block_size, or give more text.")
         self.text = tokens
         self.digest = digest
         self.longest = block_size
@@ -417,16 +409,15 @@ class Windows(torch.utils.data.Dataset):
         self.mine = range(rank * self.micro_batch, (rank + 1) * self.micro_batch)
         self.per_epoch = max(1, (len(tokens) - 1) // block_size - 1)
         self.n_offsets = min(block_size, len(tokens) - self.per_epoch * block_size)
-        self.latest = (None, None, None)                  # (epoch, offset, order) asked for last
+        self.latest = (None, None, None)                  # cache: (epoch, offset, order)
         self.steps_per_epoch = self.per_epoch / self.per_step
 
     def tokens(self, step):
-        """Return (positions, targets) of a step, all ranks together; the second is what its loss is divided
-        by."""
+        """Return (positions, targets) of a step over all ranks; targets is the loss denominator."""
         return self.per_step * self.longest, self.per_step * self.longest
 
     def cut(self, epoch):
-        """Return (offset of the first window, order of the windows [per_epoch]) of an epoch."""
+        """Return an epoch's (offset of the first window, order of the windows [per_epoch])."""
         if self.latest[0] != epoch:
             rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             offset = int(rng.integers(self.n_offsets))
@@ -445,26 +436,25 @@ class Windows(torch.utils.data.Dataset):
 
 
 def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):
-    """Iterate over dataset[step] for the steps, in worker processes if there are any."""
+    """Iterate over dataset[step] for the steps, in num_workers loader processes."""
     return iter(torch.utils.data.DataLoader(
         dataset, sampler=steps, batch_size=None, num_workers=num_workers, pin_memory=pin_memory,
         prefetch_factor=prefetch if num_workers else None, worker_init_fn=ignore_signals))
 
 
 def ignore_signals(_):
-    """Leave Ctrl-C and torchrun's SIGTERM, which reach every process of a group, to the training process: it
-    decides, and ends its workers."""
+    """Ignore the group's signals: the training process ends its loader processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):
-    """Yield this rank's batches of a pass over all (or the first `limit`) predicted tokens, once each, in
-    windows of block_size: x, y [batch_size, T].
+    """Yield this rank's batches x, y [batch_size, block_size] of one pass that predicts each token (or each
+    of the first `limit`) once.
 
-    Windows begin `stride` tokens apart, None: they do not overlap; where they do, the later one has IGNORE
-    for a target, as have positions past the end of the text, so every batch has the same shape.
+    Windows start `stride` tokens apart (None: block_size, no overlap). Targets in an overlap are IGNORE in
+    the later window, as are positions past the end of the text, so that all batches have the same shape.
     """
     predicted = len(tokens) - 1
     if limit is not None:

@@ -1,5 +1,4 @@
-"""Questions with chosen answers, for fine-tuning: read, turned into ids of which some are trained on, and cut
-into batches that are a pure function of (seed, step)."""
+"""Fine-tuning examples: read and encode prompts with completions, batch them by (seed, step)."""
 import hashlib
 import json
 import math
@@ -18,21 +17,20 @@ from text.sources import suffix_of
 
 @dataclass
 class Example:
-    ids: np.ndarray                          # the whole sequence, [T + 1]
-    trained: np.ndarray                      # [T + 1], true where an id is an answer's, or its end: a target
-    question: str                            # examples of one question are held out together
+    ids: np.ndarray                          # [T + 1], prompt and completion
+    is_target: np.ndarray                    # [T + 1] bool, true for ids of an answer and its end
+    question: str                            # examples of the same question are held out together
 
     @property
     def length(self):
-        """Positions of a forward pass: the last id is a target only."""
+        """Number of input positions T; the last id is only a target."""
         return len(self.ids) - 1
 
 
 # --- reading ---
 
-def are(dataset, text_key="text"):
-    """Tell whether a dataset's name is that of a file of examples (.json, or .jsonl with prompts or messages)
-    and not of a text."""
+def is_examples_file(dataset, text_key="text"):
+    """Return whether a dataset is a file of examples: .json, or .jsonl with prompts or messages."""
     path = Path(dataset)
     if suffix_of(path) != ".jsonl" or not path.is_file():
         return suffix_of(path) == ".json" and not dataset.startswith("task:")
@@ -48,21 +46,21 @@ def are(dataset, text_key="text"):
 
 
 def read(dataset, tokenizer, form=None):
-    """Return the [Example] of a file. BadInput if it can't be read, or a row is no example.
+    """Return the list of Examples in a file. BadInput if it can't be read or a row is not an example.
 
-    .json    [[question, answer, reasoning], ...], what datagen.py writes: the reasoning is trained on, as the
-             very ids that were sampled where the log beside the file has them; or [[question, answer], ...]:
-             the answer alone, within <answer> tags;
-    .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; of
-             messages all of the assistant's are trained on.
+    .json    [[question, answer, reasoning], ...] as datagen.py writes it: the target is the reasoning, as the
+             sampled ids if the log beside the file has them; or [[question, answer], ...]: the target is the
+             answer within <answer> tags;
+    .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; every
+             assistant message is a target.
 
-    form: of a question for a model without a chat template, None: as datagen.py asked, or prompts.PROMPT.
+    form: prompt form for a model without a chat template; None: the form in the log, else prompts.PROMPT.
     """
     path = Path(dataset)
     is_json = suffix_of(path) == ".json"
     rows = read_rows(path, lines=not is_json)
     if not isinstance(rows, list) or not rows:
-        raise BadInput(f"{path} holds no example: give a --dataset= with some (datagen.py writes none if no "
+        raise BadInput(f"{path} holds no example: give another --dataset= (datagen.py writes none if no "
                        "question is solved).")
     logged_form = None
     sampled_ids = {}
@@ -77,13 +75,12 @@ def read(dataset, tokenizer, form=None):
             else:
                 examples.append(example_of_object(row, tokenizer))
         except ValueError as e:
-            raise BadInput(f"Row {number} of {path} is no example ({e}): mend it.") from None
+            raise BadInput(f"Row {number} of {path} is not an example ({e}): correct it.") from None
     return examples
 
 
 def read_rows(path, lines=True):
-    """Return the list of what a file's lines hold as JSON; not by lines: what the whole does. BadInput if
-    that can't be read."""
+    """Return the JSON of a file's lines, or with lines=False of the whole file. Raises BadInput."""
     where = path
     try:
         text = Path(path).read_text("utf-8-sig")
@@ -96,17 +93,17 @@ def read_rows(path, lines=True):
                 rows.append(parse_json(line))
         return rows
     except (OSError, ValueError) as e:
-        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): mend it, or give "
+        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): correct it, or give "
                        "another --dataset=.") from None
 
 
 def is_answer(value):
-    """Tell whether it is one: JSON's NaN and Infinity, as Python writes and reads them, are none."""
+    """Return False for NaN and Infinity, which Python reads from JSON."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
 def example_of_list(row, tokenizer, form, sampled_ids):
-    """Return the Example of [question, answer, reasoning] or [question, answer]; ValueError if it is neither.
+    """Return the Example of [question, answer, reasoning] or [question, answer], ValueError for another row.
     sampled_ids: {(question, completion): ids}."""
     is_example = (
         isinstance(row, list) and len(row) in (2, 3)
@@ -126,7 +123,7 @@ def example_of_list(row, tokenizer, form, sampled_ids):
 
 
 def example_of_object(row, tokenizer):
-    """Return the Example of {"prompt", "completion"} or {"messages"}; ValueError if it is neither."""
+    """Return the Example of {"prompt", "completion"} or {"messages"}, ValueError for another row."""
     found = row if isinstance(row, dict) else {}
     question = found.get("prompt")
     completion = found.get("completion")
@@ -140,8 +137,8 @@ def example_of_object(row, tokenizer):
                                             '{"messages": [{"role": ..., "content": ...}, ...]}')
     for message in messages:
         if not is_message(message):
-            raise ValueError(f"its message {str(message)[:80]} should have a role and a content that are "
-                             "texts; give it both, or leave it out")
+            raise ValueError(f"its message {str(message)[:80]} needs a text as role and as content; give it "
+                             "both, or leave it out")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("none of its messages is the assistant's")
     asked = [message["content"] for message in messages if message["role"] == "user"]
@@ -149,8 +146,7 @@ def example_of_object(row, tokenizer):
 
 
 def other_form(row):
-    """Return the name of the form that a row of other projects has, with the expression that converts it;
-    None for any other row."""
+    """Return the name of another project's row format with the expression that converts it, else None."""
     if isinstance(row, list) and row and all(isinstance(turn, dict) and "role" in turn for turn in row):
         return 'a list of turns: write {"messages": row} in its place, in a .jsonl file'
     if not isinstance(row, dict):
@@ -174,56 +170,56 @@ def is_message(value):
 
 
 def example_of_parts(parts, question):
-    """Return the Example of one part after the other. parts: [(ids, whether they are trained on)]."""
+    """Return the Example of concatenated parts [(ids, is_target)]."""
     ids = [np.array(part, dtype=np.int64) for part, _ in parts]
-    trained = [np.full(len(part), is_trained) for part, is_trained in parts]
-    return Example(np.concatenate(ids), np.concatenate(trained), question)
+    is_target = [np.full(len(part), value) for part, value in parts]
+    return Example(np.concatenate(ids), np.concatenate(is_target), question)
 
 
 def attempts_path(output):
-    """Return where datagen.py logs what it sampled for a .json file."""
+    """Return the path of datagen.py's log of sampled completions for an output file."""
     return Path(output).with_suffix(".attempts.jsonl")
 
 
-# Of a record of the log: keys, their types, and the least number.
+# A record of the log, {key: (type, minimum)}.
 RECORD = {
     "number": (int, 0), "sample": (int, 0), "question": (str, None), "answer": (object, None),
     "completion": (str, None), "ids": (list, None), "logprob": (int | float, None), "verdict": (str, None),
     "score": (int | float, 0), "parts": (dict, None), "signature": (str, None), "error": (str | None, None),
 }
-OTHERS = {"seed", "kept", "after_close"}
+OPTIONAL_KEYS = {"seed", "kept", "after_close"}
 HEADER = {"config", "tokenizer", "model", "prompt", "code", "questions"}
 
 
 def line_of(row):
-    """Return the line of a log's header or record, with a checksum."""
+    """Return the line of a header or record of the log, with a checksum."""
     return json.dumps(row | {"checksum": checksum(row)}) + "\n"
 
 
 def unsealed(line, known):
-    """Return the object that a line of the log holds. ValueError if it is not as it was written."""
+    """Return the object in a line of the log. ValueError if the line is damaged."""
     row = parse_json(line, dict)
-    expected = row.pop("checksum", None)                 # logs from before there was one lack it
+    expected = row.pop("checksum", None)                 # old logs lack it
     if expected not in (None, checksum(row)):
         raise ValueError("it fails its checksum")
     unknown = row.keys() - known
-    if unknown:                                          # "checksum" too, if a bit of it is wrong
+    if unknown:                                          # "checksum" too, if one of its bits has flipped
         raise ValueError(f"it has a {min(unknown)}")
     return row
 
 
 def header_of(line):
-    """Return the header that the first line of the log holds. ValueError if it is not as it was written."""
+    """Return the header in the first line of the log. ValueError if it is damaged."""
     header = unsealed(line, HEADER)
-    form = header.get("prompt", "{}")                    # the first logs lack it
+    form = header.get("prompt", "{}")                    # old logs lack it
     if not isinstance(form, str) or "{}" not in form:
         raise ValueError(f"its prompt is {form!r}")
     return header
 
 
 def record_of(line):
-    """Return the record that a line of the log holds. ValueError if it is not as it was written."""
-    record = unsealed(line, RECORD.keys() | OTHERS)
+    """Return the record in a line of the log. ValueError if it is damaged."""
+    record = unsealed(line, RECORD.keys() | OPTIONAL_KEYS)
     for key, (kind, least) in RECORD.items():
         value = record.get(key)
         if key not in record or not isinstance(value, kind) or least is not None and value < least:
@@ -234,8 +230,8 @@ def record_of(line):
 
 
 def log_beside(dataset):
-    """Yield the header and the records of the log beside a .json file, if there is one. BadInput for a line
-    that is not as it was written: questions would be asked in another form, or answers have other ids."""
+    """Yield the header and the records of the log beside a .json file, if it exists. BadInput for a damaged
+    line, which could change the prompt form or the ids of answers."""
     path = attempts_path(dataset)
     number = 1
     try:
@@ -251,15 +247,14 @@ def log_beside(dataset):
 
 
 def read_form(dataset):
-    """Return the form of a question for a model without a chat template that a .json file is trained with: as
-    datagen.py asked, or prompts.PROMPT."""
+    """Return the prompt form of a .json file: the log's, else prompts.PROMPT."""
     return next(log_beside(dataset), {}).get("prompt") or prompts.PROMPT
 
 
 def read_log(path, tokenizer):
-    """Return what datagen.py logged beside its output: (the form in which it asked, {(question, completion):
-    ids} of what it sampled with this tokenizer, without those of a token that ended it); encoding a
-    completion again could give other ids. (None, {}) without a log."""
+    """Return (prompt form, {(question, completion): sampled ids}) from datagen.py's log, (None, {}) without
+    one. Encoding a completion again could give other ids. Excluded: other tokenizers, and ids that do not
+    decode to the completion (such as a stop token)."""
     header, *attempts = list(log_beside(path)) or [{}]
     sampled_ids = {}
     for attempt in attempts:
@@ -272,7 +267,7 @@ def read_log(path, tokenizer):
 
 
 def hold_out(examples, share, seed):
-    """Return (examples to train on, examples held out): about that share of the questions, by a hash."""
+    """Return (train, held out); about `share` of the questions are held out, by a hash with the seed."""
     train = []
     held_out = []
     for example in examples:
@@ -285,13 +280,12 @@ def hold_out(examples, share, seed):
 # --- batches ---
 
 class Batches(torch.utils.data.Dataset):
-    """`self[step]` is this rank's share of a step's batch, a list of micro-batches x, y [rows, T] of about
-    equal lengths.
+    """self[step] is this rank's share of a step's batch: a list of micro-batches x, y [rows, T], sorted by
+    length to waste few positions on padding.
 
-    A pure function of (seed, step): an epoch visits every example once, in an order of its own, in steps of
-    as equal a number of examples as possible, at most `per_step`. A micro-batch has at most `rows` of them
-    and at most micro_batch * longest positions, where micro_batch is what train.py lowers if memory is short;
-    to sort by length first leaves few positions empty.
+    Depends only on (seed, step): an epoch visits every example once, in random order, in steps of nearly
+    equal size, at most `per_step` examples. A micro-batch has at most `rows` examples and at most
+    micro_batch * longest positions; train.py lowers micro_batch if memory is short.
     """
 
     def __init__(self, examples, per_step, rows, seed, rank=0, world_size=1):
@@ -304,23 +298,23 @@ class Batches(torch.utils.data.Dataset):
         self.steps_per_epoch = -(-len(examples) // per_step)
         self.longest = max(example.length for example in examples)
         self.rows = rows
-        self.multiple = 1                                     # of which T is one; and of 8
+        self.multiple = 1                                     # T is a multiple of it, and of 8
         self.micro_batch = rows
-        self.latest = (None, None)                            # (epoch, order) asked for last
+        self.latest = (None, None)                            # cache: (epoch, order)
         digest = hashlib.sha256()
         for example in examples:
-            digest.update(example.ids.tobytes() + example.trained.tobytes())
-        self.digest = digest.hexdigest()                      # what a run that is resumed must find again
+            digest.update(example.ids.tobytes() + example.is_target.tobytes())
+        self.digest = digest.hexdigest()                      # compared by a resumed run
 
     def order(self, epoch):
-        """Return the order of the examples [n_examples] in an epoch."""
+        """Return an epoch's order of the examples, [n_examples]."""
         if self.latest[0] != epoch:
             rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self.latest = (epoch, rng.permutation(len(self.examples)))
         return self.latest[1]
 
     def of_step(self, step):
-        """Return the examples of all ranks, longest first."""
+        """Return a step's examples of all ranks, longest first."""
         epoch, k = divmod(step, self.steps_per_epoch)
         first = len(self.examples) * k // self.steps_per_epoch
         last = len(self.examples) * (k + 1) // self.steps_per_epoch
@@ -328,11 +322,10 @@ class Batches(torch.utils.data.Dataset):
         return sorted(chosen, key=lambda example: -example.length)
 
     def tokens(self, step):
-        """Return (positions, targets) of a step, all ranks together; the second is what its loss is divided
-        by."""
+        """Return (positions, targets) of a step over all ranks; targets is the loss denominator."""
         chosen = self.of_step(step)
         positions = sum(example.length for example in chosen)
-        targets = sum(int(example.trained[1:].sum()) for example in chosen)
+        targets = sum(int(example.is_target[1:].sum()) for example in chosen)
         return positions, targets
 
     def __getitem__(self, step):
@@ -343,30 +336,29 @@ class Batches(torch.utils.data.Dataset):
             n = max(1, min(self.rows, self.micro_batch * self.longest // T))
             parts.append(padded(mine[:n], T))
             mine = mine[n:]
-        if not parts:                                         # a rank too many
-            parts.append(nothing())
+        if not parts:                                         # more ranks than examples
+            parts.append(empty_batch())
         return parts
 
 
-def nothing():
-    """Return x, y of a micro-batch in which there is nothing to learn."""
+def empty_batch():
+    """Return x, y [1, 1] of a micro-batch without targets."""
     return torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
 
 
 def width(length, longest, multiple=1):
-    """Return T of a micro-batch whose longest example has that length: the next multiple of 8 (and of
-    `multiple`, a power of 2), but no more than the `longest` of all data. For a product of a shape that it has not seen oneDNN takes half a
-    millisecond more; few shapes make fine-tuning on a CPU about 8% faster (docs/notes.md)."""
+    """Return T for a micro-batch whose longest example has `length`: the next multiple of 8 and of `multiple`
+    (a power of 2), at most `longest`. oneDNN spends half a millisecond on each new matmul shape, so fewer
+    shapes make fine-tuning on a CPU about 8% faster (docs/notes.md)."""
     multiple = max(8, multiple)
     return min(longest, -(-length // multiple) * multiple)
 
 
 def padded(examples, T):
-    """Return x, y [rows, T]; y is IGNORE where nothing is trained on: prompts, and positions past an
-    example's end, by its length."""
+    """Return x, y [rows, T]; y is IGNORE for prompts and for positions past an example's end."""
     x = np.zeros((len(examples), T), np.int64)
     y = np.full((len(examples), T), IGNORE)
     for row, example in enumerate(examples):
         x[row, :example.length] = example.ids[:-1]
-        y[row, :example.length] = np.where(example.trained[1:], example.ids[1:], IGNORE)
+        y[row, :example.length] = np.where(example.is_target[1:], example.ids[1:], IGNORE)
     return torch.from_numpy(x), torch.from_numpy(y)

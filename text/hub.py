@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub is there, asked before its clients spend half a minute on finding out."""
+"""Check that the Hugging Face hub is reachable, before its clients retry for half a minute."""
 import http.client
 import os
 import ssl
@@ -6,18 +6,18 @@ import urllib.error
 import urllib.request
 
 
-def reason(error):
-    """What one of its clients says, on one line."""
+def one_line(error):
+    """Return an exception's message on one line."""
     return " ".join((str(error).strip() or type(error).__name__).split()).rstrip(".")
 
 
-def answers():
-    """Whether the hub (HF_ENDPOINT) answers at all within five seconds."""
+def is_reachable():
+    """Return whether the hub (HF_ENDPOINT) responds within five seconds."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "false", ""):
         return False
     try:
         urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
-    # a refusal is an answer; so is a certificate that Python lacks
+    # an HTTP error or an unknown certificate also means that it responds
     except urllib.error.URLError as e:
         return isinstance(e, urllib.error.HTTPError) or isinstance(e.reason, ssl.SSLError)
     except (OSError, ValueError, http.client.HTTPException):

@@ -1,5 +1,4 @@
-"""The loss of a model on a text or on chosen answers, over all ranks, and what it is called: perplexity, bits
-per byte."""
+"""Evaluate a model on a text or on fine-tuning examples, over all ranks: loss, perplexity, bits per byte."""
 import math
 
 import torch
@@ -10,13 +9,12 @@ from text import data, examples
 
 
 def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, stride=None):
-    """Compute the loss of a text over all ranks, each token predicted once (data.complete_pass).
+    """Compute the loss of a text over all ranks; each token is predicted once (data.complete_pass).
 
-    tokens: data.TokenFile. limit: only the first so many predicted tokens. Returns a dictionary: `loss` in
-    nats per token, `nll` in nats, `tokens` predicted (the first token of a text is context only),
-    `ppl_token`; where the text's words and bytes are known also these, `ppl_word` = exp(nll / words), words
-    being what white space separates, and `bits_per_byte`. With a limit, words and bytes are counted in
-    proportion.
+    tokens: data.TokenFile. limit: number of predicted tokens. Returns a dictionary: `loss` in nats per token,
+    `nll` in nats, `tokens` predicted (the first token is only context), `ppl_token`; and if the text's words
+    (separated by white space) and bytes are known, both, `ppl_word` = exp(nll / words) and `bits_per_byte`.
+    With a limit, words and bytes are scaled by the share of the text.
     """
     batches = data.complete_pass(
         tokens, block_size, batch_size, limit, distributed.rank(), distributed.world_size(), stride)
@@ -34,28 +32,28 @@ def text_loss(model, tokens, block_size, batch_size, hardware, limit=None, strid
 
 
 def examples_loss(model, held_out, batch_size, hardware):
-    """Compute the loss of the answers of examples.Examples over all ranks, as text_loss does."""
+    """Compute the loss of the targets of examples.Examples over all ranks; returns as loss_of."""
     held_out = sorted(held_out, key=lambda example: example.length)
     longest = held_out[-1].length
     mine = held_out[distributed.rank()::distributed.world_size()]
     batches = []
     for first in range(0, len(mine), batch_size):
-        some = mine[first:first + batch_size]
-        batches.append(examples.padded(some, examples.width(some[-1].length, longest, hardware.length_multiple)))
-    targets = sum(int(example.trained[1:].sum()) for example in mine)
+        rows = mine[first:first + batch_size]
+        T = examples.width(rows[-1].length, longest, hardware.length_multiple)
+        batches.append(examples.padded(rows, T))
+    targets = sum(int(example.is_target[1:].sum()) for example in mine)
     return loss_of(model, batches, hardware, targets)
 
 
 @torch.no_grad()
 def loss_of(model, batches, hardware, targets):
-    """Return {loss, nll, tokens, ppl_token} of batches (x, y), summed over all ranks. targets: about how many
-    this rank's batches have, for the progress line."""
+    """Return {loss, nll, tokens, ppl_token} of batches (x, y) over all ranks. targets: estimate."""
     training = model.training
     model.eval()
     nll = 0.0
     n_tokens = 0
     with ProgressLine("evaluating", targets, "tokens") as line:
-        for x, y in distributed.in_step(model, batches, examples.nothing()):
+        for x, y in distributed.in_step(model, batches, examples.empty_batch()):
             with hardware.autocast():
                 nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
             n = int((y != data.IGNORE).sum())
@@ -67,15 +65,15 @@ def loss_of(model, batches, hardware, targets):
 
 
 def exp(x):
-    """Return e**x, infinity where a float can't hold it."""
+    """Return e**x, or infinity if it overflows."""
     return math.exp(x) if x < 700 else math.inf
 
 
 def evaluation_line(result):
-    """Return a line for people of what text_loss gave."""
+    """Return a log line with the results of text_loss."""
     line = f"val loss {result['loss']:.4f} | perplexity {result['ppl_token']:.2f} a token"
     if "ppl_word" in result:
-        if result["ppl_word"] < 1e6:         # of a model that has learnt a little; before that it says nothing
+        if result["ppl_word"] < 1e6:         # meaningless at the start of training
             line += f", {result['ppl_word']:.2f} a word"
         line += f" | {result['bits_per_byte']:.4f} bits/byte"
     return line

@@ -1,19 +1,18 @@
-"""The ids that a question is asked with: the same wherever a model is sampled, and those that fine-tuning
-puts before an answer."""
+"""Encode prompts, identically for sampling and fine-tuning."""
 import sys
 
 from runtime import distributed
 from runtime.config import BadInput
 
-# how a question is put to a model without a chat template; a task may have a form of its own
+# default prompt form for a model without a chat template; a task may define its own
 PROMPT = "Question: {}\n"
-MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]")        # of chat templates
+TEMPLATE_TOKENS = ("<|im_start|>", "<|start_header_id|>", "[INST]")      # of chat templates
 
 
 def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
-    """Return the tokens of a prompt and of the answer after it, at most the model's positions: where that
-    leaves less than max_new_tokens, a line says so. longest: of the prompt. BadInput, which ends in
-    `shorter`, if no answer has room."""
+    """Return the number of positions for prompt and completion, at most the model's; print a warning if fewer
+    than max_new_tokens remain. longest: tokens of the longest prompt. BadInput, ending in `shorter`, if no
+    position remains."""
     if longest >= positions:
         raise BadInput(f"A prompt of {longest} tokens can't be continued in the {positions} positions of the "
                        f"model: {shorter}.")
@@ -25,20 +24,19 @@ def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
 
 
 def check_unmarked(tokenizer, text):
-    """ValueError for a prompt that a chat template has been applied to, where one would be applied again."""
-    marks = [mark for mark in MARKS if mark in text]
-    if marks and tokenizer.template["name"] != "plain":
-        raise ValueError(f"the prompt {text[:40]!r} holds {marks[0]}, so a chat template has been applied to "
-                         "it, and the model's would be applied again; give the user's text alone, or convert "
-                         'examples to {"messages"} as docs/rft.md shows')
+    """Raise ValueError if a chat template has already been applied to a prompt and would be applied again."""
+    found = [token for token in TEMPLATE_TOKENS if token in text]
+    if found and tokenizer.template["name"] != "plain":
+        raise ValueError(f"the prompt {text[:40]!r} contains {found[0]}, so a chat template has already been "
+                         "applied; give the user's text alone, or convert examples to "
+                         '{"messages"} as docs/rft.md shows')
 
 
 def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
-    """Return the list of the ids after which the answer begins.
+    """Return the list of ids of a prompt.
 
-    question: its text. examples: (question, completion) pairs that stand before it, in the same form, or in a
-    chat as turns. instruction: a chat's system message in place of its own; a model without a chat template
-    does not see it.
+    question: its text. examples: (question, completion) pairs that precede it, in the same form, or as turns
+    of a chat. instruction: system message that replaces the chat template's; ignored without a template.
     """
     if tokenizer.template["name"] == "plain":
         text = ""

@@ -17,7 +17,7 @@ def own_task(cfg):
     and digests in a row), None without."""
     kind, _, name = ("task:" + cfg.task if hasattr(cfg, "task") else cfg.dataset).partition(":")
     try:
-        files = tasks.own_files(name) if kind == "task" else []
+        files = tasks.user_files(name) if kind == "task" else []
         digests = [checkpoint.sha256(file) for file in files]
     except (OSError, ValueError):                             # loading the task will say so
         return None

@@ -1,5 +1,4 @@
-"""What train.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
-line."""
+"""Log lines and metrics of train.py: start-up summary, steps, evaluations."""
 from runtime import distributed
 from runtime.log import duration, shown
 from runtime.run import not_by_default
@@ -7,8 +6,8 @@ from text.perplexity import evaluation_line
 
 
 def start_up(cfg, run, model, dataset, about, num_workers, inherited):
-    """Return the paragraph that says what is about to happen, on what. model: as the loop calls it. about:
-    the data, for people. inherited: knobs that the model to start from has settled."""
+    """Return the start-up summary of a run. model: as the loop calls it. about: description of the data.
+    inherited: options set by the model in init_from."""
     hw = run.hardware
     gpt = run.model
     world = distributed.world_size()
@@ -22,7 +21,7 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     time_left = ""
     if model.rehearsed_s:
         seconds = model.rehearsed_s * accumulation * steps_left
-        time_left = f", in about {duration(seconds)} without the optimizer's part"
+        time_left = f", in about {duration(seconds)} without optimizer steps"
     tf32 = "on" if hw.tf32 else "off"
     compiled = "on" if hw.compile else "off"
     checkpointing = "on" if cfg.gradient_checkpointing else "off"
@@ -32,18 +31,19 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
         f"{gpt.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
         f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
-        f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, {num_workers} loader "
-        f"processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
-        f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = "
-        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step, at most; "
+        f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, "
+        f"{num_workers} loader processes; "
+        f"peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
+        f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = at most "
+        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step; "
         f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
-        f"Not by default: {not_by_default(cfg, inherited)}",
+        f"Non-default options: {not_by_default(cfg, inherited)}",
     ]
     return "\n".join(lines)
 
 
 def facts(run, dataset):
-    """Return what doctor.diagnose has to know of model and data."""
+    """Return the properties of model and data that doctor.diagnose needs."""
     return {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
@@ -52,9 +52,9 @@ def facts(run, dataset):
 
 
 def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures):
-    """Write a step's metrics and its line. Every rank must call. loss_sum: this rank's, over its targets; num_targets:
-    of all ranks. Times are means of the steps since the last such line. figures: {name: tensor [] or float} for
-    metrics.jsonl."""
+    """Log a step's metrics and line. Every rank must call. loss_sum: this rank's, over its targets; num_targets: of
+    all ranks. Times are means over the steps since the last call. figures: {name: scalar tensor or float}, more
+    numbers for metrics.jsonl."""
     hw = run.hardware
     state = run.state
     loss = distributed.sum([loss_sum])[0] / num_targets
@@ -77,7 +77,7 @@ def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures
 
 
 def log_validation(run, result):
-    """Write the figures of an evaluation and its line."""
+    """Log the results of an evaluation."""
     best = " | best so far" if run.new_best else ""
     figures = {f"val_{name}": value for name, value in result.items()}
     run.log.metrics(step=run.step, tokens=run.state.tokens, seconds=run.state.seconds, **figures)

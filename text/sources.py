@@ -1,10 +1,13 @@
-"""Where text comes from: .txt, .jsonl and .parquet files, folders of them, datasets of the Hugging Face hub.
+"""Read text from .txt, .jsonl and .parquet files, folders of them, and datasets of the Hugging Face hub.
 
-A source is a part of a split. It has a `name` for messages and a `size` (bytes on the disk, which the
-progress line counts); `divide(at, low, high)` returns the sources before and after about `at` bytes, and no
-fewer than `low` or more than `high`; `raw()` yields the bytes that identify it, and `fragments()` yields
-(whether it begins a document, text as str or bytes, its share of the size) in pieces that tokenisation does
-not notice.
+A source is a part of a split:
+
+    name                   for messages
+    size                   bytes on disk, for the progress line
+    divide(at, low, high)  two lists of sources, cut after about `at` bytes, at least `low` and at most `high`
+    raw()                  the bytes that identify it
+    fragments()            (begins_document, text as str or bytes, share of the size), cut only where the cut
+                           does not change the tokens
 """
 import codecs
 import os
@@ -18,7 +21,7 @@ from runtime.progress import ProgressLine
 from runtime.usage import load_package
 from text import hub
 
-CHUNK = 2**20                        # bytes read, and tokenised, at a time
+CHUNK = 2**20                        # bytes read and tokenised at a time
 SPLITS = ("train", "valid")
 VALID_NAMES = ("valid", "validation", "val", "dev")
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -27,25 +30,25 @@ KINDS = ".txt, .jsonl or .parquet"
 NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt",
             ".safetensors")
 HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
-# Line ends at which GPT-2's pattern, and those that split off digits, always end a piece: cutting there
-# changes no token.
+# Line ends at which GPT-2's pattern, and those that split digits, always end a piece: a cut there changes no
+# token.
 SAFE_CUT = re.compile(rb"(?<=[!-~])\n(?=[!-~])|\n(?= [!-/:-~])")
-# A line that separates the documents of a .txt file, as in TinyStories' own files.
+# Line that separates the documents of a .txt file, as in TinyStories.
 MARK = b"<|endoftext|>"
 SEPARATOR = re.compile(rb"^<\|endoftext\|>(?:[\r\n]+|\Z)", re.M)
-FEW_ROWS = 1000                      # of a table: then a split goes by their lengths, not by their mean
+FEW_ROWS = 1000                      # tables up to this size are split by row lengths, not by their mean
 
 
 def find(dataset, text_key, only=None):
-    """Return {split: sources} of a file, a folder or a name on the hub, as docs/data.md says which file is
-    which split. BadInput if there are none. only: a split (train, valid or test), which is returned as valid,
-    with nothing to train on; of a single file it is all of it."""
+    """Return {split: sources} of a file, a folder or a hub dataset; docs/data.md says which file belongs to
+    which split. BadInput if there are none. only: a split (train, valid or test) to return as valid, without
+    training text; a single file is then used whole."""
     path = Path(dataset)
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and suffix_of(path) not in SUFFIXES
     if path.exists():
         texts = find_files(path, text_key)
     elif dataset in HUB_NAMES or hub_name:
-        with ProgressLine(f"getting {dataset} from the Hugging Face hub"):
+        with ProgressLine(f"downloading {dataset} from the Hugging Face hub"):
             texts = find_on_hub(dataset, text_key)
     else:
         raise BadInput(f"There is no dataset {dataset}: give a {KINDS} file, a folder of them, task:NAME, or "
@@ -56,19 +59,19 @@ def find(dataset, text_key, only=None):
         if not texts["valid"] and only != "test" and texts["train"]:
             texts["train"], texts["valid"] = split_off_tail(texts["train"])
         if not texts[only]:
-            raise BadInput(f"The dataset {dataset} has no text of the split {only}: choose another --split=.")
+            raise BadInput(f"The dataset {dataset} has no split {only}: choose another --split=.")
         return {"train": [], "valid": texts[only]}
     if not texts["train"]:
-        raise BadInput(f"The dataset {dataset} has held-out text and nothing to train on: add a train file.")
+        raise BadInput(f"The dataset {dataset} has held-out text and no training text: add a train file.")
     if not texts["valid"]:
         texts["train"], texts["valid"] = split_off_tail(texts["train"])
     return texts
 
 
 def find_files(path, text_key):
-    """Return {split: sources} of a file, or of the files in a folder, whose paths tell the split."""
+    """Return {split: sources} of a file, or of a folder's files by the split in their paths."""
     if suffix_of(path) in NOT_TEXT:
-        raise BadInput(f"{path} is not text as it stands: unpack or convert it to {KINDS}.")
+        raise BadInput(f"{path} is not a text file: unpack or convert it to {KINDS}.")
     if path.is_file():
         found = [path]
         files = found
@@ -77,10 +80,10 @@ def find_files(path, text_key):
         found = sorted(file for file in path.rglob("*")
                        if file.is_file() and not hidden.search(str(file.relative_to(path))))
         files = [file for file in found if suffix_of(file) in SUFFIXES]
-    files = [file for file in files if file.stat().st_size]      # empty: no text, whatever the format
+    files = [file for file in files if file.stat().st_size]      # not empty
     if not files:
         raise BadInput(f"The dataset {path} holds no text: give a {KINDS} file, or a folder of them.")
-    words = {}                               # {file: those of its path within the folder}
+    words = {}                               # {file: words in its relative path}
     for file in files:
         name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else ""
         words[file] = set(re.split(r"[\W_]+", name))
@@ -99,13 +102,13 @@ def find_files(path, text_key):
 
 
 def suffix_of(path):
-    """Return the suffix by which a file is read: in lower case, and .jsonl for its other names."""
+    """Return a path's suffix in lower case, .jsonl for its aliases."""
     suffix = Path(path).suffix.lower()
     return ALIASES.get(suffix, suffix)
 
 
 def source_of(path, text_key):
-    """Return the source of a file, by its suffix."""
+    """Return the source for a file, by its suffix."""
     if suffix_of(path) == ".jsonl":
         return JsonLines(path, text_key)
     if suffix_of(path) == ".parquet":
@@ -114,23 +117,23 @@ def source_of(path, text_key):
 
 
 def find_on_hub(name, text_key):
-    """Return {split: sources} of a dataset of the Hugging Face hub, or of its cache here."""
-    hub_answers = hub.answers()
+    """Return {split: sources} of a dataset on the Hugging Face hub or in its local cache."""
+    hub_answers = hub.is_reachable()
     if not hub_answers:
-        os.environ["HF_HUB_OFFLINE"] = "1"   # its cache at once, instead of after half a minute of retries
+        os.environ["HF_HUB_OFFLINE"] = "1"   # use the cache at once, without half a minute of retries
     try:
         datasets = load_package("datasets")
     except ImportError as e:
-        raise BadInput(f"The dataset {name} is no file here, and a name on the hub can't be looked up, since "
-                       f"{e}, or give a path.") from None
+        raise BadInput(f"The dataset {name} is not a local file, and the hub can't be searched, since {e}, "
+                       "or give a path.") from None
     repository, _, configuration = HUB_NAMES.get(name, name).partition(":")
     try:
         dataset = datasets.load_dataset(repository, configuration or None)
-    except Exception as e:                   # connection, name, configuration, format: it says which
+    except Exception as e:                   # connection, name, configuration or format
         silent = "" if hub_answers else ", which does not answer"
         raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the "
-                       f"Hugging Face hub{silent} ({hub.reason(e)}): correct the name, or download the files "
-                       "where there is a network and give their path.") from None
+                       f"Hugging Face hub{silent} ({hub.one_line(e)}): correct the name, or download the "
+                       "files where there is a network and give their path.") from None
     lines = repository == "Salesforce/wikitext"
     texts = {}
     for split, hub_splits in (("train", ["train"]), ("valid", VALID_NAMES), ("test", ["test"])):
@@ -143,11 +146,11 @@ def find_on_hub(name, text_key):
 
 
 def split_off_tail(sources):
-    """Return (train, valid): the last tenth of the sources, at most 10 MB, goes to validation; by whole
-    documents, unless that is less than half of it or more than twice as much."""
+    """Return (train, valid): the last tenth of the sources, at most 10 MB, becomes validation, cut between
+    documents unless that would less than halve or more than double it."""
     total = sum(source.size for source in sources)
     wanted = min(total - total * 9 // 10, 10**7)
-    cut = total - wanted                                      # bytes from here on
+    cut = total - wanted                                      # bytes from the current source to the cut
     train = []
     valid = []
     for source in sources:
@@ -171,15 +174,14 @@ def blocks(file, n_bytes):
 
 
 def pieces(blocks):
-    """Yield one text, given in blocks of bytes, in pieces of about CHUNK cut where tokenisation does not
-    notice."""
+    """Yield a text, given as blocks of bytes, in pieces of about CHUNK, cut where no token changes."""
     rest = b""
     for block in blocks:
         rest += block
         if len(rest) < CHUNK:
             continue
         cuts = [match.end() for match in SAFE_CUT.finditer(rest, max(0, len(rest) - CHUNK // 8))]
-        # Bounded memory comes before the last token of 8 MB.
+        # After 8 MB without a safe cut, bounded memory matters more than one token.
         if not cuts and len(rest) > 8 * CHUNK:
             starts = [i for i in range(len(rest) - 4, len(rest)) if begins_character(rest[i])]
             cuts = [rest.rfind(b"\n") + 1 or max(starts, default=len(rest))]
@@ -191,20 +193,19 @@ def pieces(blocks):
 
 
 def begins_character(byte):
-    """Tell whether a character of UTF-8 begins with this byte; the others are 0b10xxxxxx."""
+    """Return whether a byte starts a UTF-8 character (continuation bytes are 0b10xxxxxx)."""
     return byte & 0xC0 != 0x80
 
 
-def within(name, text, share):
-    """Return the first `share` of a document, and the rest, as the sources of a split, which is said."""
-    print(f"{name}: one document holds so much of the text that the validation split begins within it.",
-          flush=True)
+def divide_document(name, text, share):
+    """Return the first `share` of a document and the rest as two sources, and print a note."""
+    print(f"{name}: the validation split begins inside a document, because it is so long.", flush=True)
     cut = int(len(text) * share)
     return Documents([text[:cut]], name), Documents([text[cut:]], name)
 
 
 class Documents:
-    """A list of texts in memory."""
+    """Texts in memory."""
 
     def __init__(self, texts, name="the task's text"):
         self.name = name
@@ -219,8 +220,7 @@ class Documents:
 
 
 class Text:
-    """Bytes start to stop of a .txt file, without a byte order mark: one document, or several with lines
-    <|endoftext|> between."""
+    """Bytes start to stop of a .txt file without BOM; <|endoftext|> lines separate documents."""
 
     def __init__(self, path, start=0, stop=None):
         self.path = path
@@ -233,7 +233,7 @@ class Text:
         return self.stop - self.start
 
     def divide(self, at, low, high):
-        """Divide after `at` bytes. Characters stay whole."""
+        """Divide after `at` bytes, between characters."""
         at += self.start
         with open(self.path, "rb") as f:
             f.seek(at)
@@ -256,20 +256,20 @@ class Text:
 
 
 def bom_length(path):
-    """Return how many bytes of a file come before its text."""
+    """Return the length of a file's byte order mark, 0 without one."""
     with open(path, "rb") as f:
         return 3 if f.read(3) == codecs.BOM_UTF8 else 0
 
 
 class JsonLines(Text):
-    """Bytes start to stop of a .jsonl file: an object a line, its text_key a document."""
+    """Bytes start to stop of a .jsonl file: one object a line, the text under `key` is a document."""
 
     def __init__(self, path, key, start=0, stop=None):
         super().__init__(path, start, stop)
         self.key = key
 
     def divide(self, at, low, high):
-        """Divide at the beginning of the line that holds byte `at`, or at its end, or within its text."""
+        """Divide before or after the line that contains byte `at`, or inside its text."""
         low += self.start
         high += self.start
         target = self.start + at
@@ -288,7 +288,7 @@ class JsonLines(Text):
         for cut in (at, at + len(line)):
             if low <= cut <= high:
                 return [self.part(self.start, cut)], [self.part(cut, self.stop)]
-        head, tail = within(self.path, self.text_of(line, at), (target - at) / len(line))
+        head, tail = divide_document(self.path, self.text_of(line, at), (target - at) / len(line))
         return [self.part(self.start, at), head], [tail, self.part(at + len(line), self.stop)]
 
     def part(self, start, stop):
@@ -308,16 +308,15 @@ class JsonLines(Text):
                 position += len(line)
 
     def text_of(self, line, at):
-        """Return the text of a line, which begins at byte `at`; BadInput if it holds none."""
+        """Return the text in a line that begins at byte `at`; BadInput if there is none."""
         try:
             row = parse_json(line)
         except ValueError as e:
-            raise BadInput(f"{self.where(at)} is not JSON ({e}): a .jsonl file has one object a "
-                           "line.") from None
+            raise BadInput(f"{self.where(at)} is not JSON ({e}): write one object a line.") from None
         if not isinstance(row, dict) or self.key not in row:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
-            raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the text's with "
-                           '--text_key=, or to train on answers write {"prompt", "completion"} rows.')
+            raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the key of the text with "
+                           '--text_key=, or write {"prompt", "completion"} rows to train on answers.')
         text = row[self.key]
         if not isinstance(text, str | None):
             raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(text).__name__}, not "
@@ -325,21 +324,20 @@ class JsonLines(Text):
         return text or ""
 
     def where(self, at):
-        """Return the file and the number of the line that begins at byte `at`, for a message."""
+        """Return the file and line number of byte `at`, for messages."""
         before = sum(block.count(b"\n") for block in Text(self.path, 0, at).raw())
         return f"{self.path}, line {before + 1},"
 
 
 class Rows:
-    """Rows start to stop of a table with a column of texts, a document each; `width` is a row's share of the
-    size."""
+    """Rows start to stop of a table whose column `key` has one document a row. width: mean bytes a row."""
 
     def check_columns(self, columns):
-        """Raise BadInput unless the column is there and holds text. columns: {name: pyarrow type}."""
+        """Raise BadInput unless the column exists and holds text. columns: {name: pyarrow type}."""
         column_type = str(columns.get(self.key))
         if self.key not in columns:
             raise BadInput(f"{self.name} has no column '{self.key}' (it has {', '.join(columns)}): name the "
-                           "text's with --text_key=.")
+                           "column of the text with --text_key=.")
         if not re.match("(dictionary<values=)?(large_)?string", column_type):
             raise BadInput(f"{self.name}: the column '{self.key}' holds {column_type}, not text: choose "
                            "another --text_key=.")
@@ -349,8 +347,8 @@ class Rows:
         return int((self.stop - self.start) * self.width)
 
     def divide(self, at, low, high):
-        """Divide at the beginning of the row that holds byte `at`, or at its end, or within its text; of many
-        rows as if all were equally long."""
+        """Divide before or after the row that contains byte `at`, or inside its text. In a large table all
+        rows count as equally long."""
         rows = self.stop - self.start
         cut = int(at / self.width)
         if rows > FEW_ROWS:
@@ -365,11 +363,11 @@ class Rows:
         share = (at - ends[row]) / max(1, ends[row + 1] - ends[row])
         row += self.start
         (text,) = [text for texts in self.part(row, row + 1).batches() for text in texts]
-        head, tail = within(self.name, text or "", share)
+        head, tail = divide_document(self.name, text or "", share)
         return [self.part(self.start, row), head], [tail, self.part(row + 1, self.stop)]
 
     def parts(self, row):
-        """Return what comes before a row, and the rest, as the sources of a split."""
+        """Return the sources before a row and from it on."""
         return [self.part(self.start, row)], [self.part(row, self.stop)]
 
     def fragments(self):
@@ -379,7 +377,7 @@ class Rows:
 
 
 class Parquet(Rows):
-    """Rows of a .parquet file, decoded a few thousand at a time."""
+    """Rows of a .parquet file, decoded in batches."""
 
     def __init__(self, path, key, start=0, stop=None):
         try:
@@ -402,9 +400,9 @@ class Parquet(Rows):
         self.width = path.stat().st_size / max(1, rows)
 
     def unreadable(self, error):
-        """Return the BadInput for what pyarrow raised."""
-        return BadInput(f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}): get it "
-                        "again, or take it out.")
+        """Return the BadInput for an exception of pyarrow."""
+        reason = str(error).splitlines()[0]
+        return BadInput(f"{self.path} is not a readable parquet file ({reason}): replace or remove it.")
 
     def part(self, start, stop):
         return Parquet(self.path, self.key, start, stop)
@@ -414,11 +412,11 @@ class Parquet(Rows):
         yield from Text(self.path).raw()
 
     def batches(self):
-        """Yield lists of texts, None where a row has none."""
+        """Yield lists of texts, None for a row without text."""
         import pyarrow.parquet
-        first = 0                            # row of what is read next
+        first = 0                            # row number of the next batch
         try:
-            # Without buffer_size it would read a column of a group at once.
+            # Without buffer_size a group's whole column would be read at once.
             with pyarrow.parquet.ParquetFile(self.path, buffer_size=CHUNK) as file:
                 for group in range(file.num_row_groups):
                     rows = file.metadata.row_group(group).num_rows
@@ -435,8 +433,8 @@ class Parquet(Rows):
 
 
 class HubRows(Rows):
-    """Rows of a dataset that the package datasets has brought here. With `lines` they are the lines of one
-    text (WikiText's rows are, and have lost what the empty ones held, a blank)."""
+    """Rows of a dataset from the package datasets. lines: the rows are the lines of one text, as in WikiText,
+    whose empty rows have lost their blank."""
 
     def __init__(self, dataset, name, key, lines=False, start=0, stop=None):
         self.dataset = dataset
@@ -452,7 +450,7 @@ class HubRows(Rows):
         return HubRows(self.dataset, self.name, self.key, self.lines, start, stop)
 
     def batches(self):
-        """Yield lists of texts, None where a row has none."""
+        """Yield lists of texts, None for a row without text."""
         column = self.dataset.select_columns([self.key])
         rows = column.select(range(self.start, self.stop)).with_format("arrow")
         for batch in rows.iter(2048):

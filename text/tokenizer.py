@@ -1,5 +1,5 @@
-"""Text to token ids and back, and prompts around it: GPT-2's merges or plain bytes, through tiktoken, or the
-tokenizer.json of a Hugging Face model, through the library tokenizers."""
+"""Tokenizers and chat templates: GPT-2's BPE or plain bytes through tiktoken, or the tokenizer.json of a
+Hugging Face model through the library tokenizers."""
 import contextlib
 import hashlib
 import json
@@ -17,39 +17,39 @@ from runtime.usage import load_package
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 PLAIN = {"name": "plain"}
-DESCRIBED = {                        # what Tokenizer.describe() gives: keys and types
+DESCRIBED = {                        # keys and types of Tokenizer.describe()
     "name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict,
 }
-BY_ID = ("generation_config", "config")    # files that name special tokens by id; the first counts more
+BY_ID = ("generation_config", "config")    # files that name special tokens by id, by precedence
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
-# The system message that a chat template puts in by itself: a literal, which a quote or a jinja expression
-# would end. It ends before the next <|im_start|> too: thousands of them would take quadratic time.
+# A chat template's default system message: a literal, ended by a quote or a jinja expression. It must also
+# end before the next <|im_start|>, since thousands of those would take quadratic time.
 SYSTEM = re.compile(
     r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%]|<\|im_)[^'"\\]|\\.|\b'\b)+)<\|im_end\|>""")
 
 
 class Tokenizer:
-    """Text to ids and back, and the ids around it.
+    """Encodes and decodes text, and adds the control ids of prompts and answers.
 
-    name      fit for file names
-    n_vocab   number of ids: the highest plus one
+    name      valid in file names
+    n_vocab   highest id plus one
     eos       id that ends a document
-    end       id that ends an answer: eos, or in chatml <|im_end|>
-    stop      ids that end a completion, both of these among them
-    pad       id at positions that no loss looks at: masks come from lengths, so it may be eos
-    bos       id that a prompt begins with, or None
-    start     id that begins a message in chatml, else None
+    end       id that ends an answer: eos, or <|im_end|> in chatml
+    stop      ids that end a completion, including eos and end
+    pad       id at padded positions; may be eos, since masks come from lengths
+    bos       first id of a prompt, or None
+    start     first id of a message in chatml, else None
     template  {"name": "plain"} or {"name": "chatml", "system": the default message or None}
-    unread_template  whether there is a chat template that is none of chatml, and is left out
+    unread_template  whether the model has a chat template other than chatml, which is ignored
 
-    Text never becomes one of these ids: they are put in as ids. Added tokens that are none of them and that
-    the tokenizer.json does not call special (Qwen3's <think>, runs of blanks) are vocabulary like any other.
+    Text is never encoded to one of these ids. Other added tokens that the tokenizer.json does not mark as
+    special (Qwen3's <think>, runs of blanks) are ordinary vocabulary.
     """
 
     def __init__(self, name, about=None):
-        """name: gpt2, bytes, or the path of a tokenizer.json or of its folder; about: what describe() said of
-        it once, else the files beside the tokenizer.json say it. BadInput if it can't be had."""
+        """Load a tokenizer; BadInput if that fails. name: gpt2, bytes, or the path of a tokenizer.json or its
+        folder. about: a saved describe(); None: read the files beside the tokenizer.json."""
         with usable(f"The tokenizer {name}"):
             self.read(name, about)
 
@@ -66,7 +66,7 @@ class Tokenizer:
         self.eos = about["eos"]
         self.stop = about["stop"]
         self.pad = about["pad"]
-        # the run folders of old lack these two
+        # old run folders lack these two
         self.bos = about.get("bos")
         self.template = about.get("template", PLAIN)
         self.unread_template = about.get("unread_template", False)
@@ -75,7 +75,7 @@ class Tokenizer:
         if self.template["name"] == "chatml":
             self.start = self.encoding.id_of(IM_START)
             self.end = self.encoding.id_of(IM_END)
-            self.encode(self.template["system"] or "")        # half of a surrogate pair fails here
+            self.encode(self.template["system"] or "")        # raises for a lone surrogate
         if name not in BUILT_IN:
             control = {self.eos, self.pad, self.bos, self.start, self.end, *self.stop}
             self.encoding.keep_out_of_text(control - {None})
@@ -83,21 +83,20 @@ class Tokenizer:
 
     @classmethod
     def of_run(cls, folder, about):
-        """Return the tokenizer that `save` put into a run folder. about: what describe() said then. BadInput
-        if that does not fit."""
+        """Return the tokenizer saved in a run folder. about: its describe(). BadInput if the two differ."""
         path = Path(folder) / "model.json"
         ids = check_described(about, path)
         tokenizer = cls(Path(folder) / FILE if about["name"] == FILE else about["name"], about)
         if tokenizer.n_vocab != about["n_vocab"]:
             raise BadInput(f"{FILE} in {folder} has {tokenizer.n_vocab} ids, and the run was made with "
-                           f"{about['n_vocab']}: put the one it was made with there.")
+                           f"{about['n_vocab']}: restore the run's own file.")
         if max(ids) >= tokenizer.n_vocab:
             raise BadInput(f"{path} names the token id {max(ids)}, and its tokenizer ends at "
                            f"{tokenizer.n_vocab - 1}: restore it.")
         return tokenizer
 
     def describe(self):
-        """Return what a run folder says of its tokenizer."""
+        """Return the description of the tokenizer for a run folder's model.json."""
         return {
             "name": self.name if self.name in BUILT_IN else FILE,
             "n_vocab": self.n_vocab,
@@ -110,24 +109,23 @@ class Tokenizer:
 
     @property
     def sha256(self):
-        """Of the tokenizer.json; None without one."""
+        """SHA-256 of the tokenizer.json, None without one."""
         return None if self.name in BUILT_IN else hashlib.sha256(self.encoding.content).hexdigest()
 
-    def is_that_of(self, name):
-        """Tell whether it is the tokenizer.json of that path, or folder: a command that is repeated names it
-        again."""
+    def is_file_of(self, name):
+        """Return whether `name` is a path of the same tokenizer.json, as when a command is repeated."""
         return name not in BUILT_IN and self.sha256 is not None and Tokenizer(name).sha256 == self.sha256
 
     def save(self, folder):
-        """Write what describe() does not hold into a run folder: the tokenizer.json, if there is one."""
+        """Write the tokenizer.json, if there is one, into a run folder."""
         if self.name not in BUILT_IN:
             write_atomically(Path(folder) / FILE, self.encoding.content)
 
     def export(self, folder):
-        """Write a tokenizer.json, and the file beside it that transformers reads, for the same ids as here.
+        """Write a tokenizer.json and tokenizer_config.json that give transformers the same ids.
 
-        To transformers a text that spells <|endoftext|> is text too, by split_special_tokens; to the library
-        tokenizers, which reads no such setting, it is the end of the text.
+        With split_special_tokens, transformers also encodes the text <|endoftext|> as text; the library
+        tokenizers has no such setting and encodes it as the end of text.
         """
         built_in = self.name in BUILT_IN
         config = {}
@@ -144,21 +142,20 @@ class Tokenizer:
         write_atomically(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=1).encode())
 
     def encode(self, text):
-        """Return token ids as a uint32 array. Special tokens written out in the text are ordinary text."""
+        """Return token ids as a uint32 array. Special tokens spelled in the text are ordinary text."""
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
-        """Return the text of ids. Those past the tokenizer's, which a model's padded vocabulary may have, are
-        no text."""
+        """Return the text of ids, without ids of a padded vocabulary past n_vocab."""
         return self.encoding.decode([int(i) for i in np.asarray(ids).ravel() if i < self.n_vocab])
 
     def text_of(self, ids):
-        """Return what was sampled, as text, without the token that ended it."""
+        """Return the text of a sampled completion, without its stop token."""
         return self.decode(ids[:-1] if ids and ids[-1] in self.stop else ids)
 
     def prompt_ids(self, text, system=None, examples=()):
-        """Return the list of ids after which the answer begins. system: a message instead of the template's
-        own; "" for none. examples: (user's text, assistant's text) turns that stand before."""
+        """Return the list of ids of a prompt. system: system message, None: the template's, "": none.
+        examples: preceding turns (user's text, assistant's text)."""
         bos = [] if self.bos is None else [self.bos]
         if self.template["name"] == "plain":
             if system or examples:
@@ -177,16 +174,15 @@ class Tokenizer:
         return [self.start, *self.encode(f"{role}\n{text}").tolist(), self.end, *self.encode("\n").tolist()]
 
     def answer_header(self):
-        """Return the ids that stand before an answer in chatml."""
+        """Return the ids that precede an answer in chatml."""
         return [self.start, *self.encode("assistant\n").tolist()]
 
     def answer_ids(self, text):
-        """Return the list of ids that a model should answer a prompt with."""
+        """Return the list of ids of an answer, with its end."""
         return self.encode(text).tolist() + [self.end]
 
     def conversation(self, messages):
-        """Return [(ids, whether they are the assistant's to write)] of [{"role", "content"}, ...]; ValueError
-        without a chat template."""
+        """Return [(ids, is_target)] of a conversation. ValueError without a chat template."""
         if self.template["name"] == "plain":
             raise ValueError("messages need a model with a chat template, and this one has none; give prompt "
                              "and completion")
@@ -204,8 +200,7 @@ class Tokenizer:
 
 
 def check_described(about, path):
-    """Return the ids that a file names when it describes a tokenizer; BadInput if it has not the form of
-    describe(). The run folders of old lack the last two keys."""
+    """Return the ids in a saved describe(); BadInput if malformed. Old ones lack two keys."""
     about = {"bos": None, "template": PLAIN} | check_type(about, dict, f"{path}: tokenizer")
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
@@ -217,14 +212,12 @@ def check_described(about, path):
     else:
         known = template == PLAIN and about["name"] in BUILT_IN
     if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise BadInput(f"{path} describes a tokenizer that no run has ({about['name']}): restore it, or give "
-                       "another run.")
+        raise BadInput(f"{path} describes an unknown tokenizer ({about['name']}): restore that file.")
     return ids
 
 
 def chatml_jinja(system, bos):
-    """Return the chatml template in the language of transformers, with a default system message or none. bos:
-    whether a prompt begins with that token."""
+    """Return the chatml template in jinja. bos: whether a prompt begins with the bos token."""
     template = "{{ bos_token }}" if bos else ""
     if system:
         default = f"{IM_START}system\n{system}{IM_END}\n"
@@ -241,7 +234,7 @@ def chatml_jinja(system, bos):
 
 def load_gpt2():
     try:
-        with ProgressLine("getting GPT-2's tokenizer"):
+        with ProgressLine("downloading GPT-2's tokenizer"):
             return tiktoken.get_encoding("gpt2")
     except Exception as e:
         raise BadInput(f"GPT-2's tokenizer could not be downloaded ({type(e).__name__}): set "
@@ -259,17 +252,15 @@ BUILT_IN = {"gpt2": load_gpt2, "bytes": load_bytes}
 
 
 def byte_letters():
-    """Return the 256 characters that byte-level vocabularies have for bytes: the byte's own if it prints,
-    else the next from U+0100 on."""
+    """Return the 256 characters of byte-level vocabularies: printable bytes, else from U+0100."""
     prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]
 
 
 def byte_level(vocab, merges, end, use_regex):
-    """Return the tokenizer.json, as a dictionary, of byte-level BPE. vocab: {token in byte_letters: id};
-    merges: [[left, right]] of such, in order; end: the id of the end of text; use_regex: split as GPT-2
-    does."""
+    """Return the tokenizer.json of byte-level BPE as a dictionary. vocab: {token in byte_letters: id};
+    merges: [[left, right]] in order; end: id of the end of text; use_regex: split like GPT-2."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     special = {"id": end, "content": END_OF_TEXT, "special": True}
     special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -285,8 +276,8 @@ def byte_level(vocab, merges, end, use_regex):
 
 
 def tokenizer_json(encoding):
-    """Return the tokenizer.json, as a dictionary, of one of BUILT_IN. tiktoken keeps no merges: a token's is
-    of the two parts that are left when its bytes are merged in the order of rank."""
+    """Return the tokenizer.json of a built-in tokenizer as a dictionary. tiktoken does not keep the merges: a
+    token's merge joins the last two parts that remain when its bytes are merged by rank."""
     ranks = encoding._mergeable_ranks
     letters = byte_letters()
     merges = []
@@ -310,18 +301,18 @@ def in_letters(token, letters):
 
 @contextlib.contextmanager
 def usable(name):
-    """Turn any error that reading or using these files raises into BadInput."""
+    """Raise BadInput for any exception from reading or using a tokenizer's files."""
     try:
         yield
     except (BadInput, KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as e:               # a panic of the library tokenizers is no Exception
+    except BaseException as e:               # panics of the library tokenizers are not Exceptions
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         raise BadInput(f"{name} can't be used ({reason}): correct it, or choose another.") from None
 
 
 class TokenizerJson:
-    """A tokenizer.json, behind the part of tiktoken's interface that is used here."""
+    """A tokenizer.json with the part of tiktoken's interface that Tokenizer uses."""
 
     def __init__(self, path):
         try:
@@ -333,25 +324,25 @@ class TokenizerJson:
             self.hf = tokenizers.Tokenizer.from_buffer(self.content)
         except Exception as e:
             raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): "
-                           "get it again.") from None
+                           "download it again.") from None
         self.hf.no_truncation()
         self.hf.no_padding()
-        self.hf.encode_special_tokens = True                  # written out in a text they are text
+        self.hf.encode_special_tokens = True                  # spelled in a text, they are text
         self.path = path
         self.name = f"tokenizer-{hashlib.sha256(self.content).hexdigest()[:8]}"
         self.n_vocab = max(self.hf.get_vocab().values(), default=-1) + 1
         self.id_of = self.hf.token_to_id
         if not self.encode_to_numpy("a\nb").size:
-            raise BadInput(f"{path} has no tokens for a text: get it again.")
+            raise BadInput(f"{path} encodes a text to no tokens: download it again.")
 
     def __setstate__(self, state):
         self.__dict__ |= state
-        self.hf.encode_special_tokens = True                  # a pickle or a copy of it loses that
+        self.hf.encode_special_tokens = True                  # lost by pickle and copy
 
     def encode_to_numpy(self, text, disallowed_special=()):
-        text.encode()                        # half of a surrogate pair is a ValueError, as tiktoken has it
+        text.encode()                        # ValueError for a lone surrogate, as in tiktoken
         with usable(self.path):
-            # Of the library's ways in, the one that lets go of the GIL and does not count character offsets.
+            # The library's only call that releases the GIL and does not compute character offsets.
             ids = self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return np.array(ids, dtype=np.uint32)
 
@@ -360,51 +351,49 @@ class TokenizerJson:
             return self.hf.decode(ids, skip_special_tokens=False)
 
     def bos(self):
-        """Return the id that the post-processor puts before a text, as Llama 3's does, or None."""
+        """Return the id that the post-processor (such as Llama 3's) puts before a text, or None."""
         bare = self.hf.encode("a", add_special_tokens=False).ids
         whole = self.hf.encode("a", add_special_tokens=True).ids
         is_known = whole and whole[0] < self.n_vocab
         return whole[0] if is_known and whole[1:1 + len(bare)] == bare else None
 
     def keep_out_of_text(self, ids):
-        """See to it that no text is encoded to one of these ids, which the file need not call special."""
+        """Ensure that no text is encoded to one of these ids, special in the file or not."""
         tokens = {i: token for i in ids if (token := self.hf.id_to_token(i)) is not None}
         self.hf.add_special_tokens(list(tokens.values()))
         for i, token in tokens.items():
             if i in self.encode_to_numpy(token):
-                raise BadInput(f"{self.path} gives the text {token} the id {i}, which is that of a control "
-                               "token: correct eos_token_id, bos_token_id and pad_token_id in config.json "
-                               "and generation_config.json, or choose a byte-level tokenizer.")
+                raise BadInput(f"{self.path} encodes the text {token} to the id {i} of a control token: "
+                               "correct eos_token_id, bos_token_id and pad_token_id in config.json and "
+                               "generation_config.json, or choose a byte-level tokenizer.")
 
     def check_pieces(self):
-        """Raise BadInput unless pieces of a text, in which texts are encoded, come out as they do within the
-        whole (Llama 2's, for one, do not)."""
+        """Raise BadInput if pieces of a text are encoded differently (as by Llama 2's tokenizer)."""
         whole = self.encode_to_numpy("a\nb").tolist()
         first = self.encode_to_numpy("a\n").tolist()
         second = self.encode_to_numpy("b").tolist()
         if whole != first + second:
-            raise BadInput(f"{self.path} encodes a piece of a text otherwise than the text: choose a "
+            raise BadInput(f"{self.path} encodes a piece of a text differently than the whole text: choose a "
                            "byte-level tokenizer, such as GPT-2's, Llama 3's or Qwen's.")
 
 
 def locate(name):
-    """Return the path of the tokenizer.json that a name stands for."""
+    """Return the path of the tokenizer.json that `name`, a file or a folder, refers to."""
     path = Path(name)
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         missing = f"The folder {path} has no {FILE}" if path.is_dir() else f"There is no tokenizer {path}"
-        raise BadInput(f"{missing}: choose --tokenizer=gpt2, bytes, or the path of a {FILE} or of the folder "
-                       "that holds one.")
+        raise BadInput(f"{missing}: choose --tokenizer=gpt2, bytes, or the path of a {FILE} or its folder.")
     return file
 
 
 def settings(encoding):
-    """Return {eos, stop, pad, bos, template} as the files beside a tokenizer.json say."""
+    """Return {eos, stop, pad, bos, template} from the files beside a tokenizer.json."""
     folder = encoding.path.parent
     files = {}
     for name in ("tokenizer_config", "special_tokens_map", "generation_config", "config"):
         file = folder / f"{name}.json"
-        files[name] = read_json(file, "get it again") if file.exists() else {}
+        files[name] = read_json(file, "download it again") if file.exists() else {}
     eos = special_id("eos", encoding, files)
     pad = special_id("pad", encoding, files)
     if eos is None:
@@ -415,7 +404,7 @@ def settings(encoding):
     with usable(f"The chat template in {folder}"):
         jinja = chat_template(folder, files["tokenizer_config"])
         system = SYSTEM.search(jinja)
-        # as jinja reads it
+        # unescape as jinja does
         system = system and system[1].encode("ascii", "backslashreplace").decode("unicode_escape")
     if IM_START in jinja and None not in (encoding.id_of(IM_START), encoding.id_of(IM_END)):
         template = {"name": "chatml", "system": system}
@@ -426,7 +415,7 @@ def settings(encoding):
         bos = encoding.bos()
     return {
         "eos": eos,
-        "stop": list(dict.fromkeys(stop)),               # each once
+        "stop": list(dict.fromkeys(stop)),               # without duplicates
         "pad": eos if pad is None else pad,
         "bos": bos,
         "template": template,
@@ -435,8 +424,7 @@ def settings(encoding):
 
 
 def special_id(key, encoding, files):
-    """Return the id of the "eos", "pad" or "bos" token, None if no file says it. A token by name comes before
-    one by id. files: {name: content}."""
+    """Return the id of the "eos", "pad" or "bos" token or None; names precede ids."""
     for name in ("tokenizer_config", "special_tokens_map"):
         token = files[name].get(f"{key}_token")
         if isinstance(token, dict):
@@ -451,14 +439,14 @@ def special_id(key, encoding, files):
 
 
 def known_ids(value, n_vocab):
-    """Return the list of ids in the vocabulary that a value holds, which may be an id, a list, or neither."""
+    """Return the valid ids in a value, which may be an id, a list, or neither."""
     values = value if isinstance(value, list) else [value]
     return [i for i in values if type(i) is int and 0 <= i < n_vocab]
 
 
 def chat_template(folder, tokenizer_config):
-    """Return the text of the chat template, "" if there is none: a file of its own, or in older models one or
-    several in the config."""
+    """Return the text of the chat template, "" if there is none. It is a separate file, or in older models
+    one or several templates in the config."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
