@@ -344,7 +344,7 @@ def test_memory_matches_the_estimate():
 import torch
 import torch.nn.functional as F
 from engine import Engine, Request
-from kv_cache import cache_bytes
+from engine.kv_cache import cache_bytes
 from model import GPT, GPTConfig, on_meta
 from runtime import hardware
 config = GPTConfig(vocab_size=256, block_size=1024, n_layer=8, n_head=8, n_embd=512, n_kv_head=4)
