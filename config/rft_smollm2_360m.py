@@ -16,7 +16,8 @@ block_size = 512
 
 lora_rank = 16
 _large = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > 70e9
-batch_size, gradient_accumulation_steps = (32, 2) if _large else (16, 4)
+batch_size = 32 if _large else 16
+gradient_accumulation_steps = 2 if _large else 4
 learning_rate = 6e-4 if _large else 2e-4
 num_epochs = 3
 optimizer = "adamw"

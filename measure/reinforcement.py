@@ -13,8 +13,8 @@ from string import ascii_lowercase
 import torch
 
 from measure.ceilings import devices, matmul_peak, sampling_limit
-from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, median_parts, processes, recorded,
-                          run_peer, run_script, steps_alone)
+from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, processes, run_peer, run_script,
+                          shared_figures, steps_alone)
 from measure.synthetic import SHAPES, write_verifier
 from model import GPTConfig, on_meta
 from runtime import guard
@@ -122,24 +122,13 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     sampling, *_ = sampling_limit(c, hw, -(-prompts // n), prompt_tokens, samples, new)
     least = sampling + update                # seconds of a step
     limit = work.sequences / least
-    rate = statistics.median(rates["nanoRFT"])
-    step_s = statistics.median(run["step_s"] for run in runs)
-    log(f"{rate / limit:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {1e3 * step_s:,.0f} ms "
+    figures = shared_figures(work, rates, runs, limit, ("rollout_s", "reward_s", "update_s", "sync_s"))
+    step_ms = 1e3 * figures["step_s"]
+    log(f"{figures['share']:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {step_ms:,.0f} ms "
         f"sampling needs at least {1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
-    parts = median_parts(runs, ("rollout_s", "reward_s", "update_s", "sync_s"))
-    return {
-        "what": work.description,
-        "unit": work.unit,
-        "rates": rates,
-        "limit": limit,
-        "share": rate / limit,
-        "step_s": step_s,
-        "parts": parts,
-        "settings": runs[0]["settings"],
-        "repeats": recorded(runs),
-        "also": f"a step {1e3 * step_s:,.0f} ms, of which rollout {1e3 * parts['rollout_s']:,.0f}, "
-                f"update {1e3 * parts['update_s']:,.0f}",
-    }
+    rollout_ms, update_ms = (1e3 * figures["parts"][part] for part in ("rollout_s", "update_s"))
+    also = f"a step {step_ms:,.0f} ms, of which rollout {rollout_ms:,.0f}, update {update_ms:,.0f}"
+    return figures | {"also": also}
 
 
 def grade_all(pool, pairs):

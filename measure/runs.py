@@ -148,6 +148,22 @@ def median_parts(runs, parts):
     return {part: statistics.median(step[part] for step in counted) for part in parts}
 
 
+def shared_figures(work, rates, runs, limit, parts):
+    """Return the figures that records of training and reinforcement learning share. parts: keys of a step's
+    log."""
+    return {
+        "what": work.description,
+        "unit": work.unit,
+        "rates": rates,
+        "limit": limit,
+        "share": statistics.median(rates["nanoRFT"]) / limit,
+        "step_s": statistics.median(run["step_s"] for run in runs),
+        "parts": median_parts(runs, parts),
+        "settings": runs[0]["settings"],
+        "repeats": recorded(runs),
+    }
+
+
 def alternate(sides, repeats, unit, log, warm_up=0):
     """Alternate between sides {name: function -> rate}; log medians and ratios, and return {name: rates}. The
     first warm_up rounds are dropped; a peer that fails is left out."""

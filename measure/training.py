@@ -10,8 +10,8 @@ import tasks
 from layers.lora import add_lora
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
-from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, median_parts, recorded, run_peer,
-                          run_script, steps_alone)
+from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, run_peer, run_script, shared_figures,
+                          steps_alone)
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig, on_meta
 from runtime import checkpoint, config, hardware
@@ -124,25 +124,16 @@ def bench_training(cfg, hw, folder, script_args, log):
     flops = model.flops_per_token(runs[0]["units"] / work.sequences)
     n = devices(hw, work.ranks)
     limit = n * matmul_peak(hw) / flops
-    rate = statistics.median(rates["nanoRFT"])
-    mfu = rate * flops / peak(hw) / n
-    step_s = statistics.median(run["step_s"] for run in runs)
-    log(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {1e3 * step_s:,.1f} ms; "
+    mfu = statistics.median(rates["nanoRFT"]) * flops / peak(hw) / n
+    figures = shared_figures(work, rates, runs, limit, ("data_s", "forward_backward_s", "optimizer_s"))
+    step_ms = 1e3 * figures["step_s"]
+    log(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {step_ms:,.1f} ms; "
         f"limit at the speed of a large product {limit:,.0f} tokens/s")
-    return {
-        "what": work.description,
-        "unit": work.unit,
-        "rates": rates,
-        "limit": limit,
-        "share": rate / limit,
+    return figures | {
         "mfu": mfu,
-        "step_s": step_s,
         "flops_per_token": flops,
-        "parts": median_parts(runs, ("data_s", "forward_backward_s", "optimizer_s")),
         "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
-        "settings": runs[0]["settings"],
-        "repeats": recorded(runs),
-        "also": f"MFU {mfu:.1%}, a step {1e3 * step_s:,.0f} ms",
+        "also": f"MFU {mfu:.1%}, a step {step_ms:,.0f} ms",
     }
 
 
