@@ -56,7 +56,7 @@ def row(raw, number):
     except (TypeError, KeyError):
         whole = False
     if not whole or not 2 <= len(numbers) <= 6:
-        raise ValueError(f'Question {number} is not {{"target": 98, "nums": [44, 19, 35]}}: correct it.')
+        raise ValueError(f'Row {number} is not {{"target": 98, "nums": [44, 19, 35]}}: correct it.')
     question = ASKED.format(numbers=raw["nums"], target=target)
     return {"question": question, "answer": str(target), "numbers": raw["nums"]}
 

@@ -80,7 +80,7 @@ def test_bad_names_are_a_sentence():
             tasks.load(f"gym:{name}")
         assert name in str(e.value) and reason in str(e.value)
     assert "executes" in gym.EXCLUDED["countdown"] and "executes" in gym.EXCLUDED["polynomial_multiplication"]
-    for spec, says in (("gym", "name of a group"), ("gym:", "name of a group"), ("gym:nothing", "no generator nothing")):
+    for spec, says in (("gym", "name of a group"), ("gym:", "name of a group"), ("gym:nothing", "no audited generator nothing")):
         with pytest.raises(ValueError, match=says):
             tasks.load(spec)
 
