@@ -113,16 +113,17 @@ def options_of_the_curve(saved):
     return options
 
 
-def near_the_seeds(name, key, values):
+def near_the_seeds(name, key, values, least=0.01):
     """Return whether a curve {step: value} is near the recorded seeds: its means over the first and second
-    half of the steps lie in the seeds' range, widened by its width on both sides."""
+    half of the steps lie in the seeds' range, widened by its width on both sides. least: the
+    smallest width that counts, as a share of the mean."""
     figure = seeds(name)["figures"][key]
     at = [i for i, step in enumerate(figure["steps"]) if step in values]
     near = True
     for part in (at[:len(at) // 2], at[len(at) // 2:]):
         means = [sum(row[i] for i in part) / len(part) for row in figure["runs"]]
         mean = sum(values[figure["steps"][i]] for i in part) / len(part)
-        width = max(max(means) - min(means), 0.01 * abs(mean))
+        width = max(max(means) - min(means), least * abs(mean))
         near = near and min(means) - width <= mean <= max(means) + width
     return near
 

