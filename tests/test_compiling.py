@@ -35,7 +35,7 @@ def of_completions(fast, rng):
     for c in completions:
         c.logprobs = [-1.0] * len(c.ids)
     batch = pipeline.padded(completions, hardware.Hardware.length_multiple.fget(fast.hardware))
-    arguments = batch.x, batch.y, 1.0, batch.prefixes, batch.trained
+    arguments = batch.x, batch.y, 1.0, batch.prefixes, batch.target_index
     fast.train().token_logprobs(*arguments)[0].sum().backward()
     with torch.no_grad():
         fast.token_logprobs(*arguments)
@@ -77,7 +77,7 @@ def test_lengths_are_rounded_up_where_code_is_compiled():
     completions = [Completion([5] * 70, [3] * n, [-1.0] * n, True) for n in (1, 60, 65)]
     batch = pipeline.padded(completions, hw.length_multiple)
     assert (batch.x.shape, batch.prefixes.ids.shape) == ((3, 128), (1, 128))
-    assert batch.trained.tolist() == [0, *range(128, 188), *range(256, 321)]
+    assert batch.target_index.tolist() == [0, *range(128, 188), *range(256, 321)]
     # and a batch's cost is that of the rounded lengths
     assert pipeline.cost_of(completions, 64) == pipeline.token_cost(1, 128, 3, 128)
     parts = pipeline.micro_batches(completions, 500, hw.length_multiple)

@@ -615,7 +615,7 @@ def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path, capsys):
     other = write(tmp_path, "\n".join(json.dumps({"question": r["prompt"], "answer": r["answer"]}) for r in rows + rows[:1]), "r.jsonl")
     again, same_held = questions.read_questions(other, 100)
     assert {q["question"] for q in same_held} == {q["question"] for q in held} and len(again) == len(train)
-    assert capsys.readouterr().out == f"Questions of {other} that repeat the text of an earlier one are left out, whatever their answers: 1.\n"
+    assert capsys.readouterr().out == f"Questions of {other} dropped because an earlier one has the same text: 1.\n"
 
 
 # --- what a run trains on ---
@@ -874,7 +874,7 @@ def test_where_all_fare_alike_no_weight_moves(learn, tmp_path):
     for step in (4, 5, 6, 7):
         assert same(weights(out, step), weights(out, 3))
     assert not same(weights(out, 3), weights(out, 2))
-    assert learn.said.count("nothing to learn") == 4 and [line["updates"] for line in lines(out)] == [1, 1, 1, 0, 0, 0, 0]
+    assert learn.said.count("no update") == 4 and [line["updates"] for line in lines(out)] == [1, 1, 1, 0, 0, 0, 0]
     assert all((line["zero_variance"], line["loss"], line["grad_norm"]) == (1, 0, 0) and line["reward"] == pytest.approx(0.3) for line in lines(out)[3:])
 
 
