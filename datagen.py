@@ -58,7 +58,7 @@ class Config:
                                              # grpo.py run, 0 for other runs, 4 for a Hugging Face model
     oversample: int = 10                     # samples per question, at most
     keep_per_question: int = 4               # distinct verified solutions, at most
-    stop_early: bool = False                 # stop sampling a question once that many are found
+    stop_early: bool = False                 # stop sampling a question once keep_per_question are found
     # sampling
     temperature: float = 0.6
     top_k: int | None = None
@@ -332,13 +332,13 @@ def choose(cfg, questions, records):
     rows = []
     counted = []
     solutions = []
-    for mine in by_question.values():
-        closes, chosen = closes_at(mine, cfg.keep_per_question)
-        for record in mine.values():
+    for attempts in by_question.values():
+        closes, chosen = closes_at(attempts, cfg.keep_per_question)
+        for record in attempts.values():
             record["kept"] = any(record is c for c in chosen)
             record["after_close"] = cfg.stop_early and closes is not None and record["sample"] > closes
-        counted += [r for r in mine.values() if not r["after_close"]]
-        solutions.append(len({r["signature"] for r in mine.values() if r["verdict"] == "verified"}))
+        counted += [r for r in attempts.values() if not r["after_close"]]
+        solutions.append(len({r["signature"] for r in attempts.values() if r["verdict"] == "verified"}))
         rows += [[r["question"], number(r["answer"]), r["completion"]] for r in chosen]
     return rows, counted, solutions
 

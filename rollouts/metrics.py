@@ -98,10 +98,10 @@ def domain_metrics(cfg, stream, groups):
     """Return each task's metrics (TASK/reward and so on) for a mixture, else {}."""
     if len(stream.domains) == 1:
         return {}
-    mine = {name: [] for name in stream.domains}
+    by_task = {name: [] for name in stream.domains}
     for group in groups:
-        mine[stream.domain(group[0].key)].append(group)
-    ranks = distributed.gather({name: sums_over(own) for name, own in mine.items()})
+        by_task[stream.domain(group[0].key)].append(group)
+    ranks = distributed.gather({name: sums_over(own) for name, own in by_task.items()})
     metrics = {}
     for name in stream.domains:
         total = Counter()

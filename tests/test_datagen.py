@@ -266,7 +266,7 @@ def test_copies_of_a_question_are_asked_once(tmp_path, capsys):
 
 def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):
     (tmp_path / "rft.attempts.jsonl.lock").write_text("mine")
-    with pytest.raises(BadInput, match="not a lock of ours"):
+    with pytest.raises(BadInput, match="not a nanoRFT lock"):
         datagen.open_log(SimpleNamespace(output=str(tmp_path / "rft.json")), HEADER, 1)
     assert (tmp_path / "rft.attempts.jsonl.lock").read_text() == "mine"
 

@@ -116,7 +116,7 @@ def test_about_95_percent_of_intervals_hold_the_truth(n, k, beta, truth):
 
 @pytest.mark.parametrize("n, k", [(60, 1), (100, 4), (200, 8)])
 def test_about_95_percent_of_intervals_hold_the_difference(n, k, monkeypatch):
-    monkeypatch.setattr(statistics_of_grades, "right", lambda shares: shares)                # grades would take most of the time
+    monkeypatch.setattr(statistics_of_grades, "right_shares", lambda shares: shares)                # grades would take most of the time
     rng = np.random.default_rng(n)
     held = 0
     for _ in range(3000):
