@@ -89,7 +89,7 @@ def read_questions(path, n_valid):
              if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
     valid = [questions.pop(text) for text in tenth[:n_valid]]
     if not questions:
-        raise BadInput(f"{path} has no training question: give a --dataset= with more questions.")
+        raise BadInput(f"{path} has no questions to train on: give a --dataset= with more questions.")
     return list(questions.values()), valid
 
 

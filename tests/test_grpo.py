@@ -1189,7 +1189,7 @@ def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
     assert all(f"\n{q['question']}\n" in samples for q in held[:4]) and not any(f"\n{q['question']}\n" in samples for q in train)
     dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))
     learn(**knobs, code=2, max_new_tokens=6, eval_interval=11, max_steps=12, init_from="resume")
-    assert "The list of questions has changed" in learn.error
+    assert "has changed since the run in" in learn.error
 
 
 def test_a_resumed_run_says_which_task_file_it_executes_and_refuses_another(learn, tmp_path):
