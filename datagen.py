@@ -1,12 +1,11 @@
-"""Rejection sampling: many solutions a question, verified, the right ones kept (Yuan et al. 2023, RFT).
+"""Sample many solutions per question and keep the verified ones: rejection sampling (RFT, Yuan et al. 2023).
 
     python datagen.py --init_from=out/base --task=unit_conversion --num_questions=1000 --oversample=10 --temperature=0.6
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
 
-Writes data/rft.json, [[question, answer, reasoning], ...], and beside it data/rft.attempts.jsonl, every
-attempt with its ids and its verdict. Run again after it was stopped, it goes on after the attempts it finds
-there. Knobs, as --key=value:
+Writes data/rft.json, [[question, answer, reasoning], ...], and data/rft.attempts.jsonl, every attempt with
+its ids and its verdict. The same command resumes an interrupted run from that log. Options, as --key=value:
 """
 import contextlib
 import dataclasses
@@ -25,7 +24,7 @@ from typing import Literal
 
 from runtime.usage import first_line
 
-first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
+first_line()                             # --help without the seconds that importing PyTorch takes
 
 import torch
 
@@ -48,19 +47,18 @@ class Config:
     init_from: str = "out/base"              # run folder, Hugging Face folder or hub name
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
-    task: str | dict = "unit_conversion"     # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours; several:
+    task: str | dict = "unit_conversion"     # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:
                                              # NAME@WEIGHT+NAME, in a config file {NAME: WEIGHT}
     output: str = "data/rft.json"
-    overwrite: bool = False                  # begin anew instead of going on after the attempts that are
-                                             # logged
-    # what is asked
+    overwrite: bool = False                  # start over instead of resuming from the logged attempts
+    # questions
     split: Literal["train", "valid"] = "train"
-    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 1,000; None: all
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py
-                                             # gave), 4 for Hugging Face's
-    oversample: int = 10                     # samples a question, at most
+    num_questions: int | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
+    few_shot: int | None = None              # worked examples in the prompt; None: the saved value for a
+                                             # grpo.py run, 0 for other runs, 4 for a Hugging Face model
+    oversample: int = 10                     # samples per question, at most
     keep_per_question: int = 4               # distinct verified solutions, at most
-    stop_early: bool = False                 # ask no more of a question once these are found
+    stop_early: bool = False                 # stop sampling a question once keep_per_question are found
     # sampling
     temperature: float = 0.6
     top_k: int | None = None
@@ -68,24 +66,23 @@ class Config:
     min_p: float = 0.0
     max_new_tokens: int = 128
     seed: int = 0
-    deterministic: bool = False              # the same file byte for byte, whether stopped on the way, and on
-                                             # any number of ranks
+    deterministic: bool = False              # byte-identical output after any interruption, on any number of
+                                             # ranks
     # machine
-    slots: int | None = None                 # samples in flight; None: as many as fit
-    reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
-    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an
-                                             # error
+    slots: int | None = None                 # samples in flight; None: as many as fit in memory
+    reward_workers: int | None = None        # verifier processes; None: one per core, at most 8
+    timeout: float = 10.0                    # seconds per sample before its verifier is killed (an error)
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    json: bool = False                       # all figures as the last line
+    json: bool = False                       # print all figures as JSON on the last line
 
 
-# may differ when a run goes on
-OF_THIS_CALL = ("output", "overwrite", "reward_workers", "device", "json")
+# options that may change when a run resumes
+MAY_CHANGE = ("output", "overwrite", "reward_workers", "device", "json")
 
 
 def code_of(task):
-    """SHA-256 of what verifies: the task's file, its neighbours that it imports, and what tasks share."""
+    """Return the SHA-256 of the verifier: the task's file, the local files it imports, and tasks/_*.py."""
     files = [*task.files, *sorted(Path(tasks.__file__).parent.glob("_*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -93,7 +90,7 @@ def code_of(task):
 # --- the log of attempts ---
 
 def is_log(path):
-    """Whether a file begins as a log of attempts does."""
+    """Tell whether a file begins with the header of an attempts log."""
     try:
         with open(path, encoding="utf-8") as file:
             header = config.parse_json(file.readline(), dict)
@@ -103,21 +100,22 @@ def is_log(path):
 
 
 def grade_of(record):
-    """The Grade that a record of the log holds."""
+    """Return the Grade in a log record."""
     return Grade(record["score"], record["parts"], record["signature"], record["error"])
 
 
 class Attempts:
-    """Everything sampled so far, {(question's number, sample): record}: in output.attempts.jsonl, and what
-    ranks have added to it since in files of their own, which the next to open it puts together. A line that a
-    crash cut short is dropped. An output without a log beside it is not datagen.py's, and stays. numbers, samples:
-    of this run."""
+    """All attempts so far, records {(question number, sample index): record}.
+
+    They are stored in output.attempts.jsonl; during sampling each rank appends to a part file of its own, and
+    opening the log merges these. A line truncated by a crash is dropped. An output without a log was not
+    written by datagen.py: BadInput. numbers, samples: valid question numbers and sample indices."""
 
     def __init__(self, output, header, overwrite, numbers=range(2**63), samples=range(2**63)):
         self.path = examples.attempts_path(output)
-        for path in (self.path, Path(output)):               # what a writer that was killed left
-            for left in path.parent.glob(f"{glob.escape(path.name)}.tmp-[0-9]*"):
-                left.unlink()
+        for path in (self.path, Path(output)):
+            for leftover in path.parent.glob(f"{glob.escape(path.name)}.tmp-[0-9]*"):    # of a killed writer
+                leftover.unlink()
         self.header = header
         self.numbers = numbers
         self.samples = samples
@@ -127,7 +125,7 @@ class Attempts:
                 self.read(path)
         for path in [Path(output), self.path, *self.parts()]:
             if path.exists() and not (is_log(self.path) or is_log(path)):
-                raise config.would_overwrite(path, f"datagen.py's, which has its log of attempts in {self.path}")
+                raise config.would_overwrite(path, f"an output of datagen.py, whose log is {self.path}")
         self.write()
         if overwrite:
             Path(output).unlink(missing_ok=True)
@@ -138,7 +136,7 @@ class Attempts:
         return sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part[0-9]*"))
 
     def read(self, path):
-        """Take over the records of a file, and check that they were made as this run makes them."""
+        """Read the records of a log or part file. BadInput if the header differs or a line is damaged."""
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines):
             try:
@@ -147,17 +145,17 @@ class Attempts:
                     raise ValueError(f"there is no sample {row['sample']} of a question {row['number']}")
             except ValueError as e:
                 if number < len(lines) - 1 or path == self.path and number == 0:
-                    anew = "--overwrite to begin anew, or " if number > 0 else ""
-                    raise BadInput(f"Line {number + 1} of {path} can't be read ({e}): mend or delete it, give "
-                                   f"{anew}another --output=.") from None
-                break                        # the last, cut short, or nothing after the last end of line
+                    start_over = "--overwrite to start over, or " if number > 0 else ""
+                    raise BadInput(f"Line {number + 1} of {path} can't be read ({e}): fix or delete it, or "
+                                   f"give {start_over}another --output=.") from None
+                break                        # a truncated last line, or the empty one after the last newline
             if number == 0:
                 self.check_header(path, row)
-            elif not (row["error"] or "").startswith(("timed out", "the worker died")):      # those may fare better
+            elif not (row["error"] or "").startswith(("timed out", "the worker died")):    # these are retried
                 self.records[row["number"], row["sample"]] = row
 
     def check_header(self, path, header):
-        """BadInput, with what is different, unless a log begins as this run's does."""
+        """Raise BadInput naming the first difference between a log's header and this run's."""
         different = [key for key in self.header if header.get(key) != self.header[key]]
         if not different:
             return
@@ -166,23 +164,23 @@ class Attempts:
             "questions": "list of questions",
             "code": "version of the verifier",
         }
-        what = names.get(different[0], different[0])
+        difference = names.get(different[0], different[0])
         if different[0] == "config":
-            what = "set of knobs"
+            difference = "set of options"
             saved = header.get("config") or {}
-            for knob, value in self.header["config"].items():
-                if saved.get(knob) != value:
-                    what = f"{knob} ({saved.get(knob)}, now {value})"
+            for option, value in self.header["config"].items():
+                if saved.get(option) != value:
+                    difference = f"{option} ({saved.get(option)}, now {value})"
                     break
-        raise BadInput(f"{path} was made with another {what}: leave the knobs as they were to go on, give "
-                       "--overwrite to begin anew, or another --output=.")
+        raise BadInput(f"{path} was made with another {difference}: restore it to resume, give --overwrite "
+                       "to start over, or choose another --output=.")
 
     def write(self):
         rows = [self.header, *(self.records[key] for key in sorted(self.records))]
         write_atomically(self.path, "".join(map(examples.line_of, rows)).encode())
 
     def part(self, rank):
-        """A new file for what a rank adds."""
+        """Open a new part file for a rank's attempts."""
         file = open(f"{self.path}.part{rank}", "w", encoding="utf-8")
         file.write(examples.line_of(self.header))
         return file
@@ -193,7 +191,7 @@ def lock_of(output):
 
 
 def open_log(cfg, header, n_questions):
-    """Return the Attempts of an output, which is locked from here on."""
+    """Lock an output and return its Attempts."""
     try:
         Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
         if Path(cfg.output).is_dir():
@@ -201,14 +199,12 @@ def open_log(cfg, header, n_questions):
         lock.take(lock_of(cfg.output), cfg.output, "--output=")
         return Attempts(cfg.output, header, cfg.overwrite, range(n_questions), range(cfg.oversample))
     except OSError as e:
-        raise BadInput(f"{cfg.output} can't be written to ({e.strerror}): choose another "
-                       "--output=.") from None
+        raise BadInput(f"{cfg.output} can't be written ({e.strerror}): choose another --output=.") from None
 
 
 def closes_at(records, keep):
-    """The smallest m for which samples 0 ... m of a question are there and hold `keep` different verified
-    solutions, None if there is none; and these solutions. records: {sample: record}. It does not depend on
-    the order in which samples finished."""
+    """Return (m, solutions): the smallest m such that samples 0 ... m exist and contain `keep` distinct
+    verified solutions, or None. records: {sample index: record}; the order of finishing is irrelevant."""
     found = {}
     for m in range(len(records)):
         if m not in records:
@@ -221,13 +217,13 @@ def closes_at(records, keep):
 
 
 def verdict(completion):
-    """Return verified, or the first thing that is wrong."""
+    """Return "verified", or the first reason against a completion."""
     grade = completion.grade
     if not completion.finished:
         return "unfinished"
     if grade.error:
         return "error"
-    if grade.verified:                       # a blank one, whatever a verifier pays for it, teaches nothing
+    if grade.verified:                       # a blank completion teaches nothing, whatever its score
         return "verified" if completion.text.strip() else "blank"
     for part, holds in grade.parts.items():
         if not holds:
@@ -238,7 +234,7 @@ def verdict(completion):
 # --- sampling ---
 
 class Share:
-    """A rank's questions: the records of their attempts, and the file that keeps those it adds."""
+    """One rank's questions, the records of their attempts, and the part file for new ones."""
 
     def __init__(self, cfg, tokenizer, n_questions, attempts, file):
         self.cfg = cfg
@@ -254,19 +250,18 @@ class Share:
         self.verified = 0
 
     def missing(self, requests):
-        """Yield Requests for what to sample next: all that is missing of a question; with stop_early in
-        rounds over the questions still open, as many at a time as have to be kept. The engine draws from it
-        when a slot is free, so what has come out meanwhile counts."""
+        """Yield Requests for missing samples: all of a question's at once, or with stop_early in rounds of
+        keep_per_question over the questions still open. The engine takes a Request when a slot is free, so
+        samples graded by then decide whether a question is still open."""
         cfg = self.cfg
-        at_once = cfg.keep_per_question if cfg.stop_early else cfg.oversample
-        for first in range(0, cfg.oversample, at_once):
+        per_round = cfg.keep_per_question if cfg.stop_early else cfg.oversample
+        for first in range(0, cfg.oversample, per_round):
             for key in self.keys:
                 if cfg.stop_early and closes_at(self.records[key], cfg.keep_per_question)[0] is not None:
                     continue
-                last = min(first + at_once, cfg.oversample)
+                last = min(first + per_round, cfg.oversample)
                 left = [index for index in range(first, last) if index not in self.records[key]]
-                while left:
-                    # without a gap
+                while left:                  # one Request per run of consecutive indices
                     n = next((n for n in range(1, len(left)) if left[n] != left[0] + n), len(left))
                     yield dataclasses.replace(requests[key], num_samples=n, first_sample=left[0])
                     left = left[n:]
@@ -283,13 +278,13 @@ class Share:
             self.file.flush()
 
     def note(self, pipeline):
-        """Return what the progress line says beside the number of samples."""
+        """Return the progress line's remarks: share verified, speed, errors."""
         errors = pipeline.pool.counts["errors"]
         verified = f"{self.verified / max(1, len(self.new)):.0%} verified, {pipeline.speed()}"
         return verified + (f", {errors} errors" if errors else "")
 
     def record(self, completion):
-        """Return what the log keeps of a completion."""
+        """Return the log record of a graded Completion."""
         ids = completion.ids
         grade = completion.grade
         return {
@@ -310,9 +305,8 @@ class Share:
 
 
 def sample(cfg, pipeline, questions, requests, attempts, stop):
-    """Draw this rank's missing samples, have them verified meanwhile, and log them. Returns (their records,
-    what they cost). stop: guard.StopSignal, which ends it early; what is not verified by then is sampled
-    again."""
+    """Sample, verify and log this rank's missing attempts. Returns (new records, their cost). stop: a
+    guard.StopSignal, which ends sampling early; attempts not graded by then are sampled again on resume."""
     began = time.perf_counter()
     with attempts.part(distributed.rank()) as file:
         share = Share(cfg, pipeline.tokenizer, len(questions), attempts, file)
@@ -327,31 +321,30 @@ def sample(cfg, pipeline, questions, requests, attempts, stop):
     return share.new, {"tokens": tokens, "seconds": time.perf_counter() - began, **pipeline.pool.counts}
 
 
-# --- the outcome ---
+# --- results ---
 
 def choose(cfg, questions, records):
-    """Return ([[question, answer, reasoning]] that are kept, the records that count, how many different
-    solutions each question has). Marks the records that are kept, and those that came after their question
-    had closed."""
+    """Return (kept rows [[question, answer, reasoning]], records that count, number of distinct solutions per
+    question). Sets "kept" and "after_close" (sampled after stop_early closed the question) in each record."""
     by_question = {key: {} for key in range(len(questions))}
     for record in records:
         by_question[record["number"]][record["sample"]] = record
     rows = []
     counted = []
     solutions = []
-    for mine in by_question.values():
-        closes, chosen = closes_at(mine, cfg.keep_per_question)
-        for record in mine.values():
+    for attempts in by_question.values():
+        closes, chosen = closes_at(attempts, cfg.keep_per_question)
+        for record in attempts.values():
             record["kept"] = any(record is c for c in chosen)
             record["after_close"] = cfg.stop_early and closes is not None and record["sample"] > closes
-        counted += [r for r in mine.values() if not r["after_close"]]
-        solutions.append(len({r["signature"] for r in mine.values() if r["verdict"] == "verified"}))
+        counted += [r for r in attempts.values() if not r["after_close"]]
+        solutions.append(len({r["signature"] for r in attempts.values() if r["verdict"] == "verified"}))
         rows += [[r["question"], number(r["answer"]), r["completion"]] for r in chosen]
     return rows, counted, solutions
 
 
 def number(answer):
-    """Return an answer as a number, where it is one."""
+    """Convert an answer to a finite int or float if possible, else return it unchanged."""
     for kind in (int, float):
         with contextlib.suppress(ValueError, TypeError, OverflowError):
             value = kind(answer)
@@ -360,7 +353,7 @@ def number(answer):
 
 
 def figures(cfg, questions, records, rows, counted, solutions, cost):
-    """Return what a run is judged by, as a dictionary."""
+    """Return the run's figures as a dictionary (--json)."""
     verdicts = Counter(r["verdict"] for r in counted)
     lengths = sorted(len(r["ids"]) for r in records if r["kept"]) or [0]
     grades = {}
@@ -371,7 +364,6 @@ def figures(cfg, questions, records, rows, counted, solutions, cost):
     seconds = cost["seconds"]
     domains = {}
     for name in tasks.parts_of(cfg.task):
-        # of a mixture
         own = [n for question, n in zip(questions, solutions) if question.get("domain") == name]
         kept = [min(n, cfg.keep_per_question) for n in own]
         domains[name] = {"questions": len(own), "solved": sum(n > 0 for n in own), "kept": sum(kept)}
@@ -398,11 +390,11 @@ def figures(cfg, questions, records, rows, counted, solutions, cost):
 
 
 def summary(f, cfg, dropped):
-    """Return the figures for people."""
+    """Return the figures as text."""
     kept = (f"{f['solved']:,} of {f['questions']:,} questions solved, {f['kept']:,} solutions kept in "
             f"{cfg.output}")
     if dropped:
-        kept += f"; {dropped} questions that stand in the test split were dropped"
+        kept += f"; dropped {dropped} questions that are in the test split"
     for name, own in (f["domains"] or {}).items():
         kept += f"\n  {name}: {own['solved']:,} of {own['questions']:,} solved, {own['kept']:,} kept"
     shares = (f"yield {f['yield_loose']:.1%} by the task's grade, {f['yield_tight']:.1%} verified; "
@@ -415,21 +407,21 @@ def summary(f, cfg, dropped):
         kept,
         shares,
         f"verdicts: {verdicts}",
-        f"questions by different solutions: {histogram}; tokens of a kept one: {lengths['median']:.0f} in the "
-        f"middle, {lengths['longest']} at most",
+        f"questions by number of distinct solutions: {histogram}; tokens of a kept solution: median "
+        f"{lengths['median']:.0f}, longest {lengths['longest']}",
     ]
     if f["seconds"]:
         speed = (f"{f['verified_per_s']:,.0f} verified samples/s, {f['tokens_per_s']:,.0f} tokens/s, "
                  f"{f['seconds']:.1f} s")
         if f["errors"]:
-            speed += f"; verifier: {f['errors']} errors, {f['timeouts']} of them time-outs"
+            speed += f"; verifier: {f['errors']} errors, {f['timeouts']} of them timeouts"
         lines.append(speed)
     return "\n".join(lines)
 
 
 def finish(cfg, questions, attempts, shares, dropped):
-    """Put the ranks' attempts together, write the output and say what came out. Returns the exit code.
-    shares: of each rank (its new records, what they cost)."""
+    """Merge the ranks' attempts, write the output and print the figures. Returns the exit code. shares: each
+    rank's (new records, cost)."""
     cost = {"seconds": max(cost["seconds"] for _, cost in shares), "verified": 0}
     for key in ("tokens", "errors", "timeouts", "restarts"):
         cost[key] = sum(rank_cost[key] for _, rank_cost in shares)
@@ -446,9 +438,8 @@ def finish(cfg, questions, attempts, shares, dropped):
     f = figures(cfg, questions, attempts.records.values(), rows, counted, solutions, cost)
     print(summary(f, cfg, dropped))
     if not rows:
-        print(f"No question was solved, so {cfg.output} is empty: try an easier task, more --oversample, or a "
-              "better model.",
-              file=sys.stderr)
+        print(f"No question was solved, so {cfg.output} is empty: try an easier task, a larger --oversample, "
+              "or a better model.", file=sys.stderr)
     if cfg.json:
         print(json.dumps(f | {"dropped": dropped, "output": cfg.output}))
     return 0 if rows else 1
@@ -465,7 +456,7 @@ def check(cfg):
     config.check_sampling(cfg)
     config.check_questions(cfg)
     if not cfg.output.endswith(".json"):
-        raise BadInput(f"--output={cfg.output} should end in .json.")
+        raise BadInput(f"--output={cfg.output} should end in .json: rename it.")
     if cfg.temperature == 0 and cfg.oversample > 1:
         raise BadInput("At --temperature=0 all samples of a question are the same: raise it, or give "
                        "--oversample=1.")
@@ -481,14 +472,13 @@ def fingerprint(model):
 
 
 def header_of(cfg, hw, tokenizer, model, task, form, questions, requests):
-    """Return what stands first in the log: a run goes on after attempts that were made in just the same
-    way."""
-    knobs = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in OF_THIS_CALL}
+    """Return the log's header: everything the attempts depend on. It must be equal for a resume."""
+    options = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in MAY_CHANGE}
     if not cfg.deterministic:
-        del knobs["slots"]
+        del options["slots"]
     asked = json.dumps([questions, [request.ids for request in requests]])
     return {
-        "config": knobs | {"dtype": hw.dtype},
+        "config": options | {"dtype": hw.dtype},
         "tokenizer": tokenizer.describe(),
         "model": fingerprint(model),
         "prompt": form,
@@ -502,33 +492,33 @@ def main(argv):
     check(cfg)
     distributed.init()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    found = distributed.on_main(lambda: hf.find(cfg.init_from))
-    tokenizer = found.tokenizer(cfg.tokenizer)
-    model = found.load()                     # in the computer's memory; a GPU's is for the engine
-    cfg.few_shot = few_shot_of(cfg, found)
+    source = distributed.on_main(lambda: hf.find(cfg.init_from))
+    tokenizer = source.tokenizer(cfg.tokenizer)
+    model = source.load()                    # in CPU memory; the engine copies it to the GPU
+    cfg.few_shot = few_shot_of(cfg, source)
     if cfg.deterministic and cfg.slots is None:
-        cfg.slots = 64                       # as many wherever it runs: shapes decide the last bits
+        cfg.slots = 64                       # fixed, because batch shapes decide the last bits
     with task_errors():
         task = load(cfg.task)
         form = task.prompt
         questions, dropped = distributed.on_main(
             lambda: unseen_questions(task, cfg.split, cfg.num_questions, cfg.seed))
         if cfg.num_questions == "auto":
-            cfg.num_questions = len(questions) + dropped             # which the log keeps
+            cfg.num_questions = len(questions) + dropped             # for the log's header
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                             stop_strings_of(task))
-        context = context_for(cfg, requests, cfg.few_shot, found)
+        context = context_for(cfg, requests, cfg.few_shot, source)
         engine = Engine(model, cfg.slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
                         device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode)
         engine.check(max(requests, key=lambda request: len(request.ids)))
     header = header_of(cfg, hw, tokenizer, model, task, form, questions, requests)
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))
     if distributed.is_main():
-        before = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
+        logged = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
         print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked "
-              f"examples before each; {hw.dtype} on {hw.name}, {engine.slots} samples in "
-              f"flight{before}.", flush=True)
+              f"examples in each prompt; {hw.dtype} on {hw.name}, {engine.slots} samples in flight{logged}.",
+              flush=True)
 
     stop = guard.StopSignal()
     new = []
@@ -541,11 +531,11 @@ def main(argv):
     except (ValueError, FloatingPointError) as e:
         failure = str(e)
     except OSError as e:
-        failure = (f"{e.filename or 'The log of attempts'} could not be written ({e.strerror}): free some space, and "
-                   "the same command goes on after what is logged.")
+        failure = (f"{e.filename or 'The attempts log'} could not be written ({e.strerror}): free disk "
+                   "space, then repeat the command to resume.")
     if stop.received is not None:
-        print(f"Stopped as asked after {len(new):,} more attempts, which are logged: the same command"
-              f"{' without --overwrite' if cfg.overwrite else ''} goes on after them.", flush=True)
+        print(f"Stopped on request; {len(new):,} more attempts are logged. Repeat the command"
+              f"{' without --overwrite' if cfg.overwrite else ''} to resume.", flush=True)
         return stop.exit_code()
     shares = []
     for rank_failure, *share in distributed.gather((failure, new, cost)):

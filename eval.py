@@ -1,13 +1,13 @@
-"""How good a model is: the share of right answers on a task, perplexity on a text.
+"""Evaluate models: accuracy, answer rate and pass@k on a task, or perplexity on a text.
 
     python eval.py out/base --task=unit_conversion
     python eval.py HuggingFaceTB/SmolLM2-360M --task=gsm8k --num_samples=8 --temperature=1
-    python eval.py --compare out/base out/tuned --task=unit_conversion --json             the same questions to both
+    python eval.py --compare out/base out/tuned --task=unit_conversion --json            on the same questions
     python eval.py out/book --dataset=other.txt
     torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
 
-Of a text every token but the first is predicted once, after at least block_size - stride others (at the
-start, after those there are); nothing is put before the text. Knobs, as --key=value:
+On a text, every token but the first is predicted once, from at least block_size - stride tokens (at the
+start, from all that precede it); no token is prepended. Options, as --key=value:
 """
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from typing import Literal
 
 from runtime.usage import end_with_reader, first_line
 
-first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
+first_line()                             # --help without the seconds that importing PyTorch takes
 
 import hf
 import tasks
@@ -39,78 +39,77 @@ from text.perplexity import evaluation_line, text_loss
 class Config:
     models: tuple = ()                       # run folders, Hugging Face folders or hub names, first on the
                                              # command line
-    split: Literal["auto", "test", "valid", "train"] = "auto"   # auto: test of a task, valid of a text
+    split: Literal["auto", "test", "valid", "train"] = "auto"   # auto: test for a task, valid for a text
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
     device: str = "auto"
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # auto: for a task bf16 where the hardware has
-                                             # it; for a text fp32
-    json: bool = False                       # all figures as the last line
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # auto: for a task bf16 if the hardware has
+                                             # it, for a text fp32
+    json: bool = False                       # print all figures as JSON on the last line
     # a task
-    task: str | dict = ""                    # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours; several:
+    task: str | dict = ""                    # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:
                                              # NAME+NAME
-    compare: bool = False                    # several models, each against the first; implied when several
-                                             # are named
-    num_questions: int | Literal["auto"] | None = "auto"     # as many as there are, up to 500; None: all; the
-                                             # same for every model and seed
-    num_samples: int = 1                     # a question
-    few_shot: int | None = None              # worked examples before each; None: 0 for a run (those grpo.py
-                                             # gave), 4 for Hugging Face's
+    compare: bool = False                    # compare each model with the first; implied by several models
+    num_questions: int | Literal["auto"] | None = "auto"     # auto: at most 500; None: all; the same for
+                                             # every model and seed
+    num_samples: int = 1                     # per question
+    few_shot: int | None = None              # worked examples in the prompt; None: the saved value for a
+                                             # grpo.py run, 0 for other runs, 4 for a Hugging Face model
     max_new_tokens: int = 128
     temperature: float = 0.0                 # 0: greedy
-    top_k: int | None = None                 # sample among the k likeliest tokens; None: all
-    top_p: float = 1.0                       # among the likeliest that together reach it
-    min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
-    seed: int = 0                            # of the sampling
-    deterministic: bool = False              # a sample is the same bit for bit whoever shares its batch (see
-                                             # engine/generate.py)
-    reward_workers: int | None = None        # processes that verify; None: one a core, at most 8
-    output: str | None = None                # a .jsonl for all answers with their grades, a question a line
+    top_k: int | None = None                 # sample only from the k likeliest tokens; None: all
+    top_p: float = 1.0                       # the fewest likeliest tokens whose probabilities sum to this
+    min_p: float = 0.0                       # tokens at least this fraction as likely as the likeliest
+    seed: int = 0                            # for sampling
+    deterministic: bool = False              # samples do not depend on the rest of the batch, bit for bit
+                                             # (see engine/generate.py)
+    reward_workers: int | None = None        # verifier processes; None: one per core, at most 8
+    output: str | None = None                # .jsonl for all answers and grades, one question per line
     # a text
-    dataset: str = ""                        # as train.py's; of a single file all of it counts, else the
-                                             # split
-    text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
-    data_dir: str = "data"                   # where tokenised texts are kept
-    block_size: int | None = None            # tokens of a window; None: the model's, at most 1024
-    stride: int | None = None                # tokens between the beginnings of two windows; None: block_size,
-                                             # no overlap
-    batch_size: int = 8                      # windows at a time
-    eval_tokens: int | None = None           # predict only so many; None: all
+    dataset: str = ""                        # as in train.py; a single file is evaluated whole, other
+                                             # datasets by split
+    text_key: str = "text"                   # column of the text in .jsonl, .parquet or a hub dataset
+    data_dir: str = "data"                   # cache of tokenised texts
+    block_size: int | None = None            # tokens per window; None: the model's, at most 1024
+    stride: int | None = None                # tokens between window starts; None: block_size (no overlap)
+    batch_size: int = 8                      # windows per forward pass
+    eval_tokens: int | None = None           # predict at most this many; None: all
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
 
 
 # --- a text ---
 
 def evaluate_text(cfg):
-    """Return the figures of a model on a text."""
+    """Return a model's figures on a text."""
     (name,) = cfg.models
     dtype = "fp32" if cfg.dtype == "auto" else cfg.dtype
     hw = hardware.setup(cfg.device, dtype, tf32=dtype != "fp32", compile=False, attention=cfg.attention)
-    found = distributed.on_main(lambda: hf.find(name))
-    tokenizer = found.tokenizer(cfg.tokenizer)
-    block_size = cfg.block_size or min(1024, found.config.block_size)
+    source = distributed.on_main(lambda: hf.find(name))
+    tokenizer = source.tokenizer(cfg.tokenizer)
+    block_size = cfg.block_size or min(1024, source.config.block_size)
     stride = cfg.stride or block_size
-    if block_size > found.config.block_size or stride > block_size:
-        raise BadInput(f"A stride of {stride} needs windows of at least that, and these of {block_size} a "
-                       f"model with as many positions, which has {found.config.block_size}: lower --stride or "
-                       "--block_size.")
+    if block_size > source.config.block_size:
+        raise BadInput(f"--block_size={block_size} exceeds the model's {source.config.block_size} "
+                       "positions: lower it.")
+    if stride > block_size:
+        raise BadInput(f"--stride={stride} exceeds the window of {block_size} tokens: lower it.")
 
     split = "valid" if cfg.split == "auto" else cfg.split
     folder = distributed.on_main(
         lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key, split))
     text = data.TokenFile(folder, "valid")
     if len(text) < 2:
-        raise BadInput(f"{cfg.dataset} has no token to predict: give more text.")
+        raise BadInput(f"{cfg.dataset} has fewer than two tokens: give a longer text.")
 
     began = time.perf_counter()
-    model = found.load(hw.attention, device=hw.device)
+    model = source.load(hw.attention, device=hw.device)
     result = text_loss(model, text, block_size, cfg.batch_size, hw, cfg.eval_tokens, stride)
     seconds = time.perf_counter() - began
     say(f"{name} on {cfg.dataset}: {result['tokens']:,} tokens in windows of {block_size}, stride {stride}, "
         f"{hw.dtype}, {seconds:.1f} s")
     say(evaluation_line(result))
-    unknown = dict.fromkeys(("words", "bytes", "ppl_word", "bits_per_byte"))
-    return unknown | result | {
+    unavailable = dict.fromkeys(("words", "bytes", "ppl_word", "bits_per_byte"))
+    return unavailable | result | {
         "model": name,
         "dataset": cfg.dataset,
         "block_size": block_size,
@@ -124,42 +123,42 @@ def evaluate_text(cfg):
 
 @dataclass
 class Candidate:
-    """A model that can be asked: nothing of what it will need is missing."""
+    """A model whose inputs are checked and whose prompts are built; its weights are not loaded yet."""
     name: str
-    found: hf.ModelSource
+    source: hf.ModelSource
     tokenizer: object
-    few_shot: int                            # worked examples before a question
+    few_shot: int                            # worked examples in each prompt
     requests: list
-    context: int                             # tokens of the longest prompt and the answer after it
+    context: int                             # tokens of the longest prompt with its completion
 
 
 def prepare(cfg, name, task, questions):
-    """Return the Candidate of a name."""
-    found = distributed.on_main(lambda: hf.find(name))
-    tokenizer = found.tokenizer(cfg.tokenizer)
-    few_shot = few_shot_of(cfg, found)
+    """Return the Candidate for a run folder or model name; BadInput if anything is missing."""
+    source = distributed.on_main(lambda: hf.find(name))
+    tokenizer = source.tokenizer(cfg.tokenizer)
+    few_shot = few_shot_of(cfg, source)
     with task_errors():
         requests = requests_of(tokenizer, task, questions, cfg.num_samples, cfg.max_new_tokens, few_shot)
-    return Candidate(name, found, tokenizer, few_shot, requests, context_for(cfg, requests, few_shot, found))
+    context = context_for(cfg, requests, few_shot, source)
+    return Candidate(name, source, tokenizer, few_shot, requests, context)
 
 
 def evaluate_task(cfg):
-    """Return the figures of one model on a task, or {"models": those of several}."""
+    """Return one model's figures on a task, or {"models": [figures of each]}."""
     many = cfg.compare or len(cfg.models) > 1
     split = "test" if cfg.split == "auto" else cfg.split
     with task_errors():
-        # what can't be sampled with is refused here
-        Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)       # raises for invalid options
         task = load(cfg.task)
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
     questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions, most=500))
-    # all before hours are spent on one
+    # check every model before hours are spent on the first
     candidates = [prepare(cfg, name, task, questions) for name in cfg.models]
     say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature "
         f"{cfg.temperature:g}; % [95% interval]")
 
     rows = []
-    answers = []                             # lines of cfg.output
+    answers = []                             # rows for cfg.output
     first_grades = None
     with task_errors(), Pool(cfg.task, cfg.reward_workers) as pool:
         for candidate in candidates:
@@ -170,29 +169,30 @@ def evaluate_task(cfg):
             if rows:
                 row |= difference(first_grades, grades)
             if task.domains:
-                row |= of_domains(task, questions, grades, first_grades)
+                row |= domain_figures(task, questions, grades, first_grades)
             check_graded(cfg.task, [grade for samples in grades for grade in samples])
             report(row, grades, max(map(len, cfg.models)), many, heading=not rows)
             rows.append(row)
-            gc.collect()                     # one model's memory is the next one's
+            gc.collect()                     # free this model before the next is loaded
     if cfg.output and distributed.is_main():
         write_atomically(cfg.output, "".join(json.dumps(line) + "\n" for line in answers).encode())
     return {"models": rows} if many else rows[0]
 
 
 def evaluate_model(cfg, hw, task, questions, pool, candidate):
-    """Ask one model. Returns (its figures, its Grades [n_questions][num_samples], with cfg.output its answers,
-    texts of the same shape, else [])."""
+    """Sample and grade one model's answers. Returns (figures, Grades [n_questions][num_samples], completion
+    texts of the same shape, or [] without cfg.output)."""
     tokenizer = candidate.tokenizer
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                         stop_strings_of(task))
     slots = 64 if cfg.deterministic else None
-    engine = Engine(candidate.found.load(device=hw.device), slots, candidate.context, sampling, seed=cfg.seed,
-                    dtype=hw.sampling_dtype, deterministic=cfg.deterministic, decode=tokenizer.decode)
+    engine = Engine(candidate.source.load(device=hw.device), slots, candidate.context, sampling,
+                    seed=cfg.seed, dtype=hw.sampling_dtype, deterministic=cfg.deterministic,
+                    decode=tokenizer.decode)
     began = time.perf_counter()
     pipeline = Pipeline(engine, pool, tokenizer, task)
     grades, texts = ask(pipeline, questions, candidate.requests, shown=len(questions) if cfg.output else 0,
-                        what=f"asking {candidate.name}")
+                        label=f"evaluating {candidate.name}")
     seconds = time.perf_counter() - began
     (tokens,) = distributed.sum([engine.progress.tokens])
     figures = accuracy(grades) | {
@@ -209,24 +209,24 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
     return figures, grades, texts
 
 
-# --- the answers, in a file ---
+# --- answers and tables ---
 
 def answers_of(name, questions, texts, grades):
-    """Return the lines of cfg.output about a model, a question each; none if there are no texts."""
-    found = []
-    for question, of_question, graded in zip(questions, texts, grades):
+    """Return a model's rows for cfg.output, one per question; none if there are no texts."""
+    rows = []
+    for question, completions, graded in zip(questions, texts, grades):
         samples = [{"completion": text, "score": grade.score, "parts": grade.parts, "error": grade.error}
-                   for text, grade in zip(of_question, graded, strict=True)]
-        found.append({"model": name, "question": question["question"], "answer": question["answer"],
-                      "samples": samples})
-    return found
+                   for text, grade in zip(completions, graded, strict=True)]
+        rows.append({"model": name, "question": question["question"], "answer": question["answer"],
+                     "samples": samples})
+    return rows
 
 
 def check_output(path):
-    """Raise BadInput if a file is there that holds no answers, or none can be written there."""
+    """Raise BadInput if a path can't be written to, or holds a file other than answers of eval.py."""
     path = Path(path)
     if not path.parent.is_dir():
-        raise BadInput(f"There is no folder {path.parent} for --output={path}: make it, or choose another.")
+        raise BadInput(f"There is no folder {path.parent} for --output={path}: create it, or choose another.")
     if path.is_dir():
         raise config.would_overwrite(path, "a file of answers")
     if path.exists():
@@ -236,19 +236,19 @@ def check_output(path):
         raise config.would_overwrite(path, "eval.py's answers")
 
 
-def of_domains(task, questions, grades, first_grades):
-    """Return the figures of each task of a mixture, with how much better it is than the first model's, and the
-    means in which each task counts alike."""
+def domain_figures(task, questions, grades, first_grades):
+    """Return figures for each task of a mixture, with the difference to the first model, and their macro
+    averages."""
     first = by_domain(task, questions, first_grades)
-    found = {}
+    domains = {}
     for name, rows in by_domain(task, questions, grades).items():
-        found[name] = accuracy(rows) | difference(first[name], rows)
-    means = macro(found.values()) | macro(found.values(), "difference")
-    return {"domains": found} | {f"macro_{name}": value for name, value in means.items()}
+        domains[name] = accuracy(rows) | difference(first[name], rows)
+    means = macro(domains.values()) | macro(domains.values(), "difference")
+    return {"domains": domains} | {f"macro_{name}": value for name, value in means.items()}
 
 
 def report(row, grades, width, many, heading):
-    """Print a model's line of the table, in percent."""
+    """Print a model's row of the table, in percent."""
     def percent(key, sign=""):
         p, low, high = (f"{100 * row[key + end]:{sign}.1f}" for end in ("", "_low", "_high"))
         return f"{p} [{low}, {high}]"
@@ -265,7 +265,7 @@ def report(row, grades, width, many, heading):
     say(f"{row['model']:<{width}}" + "".join(f"  {text:>{len(name)}}" for name, text in cells.items()))
     if row["errors"]:
         error = next(grade.error for samples in grades for grade in samples if grade.error)
-        say(f"{row['errors']} of {row['samples']} answers could not be scored and count as wrong: {error}")
+        say(f"{row['errors']} of {row['samples']} answers could not be graded and count as wrong: {error}")
 
 
 def say(text):
@@ -276,24 +276,22 @@ def say(text):
 def main(argv):
     cfg = config.load(Config, argv, positional="models")
     if not cfg.models or not (cfg.dataset or cfg.task):
-        raise BadInput("Name a model and a text or a task: python eval.py RUN_OR_MODEL --dataset=..., or "
-                       "--task=...")
+        raise BadInput("Name a model and a text or a task: python eval.py MODEL --dataset=... or --task=...")
     cfg.task = tasks.spec_of(cfg.task)
     if cfg.dataset and cfg.task:
-        raise BadInput("A model is evaluated on a text or on a task: leave out --dataset or --task.")
+        raise BadInput("--dataset and --task exclude each other: leave out one of them.")
     if cfg.dataset and (len(cfg.models) > 1 or cfg.compare):
-        raise BadInput("Models are compared on a task: give --task= instead of --dataset=, or name one "
-                       "model.")
+        raise BadInput("Models are compared only on a task: give --task=, not --dataset=, or name one model.")
     config.at_least(cfg, 1, "block_size stride batch_size eval_tokens num_samples")
     config.at_most(cfg, 10**6, "num_samples")
     config.check_sampling(cfg)
     config.check_questions(cfg)
     if cfg.num_samples > 1 and not cfg.temperature:
         raise BadInput(f"At temperature 0 all {cfg.num_samples} samples are the same: give --temperature=1, "
-                       "or leave --num_samples out.")
+                       "or leave out --num_samples.")
     if cfg.output is not None:
         if cfg.dataset:
-            raise BadInput("--output= is for answers to a task: leave it out, or give --task= instead of "
+            raise BadInput("--output= is for answers to a task: leave it out, or give --task=, not "
                            "--dataset=.")
         check_output(cfg.output)
     else:

@@ -424,7 +424,7 @@ def learn(cfg, run, model, groups, lr, pcgrad):
         mask = batch.y != IGNORE
         with run.hardware.autocast():
             logprobs, entropy = model.token_logprobs(
-                batch.x, batch.y, cfg.temperature, batch.prefixes, batch.trained)
+                batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, figures = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,
                                   denominator, batch.sampled_logprobs)

@@ -1,10 +1,10 @@
-"""A prompt in, text out.
+"""Sample text from a model after a prompt.
 
     python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4
-    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive         a prompt a line; Ctrl-D ends it
+    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive        one prompt per line; Ctrl-D ends
     torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
 
-Knobs, as --key=value:
+Options, as --key=value:
 """
 import sys
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Literal
 
 from runtime.usage import end_with_reader, first_line
 
-first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
+first_line()                             # --help without the seconds that importing PyTorch takes
 
 import hf
 from engine import Engine, Request, Sampling
@@ -25,20 +25,19 @@ from text.prompts import context_of
 class Config:
     model: str = ""                          # run folder, Hugging Face folder or hub name, first on the
                                              # command line
-    prompt: str = ""                         # empty: the end-of-text token, after which a document begins
-    interactive: bool = False                # read prompts from standard input, a line each; every one stands
-                                             # for itself
+    prompt: str = ""                         # empty: the end-of-text token, which precedes a document
+    interactive: bool = False                # read independent prompts from standard input, one per line
     num_samples: int = 1
     max_new_tokens: int = 128
     temperature: float = 0.8                 # 0: greedy
-    top_k: int | None = None                 # sample among the k likeliest tokens; None: all
-    top_p: float = 1.0                       # among the likeliest that together reach it
-    min_p: float = 0.0                       # among those at least so likely, as a share of the likeliest
-    stop: str | None = None                  # a text that ends a sample, e.g. </answer>
-    system: str | None = None                # system message of a chat model; None: its own
+    top_k: int | None = None                 # sample only from the k likeliest tokens; None: all
+    top_p: float = 1.0                       # the fewest likeliest tokens whose probabilities sum to this
+    min_p: float = 0.0                       # tokens at least this fraction as likely as the likeliest
+    stop: str | None = None                  # string that ends a sample, e.g. </answer>
+    system: str | None = None                # system message for a chat model; None: its default
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
-    deterministic: bool = False              # a sample is the same bit for bit however many there are (see
+    deterministic: bool = False              # samples do not depend on their number, bit for bit (see
                                              # engine/generate.py)
     seed: int = 0
     device: str = "auto"
@@ -46,7 +45,7 @@ class Config:
 
 
 def make_engine(cfg, model, tokenizer, hw, context, slots):
-    """Return an Engine. Every rank makes one, so that all refuse what can't be sampled."""
+    """Return an Engine. Every rank builds one, so that all ranks reject invalid input."""
     stop_strings = (cfg.stop,) if cfg.stop else ()
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), stop_strings)
     return Engine(model, slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
@@ -54,7 +53,7 @@ def make_engine(cfg, model, tokenizer, hw, context, slots):
 
 
 class Printer:
-    """Prints what is sure of an answer's text as its tokens come."""
+    """Prints a completion while it is sampled, without characters that may still change."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -72,7 +71,7 @@ class Printer:
 
 
 def talk(cfg, model, tokenizer, hw):
-    """Answer prompts from standard input, a line each."""
+    """Print a completion for each line of standard input."""
     prompt = "> " if sys.stdin.isatty() else ""
     sys.stdin.reconfigure(errors="replace")
     engine = None
@@ -90,7 +89,7 @@ def talk(cfg, model, tokenizer, hw):
                 printer.show(sample.ids)
         except (ValueError, FloatingPointError) as e:
             print(f"error: {e}", end="", file=sys.stderr)
-        except KeyboardInterrupt:            # of this answer
+        except KeyboardInterrupt:            # ends this completion only
             pass
         print(flush=True)
 
@@ -107,11 +106,11 @@ def main(argv):
     rank = distributed.rank()
     world = distributed.world_size()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    found = distributed.on_main(lambda: hf.find(cfg.model))
-    tokenizer = found.tokenizer(cfg.tokenizer)
-    model = found.load(device=hw.device)
+    source = distributed.on_main(lambda: hf.find(cfg.model))
+    tokenizer = source.tokenizer(cfg.tokenizer)
+    model = source.load(device=hw.device)
     if cfg.interactive and world > 1:
-        raise config.BadInput("--interactive is for one process: leave torchrun out.")
+        raise config.BadInput("--interactive needs a single process: run it without torchrun.")
     if cfg.interactive:
         return talk(cfg, model, tokenizer, hw)
 
@@ -119,14 +118,12 @@ def main(argv):
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))
-    context = context_of(len(prompt), cfg.max_new_tokens, found.config.block_size)
+    context = context_of(len(prompt), cfg.max_new_tokens, source.config.block_size)
     try:
         engine = make_engine(cfg, model, tokenizer, hw, context, slots)
         engine.check(Request(prompt))
         requests = [Request(prompt, count, 0, cfg.max_new_tokens, first)] if count else []
-        samples = []
-        for sample in track(engine.generate(requests), "sampling", "samples", count):
-            samples.append(sample)
+        samples = list(track(engine.generate(requests), "sampling", "samples", count))
     except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
     texts = distributed.gather([(sample.index, tokenizer.text_of(sample.ids)) for sample in samples])

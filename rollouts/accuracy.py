@@ -1,25 +1,24 @@
-"""What grades say of a model: the share of right answers with its confidence interval, pass@k, and the
-difference of two models."""
+"""Statistics of grades: accuracy with a confidence interval, pass@k, and the difference between two
+models."""
 import math
 from statistics import fmean
 
-# of a normal distribution, 95% lies within so many standard deviations
-Z = 1.959963984540054
+Z = 1.959963984540054                        # standard deviations that contain 95% of a normal distribution
 
 
 def accuracy(grades):
     """Summarise Grades [n_questions][num_samples]. A sample is right if its score is 1.
 
-    Returns figures in [0, 1], but for the last three. accuracy: mean over questions of the share of right
-    samples, from accuracy_low to accuracy_high with 95% confidence; pass_at_k: {str(k): chance that one of k
-    samples is right} for k = 1, 2, 4, ..., num_samples; parts: {name: share of samples for which it is true};
-    answer_rate: that of the part "answered", None without; verified: share of samples fit for training;
-    questions, samples, errors: their numbers.
+    Returns figures in [0, 1] and three counts. accuracy: mean over questions of the share of right samples,
+    with 95% interval accuracy_low to accuracy_high; pass_at_k: {str(k): probability that at least one of k
+    samples is right} for k = 1, 2, 4, ..., num_samples; parts: {name: share of samples for which it holds};
+    answer_rate: the share of the part "answered", or None; verified: share of samples fit for training;
+    questions, samples, errors: counts.
     """
     samples = [grade for row in grades for grade in row]
     names = dict.fromkeys(name for grade in samples for name in grade.parts)
     parts = {name: fmean(bool(grade.parts.get(name)) for grade in samples) for name in names}
-    shares = right(grades)
+    shares = right_shares(grades)
     low, high = interval(shares, len(samples) / len(grades))
     fewest = min(map(len, grades))
     ks = sorted({2**i for i in range(fewest.bit_length())} | {fewest})
@@ -38,51 +37,50 @@ def accuracy(grades):
 
 
 def by_domain(task, questions, grades):
-    """Return {task's name: the Grades [n][num_samples] of its questions}: of a mixture for each of its tasks
-    that was asked."""
-    found = {}
+    """Return {task name: Grades [n][num_samples] of its questions} for each task of a mixture with
+    questions."""
+    domains = {}
     for question, row in zip(questions, grades, strict=True):
-        found.setdefault(task.of(question).name, []).append(row)
-    return found
+        domains.setdefault(task.of(question).name, []).append(row)
+    return domains
 
 
 def macro(figures, name="accuracy"):
-    """Return the mean of several tasks' figures, {name, name_low, name_high}, each task counting alike.
+    """Return the unweighted mean over tasks of a figure, {name, name_low, name_high}.
 
-    The widths of independent intervals add up as the sides of a triangle do, those below the figures and those
-    above each by themselves (Zou and Donner 2008), so that the mean's stays within 0 and 1 if theirs do."""
+    Independent intervals combine as the root of summed squares of their lower widths, and likewise of their
+    upper widths (Zou and Donner 2008), so the mean's interval stays within [0, 1] if theirs do."""
     figures = list(figures)
     mean = fmean(f[name] for f in figures)
-    # An end at the figure itself may be past it by its rounding.
+    # max: rounding may put an end on the wrong side of its figure
     below = math.hypot(*(max(0.0, f[name] - f[f"{name}_low"]) for f in figures)) / len(figures)
     above = math.hypot(*(max(0.0, f[f"{name}_high"] - f[name]) for f in figures)) / len(figures)
     return {name: mean, f"{name}_low": mean - below, f"{name}_high": mean + above}
 
 
 def n_right(grades):
-    """Count the samples that are right."""
+    """Return the number of right samples."""
     return sum(grade.score == 1 for grade in grades)
 
 
-def right(grades):
-    """Return, for each question, the share of its samples that are right."""
+def right_shares(grades):
+    """Return the share of right samples of each question."""
     return [n_right(row) / len(row) for row in grades]
 
 
 def pass_at(k, n, right):
-    """Estimate the chance that one of k samples is right from n of which so many are, without bias (Chen et
-    al. 2021)."""
+    """Estimate, without bias, the probability that at least one of k samples is right, given that `right` of
+    n were (Chen et al. 2021)."""
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def interval(shares, num_samples):
-    """Return (low, high) that hold the mean of questions' shares of right samples with 95% confidence.
+    """Return a 95% interval (low, high) for the mean of the questions' shares of right samples.
 
-    Wilson's interval (1927) for as many independent answers as would have its standard error. These are the
-    questions if samples of one are right or wrong together, or if there is one each; at most they are the
-    samples. The standard error is taken with one more question, half of it right. At one sample each that
-    changes nothing; without it, where few samples are right, as few as 85% of intervals hold the truth
-    (simulated).
+    Wilson's interval (1927) at the effective sample size: the number of independent answers that would have
+    the same standard error. It is the number of questions if a question's samples agree or there is one each,
+    and at most num_samples. The standard error includes one more question, half right: at one sample each
+    this changes nothing; without it, when few samples are right, coverage falls to 85% (simulated).
     """
     n = len(shares)
     p = fmean(shares)
@@ -93,19 +91,19 @@ def interval(shares, num_samples):
     half = Z * math.sqrt(p * (1 - p) / n + (Z / (2 * n))**2)
     low = (middle - half) / (1 + Z**2 / n)
     high = (middle + half) / (1 + Z**2 / n)
-    # Rounding may put an end on the wrong side of p where all shares are 0, or 1.
+    # max, min: if all shares are 0 or 1, rounding may put an end on the wrong side of p
     return max(0.0, min(p, low)), min(1.0, max(p, high))
 
 
 def difference(a, b):
-    """Return how much more accurate b is than a, Grades on the same questions: {difference, difference_low,
+    """Return the accuracy of Grades b minus that of a, on the same questions: {difference, difference_low,
     difference_high}.
 
-    Compared question by question, so what is hard for both does not count. The 95% interval has one more
-    question, half of it gained and half lost (after Bonett and Price 2012, who add two), or ten questions
-    without a difference would prove that there is none.
+    The comparison is paired, so questions that are hard for both add no variance. The 95% interval includes
+    one more question, half gained and half lost (after Bonett and Price 2012, who add two); without it, ten
+    questions with equal results would give an interval of width zero.
     """
-    gains = [y - x for x, y in zip(right(a), right(b), strict=True)]
+    gains = [y - x for x, y in zip(right_shares(a), right_shares(b), strict=True)]
     n = len(gains) + 1
     middle = sum(gains) / n
     half = Z * math.sqrt(((sum(x * x for x in gains) + 1) / n - middle**2) / n)

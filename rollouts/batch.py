@@ -1,4 +1,4 @@
-"""Completions as padded batches: micro-batches of about equal cost, the largest there can be, and log-probabilities.
+"""Padded batches of completions: micro-batches of bounded cost, their worst case, and logprobs.
 
 Shapes: B rows, T tokens of the longest completion, G prefixes of at most P tokens, N targets.
 """
@@ -15,16 +15,16 @@ from runtime import distributed
 
 @dataclass
 class Batch:
-    """Completions that continue prefixes, each of which stands there once; column t is a completion's t-th
-    token. Elsewhere y is IGNORE and the numbers are 0."""
-    x: torch.Tensor                          # [B, T] ids: a prompt's last, and the completion's but for the last
-    y: torch.Tensor                          # [B, T] ids of the completions, where they are trained on
-    sampled_logprobs: torch.Tensor           # [B, T] of y: the engine's,
-    trainer_logprobs: torch.Tensor           # the trainer's before the step (0 if not needed),
-    reference_logprobs: torch.Tensor         # and the reference's (0 without one)
+    """Completions and their prefixes, each distinct prefix stored once. Column t is a completion's token t.
+    Padding is IGNORE in y and 0 elsewhere."""
+    x: torch.Tensor                          # [B, T] ids: the prompt's last, the completion's but the last
+    y: torch.Tensor                          # [B, T] ids of completions that are trained on
+    sampled_logprobs: torch.Tensor           # [B, T] of the completion: by the engine
+    trainer_logprobs: torch.Tensor           # [B, T] by the trainer before the step; 0 if not needed
+    reference_logprobs: torch.Tensor         # [B, T] by the reference model; 0 without one
     advantages: torch.Tensor                 # [B]
-    trained: torch.Tensor                    # [N]: where in y.flatten() the targets are
-    prefixes: Prompts                        # ids [G, P], lengths [G], which of them a row continues [B]
+    target_index: torch.Tensor               # [N] positions of the targets in y.flatten()
+    prefixes: Prompts                        # ids [G, P], lengths [G], index of each row's prefix [B]
 
     def to(self, device):
         def move(tensor):
@@ -34,9 +34,8 @@ class Batch:
 
 
 def padded(completions, multiple=1):
-    """Return the Batch of some Completions; of none, a row in which nothing is trained on. Masks come from
-    lengths: a completion's last token, be it the end of text, is trained on. P and T are rounded up to a
-    multiple."""
+    """Return the Batch of Completions; for an empty list, one row without targets. P and T are rounded up to
+    a multiple. Masks come from lengths, so a final end-of-text token is a target too."""
     completions = completions or [Completion([0, 0], [0], [0.0], True, trained=False)]
     B = len(completions)
     P, T = widths(completions, multiple)
@@ -51,7 +50,7 @@ def padded(completions, multiple=1):
         for kind, values in enumerate((c.logprobs, c.trainer_logprobs, c.reference_logprobs)):
             logprobs[kind, row, :n] = 0.0 if values is None else values
 
-    numbers = {}                             # {prefix: its number}
+    numbers = {}                             # {prefix: index}
     of_row = [numbers.setdefault(c.prefix, len(numbers)) for c in completions]
     lengths = [len(prefix) for prefix in numbers]
     ids = np.zeros((len(numbers), P), np.int64)
@@ -64,14 +63,14 @@ def padded(completions, multiple=1):
 
 
 def token_cost(n_prefixes, longest_prefix, rows, T):
-    """Return what a forward pass of rows of T ids after so many prefixes takes, in positions: those of the
-    linear layers, padding included, and an eighth of the keys and values that attention copies for each row,
-    which is about their share of a position's memory."""
+    """Return the cost in positions of a forward pass over rows of T ids after n_prefixes: all positions of
+    the linear layers, padding included, plus 1/8 of the keys and values that attention copies for each row
+    (about their share of a position's memory)."""
     return n_prefixes * longest_prefix + rows * T + rows * (longest_prefix + T) / 8
 
 
 def widths(completions, multiple):
-    """Return P and T of a batch of them, rounded up to a multiple."""
+    """Return P and T of a batch of Completions, rounded up to a multiple."""
     P = max(len(c.prefix) for c in completions)
     T = max(len(c.ids) for c in completions)
     return round_up(P, multiple), round_up(T, multiple)
@@ -82,16 +81,16 @@ def round_up(n, multiple):
 
 
 def cost_of(completions, multiple=1):
-    """Return the token_cost of a batch of them."""
+    """Return the token_cost of a batch of Completions."""
     P, T = widths(completions, multiple)
     return token_cost(len({c.prefix for c in completions}), P, len(completions), T)
 
 
 def micro_batches(completions, tokens, multiple=1):
-    """Return lists of Completions whose token_cost, with lengths rounded up to a multiple, is at most
-    `tokens`, or of a single one if that alone has more. In the order that costs less: those of about equal
-    lengths together, for less padding, or those of a prompt, whose prefix then stands in one list."""
-    longest = {}                             # {prefix: the length of the longest completion after it}
+    """Split Completions into lists of token_cost at most `tokens` (lengths rounded up to a multiple); a
+    Completion that exceeds it alone gets its own list. Sorts by length (less padding) or by prompt (each
+    prefix computed once), whichever costs less in total."""
+    longest = {}                             # {prefix: length of its longest completion}
     for c in completions:
         longest[c.prefix] = max(longest.get(c.prefix, 0), len(c.ids))
 
@@ -100,12 +99,12 @@ def micro_batches(completions, tokens, multiple=1):
 
     def by_prompt(c):
         return -longest[c.prefix], c.prompt, -len(c.ids)
-    ways = [cut(sorted(completions, key=order), tokens, multiple) for order in (by_length, by_prompt)]
-    return min(ways, key=lambda parts: sum(cost_of(part, multiple) for part in parts))
+    splits = [cut(sorted(completions, key=order), tokens, multiple) for order in (by_length, by_prompt)]
+    return min(splits, key=lambda parts: sum(cost_of(part, multiple) for part in parts))
 
 
 def cut(completions, tokens, multiple=1):
-    """Return lists of Completions that follow one another, each of a token_cost of at most `tokens`."""
+    """Cut a list of Completions into consecutive parts of token_cost at most `tokens` each."""
     parts = []
     prefixes = set()
     P = 0
@@ -124,33 +123,33 @@ def cut(completions, tokens, multiple=1):
 
 @dataclass
 class WorstCase:
-    """Micro-batches of the longest prompts and answers there can be."""
+    """Micro-batches of the longest possible prompts and answers."""
     prompt: int                              # tokens
-    answer: int
+    answer: int                              # tokens
     k_samples: int
-    most: int                                # answers of an optimizer step, a rank
+    most: int                                # answers per optimizer step and rank
 
     @property
     def cost(self):
-        """Of one answer, in tokens of a micro-batch."""
+        """Return the token_cost of one answer."""
         return token_cost(1 / self.k_samples, self.prompt, 1, self.answer)
 
     def answers(self, tokens):
-        """Return how many answers a micro-batch of so many tokens holds."""
+        """Return the number of answers that fit a micro-batch of this many tokens."""
         return min(self.most, max(1, int(tokens // self.cost)))
 
     def rows(self, tokens, context):
-        """Return how many sequences of that context take as many positions."""
+        """Return the number of sequences of length `context` with as many positions as that micro-batch."""
         return math.ceil(self.answers(tokens) * self.cost / context)
 
     def smaller(self, tokens):
-        """Return the tokens of a micro-batch of half the answers; None if one of them is all it holds."""
+        """Return the tokens of a micro-batch of half the answers; None if it cannot get smaller."""
         if self.answers(tokens) > 1:
             return math.ceil(self.answers(tokens) // 2 * self.cost)
         return math.ceil(self.cost) if tokens > math.ceil(self.cost) else None
 
     def inputs(self, tokens, temperature, device):
-        """Return what GPT.token_logprobs is given in such a micro-batch."""
+        """Return the arguments of GPT.token_logprobs for such a micro-batch."""
         n = self.answers(tokens)
         n_prompts = math.ceil(n / self.k_samples)
         x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
@@ -161,11 +160,12 @@ class WorstCase:
 
 @torch.no_grad()
 def logprobs_of(model, hw, completions, tokens, temperature):
-    """Yield (Completion, log-probabilities of its ids under the model), in micro-batches of at most so many
-    `tokens`. Of a sharded model every rank must call."""
+    """Yield (Completion, logprobs of its ids under the model), computed in micro-batches of at most `tokens`.
+    With a sharded model, every rank must call this."""
     for part in distributed.in_step(model, micro_batches(completions, tokens, hw.length_multiple), []):
         batch = padded(part, hw.length_multiple).to(hw.device)
         with hw.autocast():
-            logprobs, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes, batch.trained)
+            logprobs, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes,
+                                               batch.target_index)
         for c, row in zip(part, logprobs.cpu().numpy()):
             yield c, row[:len(c.ids)].tolist()

@@ -1,5 +1,5 @@
-"""What grpo.py says: a paragraph at its start, a step and an evaluation in figures (metrics.jsonl) and a
-line."""
+"""Logging for grpo.py: the start-up paragraph, and metrics (metrics.jsonl) and log lines of steps and
+evaluations."""
 import math
 from collections import Counter
 from statistics import fmean
@@ -15,33 +15,34 @@ from runtime.vitals import fingerprint, moved
 from text.provenance import prompt_form
 
 
-OF_AN_UPDATE = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")     # sums that `learn` gives
-PARTS = ("rollout", "reward", "reference", "update", "sync")           # of a step, which are timed
+UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
+PHASES = ("rollout", "reward", "reference", "update", "sync")          # timed phases of a step
 
 
 def start_up(cfg, run, stream, pipeline, about):
-    """Return the paragraph that says what is about to happen, on what. about: the questions, for people."""
+    """Return the start-up paragraph: model, machine, options. about: a description of the questions."""
     hw = run.hardware
     engine = pipeline.engine
     pool = pipeline.pool
     trainable = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     reference = f"beta {cfg.beta:g}" if cfg.beta else "no reference"
     lines = [
-        f"{run.model.n_params():,} parameters, {trainable:,} of them trained, from {cfg.init_from}; {about}.",
+        f"{run.model.n_params():,} parameters, {trainable:,} trainable, from {cfg.init_from}; {about}.",
         f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "
-        f"{hw.attention_name(run.model.config)}, compile {'on' if hw.compile else 'off'}, {engine.slots} samples in flight, "
-        f"micro-batches of {run.state.micro_batch:,} tokens, {pool.n} reward workers ({pool.kind}).",
-        f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples a step, {cfg.inner_epochs} x "
-        f"{cfg.mini_batches} optimizer steps on them; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
+        f"{hw.attention_name(run.model.config)}, compile {'on' if hw.compile else 'off'}, {engine.slots} "
+        f"samples in flight, micro-batches of {run.state.micro_batch:,} tokens, {pool.n} reward workers "
+        f"({pool.kind}).",
+        f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples per step, {cfg.inner_epochs} x "
+        f"{cfg.mini_batches} optimizer steps each; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
         f"learning rate {cfg.learning_rate:g}, {reference}.",
-        f"Not by default: {not_by_default(cfg)}",
+        f"Non-default options: {not_by_default(cfg)}",
     ]
     return "\n".join(lines)
 
 
 def flops(model, completions):
-    """Count those of forward and backward passes, without padding: a prefix once, the head for what is
-    sampled alone."""
+    """Return the FLOPs of forward and backward passes without padding: each prefix once, the head only for
+    completion tokens."""
     head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
     plain = model.flops_per_token(0) - head
     by_length = model.flops_per_token(1) - model.flops_per_token(0)
@@ -53,8 +54,8 @@ def flops(model, completions):
     return total
 
 
-def counted(groups):
-    """Return sums over groups of Completions."""
+def sums_over(groups):
+    """Return sums over groups of Completions, as a Counter."""
     completions = [c for group in groups for c in group]
     graded = [c for c in completions if not c.grade.error]
     return Counter(
@@ -75,8 +76,8 @@ def counted(groups):
 
 
 def shares(cfg, total):
-    """Return the metrics that are means over samples, or groups, of sums that `counted` gave. Rewards are means
-    over the samples that could be graded, NaN without one."""
+    """Turn sums from sums_over into means over samples or groups. Rewards and pass_at_1 are means over graded
+    samples, NaN without one."""
     n = max(1, total["samples"])
     graded = total["graded"] or math.nan
     groups = max(1, total["groups"])
@@ -94,36 +95,36 @@ def shares(cfg, total):
 
 
 def domain_metrics(cfg, stream, groups):
-    """Return each task's own of these metrics, of a mixture, as TASK/reward and so on."""
+    """Return each task's metrics (TASK/reward and so on) for a mixture, else {}."""
     if len(stream.domains) == 1:
         return {}
-    mine = {name: [] for name in stream.domains}
+    by_task = {name: [] for name in stream.domains}
     for group in groups:
-        mine[stream.domain(group[0].key)].append(group)
-    ranks = distributed.gather({name: counted(own) for name, own in mine.items()})
+        by_task[stream.domain(group[0].key)].append(group)
+    ranks = distributed.gather({name: sums_over(own) for name, own in by_task.items()})
     metrics = {}
     for name in stream.domains:
         total = Counter()
         for counts in ranks:
             total.update(counts[name])
         metrics[f"{name}/questions"] = stream.state.turns.get(name, 0)
-        if total["samples"]:                 # with --mixing=round_robin one task has
+        if total["samples"]:                 # --mixing=round_robin: only one task per step has any
             metrics |= {f"{name}/{key}": value for key, value in shares(cfg, total).items()}
     return metrics
 
 
 def step_metrics(cfg, run, stream, groups, updates, bytes_read):
-    """Return a step's metrics, summed over ranks below: from this rank's groups, the figures of each of its
-    optimizer steps, the bytes that its sampling read, and its timings."""
+    """Return a step's metrics over all ranks. Given for this rank: its groups, the statistics of each
+    optimizer step (updates), and the bytes that sampling read."""
     completions = [c for group in groups for c in group]
-    counts = counted(groups)
+    counts = sums_over(groups)
     counts["bytes"] = bytes_read
     for c in completions:
         counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
     for update in updates:
-        counts.update({name: update[name] for name in OF_AN_UPDATE})
+        counts.update({name: update[name] for name in UPDATE_SUMS})
     largest_difference = 0.0
-    if updates:                              # before any weight has moved
+    if updates:                              # the first: no weight has changed since sampling
         counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
         largest_difference = updates[0]["largest_difference"]
 
@@ -131,11 +132,10 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     total = Counter()
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
-    of_surgery = {}
-    if updates:
-        of_surgery = {name: value for name, value in updates[-1].items() if name.startswith("surgery/")}
+    last = updates[-1] if updates else {}
+    pcgrad = {name: value for name, value in last.items() if name.startswith("surgery/")}
     n = total["samples"]
-    learnt = max(1.0, total["tokens"])
+    targets = max(1.0, total["tokens"])
     tokens = total["completion_tokens"] + total["prompt_tokens"]
     hw = run.hardware
     world = distributed.world_size()
@@ -148,10 +148,10 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
-        "entropy": total["entropy"] / learnt,
-        "kl": total["kl"] / learnt,
-        "kl_old": total["kl_old"] / learnt,
-        "clip_fraction": total["clipped"] / learnt,
+        "entropy": total["entropy"] / targets,
+        "kl": total["kl"] / targets,
+        "kl_old": total["kl_old"] / targets,
+        "clip_fraction": total["clipped"] / targets,
         "logprob_gap": total["difference"] / max(1.0, total["compared"]),
         "logprob_gap_max": max(difference for _, difference, _ in ranks),
         "completion_tokens_max": max(longest for _, _, longest in ranks),
@@ -163,47 +163,47 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "perf/throughput": tokens / seconds / world,
         "perf/mfu/actor": mfu,
         **domain_metrics(cfg, stream, groups),
-        **of_surgery,
+        **pcgrad,
     }
 
 
-def facts(run, found, pipeline):
-    """Return what doctor.diagnose has to know of the model and how it is asked. found: hf.ModelSource, what training
-    began with."""
+def facts(run, source, pipeline):
+    """Return facts about the model and its prompts for doctor.diagnose. source: the hf.ModelSource that
+    training began with."""
     chat = pipeline.tokenizer.template["name"] != "plain"
     return {
         "parameters": run.model.n_params(),
         "prompt": None if chat else prompt_form(run.cfg),
-        "trained_prompt": found.about.get("prompt"),
+        "trained_prompt": source.about.get("prompt"),
         "unread_template": pipeline.tokenizer.unread_template,
     }
 
 
 def vitals(cfg, run, pipeline, groups, metrics):
-    """Return what doctor.diagnose has to know beside a step's metrics: by which share of their size the
-    weights moved as the engine has them, whether it has them, how many samples of a group differ, and what
-    shows where a reward of nothing comes from. groups: this rank's."""
+    """Return further values for doctor.diagnose: relative weight change at the engine's precision, whether
+    the engine's weights are stale, mean number of distinct samples per group, and evidence for the cause of
+    zero or equal rewards. groups: this rank's."""
     engine = pipeline.engine
     before = run.fingerprint.to(engine.dtype).float()
     after = fingerprint(run.model, engine.dtype)
-    found = {
+    values = {
         "moved": moved(before, after),
         "engine_stale": float(not torch.equal(after, engine.fingerprint)),
         "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
     }
     completions = [c for group in groups for c in group]
     if not metrics["pass_at_1"]:
-        found["sample"] = completions[0].text[:300]
+        values["sample"] = completions[0].text[:300]
     if metrics["errors"]:
-        found["error"] = next((c.grade.error for c in completions if c.grade.error), None)
+        values["error"] = next((c.grade.error for c in completions if c.grade.error), None)
     if metrics["zero_variance"] >= 0.9:
-        found["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
-    return found
+        values["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
+    return values
 
 
 def paid_elsewhere(pipeline, groups):
-    """Return the share of eight paid answers that get the same score for another question; None if none is
-    paid."""
+    """Return the share of up to eight rewarded completions that get the same score on another question; None
+    without one."""
     answers = []
     for group, other in zip(groups, groups[1:] + groups[:1]):
         best = max(group, key=lambda c: c.grade.score)
@@ -215,8 +215,8 @@ def paid_elsewhere(pipeline, groups):
 
 
 def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
-    """Write a step's metrics and its line. Every rank must call. groups: all that this rank sampled; updates: the
-    figures of each optimizer step; bytes_read: by sampling."""
+    """Write a step's metrics and log line; every rank must call this. groups: all that this rank sampled;
+    updates: statistics of each optimizer step; bytes_read: by sampling."""
     metrics = step_metrics(cfg, run, stream, groups, updates, bytes_read)
     metrics |= vitals(cfg, run, pipeline, groups, metrics)
     state = run.state
@@ -224,11 +224,11 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
     asked = stream.state.asked
-    timings = {f"{name}_s": run.timings[name] for name in PARTS}
+    timings = {f"{name}_s": run.timings[name] for name in PHASES}
     run.log.metrics(
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,
-        seconds=state.seconds, memory_gb=used, peak_memory_gb=peak, skipped_steps=state.skipped, questions=asked,
-        epoch=asked / len(stream), epoch_s=seconds * len(stream) / cfg.prompts_per_step,
+        seconds=state.seconds, memory_gb=used, peak_memory_gb=peak, skipped_steps=state.skipped,
+        questions=asked, epoch=asked / len(stream), epoch_s=seconds * len(stream) / cfg.prompts_per_step,
         **{"training/global_step": run.step}, **metrics, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
             f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
@@ -236,24 +236,22 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
             f"{metrics['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: "
             f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
             f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
-    own = []
-    for name in stream.domains:
-        if f"{name}/pass_at_1" in metrics:
-            own.append(f"{name} {metrics[f'{name}/pass_at_1']:.0%}")
-    if own:
-        line += f" | pass@1 of {', '.join(own)}"
+    domains = [f"{name} {metrics[f'{name}/pass_at_1']:.0%}" for name in stream.domains
+               if f"{name}/pass_at_1" in metrics]
+    if domains:
+        line += f" | pass@1 of {', '.join(domains)}"
     if "surgery/conflicts" in metrics:
         line += f" | conflicts {metrics['surgery/conflicts']:.0%}"
     if metrics["errors"]:
         line += f" | {metrics['errors']} errors"
     if not updates:
-        line += " | nothing to learn: in each group all samples have the same reward"
+        line += " | no update: all advantages are zero"
     run.log.say(line)
 
 
 def log_evaluation(run, result, domains, questions, grades, texts):
-    """Write the figures of an evaluation and its line, and the texts of answers into samples.txt. domains:
-    {task: its Grades}, which of a mixture are shown one by one."""
+    """Write an evaluation's metrics, its log line, and completion texts to samples.txt. domains: {task: its
+    Grades}; those of a mixture are reported separately."""
     cfg = run.cfg
     if distributed.is_main() and texts:
         right = sum(n_right(row) for row in grades)
@@ -265,11 +263,11 @@ def log_evaluation(run, result, domains, questions, grades, texts):
         run.log.append("samples.txt", "\n".join(lines))
     figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
     own = {name: accuracy(rows)["accuracy"] for name, rows in domains.items()}
-    several = f" ({', '.join(f'{name} {share:.0%}' for name, share in own.items())})" if len(own) > 1 else ""
-    if several:
+    per_task = f" ({', '.join(f'{name} {share:.0%}' for name, share in own.items())})" if len(own) > 1 else ""
+    if per_task:
         figures["val_macro_accuracy"] = fmean(own.values())
         figures |= {f"{name}/val_accuracy": share for name, share in own.items()}
     run.log.metrics(step=run.step, **figures)
     run.log.say(f"step {run.step}/{cfg.max_steps} | {len(grades)} held-out questions, greedy: "
                 f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
-                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}{several}")
+                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}{per_task}")

@@ -1,12 +1,11 @@
-"""The one pipeline of datagen.py, eval.py and grpo.py: questions -> requests -> samples -> graded
-completions.
+"""The pipeline of datagen.py, eval.py and grpo.py: questions -> requests -> samples -> graded completions.
 
     questions = questions_of(task, "test", 500)
     requests = requests_of(tokenizer, task, questions, num_samples=8)
     with Pool(spec) as pool:
         pipeline = Pipeline(engine, pool, tokenizer, task)
-        completions = list(pipeline.sample(questions, requests))          # verifiers work meanwhile
-        pipeline.graded(wait=True)                                        # now each has its grade
+        completions = list(pipeline.sample(questions, requests))          # verifiers run meanwhile
+        pipeline.graded(wait=True)                                        # now all are graded
 """
 import contextlib
 from collections import deque
@@ -18,28 +17,27 @@ from runtime.progress import ProgressLine
 from tasks._pool import Grade
 from text.prompts import context_of, prompt_ids
 
-# of a completion that was cut off, where nobody asks for its grade
+# the grade of truncated completions that are not verified
 UNFINISHED = Grade(0.0, {}, "", None)
 
 
 # --- requests ---
 
-def few_shot_of(cfg, found):
-    """Return how many worked examples stand before a question: for a model that was trained here as many as
-    grpo.py trained it with, none after other training, for it has seen the form; four for any other. found:
-    hf.ModelSource."""
+def few_shot_of(cfg, source):
+    """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs, and 4 for a
+    Hugging Face model. source: hf.ModelSource."""
     if cfg.few_shot is not None:
         return cfg.few_shot
-    if found.step is None:
+    if source.step is None:
         return 4
-    saved = config.read_saved(found.folder).get("few_shot")
-    return config.check_type(saved, int | None, f"{found.folder}/config.json: few_shot") or 0
+    saved = config.read_saved(source.folder).get("few_shot")
+    return config.check_type(saved, int | None, f"{source.folder}/config.json: few_shot") or 0
 
 
 def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, few_shot=0):
-    """Return the engine's Request of each question, in their order, with so many worked examples before it
-    (without the question itself). ValueError, LookupError or OSError if the task does not have them."""
-    examples = {}                            # {name of a task: what is shown before its questions}
+    """Return an engine Request per question, in order, with few_shot worked examples (never the question
+    itself) in its prompt. ValueError, LookupError or OSError if the task lacks them."""
+    examples = {}                            # {task name: [(question, solution)]}
     requests = []
     for key, question in enumerate(questions):
         own = task.of(question)
@@ -52,15 +50,16 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
     return requests
 
 
-def context_for(cfg, requests, few_shot, found):
-    """Return context_of the longest of the prompts, before a model is asked."""
+def context_for(cfg, requests, few_shot, source):
+    """Return the context in tokens that the longest prompt and its completion need
+    (text.prompts.context_of)."""
     longest = max(len(request.ids) for request in requests)
-    return context_of(longest, cfg.max_new_tokens, found.config.block_size,
-                      f"lower --few_shot, which is {few_shot}, or choose another model than {found.folder}")
+    return context_of(longest, cfg.max_new_tokens, source.config.block_size,
+                      f"lower --few_shot, which is {few_shot}, or choose another model than {source.folder}")
 
 
 def stop_strings_of(task):
-    """Return what Sampling is given to stop at: the text that ends a task's completions, if it has one."""
+    """Return Sampling's stop_strings for a task: its stop text, if it has one."""
     return (task.stop,) if task.stop else ()
 
 
@@ -68,42 +67,39 @@ def stop_strings_of(task):
 
 @dataclass(eq=False)
 class Completion:
-    """An answer that was sampled, its grade once a verifier has given it, and what grpo.py finds out about
-    it."""
+    """A sampled completion, its grade once verified, and the values that grpo.py adds."""
     prompt: list                             # ids
-    ids: list                                # sampled after it; the token that ended it is the last
-    logprobs: list                           # of them, nats, when they were sampled
-    finished: bool                           # not cut off at max_new_tokens
+    ids: list                                # sampled ids, including the final stop token
+    logprobs: list                           # of ids at sampling time, nats
+    finished: bool                           # not truncated at max_new_tokens
     question: dict | None = None
-    key: int = 0                             # of the request: which question (grpo.py: its position in the
-                                             # stream)
-    index: int = 0                           # which of its samples
-    text: str = ""                           # without what follows the task's stop
+    key: int = 0                             # the request's key: index of the question (grpo.py: its position
+                                             # in the stream)
+    index: int = 0                           # sample index within the question
+    text: str = ""                           # up to the task's stop text
     grade: Grade | None = None
-    # of grpo.py
-    reward: float = 0.0                      # NaN if it could not be graded
+    # set by grpo.py
+    reward: float = 0.0                      # NaN if grading failed
     advantage: float = 0.0
-    trained: bool = True                     # whether the loss looks at it
-    trainer_logprobs: list | None = None     # of ids, by the model that is trained before this step
-    reference_logprobs: list | None = None   # of ids, by the model that training began with
+    trained: bool = True                     # whether it contributes to the loss
+    trainer_logprobs: list | None = None     # of ids, by the policy before this step
+    reference_logprobs: list | None = None   # of ids, by the reference model
 
     @property
     def prefix(self):
-        """What stands before the completion's first step, whose input is the prompt's last token."""
+        """Return the prompt without its last token, which is the first input of the completion."""
         return tuple(self.prompt[:-1])
 
 
 def zero_variance(group):
-    """Tell whether all Completions of a group that could be graded have the same score. A penalty for length
-    does not make them differ."""
+    """Tell whether all graded Completions of a group have the same score, before any length penalty."""
     return len({c.grade.score for c in group if not c.grade.error}) <= 1
 
 
 class Pipeline:
-    """Asks the engine, and hands what it writes to verifiers, which work while it goes on.
+    """Samples completions with the engine and grades them in the pool while sampling continues.
 
-    pool: a rewards.Pool, used by nobody else. What it raises (BrokenReward) comes out of sample() and
-    graded().
+    pool: a tasks._pool.Pool that nothing else uses. sample() and graded() raise its BrokenReward.
     """
 
     def __init__(self, engine, pool, tokenizer, task):
@@ -111,21 +107,20 @@ class Pipeline:
         self.pool = pool
         self.tokenizer = tokenizer
         self.task = task
-        # Completions that graded() has not given yet, in the order they were sampled
-        self.waiting = deque()
-        self.grades = deque()                # of the first of those that need one
+        self.waiting = deque()               # Completions not yet returned by graded(), in sampling order
+        self.grades = deque()                # grades for the first of these that need one
 
-    def sample(self, questions, requests, total=None, sampling=None, grade_unfinished=True, what="sampling",
+    def sample(self, questions, requests, total=None, sampling=None, grade_unfinished=True, label="sampling",
                note=None):
-        """Yield a Completion for each sample when it ends; its grade comes with graded().
+        """Yield a Completion for each sample as it ends; graded() returns it with its grade.
 
-        questions: what a request's key stands for. total: samples, if requests are no list. sampling: the
-        engine's own if None. grade_unfinished: also verify completions that were cut off. what, note: of the
-        progress line; note None: the speed.
+        questions: indexed by a request's key. total: number of samples, needed if requests is not a list.
+        sampling: None for the engine's own. grade_unfinished: also verify truncated completions. label, note:
+        of the progress line; note None: the speed.
         """
         if total is None:
             total = sum(request.num_samples for request in requests)
-        with ProgressLine(what, total, "answers", note=note or self.speed) as line:
+        with ProgressLine(label, total, "answers", note=note or self.speed) as line:
             for sample in self.engine.generate(requests, None, sampling):
                 request = sample.request
                 text = self.task.cut(self.tokenizer.text_of(sample.ids))
@@ -141,13 +136,13 @@ class Pipeline:
         self.pool.flush()
 
     def speed(self):
-        """Return the engine's tokens a second, for people."""
+        """Return the engine's tokens/s as text."""
         progress = self.engine.progress
         return f"{progress.tokens_per_s:,.0f} tokens/s" if progress else ""
 
     def graded(self, wait=False):
-        """Return the Completions whose grades have come since the last call, in the order they were sampled;
-        wait: all."""
+        """Return the Completions graded since the last call, in sampling order. wait: until all are
+        graded."""
         self.grades.extend(self.pool.collect(wait))
         done = []
         while self.waiting and (self.waiting[0].grade or self.grades):
@@ -157,13 +152,13 @@ class Pipeline:
         return done
 
 
-def ask(pipeline, questions, requests, sampling=None, shown=0, what="evaluating"):
-    """Have a model answer questions, each rank its share of them, and grade the answers.
+def ask(pipeline, questions, requests, sampling=None, shown=0, label="evaluating"):
+    """Sample and grade answers to questions, divided among ranks.
 
-    requests: of all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples],
-    and the texts [shown][num_samples] of the answers to the first `shown` questions. What one rank raises,
-    all raise: ValueError for what can't be sampled, FloatingPointError for weights that are broken,
-    BrokenReward if the verifier fails whatever it is given. what: of the progress line.
+    requests: for all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples]
+    and the texts [shown][num_samples] of the first `shown` questions. An error on one rank is raised on all:
+    ValueError for invalid requests, FloatingPointError for non-finite weights, BrokenReward if the verifier
+    always fails. label: of the progress line.
     """
     mine = []
     error = None
@@ -171,12 +166,12 @@ def ask(pipeline, questions, requests, sampling=None, shown=0, what="evaluating"
         for request in requests:
             pipeline.engine.check(request)
         share = requests[distributed.rank()::distributed.world_size()]
-        for _ in pipeline.sample(questions, share, sampling=sampling, what=what):
+        for _ in pipeline.sample(questions, share, sampling=sampling, label=label):
             mine += pipeline.graded()
         mine += pipeline.graded(wait=True)
     except (ValueError, FloatingPointError) as e:
         error = e
-        # Drop what no one asks for any more; whatever that raises, the other ranks wait to be told.
+        # Discard pending grades. Ignore what that raises: the other ranks wait at the gather.
         with contextlib.suppress(Exception):
             pipeline.graded(wait=True)
     grades = {}
@@ -194,5 +189,5 @@ def ask(pipeline, questions, requests, sampling=None, shown=0, what="evaluating"
 
 
 def table(values, requests):
-    """Return [[value of each sample] for each request], from {(key, sample): value}."""
+    """Turn {(key, sample index): value} into [[value of each sample] for each request]."""
     return [[values[request.key, i] for i in range(request.num_samples)] for request in requests]

@@ -1,4 +1,4 @@
-"""What a model is asked: the questions of a task or of a file, and their order in reinforcement learning."""
+"""Questions of a task or a .jsonl file, and the stream that orders them for grpo.py."""
 import contextlib
 import functools
 import hashlib
@@ -16,8 +16,8 @@ from text.examples import is_answer, read_rows
 
 @contextlib.contextmanager
 def task_errors():
-    """Turn what a task, its workers or the engine say of their input into BadInput. A KeyError is a mistake
-    in a task's code."""
+    """Turn errors of a task, its workers or the engine into BadInput, except KeyError and IndexError, which
+    are bugs in a task's code."""
     try:
         yield
     except (LookupError, ValueError, OSError, FloatingPointError) as e:
@@ -28,89 +28,87 @@ def task_errors():
 
 @task_errors()
 def questions_of(task, split, n, seed=0, most=1000):
-    """Return n questions of a task's split, at least one; for "auto" as many as there are, up to `most`.
-    BadInput if there are not so many."""
+    """Return n questions of a task's split, at least one; "auto": all, at most `most`. BadInput if there are
+    fewer than n."""
     questions = task.questions(split, seed, most if n == "auto" else n, fewer=True)
     if isinstance(n, int) and len(questions) < n:
-        raise ValueError(f"--num_questions={n} is more than there are: the split {split} of {task.name} has "
+        raise ValueError(f"--num_questions={n} is too many: the split {split} of {task.name} has "
                          f"{len(questions)} questions; lower --num_questions, or leave it out.")
     if not questions:
-        raise ValueError(f"The task {task.name} has no {split} questions: choose another split, or another "
-                         "task.")
+        raise ValueError(f"The task {task.name} has no {split} questions: choose another split or task.")
     return questions
 
 
-def plain(text):
-    """Return a question as it is compared: without case, spaces, and what punctuation is no part of a number
-    or a formula."""
+def normalized(text):
+    """Return a question for comparison: lower case, single spaces, no punctuation except in numbers and
+    formulas."""
     return " ".join(re.sub(r"""[?!;:"'_]|[.,](?!\d)""", " ", text).casefold().split())
 
 
 @task_errors()
 def unseen_questions(task, split, n, seed=0):
-    """Return (questions of a split to train on, each text once; how many were dropped because they, or ones
-    that read the same, stand in the test split)."""
+    """Return (distinct training questions of a split, number dropped because their normalized text is in the
+    test split)."""
     drawn = questions_of(task, split, n, seed)
     by_text = {}
     for question in drawn:
         by_text.setdefault((question.get("domain"), question["question"]), question)
     questions = [*by_text.values()]
-    say_copies(len(drawn) - len(questions), task.name)
+    report_duplicates(len(drawn) - len(questions), task.name)
     try:
-        test = {plain(q["question"]) for q in task.questions("test")}
+        test = {normalized(q["question"]) for q in task.questions("test")}
     except ValueError as e:
-        print("The task has no test split that could be read, so no question was compared with it "
-              f"({e})", flush=True)
+        print(f"The task has no readable test split, so no question was compared with it ({e}).",
+              flush=True)
         test = set()
-    kept = [q for q in questions if plain(q["question"]) not in test]
+    kept = [q for q in questions if normalized(q["question"]) not in test]
     if not kept:
-        raise ValueError(f"All {len(questions)} questions of {task.name} stand in its test split too: let "
-                         "questions() tell splits apart.")
+        raise ValueError(f"All {len(questions)} questions of {task.name} are also in its test split: make "
+                         "questions() return different ones for each split.")
     return kept, len(questions) - len(kept)
 
 
-def say_copies(n, source):
+def report_duplicates(n, source):
     if n:
-        print(f"Questions of {source} that repeat the text of an earlier one are left out, whatever their "
-              f"answers: {n}.", flush=True)
+        print(f"Questions of {source} dropped because an earlier one has the same text: {n}.", flush=True)
 
 
 def read_questions(path, n_valid):
-    """Return (questions to train on, questions for validation) of a .jsonl file; the latter a tenth by a
-    hash, n_valid at most."""
+    """Return (training questions, validation questions) of a .jsonl file. A hash of the text selects a tenth
+    for validation, at most n_valid."""
     questions = {}
     number = 0
     for number, row in enumerate(read_rows(path), 1):
         text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
         if not isinstance(text, str) or "answer" not in row or not is_answer(row["answer"]):
-            raise BadInput(f'Row {number} of {path} is no question: it should be {{"prompt": text, "answer": ...}}, and the '
-                           'answer not NaN.')
+            raise BadInput(f'Row {number} of {path} is not a question: it should be {{"prompt": text, '
+                           '"answer": ...}, and the answer not NaN.')
         questions.setdefault(text, row | {"question": text})
-    say_copies(number - len(questions), path)
+    report_duplicates(number - len(questions), path)
     tenth = [text for text in questions
              if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
     valid = [questions.pop(text) for text in tenth[:n_valid]]
     if not questions:
-        raise BadInput(f"{path} holds no question to train on: give a --dataset= with more.")
+        raise BadInput(f"{path} has no questions to train on: give a --dataset= with more questions.")
     return list(questions.values()), valid
 
 
-# --- the stream that grpo.py asks ---
+# --- the question stream of grpo.py ---
 
 @dataclass
 class StreamState:
-    """What of the stream is saved with the run."""
-    asked: int = 0                           # positions that have been passed, of all domains
-    passed: dict = field(default_factory=dict)       # {domain: of its own}
-    turns: dict = field(default_factory=dict)        # {domain: questions asked}
-    solved: dict = field(default_factory=dict)       # {number of a question, as a text: epoch in which
-                                             # all its samples were right}
-    slots: int = 0                           # samples in flight, as many as fit
+    """The stream's state, saved with the run."""
+    asked: int = 0                           # positions passed, all domains
+    passed: dict = field(default_factory=dict)       # {domain: its positions passed}
+    turns: dict = field(default_factory=dict)        # {domain: its questions asked}
+    solved: dict = field(default_factory=dict)       # {str(question number): epoch in which all its
+                                             # samples were right}
+    slots: int = 0                           # samples in flight
 
 
 class QuestionStream:
-    """The endless stream of questions: each once an epoch, in an order of its own. pairs: [(question,
-    Request)]. Of a mixture's tasks (domains) each has a stream of its own, and gives its share of a step's
+    """An endless stream of questions: each once per epoch, newly shuffled each epoch. pairs: [(question,
+    Request)]. Each task (domain) of a mixture has its own stream and gets its weight's share of a step's
     questions, or of the steps (--mixing)."""
 
     def __init__(self, cfg, pairs, task):
@@ -119,55 +117,55 @@ class QuestionStream:
         self.state = StreamState()
         self.weights = {name: weight for name, weight in task.weights.items() if weight}
         self.domains = list(self.weights)
-        self.turn = None                     # the domain that was asked last
-        self.numbers = {name: [] for name in self.domains}             # of pairs, each domain's
+        self.turn = None                     # the domain asked last
+        self.numbers = {name: [] for name in self.domains}             # {domain: indices into pairs}
         for number, (question, _) in enumerate(pairs):
             own = task.of(question).name
-            if own in self.numbers:          # or its weight is 0
+            if own in self.numbers:          # else its weight is 0
                 self.numbers[own].append(number)
 
     def __len__(self):
         return len(self.pairs)
 
     def domain(self, position):
-        """Return the domain whose question stands at a position of the stream."""
+        """Return the domain of a stream position."""
         return self.domains[position % len(self.domains)]
 
     def epoch(self, position):
-        """Return how often its domain's questions have all been asked before."""
+        """Return the position's epoch in its domain, from 0."""
         return position // len(self.domains) // len(self.numbers[self.domain(position)])
 
     def number(self, position):
-        """Return which question stands at a position of the stream."""
+        """Return the index into pairs of the question at a stream position."""
         numbers = self.numbers[self.domain(position)]
         return numbers[question_at(position // len(self.domains), len(numbers), self.cfg.seed)]
 
     def next(self, again=False):
-        """Return the positions of a step's questions, of all ranks together. Those that rest are passed
-        over. again: of more questions for the same step, which with --mixing=round_robin has one domain."""
+        """Return the stream positions of a step's questions, for all ranks, without resting questions. again:
+        more questions for the same step, with --mixing=round_robin from the same domain."""
         state = self.state
-        if state.asked and not state.passed:                 # a run from before there were domains
+        if state.asked and not state.passed:                 # saved before mixtures existed
             state.passed[self.domains[0]] = state.asked
         n = self.cfg.prompts_per_step
-        at_once = n if self.cfg.mixing == "round_robin" else 1
+        per_turn = n if self.cfg.mixing == "round_robin" else 1
         positions = []
         resting = set()
         while len(positions) < n:
-            if not again or at_once == 1:
+            if not again or per_turn == 1:
                 self.turn = tasks.next_task(self.weights, state.turns)
-            state.turns[self.turn] = state.turns.get(self.turn, 0) + at_once
-            positions += [self.next_of(self.turn, resting) for _ in range(at_once)]
-        if len(self.domains) > 1:            # or a mini-batch, which is every n-th, might miss some
+            state.turns[self.turn] = state.turns.get(self.turn, 0) + per_turn
+            positions += [self.next_position(self.turn, resting) for _ in range(per_turn)]
+        if len(self.domains) > 1:            # else a mini-batch (every n-th question) might miss a domain
             random.Random(f"{self.cfg.seed} {positions[0]}").shuffle(positions)
         return positions
 
-    def next_of(self, domain, resting):
-        """Return the next position of a domain whose question does not rest; if all do, they are asked all
-        the same. resting: numbers of questions that were passed over in this step."""
+    def next_position(self, domain, resting):
+        """Return a domain's next position whose question is not resting; if all rest, the next one. resting:
+        question numbers skipped in this step, updated."""
         state = self.state
-        which = self.domains.index(domain)
+        offset = self.domains.index(domain)
         while True:
-            position = state.passed.get(domain, 0) * len(self.domains) + which
+            position = state.passed.get(domain, 0) * len(self.domains) + offset
             state.passed[domain] = state.passed.get(domain, 0) + 1
             state.asked += 1
             number = self.number(position)
@@ -178,8 +176,8 @@ class QuestionStream:
             resting.add(number)
 
     def mark_solved(self, groups):
-        """Let the questions rest all of whose samples were right, on any rank. groups: {position:
-        [Completion]}."""
+        """Rest the questions whose samples were all right (--skip_solved), on all ranks. groups: this rank's
+        {position: [Completion]}."""
         solved = [position for position, group in groups.items() if all(c.grade.score == 1 for c in group)]
         for positions in distributed.gather(solved):
             for position in positions:
@@ -187,7 +185,7 @@ class QuestionStream:
 
 
 def question_at(position, n, seed):
-    """Return the number of the question at a position of the stream of n questions."""
+    """Return the index of the question at a position of an endless stream over n questions."""
     epoch, k = divmod(position, n)
     return int(epoch_order(n, seed, epoch)[k])
 

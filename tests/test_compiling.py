@@ -7,7 +7,7 @@ import torch
 import forked
 from conftest import ROOT, count_graphs, environment
 from model import GPT, GPTConfig
-from rollouts.batch import cost_of, micro_batches, padded, token_cost
+from rollouts import batch as batching
 from rollouts.pipeline import Completion
 from runtime import distributed, hardware
 
@@ -34,8 +34,8 @@ def of_completions(fast, rng):
     completions = [Completion(rng.choice(prompts), [3] * rng.randrange(1, 200), [], True) for _ in range(rng.randrange(1, 12))]
     for c in completions:
         c.logprobs = [-1.0] * len(c.ids)
-    batch = padded(completions, hardware.Hardware.length_multiple.fget(fast.hardware))
-    arguments = batch.x, batch.y, 1.0, batch.prefixes, batch.trained
+    batch = batching.padded(completions, hardware.Hardware.length_multiple.fget(fast.hardware))
+    arguments = batch.x, batch.y, 1.0, batch.prefixes, batch.target_index
     fast.train().token_logprobs(*arguments)[0].sum().backward()
     with torch.no_grad():
         fast.token_logprobs(*arguments)
@@ -75,13 +75,13 @@ def test_parts_that_are_compiled_compute_the_same(monkeypatch, micro_step):
 def test_lengths_are_rounded_up_where_code_is_compiled():
     hw = hardware.setup("cpu", compile=True)
     completions = [Completion([5] * 70, [3] * n, [-1.0] * n, True) for n in (1, 60, 65)]
-    batch = padded(completions, hw.length_multiple)
+    batch = batching.padded(completions, hw.length_multiple)
     assert (batch.x.shape, batch.prefixes.ids.shape) == ((3, 128), (1, 128))
-    assert batch.trained.tolist() == [0, *range(128, 188), *range(256, 321)]
+    assert batch.target_index.tolist() == [0, *range(128, 188), *range(256, 321)]
     # and a batch's cost is that of the rounded lengths
-    assert cost_of(completions, 64) == token_cost(1, 128, 3, 128)
-    parts = micro_batches(completions, 500, hw.length_multiple)
-    assert [len(part) for part in parts] == [2, 1] and all(cost_of(part, 64) <= 500 for part in parts)
+    assert batching.cost_of(completions, 64) == batching.token_cost(1, 128, 3, 128)
+    parts = batching.micro_batches(completions, 500, hw.length_multiple)
+    assert [len(part) for part in parts] == [2, 1] and all(batching.cost_of(part, 64) <= 500 for part in parts)
     assert hardware.setup("cpu").length_multiple == 1
 
 

@@ -158,7 +158,7 @@ def test_a_stopped_run_goes_on_to_the_same_file(base, task, tmp_path, how):
         if "questions solved" in out:        # it was through before it was stopped
             break
         assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[how], out + err
-        assert how == signal.SIGKILL or "goes on after them" in out
+        assert how == signal.SIGKILL or "to resume" in out
         stops += 1
     generate(output, base, task, **knobs)
     assert stops >= (4 if how == signal.SIGKILL else 0)
@@ -261,12 +261,12 @@ def test_copies_of_a_question_are_asked_once(tmp_path, capsys):
                                      "    return [{'question': q, 'answer': i} for q in ('ab' if split == 'train' else '') for i in range(20)]\n")
     found, dropped = unseen_questions(tasks.load(str(tmp_path / "own.py")), "train", "auto")
     assert found == [{"question": "a", "answer": 0}, {"question": "b", "answer": 0}] and dropped == 0
-    assert "own.py that repeat the text of an earlier one are left out, whatever their answers: 38." in capsys.readouterr().out
+    assert "own.py dropped because an earlier one has the same text: 38." in capsys.readouterr().out
 
 
 def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):
     (tmp_path / "rft.attempts.jsonl.lock").write_text("mine")
-    with pytest.raises(BadInput, match="not a lock of ours"):
+    with pytest.raises(BadInput, match="not a nanoRFT lock"):
         datagen.open_log(SimpleNamespace(output=str(tmp_path / "rft.json")), HEADER, 1)
     assert (tmp_path / "rft.attempts.jsonl.lock").read_text() == "mine"
 
@@ -355,7 +355,7 @@ def test_what_is_kept_can_be_trained_on(made, base, tmp_path):
 
 
 @pytest.mark.parametrize("knobs, words", [
-    (dict(output="/proc/nothing/rft.json"), "can't be written to"), (dict(output="rft.txt"), "should end in .json"),
+    (dict(output="/proc/nothing/rft.json"), "can't be written"), (dict(output="rft.txt"), "should end in .json"),
     (dict(temperature=0), "all samples of a question are the same"), (dict(task="unknown"), "unknown"),
     (dict(num_questions=99), "--num_questions=99"),
     (dict(task="missing.py"), "missing.py"), (dict(few_shot=3), "has no solution"), (dict(init_from="nowhere/at-all"), "nowhere/at-all"),

@@ -27,7 +27,7 @@ from text.tokenizer import Tokenizer
 
 
 def graded(*rows):
-    """Grades of 1s and 0s; None: could not be scored."""
+    """Grades of 1s and 0s; None: not graded."""
     return [[Grade(0.0, {}, "", "ValueError: no") if x is None else Grade(float(x), {"correct": x == 1}, "", None) for x in row] for row in rows]
 
 
@@ -116,7 +116,7 @@ def test_about_95_percent_of_intervals_hold_the_truth(n, k, beta, truth):
 
 @pytest.mark.parametrize("n, k", [(60, 1), (100, 4), (200, 8)])
 def test_about_95_percent_of_intervals_hold_the_difference(n, k, monkeypatch):
-    monkeypatch.setattr(statistics_of_grades, "right", lambda shares: shares)                # grades would take most of the time
+    monkeypatch.setattr(statistics_of_grades, "right_shares", lambda shares: shares)                # grades would take most of the time
     rng = np.random.default_rng(n)
     held = 0
     for _ in range(3000):
@@ -295,7 +295,7 @@ def test_as_many_questions_as_there_are_unless_a_number_is_asked_for(task):
     assert evaluation.Config.num_questions == "auto"
     assert questions_of(luck, "test", "auto", most=500) == luck.questions("test", n=24)
     assert questions_of(plain, "test", "auto", most=500) == plain.questions("test", n=500)
-    sentence = "^--num_questions=25 is more than there are: the split test of .* has 24 questions; lower --"
+    sentence = "^--num_questions=25 is too many: the split test of .* has 24 questions; lower --"
     with pytest.raises(BadInput, match=sentence):
         questions_of(luck, "test", 25)
 
@@ -315,7 +315,7 @@ def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
 
 @pytest.mark.parametrize("arguments, words", [
     (["RUN"], "Name a model and a text or a task"), (["--task=TASK"], "Name a model"), (["RUN", "--task=TASK", "--dataset=x"], "leave out"),
-    (["RUN", "RUN", "--dataset=x"], "compared on a task"), (["RUN", "--task=TASK", "--num_samples=2"], "At temperature 0"),
+    (["RUN", "RUN", "--dataset=x"], "compared only on a task"), (["RUN", "--task=TASK", "--num_samples=2"], "At temperature 0"),
     (["RUN", "--task=nothing"], "no task nothing"), (["RUN", "--task=TASK", "--split=valid", "--num_questions=none"], "no valid questions"),
     (["RUN", "--task=TASK", "--num_questions=25"], "lower --num_questions"), (["RUN", "--task=TASK", "--few_shot=20", "--num_questions=9"], "lower --few_shot"),
     (["RUN", "--task=TASK", "--top_p=0"], "can't be sampled from"), (["RUN", "--task=TASK", "--num_questions=0"], "at least 1"),

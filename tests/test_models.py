@@ -212,8 +212,8 @@ def test_a_split_is_evaluated_without_touching_the_others(tuned, tmp_path):
 
 @pytest.mark.parametrize("arguments, words", [
     (["--dataset=x.txt"], "Name a model"), (["RUN"], "Name a model and a text"), (["RUN", "--dataset=nowhere.txt"], "no dataset nowhere"),
-    (["RUN", "--dataset=TEXT", "--block_size=300"], "a model with as many positions"),
-    (["RUN", "--dataset=TEXT", "--block_size=8", "--stride=9"], "A stride of 9"),
+    (["RUN", "--dataset=TEXT", "--block_size=300"], "--block_size=300 exceeds the model's"),
+    (["RUN", "--dataset=TEXT", "--block_size=8", "--stride=9"], "--stride=9 exceeds the window of 8"),
     (["RUN", "--dataset=TEXT", "--stride=0"], "at least 1"), (["/nowhere", "--dataset=TEXT"], "no folder /nowhere"),
     (["RUN", "--dataset=task:unit_conversion", "--split=test"], "no split test")])
 def test_eval_errors_are_one_sentence(tuned, text, tmp_path, arguments, words):
