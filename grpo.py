@@ -1,4 +1,4 @@
-"""Improve a model by reinforcement learning on verifiable rewards: Group Relative Policy Optimization (GRPO,
+"""Train a model with reinforcement learning on verifiable rewards: Group Relative Policy Optimization (GRPO,
 Shao et al. 2024).
 
     python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion
@@ -6,9 +6,9 @@ Shao et al. 2024).
     python grpo.py --init_from=resume --out_dir=out/grpo
     torchrun --nproc_per_node=2 grpo.py config/grpo_4090x2.py --init_from=...
 
-A step: the model answers some questions k_samples times each, a verifier grades the answers, and what did
-better than the mean of its group becomes likelier, what did worse less so. Shapes: B sequences, T positions,
-G groups, K samples a group. Knobs, as --key=value:
+In each step the model samples k_samples completions for each question and a verifier grades them. Completions
+that score above their group's mean become more likely, those below it less likely. Shapes: B sequences, T
+positions, G groups, K completions per group. Options, as --key=value:
 """
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ from typing import Literal
 
 from runtime.usage import first_line
 
-first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
+first_line()                             # answers --help before the slow import of PyTorch
 
 import torch
 
@@ -55,110 +55,108 @@ class Config(RunOptions):
                                              # training.log
     init_from: str = "out/rft"               # run folder, Hugging Face folder or hub name; resume: the run in
                                              # out_dir
-    resume: Literal["auto"] | None = None    # auto: go on with the run in out_dir if there is one, else begin as
-                                             # the flags say
-    overwrite: bool = False                  # replace the run that out_dir holds
+    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
+                                             # new one from the flags
+    overwrite: bool = False                  # replace the run in out_dir
     # questions and their rewards
-    task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or a file.py of yours with
+    task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or your own file.py with
                                              # reward(question, completion); several: NAME@WEIGHT+NAME, in a
                                              # config file {NAME: WEIGHT}; None: unit_conversion
-    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one a step
-    dataset: str | None = None               # .jsonl, {"prompt": ..., "answer": ...} a line, instead of the
-                                             # task's questions
-    num_questions: int | None = None         # to train on; None: all there are, or as the task finds right;
-                                             # of a dataset at most
-    few_shot: int | None = None              # worked examples before each; None: of a run folder as many as
-                                             # it was trained with, of a model of Hugging Face's 4; with a
-                                             # dataset 0
-    # rollout. There is no top_k or top_p: the loss is about the distribution that was sampled from
+    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one per
+                                             # step
+    dataset: str | None = None               # .jsonl with a {"prompt": ..., "answer": ...} per line, instead
+                                             # of the task's questions
+    num_questions: int | None = None         # training questions, at most; None: the task's default, or the
+                                             # whole dataset
+    few_shot: int | None = None              # worked examples in each prompt; None: the value that a run
+                                             # folder was trained with, 4 for a Hugging Face model, 0 with a
+                                             # dataset
+    # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
     prompts_per_step: int = 32               # all ranks together
-    k_samples: int = 8                       # of each prompt: its group
+    k_samples: int = 8                       # group size: completions per prompt
     temperature: float = 1.0
     max_new_tokens: int = 128
-    max_prompt_tokens: int | None = None     # longer ones are left out; None: those that leave no room for an
-                                             # answer
-    overlong: Literal["keep", "mask", "penalty"] = "keep"       # samples that reach max_new_tokens: keep
+    max_prompt_tokens: int | None = None     # drop questions with longer prompts; None: those that leave no
+                                             # room for an answer
+    overlong: Literal["keep", "mask", "penalty"] = "keep"       # completions that reach max_new_tokens: keep
                                              # their reward; don't train on them; subtract up to 1 over the
                                              # last overlong_tokens (DAPO's soft punishment)
     overlong_tokens: int = 32
-    skip_solved: int = 0                     # epochs for which a question rests after all its samples were
-                                             # right; they teach nothing
-    dynamic_sampling: bool = False           # other questions in place of those whose samples all have the
-                                             # same reward (DAPO, Yu et al. 2025)
-    max_rounds: int = 4                      # in which it looks for them
+    skip_solved: int = 0                     # epochs to skip a question after all its completions were
+                                             # correct
+    dynamic_sampling: bool = False           # replace groups with zero variance by other questions (DAPO, Yu
+                                             # et al. 2025)
+    max_rounds: int = 4                      # of dynamic sampling per step
     # loss
-    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # what a token's loss is divided by,
-                                             # see loss_denominator; cispo: also how its ratio is clipped
-    advantage_scale: Literal["none", "group"] = "none"          # group: divided by the standard deviation in
-                                             # the group, as in GRPO
-    clip_low: float = 0.2                    # the ratio of probabilities counts down to 1 - clip_low (not of
-                                             # cispo)
-    clip_high: float = 0.28                  # and up to 1 + clip_high (DAPO; PPO has 0.2; cispo takes about
-                                             # 4)
-    beta: float = 0.0                        # weight of the KL divergence from the model that training began
-                                             # with, k3 (Schulman 2020) times the ratio, without which its
-                                             # gradient is biased; 0: that model is not loaded
-    inner_epochs: int = 1                    # passes over a step's samples
-    mini_batches: int = 1                    # optimizer steps a pass
-    surgery: Literal["none", "pcgrad"] = "none"       # several tasks: what their gradients undo of each other
-                                             # is projected out (PCGrad, Yu et al. 2020)
-    surgery_buffers: Literal["device", "bf16", "cpu"] = "device"       # where each task's gradient waits: in
-                                             # fp32 or bf16 on the device, or in the computer's memory
-    tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025) where
-                                             # the engine's log-probabilities are not the trainer's; 0: off
+    loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # sets the loss denominator, see
+                                             # loss_denominator; cispo also changes the clipping
+    advantage_scale: Literal["none", "group"] = "none"          # group: divide by the group's standard
+                                             # deviation, as in GRPO
+    clip_low: float = 0.2                    # clip the probability ratio below 1 - clip_low (not in cispo)
+    clip_high: float = 0.28                  # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
+    beta: float = 0.0                        # weight of the KL divergence from the initial model: k3
+                                             # (Schulman 2020) times the ratio, which makes its gradient
+                                             # unbiased; 0: no reference model is loaded
+    inner_epochs: int = 1                    # passes over a step's completions
+    mini_batches: int = 1                    # optimizer steps per pass
+    surgery: Literal["none", "pcgrad"] = "none"       # PCGrad: project out the conflicting components of the
+                                             # tasks' gradients (Yu et al. 2020)
+    surgery_buffers: Literal["device", "bf16", "cpu"] = "device"       # each task's gradient: fp32 or bf16 on
+                                             # the device, or in host memory
+    tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025), which
+                                             # corrects for engine logprobs unlike the trainer's; 0: off
     # optimizer
     max_steps: int = 100                     # rollouts, each with inner_epochs * mini_batches optimizer steps
-    learning_rate: float = 3e-4              # of a model of a million parameters; 1e-6 is usual for a few
-                                             # hundred million
+    learning_rate: float = 3e-4              # for a million parameters; 1e-6 is usual for a few hundred
+                                             # million
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
     warmup_steps: int = 5
-    cooldown: float = 0.4                    # wsd: the share of steps in which the rate falls
-    min_lr: float = 0.0                      # where the schedule ends
-    weight_decay: float = 0.0                # on matrices
+    cooldown: float = 0.4                    # wsd: fraction of steps in which the rate decays
+    min_lr: float = 0.0                      # at the end of the schedule
+    weight_decay: float = 0.0                # of matrices
     beta1: float = 0.9
     beta2: float = 0.95
     muon_momentum: float = 0.9
-    grad_clip: float = 1.0                   # norm of the whole gradient; 0: off
+    grad_clip: float = 1.0                   # global gradient norm; 0: off
     # adapters (LoRA)
-    lora_rank: int = 0                       # train adapters of that rank; the reference is the model without
-                                             # them. 0: off
-    lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
-    lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
+    lora_rank: int = 0                       # train adapters of this rank; the reference model is the one
+                                             # without them; 0: off
+    lora_alpha: float | None = None          # scale = alpha / rank; None: 2 lora_rank
+    lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
-    tokens_per_micro_batch: int = 16384      # positions of a forward pass, see batch.token_cost; less while
-                                             # they don't fit the memory
+    tokens_per_micro_batch: int = 16384      # positions of a micro-batch, see batch.token_cost; halved until
+                                             # it fits in memory
     compile: bool = False                    # torch.compile of the update
-    offload_reference: bool = False          # the KL term's model waits in the CPU's memory while it is not
-                                             # needed
+    offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
     eval_interval: int = 50                  # steps; also before the first and after the last; 0: never
-    eval_questions: int = 200                # of split valid, answered greedily; of a dataset at most a
-                                             # tenth, which is not trained on
-    shown_questions: int = 4                 # of them whose answers samples.txt shows
+    eval_questions: int = 200                # of split valid, answered greedily; with a dataset at most a
+                                             # tenth of it, held out from training
+    shown_questions: int = 4                 # of these in samples.txt
     log_interval: int = 1                    # steps
     # verifiers
-    reward_workers: int | None = None        # processes that verify, a rank; None: one a core, at most 8 in
-                                             # all
-    reward_pool: Literal["process", "thread", "serial"] = "process"       # only a process can be stopped if
-                                             # it hangs
-    timeout: float = 10.0                    # seconds after which a verifier is killed and its sample is an
-                                             # error: it has no reward and is not trained on
+    reward_workers: int | None = None        # verifier processes per rank; None: one per core, at most 8 in
+                                             # total
+    reward_pool: Literal["process", "thread", "serial"] = "process"       # only a hanging process can be
+                                             # killed
+    timeout: float = 10.0                    # seconds until a verifier is killed; its completion is an error
+                                             # and is not trained on
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
-    # speed: bench.py --ladder measures what each of these buys
-    slots: int | None = None                 # samples in flight a rank; None: all of a step's, up to 512, if
-                                             # they fit
+    # speed: bench.py --ladder measures the gain of each
+    slots: int | None = None                 # completions in flight per rank; None: all of a step's, up to
+                                             # 512, if they fit
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
     @property
     def batch_size(self):
-        """What runtime.run calls it: what a micro-batch may hold."""
+        """The largest micro-batch, under the name that runtime.run uses."""
         return self.tokens_per_micro_batch
 
     def flags_for(self, micro_batch):
-        """Return the flags for the same step in micro-batches of so many tokens."""
+        """Return the flags for the same step with this micro-batch."""
         return f"--tokens_per_micro_batch={micro_batch}"
 
 
@@ -167,7 +165,7 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 def check(cfg):
     if cfg.dataset and cfg.task is None:
-        raise BadInput("--dataset needs the file that grades its answers: --task=my_reward.py.")
+        raise BadInput("--dataset needs a verifier for its answers: add --task=my_reward.py.")
     cfg.task = "unit_conversion" if cfg.task is None else tasks.spec_of(cfg.task)
     config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots "
                             "inner_epochs mini_batches overlong_tokens max_steps tokens_per_micro_batch "
@@ -184,64 +182,65 @@ def check(cfg):
     check_training(cfg)
     world = distributed.world_size()
     if cfg.k_samples == 1:
-        raise BadInput("--k_samples=1 leaves nothing to compare a sample with: give at least 2.")
+        raise BadInput("--k_samples=1 leaves a group without a comparison: give at least 2.")
     if cfg.prompts_per_step % (world * cfg.mini_batches):
-        raise BadInput(f"{cfg.prompts_per_step} prompts a step can't be shared evenly by {world} ranks with "
-                       f"{cfg.mini_batches} mini-batches: change --prompts_per_step.")
+        raise BadInput(f"{cfg.prompts_per_step} prompts per step can't be split evenly over {world} ranks "
+                       f"with {cfg.mini_batches} mini-batches: change --prompts_per_step.")
     if cfg.loss_type == "cispo" and cfg.clip_low != Config.clip_low:
-        raise BadInput("--clip_low has no effect with --loss_type=cispo, which clips the ratio from above alone: "
-                       "leave it out.")
+        raise BadInput("--clip_low has no effect with --loss_type=cispo, which only clips from above: leave "
+                       "it out.")
     if cfg.overlong == "penalty" and cfg.overlong_tokens > cfg.max_new_tokens:
         raise BadInput(f"--overlong_tokens={cfg.overlong_tokens} is more than "
                        f"--max_new_tokens={cfg.max_new_tokens}: lower it.")
     if cfg.offload_reference and cfg.parallel != "ddp":
-        raise BadInput("--offload_reference moves a whole model, and with --parallel each rank has a share of "
-                       "it: leave one of them out.")
+        raise BadInput(f"--offload_reference can't move a model sharded by --parallel={cfg.parallel}: leave "
+                       "one of them out.")
     if cfg.surgery != "none" and cfg.mixing == "round_robin":
-        raise BadInput("--surgery compares the gradients of a step's tasks, and with --mixing=round_robin a step "
-                       "has one: leave one of them out.")
+        raise BadInput("--surgery needs several tasks per step, and --mixing=round_robin has one: leave one "
+                       "of them out.")
     if cfg.init_from == "scratch":
-        raise BadInput("A model that knows nothing gets no reward to learn from: name one with --init_from=.")
+        raise BadInput("--init_from=scratch gets no reward to learn from: name a trained model.")
 
 
 # --- the objective ---
 
 def advantages(rewards, scale="none"):
-    """Return each reward minus the mean of its group, float64 [G, K], from rewards [G, K]; exactly 0 in a group of
-    equal rewards. A NaN stands for a completion without a grade: it is left out of the mean and gets 0.
+    """Return each reward minus its group's mean, float64 [G, K], from rewards [G, K]; exactly 0 in a group
+    with zero variance. NaN marks a completion without a grade, which is left out of the mean and gets 0.
 
-    scale group: divide by the group's standard deviation (over K, without Bessel's correction), as in GRPO, which
-    weighs easy and hard questions more (Dr. GRPO, Liu et al. 2025).
+    scale="group" divides by the group's standard deviation (over K, without Bessel's correction), as in GRPO;
+    this gives easy and hard questions more weight (Dr. GRPO, Liu et al. 2025).
     """
     rewards = rewards.double()
     result = rewards - rewards.nanmean(1, keepdim=True)
     if scale == "group":
         result = result / (result.square().nanmean(1, keepdim=True).sqrt() + 1e-4)
     first = rewards.nan_to_num(-math.inf).amax(1, keepdim=True)
-    equal = (rewards == first) | rewards.isnan()             # then the mean is off by its rounding
+    equal = (rewards == first) | rewards.isnan()             # whose mean may be rounded
     return result.masked_fill(equal.all(1, keepdim=True), 0.0).nan_to_num(0.0)
 
 
 def loss_denominator(loss_type, tokens, sequences, max_new_tokens):
-    """Return the divisor of an optimizer step's summed losses, over all micro-batches and ranks. dapo, cispo: the
-    tokens, so that each counts alike. grpo: the sequences, each of which is a mean over its tokens. dr_grpo: a
-    constant for each sequence."""
+    """Return the divisor of an optimizer step's summed losses, over all micro-batches and ranks. dapo, cispo:
+    the number of tokens. grpo: the number of sequences, each a mean over its tokens. dr_grpo: a constant per
+    sequence."""
     return {"dapo": tokens, "cispo": tokens, "grpo": sequences,
             "dr_grpo": sequences * max_new_tokens}[loss_type]
 
 
 def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, sampled_logp=None):
-    """Compute the negated clipped objective of a micro-batch (PPO, Schulman et al. 2017; cispo: MiniMax-M1, Chen et
-    al. 2025, in which a clipped token keeps its gradient), summed and divided by `denominator`.
+    """Return (loss [], statistics summed over tokens): the negated clipped objective of a micro-batch (PPO,
+    Schulman et al. 2017; cispo: MiniMax-M1, Chen et al. 2025, where clipped tokens keep their gradient),
+    summed and divided by `denominator`.
 
-    All in fp32, nats; [B, T], column t is a completion's t-th token:
-      logp          of the sampled tokens under the trained model, with a gradient
-      old_logp      before this step: the engine's when it sampled, with tis_cap the trainer's
+    All are fp32 in nats, [B, T]; column t is the t-th token of a completion:
+      logp          of the sampled tokens under the trained model, with gradient
+      old_logp      before this step: the engine's, or with tis_cap the trainer's
       sampled_logp  the engine's, used with tis_cap
       ref_logp      the reference model's, used with beta
-      mask          tokens that are trained on; elsewhere values have no effect, NaN and infinity neither
-    advantage [B]. cfg: loss_type, clip_low, clip_high, beta, tis_cap. Returns (loss [], {sums over tokens: kl to
-    the reference, kl_old to old_logp (both k3), clipped}).
+      mask          tokens to train on; other values have no effect, not even NaN and infinity
+    advantage [B]. cfg: loss_type, clip_low, clip_high, beta, tis_cap. Statistics: kl to the reference model,
+    kl_old to old_logp (both k3), clipped.
     """
     mask = mask.bool()
     advantage = advantage.float()[:, None]
@@ -272,25 +271,25 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, s
 
 
 def masked_difference(a, b, mask):
-    """Return a - b in fp32, masked before exp and clamped: 0 * inf would be a NaN gradient."""
+    """Return a - b in fp32, masked and clamped before exp, since 0 * inf would make the gradient NaN."""
     return torch.where(mask, a.float() - b.float(), 0.0).clamp(-20, 20)
 
 
 # --- questions ---
 
 def open_questions(cfg, task):
-    """Return (questions to train on, questions for validation, what is said of those that were dropped)."""
+    """Return (training questions, validation questions, note on dropped questions for the log)."""
     if cfg.dataset:
         train, valid = read_questions(cfg.dataset, cfg.eval_questions)
         return train[:cfg.num_questions], valid if cfg.eval_interval else [], ""
     train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
     valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
-    return train, valid, f" ({dropped} that stand in the test split dropped)" if dropped else ""
+    return train, valid, f" ({dropped} also in the test split dropped)" if dropped else ""
 
 
 def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
-    """Return [(question, Request)] of those whose prompts leave room for an answer, and are not longer than
-    asked for."""
+    """Return [(question, Request)] of the questions whose prompts fit max_prompt_tokens and leave room for an
+    answer."""
     longest = min(positions - 1, cfg.max_prompt_tokens or positions)
     requests = requests_of(tokenizer, task, questions, num_samples, cfg.max_new_tokens, cfg.few_shot)
     pairs = []
@@ -301,46 +300,47 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
 
 
 def check_domains(stream, asked, positions):
-    """BadInput for a task that is left without a question to train on, or with one, or for fewer questions
-    than a step asks. asked: {name of a task: its questions before those that are too long were left out}."""
+    """Raise BadInput for a task with fewer than two questions left, or fewer questions in total than a step
+    needs. asked: {task: number of questions before long ones were dropped}."""
     for domain, numbers in stream.numbers.items():
         if not asked[domain]:
-            raise BadInput(f"There is no question of {domain} to train on: raise --num_questions, or give another "
-                           "--dataset= if there is one, or leave that task out.")
+            raise BadInput(f"{domain} has no questions to train on: raise --num_questions, change "
+                           "--dataset=, or leave that task out.")
         if len(numbers) < min(2, asked[domain]):
-            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} is longer than "
-                           f"--max_prompt_tokens, or fills the {positions} positions of the model: lower "
-                           "--few_shot, or choose another task or model.")
+            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} exceeds "
+                           f"--max_prompt_tokens or the model's {positions} positions: lower --few_shot, or "
+                           "choose another task or model.")
     if len(stream) < stream.cfg.prompts_per_step <= asked.total():
         raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
-                       f"{positions} positions of the model, and a step asks {stream.cfg.prompts_per_step}: "
+                       f"model's {positions} positions, and a step needs {stream.cfg.prompts_per_step}: "
                        "lower --few_shot or --prompts_per_step.")
 
 
 # --- a step ---
 
 def sample_groups(cfg, run, pipeline, stream, reference):
-    """Return (this rank's groups to train on, all groups that it sampled, bytes that sampling read).
+    """Return (groups to train on, all sampled groups, bytes read by sampling), of this rank.
 
-    With dynamic sampling in rounds, until each rank has its share of groups whose scores differ, or for
-    max_rounds. An exception on one rank is raised on all: FloatingPointError, BrokenReward.
+    Dynamic sampling repeats until each rank has its share of groups without zero variance, at most max_rounds
+    times. FloatingPointError and BrokenReward on one rank are raised on all.
     """
     share = cfg.prompts_per_step // distributed.world_size()
     groups = []
     sampled = []
     bytes_read = 0
     for i in range(cfg.max_rounds if cfg.dynamic_sampling else 1):
-        # Each rank takes a slice, so that mini-batches don't depend on the number of ranks.
+        # A slice per rank, so that mini-batches don't depend on the number of ranks.
         mine = stream.next(again=i > 0)[distributed.rank() * share:][:share]
-        completions = distributed.together(lambda: sample(run, pipeline, stream, mine), FloatingPointError, BrokenReward)
-        # Log-probabilities are computed while verifiers work.
+        completions = distributed.together(lambda: sample(run, pipeline, stream, mine),
+                                           FloatingPointError, BrokenReward)
+        # Logprobs are computed while verifiers work.
         if reference:
             reference.add_logprobs(completions, run.state.micro_batch)
         if cfg.tis_cap:
             add_trainer_logprobs(cfg, run, completions)
-        run.lap("reference")
+        run.end_phase("reference")
         distributed.together(lambda: pipeline.graded(wait=True), BrokenReward)
-        run.lap("reward")
+        run.end_phase("reward")
         answered = group_by_question(cfg, completions, mine)
         sampled += answered.values()
         groups += [g for g in answered.values() if not (cfg.dynamic_sampling and zero_variance(g))]
@@ -354,7 +354,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
 
 
 def sample(run, pipeline, stream, positions):
-    """Return the Completions of the questions at these positions of the stream."""
+    """Return the Completions for these positions of the question stream."""
     questions = {}
     requests = []
     for position in positions:
@@ -362,19 +362,19 @@ def sample(run, pipeline, stream, positions):
         questions[position] = question
         requests.append(dataclasses.replace(request, key=position))
     completions = list(pipeline.sample(questions, requests))
-    run.lap("rollout")
+    run.end_phase("rollout")
     return completions
 
 
 def add_trainer_logprobs(cfg, run, completions):
-    """Give each Completion the log-probabilities of the trained model before this step, for tis_cap."""
+    """Set trainer_logprobs of each Completion, by the model before this step, for tis_cap."""
     tokens = run.state.micro_batch
     for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
         c.trainer_logprobs = logprobs
 
 
 def group_by_question(cfg, completions, positions):
-    """Set the rewards of graded Completions. Returns {position: group, a list of K Completions}."""
+    """Set the rewards of graded Completions and return {position: group of K Completions}."""
     groups = {position: [None] * cfg.k_samples for position in positions}
     for c in completions:
         c.reward = math.nan if c.grade.error else c.grade.score - length_penalty(cfg, len(c.ids))
@@ -384,7 +384,7 @@ def group_by_question(cfg, completions, positions):
 
 
 def length_penalty(cfg, length):
-    """Return DAPO's soft overlong punishment of a completion of so many tokens: from 0 to 1 over the last
+    """Return DAPO's soft overlong punishment for a completion of `length` tokens: 0 to 1 over the last
     overlong_tokens."""
     if cfg.overlong != "penalty":
         return 0.0
@@ -392,7 +392,7 @@ def length_penalty(cfg, length):
 
 
 def set_advantages(cfg, groups):
-    """Set each Completion's advantage from the rewards of its group."""
+    """Set the advantage of each Completion from its group's rewards."""
     rewards = torch.tensor([[c.reward for c in group] for group in groups]).view(-1, cfg.k_samples)
     for group, row in zip(groups, advantages(rewards, cfg.advantage_scale).tolist()):
         for c, advantage in zip(group, row):
@@ -400,17 +400,16 @@ def set_advantages(cfg, groups):
 
 
 def learn(cfg, run, model, groups, lr, pcgrad):
-    """Take one optimizer step on groups of Completions. Returns this rank's sums of loss statistics and the norm of
-    the gradient; None if every advantage is 0 on every rank: then no weight moves, nor any state of the
-    optimizers."""
+    """Take one optimizer step. Returns this rank's summed loss statistics and the gradient norm, or None if
+    every advantage is zero on every rank, which leaves weights and optimizers unchanged."""
     trained = [c for group in groups for c in group if c.trained]
     num_tokens, num_sequences, num_signals = distributed.sum([
         sum(len(c.ids) for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
     if not num_sequences or not (num_signals or cfg.beta):
         return None
     denominator = loss_denominator(cfg.loss_type, num_tokens, num_sequences, cfg.max_new_tokens)
-    # Without an advantage a completion has no gradient, so it is not computed. A rank that has none takes part
-    # with an empty micro-batch: others wait for its gradients.
+    # A zero advantage has no gradient, so these completions are skipped. A rank without any other computes an
+    # empty micro-batch, since the others wait for its gradients.
     learnt = [c for c in trained if c.advantage or cfg.beta]
     stats = Counter(flops=flops(run.model, learnt))
     largest_difference = 0.0
@@ -426,8 +425,8 @@ def learn(cfg, run, model, groups, lr, pcgrad):
             logprobs, entropy = model.token_logprobs(
                 batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
-        loss, figures = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,
-                                  denominator, batch.sampled_logprobs)
+        loss, figures = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask,
+                                  cfg, denominator, batch.sampled_logprobs)
         run.scaler.scale(loss).backward()
 
         difference = torch.where(mask, logprobs.detach() - batch.sampled_logprobs, 0.0).abs()
@@ -443,7 +442,7 @@ def learn(cfg, run, model, groups, lr, pcgrad):
 
 
 def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
-    """Train until the last step, or until the run should stop. Returns the exit code."""
+    """Train until the last step or a stop request. Returns the exit code."""
     if valid:
         run.evaluate = partial(evaluate, cfg, run, pipeline, valid)
     if valid and run.step == 0:
@@ -464,7 +463,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
         lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
                          cfg.lr_schedule, cfg.cooldown)
         lr *= run.state.lr_factor
-        # Only here: in sampling, CUDA's running sums would be refused.
+        # Only here, since sampling needs CUDA's cumsum, which is not deterministic.
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
@@ -473,7 +472,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
             if update:
                 updates.append(update)
         torch.use_deterministic_algorithms(False)
-        run.lap("update")
+        run.end_phase("update")
 
         # 4. Copy the new weights to the engine.
         pipeline.engine.load(run.model)
@@ -485,8 +484,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
 
 
 def evaluate(cfg, run, pipeline, valid):
-    """Answer the questions that are held out, greedily, and log how that went. Answers to the first few are
-    added to samples.txt."""
+    """Answer the validation questions greedily and log the result. The first few answers are added to
+    samples.txt."""
     questions = [question for question, _ in valid]
     requests = [request for _, request in valid]
     greedy = dataclasses.replace(pipeline.engine.sampling, temperature=0.0)
@@ -498,15 +497,15 @@ def evaluate(cfg, run, pipeline, valid):
         rewards.append(fmean([grade.score for row in rows for grade in row if not grade.error] or [0.0]))
     result["reward"] = fmean(rewards)
     log_evaluation(run, result, domains, questions, grades, texts)
-    # Of steps that do as well, the last is best.
+    # Of equal steps, the last is best.
     run.record_validation(1 - result["reward"] - 1e-9 * run.step)
 
 
-# --- the model, and what fits the memory ---
+# --- the model and its memory ---
 
 def build_model(cfg, hw, shape, found, resuming, device):
-    """Return the GPT on a device with the weights of what was found; of a run that is resumed they come
-    later, and on the device meta there are none."""
+    """Return the GPT on a device, with the weights of `found`. Run.restore loads those of a resumed run;
+    device meta has none."""
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=device)
     if not resuming and device.type != "meta":
         found.fill(model)
@@ -515,7 +514,7 @@ def build_model(cfg, hw, shape, found, resuming, device):
 
 
 def fit_update(cfg, run, worst, context):
-    """Return the model as the update calls it, with micro-batches that fit the memory."""
+    """Return the TrainedModel, with the micro-batch that fits in memory."""
     hw = run.hardware
 
     def attempt(tokens):
@@ -531,8 +530,8 @@ def fit_update(cfg, run, worst, context):
 
 
 def make_engine(cfg, run, stream, worst, context, tokenizer, task):
-    """Return the Engine, with as many samples in flight as fit beside the update. That number is kept
-    with the checkpoints, since it decides the last bits."""
+    """Return the Engine, with as many slots as fit in memory beside the update. Checkpoints keep that number,
+    since logprobs depend on it in the last bits."""
     hw = run.hardware
     dtype = hw.sampling_dtype
     rows = worst.rows(run.state.micro_batch, context)
@@ -558,7 +557,7 @@ def main(argv):
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
 
-    # The model, and what it is asked.
+    # Model and questions.
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))
     tokenizer = found.tokenizer(None if resuming else cfg.tokenizer)
     cfg.tokenizer = tokenizer.describe()["name"]
@@ -575,15 +574,15 @@ def main(argv):
     context = context_of(longest, cfg.max_new_tokens, positions)
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"
     if len(stream) < len(questions):
-        about += f"; {len(questions) - len(stream)} too long left out"
+        about += f"; {len(questions) - len(stream)} dropped as too long"
 
-    shape = dataclasses.replace(found.config, dropout=0.0)     # the ratio is about the model that sampled
+    shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     asked = json.dumps([(question, request.ids) for question, request in stream.pairs])
     digest = hashlib.sha256(asked.encode()).hexdigest()
     run = start(cfg, hw, partial(build_model, cfg, hw, shape, found, resuming), cfg.tokens_per_micro_batch,
                 cfg.max_steps, digest, found.step if resuming else None, stream.state)
-    with task_errors():                      # before a run folder is touched
+    with task_errors():                      # fails before the run folder is changed
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
     run.other_bytes = pcgrad.bytes() if pcgrad else 0

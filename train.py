@@ -1,6 +1,6 @@
-"""Train a GPT on text, from scratch or from a checkpoint; fine-tune one on chosen answers (SFT, RFT).
+"""Train a GPT on text, from scratch or from a checkpoint, or fine-tune one on examples (SFT, RFT).
 
-    python train.py                                     a small model on generated text, on whatever machine this is
+    python train.py                                     a small model on generated text, on any machine
     python train.py --dataset=book.txt --out_dir=out/book
     python train.py config/cpu_small.py --learning_rate=0.02
     python train.py --init_from=resume --out_dir=out/book
@@ -9,7 +9,7 @@
         --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
     torchrun --nproc_per_node=2 train.py config/...
 
-Knobs, as --key=value:
+Options, as --key=value:
 """
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from typing import Literal
 
 from runtime.usage import first_line
 
-first_line()                             # --help, or a word, before the seconds that importing PyTorch takes
+first_line()                             # answers --help before the slow import of PyTorch
 
 import torch
 
@@ -47,103 +47,106 @@ class Config(RunOptions):
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
                                              # Face folder or hub name
-    resume: Literal["auto"] | None = None    # auto: go on with the run in out_dir if there is one, else begin as
-                                             # the flags say
-    overwrite: bool = False                  # replace the run that out_dir holds
+    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
+                                             # new one from the flags
+    overwrite: bool = False                  # replace the run in out_dir
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
-                                             # questions with chosen answers (text/examples.py)
-    block_size: int = 256                    # context, tokens; with init_from the model's, at most 1024
+                                             # questions and answers (text/examples.py)
+    block_size: int = 256                    # context in tokens; with init_from the default is the model's,
+                                             # at most 1024
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
-                                             # model's own, or bytes
-    # batch: sequences of an optimizer step = batch_size * gradient_accumulation_steps, on any number of ranks
-    batch_size: int = 32                     # sequences a micro-step, at most: halved while they don't fit
-                                             # the memory
-    gradient_accumulation_steps: int = 1     # micro-steps an optimizer step, all ranks together
-    max_steps: int | None = None             # optimizer steps, at most
-    num_epochs: float | None = None          # passes over the data, at most; neither given: 300 steps of a
-                                             # text, 3 passes over examples
+                                             # model's, or bytes
+    # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
+    batch_size: int = 32                     # largest micro-batch, in sequences; halved until it fits in
+                                             # memory
+    gradient_accumulation_steps: int = 1     # micro-steps per optimizer step, summed over ranks
+    max_steps: int | None = None             # limit in optimizer steps
+    num_epochs: float | None = None          # limit in passes over the data; without either limit: 300 steps
+                                             # for text, 3 passes for examples
     # optimizer
-    learning_rate: float = 0.01              # peak; muon's update has AdamW's size, so the scale is AdamW's
+    learning_rate: float = 0.01              # peak; Muon's updates are scaled to AdamW's size
     optimizer: Literal["adamw", "muon"] = "muon"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
-    warmup_steps: int | None = 10            # None: a tenth of the steps, at most 50
-    cooldown: float = 0.4                    # wsd: the share of steps in which the rate falls
-    min_lr: float = 0.0                      # where the schedule ends
-    weight_decay: float = 0.0                # on matrices
+    warmup_steps: int | None = 10            # None: 10% of the steps, at most 50
+    cooldown: float = 0.4                    # wsd: fraction of steps in which the rate decays
+    min_lr: float = 0.0                      # at the end of the schedule
+    weight_decay: float = 0.0                # of matrices
     beta1: float = 0.9
     beta2: float = 0.95
     muon_momentum: float = 0.9
-    grad_clip: float = 1.0                   # norm of the whole gradient; 0: off
-    dropout: float = 0.0                     # 0.1-0.2 where the text is seen many times
+    grad_clip: float = 1.0                   # global gradient norm; 0: off
+    dropout: float = 0.0                     # 0.1-0.2 for many epochs
     # model
     n_layer: int = 4
     n_head: int = 2
-    n_embd: int = 128                        # channels of the residual stream
+    n_embd: int = 128                        # width of the residual stream
     n_kv_head: int | None = None             # key/value heads; None: n_head
-    head_dim: int | None = None              # channels a head; None: n_embd / n_head
+    head_dim: int | None = None              # None: n_embd / n_head
     mlp_hidden: int | None = None            # None: 4 n_embd, or 8/3 n_embd with swiglu
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     position: Literal["rope", "learned"] = "rope"
     qk_norm: bool = True                     # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu", "gelu_tanh", "swiglu"] = "relu2"
-    bias: bool = False                       # of all linear layers
-    tied_head: bool = False                  # the head shares the embedding's weights
+    bias: bool = False                       # in all linear layers
+    tied_head: bool = False                  # share weights between embedding and head
     logit_softcap: float = 0.0               # e.g. 15; 0: off
-    mixer: Literal["softmax", "favor", "linear"] = "softmax"         # attention; favor, linear: of linear cost
+    mixer: Literal["softmax", "favor", "linear"] = "softmax"         # favor, linear: linear attention
                                              # (docs/okadfa.md)
-    mixer_rule: Literal["sum", "delta"] = "sum"       # of favor and linear: values are summed up, or replaced
-    mixer_features: int = 256                # of favor: random features a head
+    mixer_rule: Literal["sum", "delta"] = "sum"       # favor, linear: add values to the state, or replace
+                                             # them
+    mixer_features: int = 256                # favor: random features per head
     # adapters (LoRA)
-    lora_rank: int = 0                       # e.g. 16: train adapters of that rank beside the frozen weights
-                                             # of init_from; 0: off
-    lora_alpha: float | None = None          # their scale is alpha / rank; None: 2 lora_rank
-    lora_linears: str = "qkv,out,up,gate,down"       # which linear layers of a block get one
-    # what learns, and how (docs/okadfa.md)
-    backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: the error at
-                                             # the top drives each block through a fixed matrix; micro: three
-                                             # points of each block
-    feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one a block, one for all, or none:
-                                             # the error as it is
-    trained_blocks: int | Literal["all", "none", "last"] = "all"      # or a number of them, from the top
-    orthogonality: float = 0.0               # weight of a penalty on attention's projections: 0.01; 0: off
-    orthogonality_warmup: int = 1000         # steps in which it rises
+    lora_rank: int = 0                       # e.g. 16: train adapters of this rank on the frozen weights of
+                                             # init_from; 0: off
+    lora_alpha: float | None = None          # scale = alpha / rank; None: 2 lora_rank
+    lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
+    # feedback alignment, frozen blocks, orthogonality (docs/okadfa.md)
+    backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
+                                             # the top to each block through a fixed matrix; feedback_micro:
+                                             # to three points of each block
+    feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one per block, one for all blocks,
+                                             # or the unchanged error
+    trained_blocks: int | Literal["all", "none", "last"] = "all"      # a number counts from the top
+    orthogonality: float = 0.0               # weight of the penalty on attention's projections, e.g. 0.01; 0:
+                                             # off
+    orthogonality_warmup: int = 1000         # steps in which the weight rises
     # machine
-    compile: bool | None = None              # torch.compile; None: on a GPU (on a CPU it pays from about five
-                                             # minutes on)
+    compile: bool | None = None              # torch.compile; None: on a GPU only (on a CPU it pays after
+                                             # about five minutes)
     # evaluation, log, checkpoints
-    eval_interval: int = 100                 # steps; also after the last
+    eval_interval: int = 100                 # steps; also after the last one
     eval_tokens: int | None = None           # None: the whole validation split
-    eval_only: bool = False                  # evaluate once and exit; nothing is written
-    patience: int = 0                        # stop after so many evaluations in a row without a new best; 0:
-                                             # never
+    eval_only: bool = False                  # evaluate once and exit without writing anything
+    patience: int = 0                        # stop after this many evaluations without a new best; 0: never
     log_interval: int = 10                   # steps
     # data, in detail
-    text_key: str = "text"                   # where the text is in .jsonl, .parquet, or a dataset of the hub
-    data_dir: str = "data"                   # where tokenised texts are kept
-    prompt: str | None = None                # examples of .json: the form of a question, with {} in it; None:
-                                             # as datagen.py asked
-    valid_share: float = 0.0                 # examples: of their questions, held out for a validation loss
-    # speed: bench.py --ladder measures what each of these buys
+    text_key: str = "text"                   # text field of .jsonl, .parquet and hub datasets
+    data_dir: str = "data"                   # folder for tokenised texts
+    prompt: str | None = None                # examples in .json: prompt template with {} for the question;
+                                             # None: datagen.py's
+    valid_share: float = 0.0                 # examples: fraction of the questions held out for validation
+    # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    loss_chunks: int = 0                     # pieces in which head and loss are computed; 0: by size
+    loss_chunks: int = 0                     # chunks for head and loss; 0: by size
     num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
-    pin_memory: bool = True                  # page-locked batches, on a GPU
-    prefetch: int = 2                        # steps each loader process is ahead
+    pin_memory: bool = True                  # on a GPU
+    prefetch: int = 2                        # steps loaded ahead per loader process
 
     @property
     def sequences(self):
-        """Of an optimizer step, all ranks together."""
+        """Effective batch, all ranks together."""
         return self.batch_size * self.gradient_accumulation_steps
 
     def flags_for(self, micro_batch):
-        """Return the flags for the same step in micro-batches of so many sequences."""
+        """Return the flags for the same effective batch with this micro-batch."""
         return f"--batch_size={micro_batch} --gradient_accumulation_steps={self.sequences // micro_batch}"
 
 
-ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position", "qk_norm",
-                "mlp", "bias", "tied_head", "logit_softcap", "mixer", "mixer_rule", "mixer_features"]
+ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position",
+                "qk_norm", "mlp", "bias", "tied_head", "logit_softcap", "mixer", "mixer_rule",
+                "mixer_features"]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
@@ -161,78 +164,77 @@ def check(cfg):
     check_mixer(cfg)
     feedback.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
-        raise BadInput(f"--prompt={cfg.prompt} has no place for the question: put {{}} into it.")
+        raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
     if cfg.num_epochs == 0:
-        raise BadInput("--num_epochs=0 would train nothing: it must be above 0.")
+        raise BadInput("--num_epochs=0 trains nothing: raise it.")
     if cfg.lora_rank and cfg.init_from == "scratch":
-        raise BadInput("Adapters need a model to stand beside: name it with --init_from=, or leave "
-                       "--lora_rank out.")
+        raise BadInput("--lora_rank needs a pretrained model: name one with --init_from=, or leave it out.")
     if cfg.sequences > 2**20:
         raise BadInput(f"--batch_size={cfg.batch_size} x "
                        f"--gradient_accumulation_steps={cfg.gradient_accumulation_steps} is more than 2**20 "
                        "sequences a step: lower one of them.")
     if cfg.sequences % distributed.world_size():
-        raise BadInput(f"{distributed.world_size()} ranks can't share the {cfg.sequences} sequences of a step "
-                       "evenly: change --batch_size or --gradient_accumulation_steps.")
+        raise BadInput(f"{cfg.sequences} sequences per step can't be split evenly over "
+                       f"{distributed.world_size()} ranks: change --batch_size or "
+                       "--gradient_accumulation_steps.")
     if cfg.parallel != "ddp" and cfg.compile_mode in CUDA_GRAPHS:
-        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, and weights that are gathered for each "
-                       "block can't be in one: use default or max-autotune-no-cudagraphs.")
+        raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which don't work with sharded "
+                       "weights: use default or max-autotune-no-cudagraphs.")
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate "
-                       "gradients: use default or max-autotune-no-cudagraphs, or one micro-step a rank.")
+                       "gradients: use default or max-autotune-no-cudagraphs, or one micro-step per rank.")
 
 
 def check_mixer(cfg):
     if cfg.mixer != "softmax" and cfg.attention != "auto":
-        raise BadInput(f"--attention={cfg.attention} is a kernel of softmax attention, and --mixer={cfg.mixer} "
-                       "is none: leave one of them out.")
+        raise BadInput(f"--attention={cfg.attention} is for softmax attention, not for --mixer={cfg.mixer}: "
+                       "leave one of them out.")
     if cfg.mixer != "favor" and cfg.mixer_features != Config.mixer_features:
-        raise BadInput(f"--mixer_features={cfg.mixer_features} is about --mixer=favor, and the mixer is "
-                       f"{cfg.mixer}: leave it out.")
+        raise BadInput(f"--mixer_features={cfg.mixer_features} is for --mixer=favor, not for {cfg.mixer}: "
+                       "leave it out.")
 
 
 # --- the model ---
 
-def knobs_of(model):
-    """Return the knobs that a model to start from settles, or block_size suggests: a run's, or those that
-    describe Hugging Face's files."""
-    knobs = [*ARCHITECTURE, "block_size"]
+def model_options(model):
+    """Return {option: value} of the architecture and block_size of a run folder or a Hugging Face model."""
+    names = [*ARCHITECTURE, "block_size"]
     saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
-    if not saved.keys() >= set(knobs):                        # Hugging Face's, or a run of grpo.py
+    if not saved.keys() >= set(names):                        # a Hugging Face model, or a run of grpo.py
         shape = distributed.on_main(lambda: hf.find(model)).config
         described = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE}
         saved = described | {"block_size": min(1024, shape.block_size)} | saved
-    return {k: saved[k] for k in knobs}
+    return {k: saved[k] for k in names}
 
 
 def architecture(cfg, tokenizer):
-    """Return the GPTConfig that the knobs describe."""
-    knobs = {k: getattr(cfg, k) for k in [*ARCHITECTURE, "block_size", "dropout"]}
-    bias = knobs.pop("bias")
+    """Return the GPTConfig that the options describe."""
+    options = {k: getattr(cfg, k) for k in [*ARCHITECTURE, "block_size", "dropout"]}
+    bias = options.pop("bias")
     try:
-        return GPTConfig(vocab_size=tokenizer.n_vocab, qkv_bias=bias, o_bias=bias, mlp_bias=bias, **knobs)
+        return GPTConfig(vocab_size=tokenizer.n_vocab, qkv_bias=bias, o_bias=bias, mlp_bias=bias, **options)
     except ValueError as e:
         raise BadInput(f"{e}: change one of them.") from None
 
 
 def shape_of(cfg, hw, tokenizer, found):
-    """Return the GPTConfig of the model; BadInput for one that can't be made."""
+    """Return the model's GPTConfig. BadInput for one that can't be built."""
     shape = dataclasses.replace(found.config, dropout=cfg.dropout) if found else architecture(cfg, tokenizer)
     if cfg.block_size > shape.block_size:
-        raise BadInput(f"--block_size={cfg.block_size} is more than the {shape.block_size} positions of the "
-                       "model: lower it.")
+        raise BadInput(f"--block_size={cfg.block_size} is more than the model's {shape.block_size} "
+                       "positions: lower it.")
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     return shape
 
 
 def build_model(cfg, hw, shape, found, resuming, device):
-    """Return the GPT on a device: drawn, or with the weights of what was found; of a run that is resumed they
-    come later, and on the device meta there are none."""
-    knobs = (hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks)
+    """Return the GPT on a device, randomly initialized or with the weights of `found`. Run.restore loads the
+    weights of a resumed run; device meta has none."""
+    options = (hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks)
     if found or device.type == "meta":
-        model = blank(shape, *knobs, device=device)
+        model = blank(shape, *options, device=device)
     else:
-        model = GPT(shape, *knobs).to(device)
+        model = GPT(shape, *options).to(device)
     if found and not resuming and device.type != "meta":
         found.fill(model)
     adapt(cfg, model, device, resuming)
@@ -241,8 +243,7 @@ def build_model(cfg, hw, shape, found, resuming, device):
 
 
 def starting_point(cfg):
-    """Return the hf.ModelSource to begin from, or None. config.load has taken over that model's architecture and
-    tokenizer."""
+    """Return the hf.ModelSource of init_from, None for scratch."""
     if cfg.init_from == "scratch":
         return None
     return hf.to_resume(cfg.out_dir, cfg.eval_only) if cfg.init_from == "resume" else hf.find(cfg.init_from)
@@ -251,17 +252,18 @@ def starting_point(cfg):
 # --- the data ---
 
 def open_data(cfg, tokenizer):
-    """Return (batches to train on, what to validate on: data.TokenFile or a list of examples, what is said of
-    both)."""
+    """Return (training dataset, validation data: data.TokenFile or a list of examples, description for the
+    log)."""
     rank = distributed.rank()
     world = distributed.world_size()
     if not examples.is_examples_file(cfg.dataset, cfg.text_key):
         folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
         text = data.TokenFile(folder, "train")
-        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world, data.digest(folder))
+        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world,
+                               data.digest(folder))
         held_out = data.TokenFile(folder, "valid")
         if len(held_out) < 2:
-            raise BadInput(f"The validation text of {cfg.dataset} has no token to predict: give more text.")
+            raise BadInput(f"The validation split of {cfg.dataset} has no token to predict: give more text.")
         return dataset, held_out, f"{len(text):,} training tokens, {len(held_out):,} for validation"
     found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt))
     short = [example for example in found if example.length <= cfg.block_size]
@@ -279,14 +281,14 @@ def is_text(dataset):
 
 
 def validation_loss(cfg, hw, model, held_out, micro_batch):
-    """Return the figures of text.perplexity."""
+    """Return the result of text_loss or examples_loss."""
     if isinstance(held_out, data.TokenFile):
         return text_loss(model, held_out, cfg.block_size, micro_batch, hw, cfg.eval_tokens)
     return examples_loss(model, held_out, micro_batch, hw)
 
 
 def number_of_steps(cfg, dataset):
-    """Return the optimizer steps of the whole run."""
+    """Return the number of optimizer steps of the whole run."""
     limits = []
     if cfg.max_steps is not None:
         limits.append(cfg.max_steps)
@@ -306,8 +308,8 @@ def workers(cfg, hw):
 # --- training ---
 
 def compile_and_fit(cfg, run, dataset):
-    """Return the model as the loop calls it. Dry runs of a step on every rank find the micro-batch that fits;
-    where torch.compile fails, they go on without it."""
+    """Return the TrainedModel, with the micro-batch that fits in memory, found by dry runs of a step on every
+    rank. If torch.compile fails, the model is eager."""
     hw = run.hardware
     share = cfg.sequences // distributed.world_size()
 
@@ -328,7 +330,7 @@ def compile_and_fit(cfg, run, dataset):
 
 
 def train(cfg, run, model, dataset, held_out):
-    """Train until the last step, or until the run should stop. Returns the exit code."""
+    """Train until the last step or a stop request. Returns the exit code."""
     hw = run.hardware
     dataset.micro_batch = run.state.micro_batch
     dataset.multiple = hw.length_multiple
@@ -344,40 +346,40 @@ def train(cfg, run, model, dataset, held_out):
 
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
-        # The batch: x [micro_batch, T] token ids, y the ids that follow them. Targets are those of all
-        # micro-steps and ranks.
+        # Micro-batches: x [micro_batch, T] token ids, y the next ids. num_targets counts all micro-steps and
+        # ranks.
         micro_batches = []
         for x, y in next(loader):
             micro_batches.append((x.to(hw.device, non_blocking=True), y.to(hw.device, non_blocking=True)))
         num_tokens, num_targets = dataset.tokens(run.step)
-        run.lap("data")
+        run.end_phase("data")
 
-        # The gradients of the mean loss over all targets.
+        # Gradients of the mean loss over all targets.
         loss_sum = torch.zeros((), device=hw.device)
         for i, (x, y) in enumerate(model.micro_steps(micro_batches, empty=nothing)):
             if cfg.dropout:
-                # A function of the step, so that a resumed run drops the same.
+                # Seeded by step, so that a resumed run repeats the same masks.
                 torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))
             with hw.autocast():
                 loss = model.loss(x, y)
             run.scaler.scale(loss / num_targets).backward()
             loss_sum += loss.detach()
-        loss_sum = loss_sum.item()           # waits for the device: the time from here on is the optimizer's
-        run.lap("forward_backward")
+        loss_sum = loss_sum.item()           # synchronizes, so that the next phase times the optimizer
+        run.end_phase("forward_backward")
 
-        # The step of the optimizers.
-        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps, cfg.lr_schedule,
-                         cfg.cooldown)
+        # Optimizer step.
+        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
+                         cfg.lr_schedule, cfg.cooldown)
         lr *= run.state.lr_factor
-        penalty = orthogonality.add_gradients(cfg, run)                # {} without the option
+        penalty = orthogonality.add_gradients(cfg, run)                # {} if off
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
-        run.finish_step(num_tokens, "optimizer",
-                        partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, penalty))
+        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, penalty)
+        run.finish_step(num_tokens, "optimizer", log)
     return run.end()
 
 
 def validate(cfg, run, model, held_out):
-    """Evaluate the present step and log the result."""
+    """Evaluate the current step and log the result."""
     result = validation_loss(cfg, run.hardware, model, held_out, run.state.micro_batch)
     run.record_validation(result["loss"])
     log_validation(run, result)
@@ -385,19 +387,20 @@ def validate(cfg, run, model, held_out):
 
 def main(argv):
     distributed.init()
-    cfg = config.load(Config, argv, frozen=ARCHITECTURE + LORA + feedback.FROZEN_OPTIONS, saved_of=knobs_of, claim=claim)
+    frozen = ARCHITECTURE + LORA + feedback.FROZEN_OPTIONS
+    cfg = config.load(Config, argv, frozen=frozen, saved_of=model_options, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
     check_installed(cfg.tensorboard, cfg.wandb)
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory, fixed_shapes=not examples.is_examples_file(cfg.dataset, cfg.text_key))
 
-    # Data and model. A model to start from settles architecture and tokenizer.
+    # Data and model. init_from sets architecture and tokenizer.
     found = distributed.on_main(lambda: starting_point(cfg))
     resuming = cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
-    shape = shape_of(cfg, hw, tokenizer, found)           # before minutes are spent on a text
+    shape = shape_of(cfg, hw, tokenizer, found)           # fails before a long tokenization
     dataset, held_out, about = open_data(cfg, tokenizer)
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
@@ -407,7 +410,7 @@ def main(argv):
                 number_of_steps(cfg, dataset), dataset.digest, found.step if resuming else None)
     if cfg.eval_only:
         if not held_out:
-            raise BadInput("No example is held out to evaluate on: say how many with --valid_share=.")
+            raise BadInput("There are no validation examples: set --valid_share=.")
         result = validation_loss(cfg, hw, run.model, held_out, micro_batch)
         if distributed.is_main():
             print(evaluation_line(result))
@@ -419,7 +422,8 @@ def main(argv):
         run.log.say(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited))
         settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw),
                                   "attention": hw.attention_name(run.model.config)}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings, facts=facts(run, dataset))
+        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
+                        facts=facts(run, dataset))
         return train(cfg, run, model, dataset, held_out)
 
 

@@ -1,4 +1,5 @@
-"""The ranks that torchrun started, or the one process that runs without it."""
+"""Collectives over the ranks of torchrun, or trivial ones for a single process, and the model that ranks
+train."""
 import datetime
 import gc
 import inspect
@@ -15,45 +16,45 @@ from torch.nn.parallel import DistributedDataParallel
 from model import CompiledParts
 from runtime.config import BadInput
 
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that record a step, and can't accumulate
-LAST_WORDS = 60.0                    # seconds in which a rank may save when its torchrun was killed
-STEP_TIMEOUT = datetime.timedelta(hours=1)           # of an exchange within a step: one that takes longer hangs
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that can't accumulate gradients
+SAVE_TIMEOUT = 60.0                  # seconds for a rank to save after its torchrun was killed
+STEP_TIMEOUT = datetime.timedelta(hours=1)           # of collectives in a step
 
-# the group that waits for what the first rank does alone: tokenising may take hours
+# process group with a long timeout, for the work of rank 0 alone: tokenization may take hours
 patient = None
-# what all ranks can read, with a few words of each
+# torchrun's key-value store
 store = None
 
 
 def init():
-    """Join torchrun's process group, if there is one: gloo for tensors on the CPU, NCCL for those on a
-    GPU."""
+    """Join torchrun's process group, if there is one: gloo for CPU tensors, NCCL for GPU tensors."""
     global patient, store
     if "RANK" in os.environ and not dist.is_initialized():
-        # After a restart torchrun's store still has the addresses of the ranks that failed (torch 2.13):
-        # others would try to connect to them.
+        # After a restart, torchrun's store still has the addresses of failed ranks (torch 2.13), so use a new
+        # prefix.
         store, *_ = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            threading.Thread(target=end_with, args=[os.getppid()], daemon=True).start()
+            threading.Thread(target=exit_with, args=[os.getppid()], daemon=True).start()
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=STEP_TIMEOUT, store=store, rank=rank(), world_size=world_size())
+        dist.init_process_group(backend, timeout=STEP_TIMEOUT, store=store, rank=rank(),
+                                world_size=world_size())
         patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
 
 
-def end_with(torchrun):
-    """End this rank when torchrun was killed, and could not do so: by a SIGTERM, after which a run saves, or
-    at the latest in LAST_WORDS seconds. torchrun: the id of its process."""
+def exit_with(torchrun):
+    """End this rank after its torchrun (a process id) was killed: by SIGTERM, so that the run saves, and
+    after SAVE_TIMEOUT seconds at the latest."""
     while os.getppid() == torchrun:
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(LAST_WORDS)
+    time.sleep(SAVE_TIMEOUT)
     os._exit(128 + signal.SIGTERM)
 
 
 def close():
     if dist.is_initialized():
-        # DDP's cycles hold the group: its threads must end before the interpreter does, or they abort it
+        # DDP's reference cycles hold the group, whose threads must end before the interpreter does.
         gc.collect()
         dist.destroy_process_group()
 
@@ -80,15 +81,15 @@ def is_main():
 
 
 def is_first_to_say(sentence):
-    """Tell whether no other rank has said it: most of what is wrong is found by all of them, some by one."""
+    """Tell whether no other rank has printed this sentence: most errors occur on all ranks, some on one."""
     try:
         return store is None or store.add(f"said: {sentence}", 1) == 1
-    except RuntimeError:                     # the store ended with the rank that had it
+    except RuntimeError:                     # the rank that hosts the store has ended
         return is_main()
 
 
 def sum(values):
-    """The elementwise sum over all ranks of a list of numbers, as a list of float64."""
+    """Return the elementwise sum over all ranks of a list of numbers, in float64."""
     if not dist.is_initialized():
         return [float(v) for v in values]
     total = torch.tensor(values, dtype=torch.float64)
@@ -97,7 +98,7 @@ def sum(values):
 
 
 def most(number):
-    """The largest of all ranks' whole numbers."""
+    """Return the maximum of an integer over all ranks."""
     if not dist.is_initialized():
         return number
     largest = torch.tensor(number)
@@ -106,12 +107,12 @@ def most(number):
 
 
 def any(flag):
-    """True on every rank if it is true on one."""
+    """Return whether the flag is true on any rank."""
     return sum([flag])[0] > 0
 
 
 def gather(value):
-    """The value of every rank (anything that can be pickled), in their order."""
+    """Return the picklable values of all ranks, in rank order."""
     if not dist.is_initialized():
         return [value]
     values = [None] * world_size()
@@ -120,9 +121,10 @@ def gather(value):
 
 
 def together(function, *kinds):
-    """What `function` returns on this rank. If it raises one of these kinds of exception on a rank, every
-    rank raises it, of several that of the first."""
-    result, error = None, None
+    """Call `function` on every rank and return its result. If it raises one of these kinds of exception on
+    some rank, every rank raises the exception of the first such rank."""
+    result = None
+    error = None
     try:
         result = function()
     except kinds as e:
@@ -133,8 +135,7 @@ def together(function, *kinds):
 
 
 def on_main(function):
-    """Run `function` on the first rank alone; every rank gets what it returned, or the BadInput that it
-    raised."""
+    """Call `function` on rank 0 and broadcast its result, or the BadInput that it raised."""
     if not dist.is_initialized():
         return function()
     answer = [None, None]
@@ -152,7 +153,7 @@ def on_main(function):
 # --- the model that all ranks train ---
 
 class Forward(nn.Module):
-    """One `forward` for all that training asks of a GPT, since DDP and torch.compile look at nothing else."""
+    """Calls any method of a GPT through `forward`, as DDP and torch.compile require."""
 
     def __init__(self, model):
         super().__init__()
@@ -163,13 +164,13 @@ class Forward(nn.Module):
 
 
 def is_spread(model):
-    """Tell whether sharding.shard has spread a model over the ranks."""
+    """Tell whether a model is sharded over the ranks (runtime.parallel)."""
     return hasattr(getattr(model, "model", model), "reshard")
 
 
 def in_step(model, batches, empty):
-    """Yield the batches of this rank and, of a sharded model, `empty` while another rank has more: all must
-    take part in each forward pass."""
+    """Yield this rank's batches. With a sharded model, whose forward passes need all ranks, yield `empty`
+    while another rank has more."""
     if not is_spread(model):
         yield from batches
         return
@@ -181,12 +182,11 @@ def in_step(model, batches, empty):
 
 
 class TrainedModel(nn.Module):
-    """A GPT as a training loop calls it: its `loss` and `token_logprobs`, compiled if that is asked for: by its
-    parts, or with CUDA graphs as a whole.
+    """The `loss` and `token_logprobs` of a GPT, compiled if asked: in parts, or as a whole with CUDA graphs.
 
-    After share_gradients() a backward pass leaves the same gradients on every rank: the sum of what each
-    found, since losses are divided by the targets of all ranks. model: the GPT itself; sharding.shard may
-    have spread it, and then every call must be made by all ranks."""
+    After share_gradients() a backward pass leaves the sum of all ranks' gradients on every rank; a sum, since
+    losses are divided by the targets of all ranks. model: the GPT; if it is sharded, every rank must make
+    each call."""
 
     def __init__(self, model, compile=False, mode=None, dynamic=None):
         super().__init__()
@@ -197,20 +197,22 @@ class TrainedModel(nn.Module):
         if compile and mode in CUDA_GRAPHS:
             self.local = torch.compile(self.local, mode=mode, dynamic=dynamic)
         elif compile:
-            # Or DDP would have each block cut where it thinks that a bucket of gradients ends.
+            # Otherwise DDP splits each block's graph at its gradient buckets.
             torch._dynamo.config.optimize_ddp = False
-            # Sizes of one, adapters that are off and what takes no gradient have code of their own.
+            # Sizes of one, disabled adapters and frozen tensors need separate code.
             torch._dynamo.config.recompile_limit = 32
-            model.parts = CompiledParts.compiled(mode, dynamic, blocks=not self.is_sharded)       # which sharding compiles
+            # runtime.parallel compiles the blocks of a sharded model.
+            model.parts = CompiledParts.compiled(mode, dynamic, blocks=not self.is_sharded)
         self.ddp = None
-        self.rehearsed_s = None              # see memory.rehearse
+        self.rehearsed_s = None              # set by memory.rehearse
 
     def share_gradients(self):
-        """From now on with the other ranks, if there are any. Every rank must call."""
+        """Sum gradients over ranks from now on. Every rank must call."""
         if world_size() > 1 and not self.is_sharded:
             device = self.model.head_weight.device
             known = inspect.signature(DistributedDataParallel).parameters
-            sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"      # before 2.13
+            # torch before 2.13 has broadcast_buffers.
+            sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
             self.ddp = DistributedDataParallel(
                 self.local, device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True, **{sync: False})
@@ -223,15 +225,15 @@ class TrainedModel(nn.Module):
         return self.call("token_logprobs", x, y, temperature, prompts, target_index)
 
     def call(self, method, *args):
-        """Evaluation is each rank's own, and they need not have as many batches, unless the model is
-        sharded."""
+        """Call a method of the GPT, without DDP in evaluation: ranks may have different numbers of batches
+        there."""
         forward = self.ddp if self.ddp and torch.is_grad_enabled() else self.local
         return forward(method, *args)
 
     def micro_steps(self, micro_batches, empty=None):
-        """Yield the micro-batches of an optimizer step. Gradients are exchanged in the last one's backward
-        pass alone; those of a sharded model in each, unless sum_locally was asked for. empty: what a rank
-        gets in which others have more micro-batches."""
+        """Yield the micro-batches of an optimizer step. Gradients are reduced in the last backward pass only;
+        with a sharded model in each, unless sum_locally is set. empty: yielded while other ranks have more
+        micro-batches."""
         n = len(micro_batches)
         if self.is_sharded:
             n = most(n)
@@ -245,5 +247,5 @@ class TrainedModel(nn.Module):
 
 
 def sum_gradients(_, bucket):
-    """DDP's exchange of gradients, without its division by the number of ranks."""
+    """Sum gradients in DDP's communication hook, without the division by the number of ranks."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])

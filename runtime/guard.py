@@ -1,5 +1,4 @@
-"""What keeps a run safe: its exit codes, the way back after what went wrong, the signals that ask it to
-stop."""
+"""Exit codes, retries after failures, stop signals and the policy for non-finite gradients."""
 import errno
 import gc
 import os
@@ -15,8 +14,8 @@ from runtime.config import BadInput
 
 
 class Failure(Exception):
-    """A run that can't go on, though nothing was wrong with the input. The message is one sentence; exit code
-    1. alone: only this rank raises it, and others may be waiting for it."""
+    """Failed run with valid input; exit code 1. The message is one sentence. alone: only this rank raises it,
+    and others may be waiting for it."""
 
     def __init__(self, sentence, alone=True):
         super().__init__(sentence)
@@ -24,9 +23,8 @@ class Failure(Exception):
 
 
 class Retry(Exception):
-    """A run that can go on from its last checkpoint, in another way than it went: runtime.run.Run has left a
-    note that says how. The message is one sentence. alone: only this rank raises it, and others may be
-    waiting for it."""
+    """Failed run that can resume from its last checkpoint, with the changes in the retry file. The message is
+    one sentence. alone: only this rank raises it, and others may be waiting for it."""
 
     def __init__(self, sentence, out_dir, alone=False):
         super().__init__(sentence)
@@ -35,9 +33,9 @@ class Retry(Exception):
 
 
 def run(main, argv=None):
-    """Call main(argv) and exit: 0 done, 2 bad input with its sentence on standard error, 1 anything else.
-    Under torchrun one rank speaks for all that have the same to say; a failure ends the rank that has it at once, for others may
-    be waiting for it. argv: the command line's if None."""
+    """Call main(argv) and exit with 0, with 2 and a sentence on stderr for bad input, or with 1 for any other
+    failure. Under torchrun one rank prints an error that several have, and a failed rank exits at once, since
+    others may be waiting for it. argv: None for the command line."""
     usage.protect_output()
     usage.Output.ends = False
     if signal.getsignal(signal.SIGINT) == usage.interrupted:
@@ -48,13 +46,13 @@ def run(main, argv=None):
         if distributed.is_first_to_say(str(e)):
             say_error(e)
         code = 2
-    except OSError as e:                     # of whatever file, and on whichever rank
+    except OSError as e:                     # of any file, on any rank
         if isinstance(e, PermissionError) or e.errno in (errno.EROFS, errno.ELOOP):
             say_error(f"{e.filename} can't be opened ({e.strerror}): change its permissions, or choose "
                       "another.")
         elif is_full(e):
-            say_error(f"{e.filename or 'A file'} could not be written ({e.strerror}): free some space, and "
-                      "start again; what was saved before is as it was.")
+            say_error(f"{e.filename or 'A file'} could not be written ({e.strerror}): free some space and "
+                      "start again; earlier checkpoints are intact.")
         else:
             raise
         if distributed.world_size() > 1:
@@ -69,10 +67,10 @@ def run(main, argv=None):
     except RuntimeError as e:
         if "imed out" not in str(e) or distributed.world_size() == 1:
             raise
-        print(f"error: Rank {distributed.rank()} waited more than {distributed.STEP_TIMEOUT} for another rank, which hangs: "
-              "look at its log, and resume with --init_from=resume.", file=sys.stderr, flush=True)
-        os._exit(1)                          # not through an exchange that would wait again
-    except KeyboardInterrupt:                # a second Ctrl-C, or one where there is nothing to save
+        say_error(f"Rank {distributed.rank()} waited more than {distributed.STEP_TIMEOUT} for another rank, "
+                  "which hangs: look at its log, and resume with --init_from=resume.")
+        os._exit(1)                          # a regular exit would wait for the rank again
+    except KeyboardInterrupt:                # a second Ctrl-C, or one with nothing to save
         say_error("interrupted.")
         os._exit(130)
     distributed.close()
@@ -84,50 +82,49 @@ def say_error(sentence):
 
 
 def exit_code(main, argv):
-    """Return what main(argv) does, which is called again as a resume after each Retry. Failure if that can't
-    be: of several ranks, the others are waiting for one that raised it alone. The next start goes on then,
-    torchrun's own (--max-restarts) too."""
+    """Return main(argv)'s exit code. After each Retry, call main again as a resume. If one of several ranks
+    raises it alone, raise Failure: then a restart, also by torchrun --max-restarts, resumes."""
     StopSignal.received = None
     try:
         while True:
             try:
                 code = main(argv)
-                sys.stdout.flush()           # here, where what fails is said
+                sys.stdout.flush()           # so that a failure is caught here
                 return code
             except Retry as e:
                 if e.alone and distributed.world_size() > 1:
                     raise Failure(str(e)) from None
                 if distributed.is_main():
                     print(e, flush=True)
-                argv = ["--init_from=resume", f"--out_dir={e.out_dir}"]      # all knobs are in the run folder
-            # By here the exception is gone, and with its traceback all that the failed step held.
+                argv = ["--init_from=resume", f"--out_dir={e.out_dir}"]      # the run folder has the others
+            # The exception is gone, and with its traceback all tensors of the failed step.
             gc.collect()
             torch.compiler.reset()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     finally:
-        lock.release_all()                   # of a run that was refused before it began, too
+        lock.release_all()                   # also of a run that raised BadInput
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM and SIGHUP set `received` instead of ending the process; a second Ctrl-C does end it.
-    `received` counts for later StopSignals of the process too, so that a Retry does not lose it."""
+    """Sets `received` at Ctrl-C, SIGTERM or SIGHUP instead of ending the process; a second Ctrl-C ends it.
+    The class keeps `received`, so that a Retry does not lose it."""
     received = None
 
     def __init__(self):
-        signal.signal(signal.SIGTERM, self.note)
-        signal.signal(signal.SIGINT, self.note)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:                # nohup's
-            signal.signal(signal.SIGHUP, self.note)
+        signal.signal(signal.SIGTERM, self.receive)
+        signal.signal(signal.SIGINT, self.receive)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:                # set by nohup
+            signal.signal(signal.SIGHUP, self.receive)
 
     @classmethod
-    def note(cls, number, frame):
+    def receive(cls, number, frame):
         if cls.received == number == signal.SIGINT:
             raise KeyboardInterrupt
         cls.received = number
 
     def requested(self):
-        """Tell, on all ranks, whether one of them was asked to stop."""
+        """Tell whether any rank received a signal. Every rank must call."""
         return distributed.any(self.received is not None)
 
     def exit_code(self):
@@ -137,15 +134,14 @@ class StopSignal:
 
 @dataclass
 class NonFinite:
-    """What to do about a step whose gradients are not finite: `skip` it; after `patience` in a row
-    `rollback`, once; then `stop`. fp16's overflows do not count while the loss scale is still on its way
-    down."""
+    """Policy for steps with non-finite gradients: skip, after `patience` in a row roll back once, then stop.
+    fp16 overflows do not count while GradScaler can still lower its scale."""
     patience: int = 5
     in_a_row: int = 0
     rolled_back: bool = False
 
     def after(self, finite, scale=1.0):
-        """Return 'ok', 'skip', 'rollback' or 'stop'. scale: GradScaler's, 1 without one."""
+        """Return 'ok', 'skip', 'rollback' or 'stop'. scale: GradScaler's, or 1."""
         if finite:
             self.in_a_row = 0
             return "ok"
@@ -162,7 +158,7 @@ class NonFinite:
 
 
 def keep_batch(out_dir, step, **tensors):
-    """Put the batch that broke a step on the disk. Returns the file."""
+    """Save the batch of a failed step. Returns the file."""
     path = os.path.join(out_dir, f"bad_batch_step_{step}_rank_{distributed.rank()}.pt")
     torch.save(tensors, path)
     return path

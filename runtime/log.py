@@ -1,4 +1,4 @@
-"""metrics.jsonl for programs, training.log and the terminal for people."""
+"""Logging: metrics.jsonl for programs, training.log and the terminal for people."""
 import contextlib
 import json
 import math
@@ -9,12 +9,12 @@ from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 from runtime.metrics import parse_line, read_lines
-from runtime.progress import duration         # for those who log
+from runtime.progress import duration         # re-exported
 from runtime.usage import load_package, visible
 
 
 def check_installed(tensorboard, wandb):
-    """Raise BadInput if a package that a flag asks for is missing: before a run folder is touched."""
+    """Raise BadInput if a package that a flag needs is missing, before the run folder is changed."""
     for package, module, wanted in (("tensorboard", "torch.utils.tensorboard", tensorboard),
                                     ("wandb", "wandb", wandb)):
         try:
@@ -25,15 +25,15 @@ def check_installed(tensorboard, wandb):
 
 
 class Log:
-    """Writes on the first rank only. `say` prints a line and keeps it in training.log; `metrics` appends an
-    object to metrics.jsonl, and hands its numbers to TensorBoard and Weights & Biases if they are asked
-    for. doctor: a class whose look() finds problems in the lines (doctor.diagnose)."""
+    """Writes the log of a run, on rank 0 only. `say` prints a line and appends it to training.log; `metrics`
+    appends an object to metrics.jsonl and sends its numbers to TensorBoard and Weights & Biases if enabled.
+    doctor: class whose look() finds problems in the lines (doctor.diagnose)."""
 
     def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None, doctor=None):
         self.main = distributed.is_main()
         self.folder = Path(out_dir)
         self.writers = []
-        self.board = None                    # TensorBoard's writer
+        self.board = None                    # TensorBoard writer
         self.wandb_run = None
         if resumed_step is not None:
             self.forget_after(resumed_step)
@@ -45,7 +45,7 @@ class Log:
             distributed.on_main(lambda: self.open_wandb(config))
 
     def open_board(self, last_step=None):
-        """Open TensorBoard's writer; steps after last_step that an earlier one wrote no longer count."""
+        """Open the TensorBoard writer; it discards earlier steps after last_step."""
         from torch.utils.tensorboard import SummaryWriter
         purge_step = None if last_step is None else last_step + 1
         self.board = SummaryWriter(self.folder / "tensorboard", flush_secs=10, purge_step=purge_step)
@@ -55,8 +55,8 @@ class Log:
             self.board.add_scalar(name, value, step)
 
     def open_wandb(self, config):
-        """Open the run at Weights & Biases that belongs to this folder, a new one unless it is resumed. It
-        keeps what it has seen: steps that are run again, after a crash or a roll-back, are not shown anew."""
+        """Open this folder's run at Weights & Biases, a new one unless it is resumed. W&B ignores steps that
+        are repeated after a crash or a rollback."""
         import wandb
         path = self.folder / "wandb_id"
         project = os.environ.get("WANDB_PROJECT", "nanorft")
@@ -73,8 +73,8 @@ class Log:
         self.writers.append(lambda step, numbers: run.log(numbers, step=step))
 
     def forget_after(self, step):
-        """Drop the metrics of steps that will be run again, a line that a crash cut short, and, which is
-        said, any other that can't be read: a log is no reason not to go on."""
+        """Drop the metrics of steps that will be repeated, a last line cut short by a crash and, with a
+        message, other unreadable lines: they must not prevent a resume."""
         if not self.main:
             return
         if self.board:
@@ -84,8 +84,8 @@ class Log:
         try:
             lines = path.read_bytes().split(b"\n") if path.exists() else []
         except OSError as e:
-            raise BadInput(f"{path} can't be read ({e.strerror}): move it elsewhere, and the run goes on with a new "
-                           "one.") from None
+            raise BadInput(f"{path} can't be read ({e.strerror}): move it elsewhere, and the resumed run "
+                           "starts a new one.") from None
         kept = []
         unreadable = []
         for number, line in enumerate(lines, 1):
@@ -97,13 +97,13 @@ class Log:
                     unreadable.append(number)
         write_atomically(path, b"".join(kept))
         if unreadable:
-            self.say(f"{len(unreadable)} lines of {path} could not be read and are left out, the first of them line "
+            self.say(f"{len(unreadable)} unreadable lines of {path} are left out; the first is line "
                      f"{unreadable[0]}.")
 
     def say_findings(self):
-        """Repeat at the end what is wrong with the run, if something is."""
+        """Log the findings that still hold at the end of the run."""
         if self.doctor and self.doctor.holding:
-            self.say("What is wrong with this run (docs/diagnosis.md):")
+            self.say("Problems of this run (docs/diagnosis.md):")
             for finding in self.doctor.holding:
                 self.say(f"! {finding}")
 
@@ -111,7 +111,7 @@ class Log:
         if self.board:
             self.board.close()
         if self.wandb_run:
-            with contextlib.suppress(Exception):         # a run does not end by what became of its curves
+            with contextlib.suppress(Exception):         # curves must not end a run
                 self.wandb_run.finish(exit_code=int(failed))
 
     def say(self, text):
@@ -120,12 +120,9 @@ class Log:
             print(visible(text), flush=True)
             self.append("training.log", text)
 
-    def note(self, text):
-        """Keep in training.log what is printed elsewhere, on whichever rank."""
-        self.append("training.log", text)
-
     def metrics(self, **values):
-        """Append a line. values: `step`, and numbers, None, or the run's config and settings."""
+        """Append a line to metrics.jsonl. values: `step` and numbers, None, or the run's config and
+        settings."""
         if not self.main:
             return
         self.append("metrics.jsonl", json.dumps({name: for_json(value) for name, value in values.items()}))
@@ -141,8 +138,8 @@ class Log:
             self.say(f"! {finding}")
 
     def append(self, name, line):
-        """Append a line to a file. A log that can't be written (a full disk, say) does not end a run: saving
-        a checkpoint will say so."""
+        """Append a line to a file. A failure (a full disk, for example) does not end the run; the next
+        checkpoint will."""
         try:
             with open(self.folder / name, "a", encoding="utf-8", errors="backslashreplace") as f:
                 f.write(visible(line) + "\n")
@@ -151,10 +148,10 @@ class Log:
 
 
 def for_json(value):
-    """Return NaN and infinity, which JSON does not have, as text."""
+    """Convert NaN and infinity, which JSON lacks, to text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def shown(value, form, unit=""):
-    """Write a number for people; n/a where it is not known."""
+    """Format a number, None as n/a."""
     return "n/a" if value is None else format(value, form) + unit

@@ -1,7 +1,6 @@
-"""A training run: what must be found again in order to go on as if it had never stopped, and when to save and
-to stop.
+"""A training run: the state that an exact resume needs, and when to save and stop.
 
-A stage says what happens when nothing goes wrong:
+A stage contains the success path:
 
     run = start(cfg, hardware, build, micro_batch, num_steps, digest, step)
     with run.open(tokenizer, provenance):
@@ -11,8 +10,8 @@ A stage says what happens when nothing goes wrong:
             grad_norm = run.optimizer_step(lr, batch=batch)
             run.finish_step(tokens, "optimizer", log)
 
-What goes wrong raises. Out of memory, and gradients that stay without finite values, become a guard.Retry:
-there is a checkpoint to go back to, the note retry.json says what is to be different, and `restore` reads it.
+Failures raise. Out of memory and repeated non-finite gradients become a guard.Retry: the retry file
+retry.json holds the change to make, and `restore` applies it to a checkpoint.
 """
 import copy
 import dataclasses
@@ -34,35 +33,34 @@ from runtime.hardware import DTYPES
 from runtime.log import Log
 from runtime.usage import one_line
 
-# in the run folder, until the next checkpoint: what is to be different
-NOTE = "retry.json"
-# what the learning rate depends on: what optim.lr_at is given, and the number of steps
-RATE = ("learning_rate", "min_lr", "warmup_steps", "lr_schedule", "cooldown", "max_steps", "num_epochs")
+# in the run folder until the next checkpoint: changed settings for the resume
+RETRY_FILE = "retry.json"
+# arguments of optim.lr_at, and the options that limit the number of steps
+LR_OPTIONS = ("learning_rate", "min_lr", "warmup_steps", "lr_schedule", "cooldown")
+LR_AND_LENGTH_OPTIONS = (*LR_OPTIONS, "max_steps", "num_epochs")
 
 
 @dataclass
 class TrainState:
-    """The plain numbers of a run's state."""
-    batch_size: int                          # the config's, for which micro_batch was found
-    micro_batch: int                         # sequences (grpo.py: tokens) of a micro-step, as many as fit
+    """Counters of a run, saved in each checkpoint."""
+    batch_size: int                          # cfg.batch_size when micro_batch was found
+    micro_batch: int                         # sequences (grpo.py: tokens)
     step: int = 0                            # optimizer steps done (grpo.py: rollouts)
-    num_steps: int = 0                       # of the whole run, as it was planned; 0: not noted, in old runs
-    tokens: int = 0                          # positions seen in them
-    data: str = ""                           # digest of the examples, or questions, that are trained on
+    num_steps: int = 0                       # planned for the whole run; 0: unknown, in old runs
+    tokens: int = 0                          # positions seen
+    data: str = ""                           # digest of the training data
     seconds: float = 0.0                     # in optimizer steps
-    lr_factor: float = 1.0                   # halved by a roll-back
-    skipped: int = 0                         # optimizer steps whose gradients were not finite
-    stale: int = 0                           # evaluations since the best
-    evaluation_due: bool = False             # of this step: what is saved at a signal is saved before it
+    lr_factor: float = 1.0                   # halved by a rollback
+    skipped: int = 0                         # optimizer steps with non-finite gradients
+    stale: int = 0                           # evaluations since the best one
+    evaluation_due: bool = False             # this step is still to be evaluated, after a save at a signal
 
 
 class Run:
-    """Model, optimizers, loss scale (`scaler`), `state` and the log of a run; the first two are given, and
-    changed in place.
+    """Everything a run needs to stop and resume: model and optimizers (passed in), GradScaler, counters, log.
 
-    num_steps: of the whole run. data: digest of what is trained on. stage_state: a dataclass instance of what
-    else a stage must find again, saved with the rest. `timings` holds the seconds of each part of a step, see
-    `lap`.
+    num_steps: of the whole run. data: digest of the training data. stage_state: dataclass instance with more
+    state of the stage to save. `timings` holds the seconds of each phase of a step, see `end_phase`.
     """
 
     def __init__(self, cfg, hardware, model, optimizers, micro_batch, num_steps, data="", stage_state=None):
@@ -75,19 +73,17 @@ class Run:
         self.stage_state = stage_state
         self.scaler = hardware.scaler()
         self.nonfinite = NonFinite()
-        # micro-batch -> the next smaller one, None if there is none; see `fit`
-        self.smaller = None
-        self.other_bytes = 0                 # of the device's memory, that a stage will keep beside
+        self.smaller = None                  # function: micro-batch -> next smaller one or None, see `fit`
+        self.other_bytes = 0                 # device memory that the stage itself will use
         self.reset_timings()
-        self.before = None                   # plain_state() when this step began
+        self.state_before = None             # plain_state() at the start of this step
         self.weights_moved = False           # in this step
-        # what was last learnt from, for people to look at if training diverges
-        self.batch = {}
-        self.stopping = False                # one of the ranks was asked to stop
+        self.batch = {}                      # of the last optimizer step, saved if training diverges
+        self.stopping = False                # a rank was asked to stop
         self.val_loss = None                 # of this step, if it was evaluated
         self.new_best = False
-        self.evaluate = None                 # a function of the stage's, which calls record_validation
-        self.epoch_steps = 0                 # save after so many steps, too; 0: not
+        self.evaluate = None                 # the stage's function, which calls record_validation
+        self.epoch_steps = 0                 # also save every so many steps; 0: off
 
     @property
     def step(self):
@@ -96,40 +92,40 @@ class Run:
     # --- the run folder ---
 
     def open(self, tokenizer, provenance, doctor=None, resuming=False, keep_base=False):
-        """Write the run folder, with all that is needed to use the model, and open the log. provenance: entries of
-        model.json about the task file and the form of the prompt. doctor: the class that looks at each line of
-        metrics. keep_base: also save the present weights, which adapters and a reference model need. Returns
-        the run, for `with`."""
+        """Write the run folder, open the log and return the run, for `with`. provenance: entries of
+        model.json about task file and prompt template. doctor: class that checks each line of metrics.
+        keep_base: also save the initial weights, as adapters need, for a reference model."""
         distributed.on_main(lambda: self.write_folder(tokenizer, provenance, resuming))
         cfg = self.cfg
         trained = adapters(self.model)
         if not resuming and (trained or keep_base):
             base = {name: w for name, w in self.model.state_dict().items() if name not in trained}
-            parallel.write_on_main(base.values(), lambda values: checkpoint.save_base(cfg.out_dir, base, values))
+            parallel.write_on_main(base.values(),
+                                   lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
         self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), doctor)
-        self.say_rates(resuming)
+        self.report_lr(resuming)
         return self
 
-    def say_rates(self, resuming):
-        """Say if a resumed run's next step has another learning rate than its checkpoint's config gives it, and
-        if no step has the full rate."""
+    def report_lr(self, resuming):
+        """Log a changed learning rate at the next step of a resumed run, and a warmup longer than the run."""
         cfg = dataclasses.asdict(self.cfg)
         before = checkpoint.read_meta(self.cfg.out_dir, self.step).get("config") if resuming else None
         planned = self.state.num_steps
         self.state.num_steps = self.num_steps
         if before and planned and self.step < self.num_steps:
-            old = rate(cfg | before, self.step, planned)
-            new = rate(cfg, self.step, self.num_steps)
+            old = scheduled_lr(cfg | before, self.step, planned)
+            new = scheduled_lr(cfg, self.step, self.num_steps)
             if not math.isclose(old, new):
-                changes = [f"{name} from {before[name]} to {cfg[name]}" for name in RATE
+                changes = [f"{name} from {before[name]} to {cfg[name]}" for name in LR_AND_LENGTH_OPTIONS
                            if before.get(name) != cfg.get(name)]
-                self.log.say(f"The learning rate of step {self.step + 1} is {new:.2e}, and would have been "
-                             f"{old:.2e} before these changed: {', '.join(changes) or 'the data'}.")
+                self.log.say(f"The learning rate of step {self.step + 1} is {new:.2e} instead of {old:.2e}, "
+                             f"because of changes: {', '.join(changes) or 'the data'}.")
         if (cfg["warmup_steps"] or 0) > self.num_steps:
-            most = rate(cfg, self.num_steps - 1, self.num_steps)
-            self.log.say(f"--warmup_steps={cfg['warmup_steps']} is more than the {self.num_steps} steps of "
-                         f"the run: its learning rate rises to {most:.2e} and not to {cfg['learning_rate']:.2e}.")
+            peak = scheduled_lr(cfg, self.num_steps - 1, self.num_steps)
+            self.log.say(f"--warmup_steps={cfg['warmup_steps']} is more than the run's {self.num_steps} "
+                         f"steps: the learning rate peaks at {peak:.2e} instead of "
+                         f"{cfg['learning_rate']:.2e}.")
 
     def write_folder(self, tokenizer, provenance, resuming):
         cfg = self.cfg
@@ -147,34 +143,33 @@ class Run:
 
     def __enter__(self):
         self.stop = StopSignal()
-        self.stopping = self.stop.requested()             # before a Retry, say
+        self.stopping = self.stop.requested()             # perhaps before a Retry
         return self
 
     def __exit__(self, kind, error, traceback):
-        """Turn running out of memory into a Retry; keep in the log why the run ends."""
+        """Turn out of memory into a Retry, and log why the run ends."""
         try:
             known = error is None or isinstance(error, BadInput | Failure | Retry)
             if not known and memory.is_out_of_memory(error):
-                self.go_on_with_smaller_pieces(f"{error}".partition("\n")[0])
-            # Raised on every rank: nothing can be sampled from such weights.
+                self.retry_with_smaller_micro_batch(f"{error}".partition("\n")[0])
+            # Sampling raises it on every rank.
             if isinstance(error, FloatingPointError):
-                self.log.say(f"step {self.step + 1}: the logits are not finite, so nothing can be sampled.")
+                self.log.say(f"step {self.step + 1}: sampling failed because the logits are not finite.")
                 self.roll_back()
         except (Failure, Retry) as e:
             error = e
             raise
         finally:
             if isinstance(error, Failure | Retry) and (error.alone or distributed.is_main()):
-                self.log.note(str(error))
+                self.log.append("training.log", str(error))        # guard.run prints it
             if error is not None and not isinstance(error, Retry):
                 self.log.say_findings()
             self.log.close(failed=error is not None)
-            if not isinstance(error, Retry):              # which goes on in this process
+            if not isinstance(error, Retry):              # a Retry resumes in this process
                 lock.release(Path(self.cfg.out_dir) / lock.NAME)
 
     def fit(self, attempt, smaller, advice):
-        """Return the model as the loop calls it, with the micro-batch that fits every rank's memory
-        (memory.fit)."""
+        """Return the TrainedModel; memory.fit finds the micro-batch that fits on every rank."""
         self.smaller = smaller
         model, self.state.micro_batch = memory.fit(
             self.hardware, self.state.micro_batch, attempt, smaller, advice, self.log.say)
@@ -182,14 +177,14 @@ class Run:
         return model
 
     def bytes_to_come(self):
-        """Return the memory that the optimizers will take from their first step on, and what the stage keeps."""
+        """Return the bytes that the optimizers will allocate in their first step, plus other_bytes."""
         return optim.pending_bytes(self.optimizers) + self.other_bytes
 
     # --- a step ---
 
     def start_step(self):
-        """Remember the state to which a step that fails goes back."""
-        self.before = self.plain_state()
+        """Copy the state, so that a failed step can be repeated."""
+        self.state_before = self.plain_state()
         logged = (self.step + 1) % self.cfg.log_interval == 0 or self.step + 1 in (1, self.num_steps)
         self.fingerprint = vitals.fingerprint(self.model) if logged else None
         self.val_loss = None
@@ -197,13 +192,12 @@ class Run:
         self.clock = time.perf_counter()
 
     def reset_timings(self):
-        self.timings = Counter()             # {part of a step: seconds}, in `timed_steps` steps
+        self.timings = Counter()             # {phase: seconds}, in `timed_steps` steps
         self.timed_steps = 0
         self.timed_tokens = 0
 
-    def lap(self, name, wait=False):
-        """Add the seconds since the last lap to timings[name]. wait: until the device has done what it was
-        given."""
+    def end_phase(self, name, wait=False):
+        """Add the seconds since the last phase to timings[name]. wait: synchronize the device first."""
         if wait:
             self.hardware.wait()
         clock = time.perf_counter()
@@ -212,18 +206,17 @@ class Run:
         self.clock = clock
 
     def optimizer_step(self, lr, **batch):
-        """Clip the gradients and move the weights. Returns the norm of the gradients before clipping. If they
-        are not finite, nothing moves and the step is skipped; five of those in a row go back to the last
-        checkpoint, once, with half the learning rate and without fp16; then the run fails, with `batch` on
-        the disk."""
+        """Clip the gradients and update the weights. Returns the gradient norm before clipping. A step with
+        non-finite gradients is skipped. Five in a row roll back to the last checkpoint, once, with half the
+        learning rate and without fp16; after that the run fails and saves `batch`."""
         self.batch = batch
-        self.weights_moved = True            # some of them, even if this runs out of memory midway
+        self.weights_moved = True            # also if this runs out of memory midway
         grad_norm, finite = optim.apply_step(self.optimizers, self.scaler, lr, self.cfg.grad_clip)
         verdict = self.nonfinite.after(finite, self.scaler.get_scale())
         if verdict == "ok":
             return grad_norm
         self.state.skipped += 1
-        self.log.say(f"step {self.step + 1}: the gradients are not finite; this optimizer step is skipped.")
+        self.log.say(f"step {self.step + 1}: non-finite gradients, optimizer step skipped.")
         if verdict == "rollback":
             self.roll_back()
         if verdict == "stop":
@@ -231,38 +224,37 @@ class Run:
         return grad_norm
 
     def finish_step(self, tokens, phase, log):
-        """Count the step, and log, evaluate and save where that is due. tokens: positions of the step, all ranks
-        together. phase: the name of the phase time that ends here. log(): writes the step's metrics and line."""
+        """Count the step; log, evaluate and save if due. tokens: positions of the step, all ranks together.
+        phase: name of the phase that ends here. log(): writes the step's metrics and log line."""
         self.state.step += 1
         self.weights_moved = False
         self.state.tokens += tokens
         self.timed_steps += 1
         self.timed_tokens += tokens
         self.state.evaluation_due = self.due(self.cfg.eval_interval)
-        self.stopping = self.stop.requested()             # one small exchange between the ranks
-        # The device is waited for where the time is logged, or the log would take it.
-        self.lap(phase, wait=self.step % self.cfg.log_interval == 0)
+        self.stopping = self.stop.requested()             # an all-reduce
+        # Synchronize where the time is logged, or logging would be charged for the wait.
+        self.end_phase(phase, wait=self.step % self.cfg.log_interval == 0)
         if self.due(self.cfg.log_interval) or self.step == 1:
             log()
         if self.stopping:
-            self.save()                      # at once: whoever asked may not wait for an evaluation
+            self.save()                      # before the evaluation: there may be a kill soon
         if self.evaluate and self.state.evaluation_due:
             self.evaluate()
         self.save_if_due()
 
     def catch_up(self):
-        """Evaluate the step at which the run was stopped before its evaluation, and save the result."""
+        """Evaluate the step of a run that was stopped before the evaluation, and save the result."""
         if self.evaluate and self.state.evaluation_due:
             self.evaluate()
             self.save()
 
     def due(self, interval):
-        """Tell whether it is time for what happens every so many steps, and after the last; never if that is
-        0."""
+        """Tell whether this step is a multiple of the interval, or the last; never with 0."""
         return interval > 0 and (self.step % interval == 0 or self.step == self.num_steps)
 
     def should_stop(self):
-        """Tell whether the run was asked to stop, or has not become better for too long."""
+        """Tell whether a stop was requested or the run is out of patience."""
         return self.stopping or self.out_of_patience()
 
     def out_of_patience(self):
@@ -270,14 +262,14 @@ class Run:
         return patience > 0 and self.state.stale >= patience
 
     def moved(self):
-        """Return by which share of their size this step moved the last block's weights, if it is one that is
-        logged; None if they are frozen."""
+        """Return the relative change of the last block's weights in this step, which must be a logged one;
+        None if they are frozen."""
         if not any(p.requires_grad for p in self.model.blocks[-1].parameters()):
             return None
         return vitals.moved(self.fingerprint, vitals.fingerprint(self.model))
 
     def record_validation(self, loss):
-        """Note a validation loss, and whether it is the best so far (`new_best`)."""
+        """Record a validation loss, and in `new_best` whether it is the best so far."""
         self.val_loss = loss
         self.state.evaluation_due = False
         best = distributed.on_main(lambda: checkpoint.best_loss(self.cfg.out_dir, self.step - 1))
@@ -285,8 +277,8 @@ class Run:
         self.state.stale = 0 if self.new_best else self.state.stale + 1
 
     def save_if_due(self):
-        """Save every save_interval steps, after the last step and each epoch of examples, at a new best, and
-        before an early end."""
+        """Save every save_interval steps, after the last step and each epoch of examples, at a new best and
+        before an early stop."""
         evaluated_late = self.stopping and self.val_loss is not None
         ends = self.out_of_patience() or evaluated_late
         epoch_ends = self.epoch_steps and self.step % self.epoch_steps == 0
@@ -294,25 +286,24 @@ class Run:
             self.save()
 
     def end(self):
-        """Say what is wrong with the run, and why it ends before its last step, if it does. Returns the exit
-        code."""
+        """Log open findings and the reason of an early stop. Returns the exit code."""
         self.log.say_findings()
         if self.stopping:
             out_dir = self.cfg.out_dir
             resume = f"--init_from=resume --out_dir={out_dir}"
             how = f"--init_from={out_dir}" if self.cfg.save_only_model else resume
-            self.log.say(f"Stopped as asked after step {self.step}, and saved. Go on with {how}")
+            self.log.say(f"Stopped as asked after step {self.step}, and saved. Resume with {how}")
             return self.stop.exit_code()
         if self.out_of_patience():
             best = checkpoint.best(self.cfg.out_dir)
             self.log.say(f"Stopped early after step {self.step}: {self.state.stale} evaluations without a "
-                         f"better loss than that of step {best}, whose weights are kept.")
+                         f"better loss than at step {best}, whose weights are kept.")
         return 0
 
     # --- checkpoints ---
 
     def plain_state(self):
-        """Copy the numbers that a checkpoint holds."""
+        """Copy the part of a checkpoint that is not tensors."""
         stage = {}
         if self.stage_state:
             stage = {name: copy.copy(value) for name, value in vars(self.stage_state).items()}
@@ -323,8 +314,7 @@ class Run:
         }
 
     def save(self, plain_state=None, save_only_model=None, val_loss=None):
-        """Write a checkpoint of the step that has been reached; every rank must call. plain_state: other
-        numbers than the present ones."""
+        """Write a checkpoint. Every rank must call. plain_state: replaces the current one."""
         cfg = self.cfg
         plain_state = plain_state or self.plain_state()
         only_model = cfg.save_only_model if save_only_model is None else save_only_model
@@ -342,124 +332,123 @@ class Run:
             step = plain_state["progress"]["step"]
             checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss,
                             dataclasses.asdict(cfg), values)
-            (Path(cfg.out_dir) / NOTE).unlink(missing_ok=True)         # what it asks for is in the checkpoint
+            (Path(cfg.out_dir) / RETRY_FILE).unlink(missing_ok=True)         # now part of the checkpoint
         parallel.write_on_main([*weights.values(), *moments.values()], write)
 
     def restore(self, step):
-        """Bring everything back as it was after `step` steps of the run in out_dir; but knobs of the
-        optimizer that are given on resume count, and so do a smaller micro-batch and what a Retry asks
-        for."""
+        """Restore the state after `step` steps of the run in out_dir, except optimizer options given on
+        resume, a smaller micro-batch and the changes in the retry file."""
         with checkpoint.loading(f"The checkpoint of step {step} in {self.cfg.out_dir}"):
             self.load(step)
         if self.step > self.num_steps:
-            raise BadInput(f"The run in {self.cfg.out_dir} has done {self.step} steps, and --max_steps or "
-                           f"--num_epochs asks for {self.num_steps}: raise it, or leave it out.")
-        self.take_over_note()
+            raise BadInput(f"The run in {self.cfg.out_dir} has done {self.step} steps, more than the "
+                           f"{self.num_steps} of --max_steps or --num_epochs: raise it, or leave it out.")
+        self.apply_retry_file()
         self.scaler = self.hardware.scaler()
         if self.scaler_state and self.scaler.is_enabled():
             self.scaler.load_state_dict(self.scaler_state)
 
     def load(self, step):
-        """Restore, with whatever files raise that are not this run's."""
+        """Load weights, optimizer and counters. Files of another run raise any kind of exception."""
         out_dir = self.cfg.out_dir
         with checkpoint.open_tensors(out_dir, step) as weights:
             load_weights(self.model, weights)
         state = checkpoint.load_state(out_dir, step)
         if state["optimizer"] != self.cfg.optimizer:
-            raise BadInput(f"optimizer={self.cfg.optimizer} can't go on from the state of "
+            raise BadInput(f"--optimizer={self.cfg.optimizer} can't resume from the state of "
                            f"{state['optimizer']}: leave it out.")
         if "optimizers" in state:
-            optim.load_moments(self.model, self.optimizers, optim.legacy_moments(self.model, self.optimizers, state))
+            moments = optim.legacy_moments(self.model, self.optimizers, state)
+            optim.load_moments(self.model, self.optimizers, moments)
         else:
             with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
                 optim.load_moments(self.model, self.optimizers, moments)
         asked_for = self.state.micro_batch
-        update(self.state, state["progress"])
-        if self.stage_state:                              # runs of grpo.py once had it among the others
-            update(self.stage_state, state.get("stage", state["progress"]))
+        set_fields(self.state, state["progress"])
+        if self.stage_state:                              # in old runs of grpo.py part of "progress"
+            set_fields(self.stage_state, state.get("stage", state["progress"]))
         if self.state.batch_size != self.cfg.batch_size:
             self.state.batch_size = self.cfg.batch_size
             self.state.micro_batch = asked_for
         self.state.micro_batch = min(asked_for, self.state.micro_batch)
-        update(self.nonfinite, state["nonfinite"])
-        if self.nonfinite.rolled_back:                    # it may have left fp16
+        set_fields(self.nonfinite, state["nonfinite"])
+        if self.nonfinite.rolled_back:                    # perhaps from fp16 to another dtype
             self.hardware.dtype = state["dtype"]
         self.scaler_state = state["scaler"]               # empty without fp16
 
-    # --- the way back ---
+    # --- recovery ---
 
-    def read_note(self):
+    def read_retry_file(self):
         try:
-            return read_sealed(Path(self.cfg.out_dir) / NOTE, "delete it")
+            return read_sealed(Path(self.cfg.out_dir) / RETRY_FILE, "delete it")
         except BadInput:
             return {}
 
-    def take_over_note(self):
-        """Change what the Retry that left the note asks for. Its values are absolute: to take them over twice
-        does no harm."""
-        note = self.read_note()
-        micro_batch = note.get("micro_batch")
-        same = note.get("batch_size") == self.cfg.batch_size
+    def apply_retry_file(self):
+        """Apply the changes in the retry file. Its values are absolute, so applying them twice is safe."""
+        changes = self.read_retry_file()
+        micro_batch = changes.get("micro_batch")
+        same = changes.get("batch_size") == self.cfg.batch_size
         if same and type(micro_batch) is int and 0 < micro_batch < self.state.micro_batch:
             self.state.micro_batch = micro_batch
-        factor = note.get("lr_factor")
-        if type(factor) is float and 0 < factor <= 1 and note.get("dtype") in DTYPES:
+        factor = changes.get("lr_factor")
+        if type(factor) is float and 0 < factor <= 1 and changes.get("dtype") in DTYPES:
             self.state.lr_factor = factor
             self.nonfinite.rolled_back = True
-            self.hardware.dtype = note["dtype"]
+            self.hardware.dtype = changes["dtype"]
 
     def retry(self, sentence, alone=False, **changes):
-        """Leave a note of the changes and raise Retry."""
+        """Write the changes to the retry file and raise Retry."""
         if alone or distributed.is_main():
-            # No checkpoint holds yet what an earlier note asks for, if there is one.
-            note = self.read_note() | {"batch_size": self.cfg.batch_size} | changes
-            checkpoint.write_atomically(Path(self.cfg.out_dir) / NOTE, seal(note))
+            # Keep earlier changes that are not yet part of a checkpoint.
+            changes = self.read_retry_file() | {"batch_size": self.cfg.batch_size} | changes
+            checkpoint.write_atomically(Path(self.cfg.out_dir) / RETRY_FILE, seal(changes))
         raise Retry(sentence, self.cfg.out_dir, alone)
 
-    def go_on_with_smaller_pieces(self, reason):
-        """Raise Retry after running out of memory: from the beginning of this step where that can be saved,
-        else from the last checkpoint. Failure where there is none, or nothing smaller to try."""
+    def retry_with_smaller_micro_batch(self, reason):
+        """Raise Retry after running out of memory: from the start of this step if that can be saved, else
+        from the last checkpoint. Failure without a checkpoint or a smaller micro-batch."""
         cfg = self.cfg
         step = self.step + 1
         micro_batch = self.state.micro_batch
-        if not self.smaller:                 # before there was a micro-batch
+        if not self.smaller:                 # `fit` was not called yet
             return
         less = self.smaller(micro_batch)
         if less is None:
-            raise Failure(f"Step {step} ran out of memory with a micro-batch of one sequence ({reason}): go "
-                          "on from the last checkpoint with --gradient_checkpointing, or where more memory is "
-                          "free.")
+            raise Failure(f"Step {step} ran out of memory with a micro-batch of one sequence ({reason}): "
+                          "resume with --gradient_checkpointing, or on a machine with more free memory.")
         if distributed.world_size() == 1 and not self.weights_moved:
-            self.save_beginning_of_step()
-            self.retry(f"Step {step} ran out of memory ({reason}): it is repeated with a micro-batch of "
-                       f"{less} instead of {micro_batch}.", micro_batch=less)
-        what = f"Rank {distributed.rank()} ran out of memory at step {step} ({reason})"
+            self.save_start_of_step()
+            self.retry(f"Step {step} ran out of memory ({reason}): repeating it with micro-batch {less} "
+                       f"instead of {micro_batch}.", micro_batch=less)
+        problem = f"Rank {distributed.rank()} ran out of memory at step {step} ({reason})"
         newest = checkpoint.newest_intact(cfg.out_dir, self.log.say)
         if newest is None:
-            raise Failure(f"{what}, before the first checkpoint: start again with --overwrite "
-                          f"{cfg.flags_for(less)}, which is the same step in smaller pieces.")
+            raise Failure(f"{problem}, before the first checkpoint: start again with --overwrite "
+                          f"{cfg.flags_for(less)}, which keeps the effective batch.")
         if not checkpoint.has_state(cfg.out_dir, newest):
-            raise Failure(f"{what}, and with --save_only_model there is no state to go on from: begin a new run "
-                          f"with --init_from={cfg.out_dir} {cfg.flags_for(less)}, and another --out_dir=.")
+            raise Failure(f"{problem}, and --save_only_model left no state to resume from: start a new run "
+                          f"with --init_from={cfg.out_dir} {cfg.flags_for(less)} and another --out_dir=.")
         if distributed.world_size() == 1:
-            self.retry(f"Step {step} ran out of memory ({reason}), and weights had moved: back to the last "
-                       f"checkpoint, with a micro-batch of {less} instead of {micro_batch}.", micro_batch=less)
-        self.retry(f"{what}: --init_from=resume --out_dir={cfg.out_dir} goes on from the last checkpoint with "
-                   f"a micro-batch of {less} instead of {micro_batch}.", alone=True, micro_batch=less)
+            self.retry(f"Step {step} ran out of memory ({reason}) after weights had changed: resuming from "
+                       f"the last checkpoint with micro-batch {less} instead of {micro_batch}.",
+                       micro_batch=less)
+        self.retry(f"{problem}: resume with --init_from=resume --out_dir={cfg.out_dir}, from the last "
+                   f"checkpoint and with micro-batch {less} instead of {micro_batch}.", alone=True,
+                   micro_batch=less)
 
-    def save_beginning_of_step(self):
-        """Save the state in which this step began, weights alone or not, unless there is a checkpoint of
-        it."""
+    def save_start_of_step(self):
+        """Save the state at the start of this step, even with save_only_model, unless it has a checkpoint."""
         out_dir = self.cfg.out_dir
-        if not self.before or self.before["progress"]["step"] != self.step:
-            self.before = self.plain_state()              # the step was done, and what came after it failed
+        if not self.state_before or self.state_before["progress"]["step"] != self.step:
+            self.state_before = self.plain_state()        # the step itself was complete
         if checkpoint.damage(out_dir, self.step) or not checkpoint.has_state(out_dir, self.step):
             val_loss = checkpoint.read_meta(out_dir, self.step).get("val_loss")
-            self.save(self.before, save_only_model=False, val_loss=val_loss)
+            self.save(self.state_before, save_only_model=False, val_loss=val_loss)
 
     def roll_back(self):
-        """Raise Retry from the newest checkpoint with half the learning rate and without fp16; Failure if
-        there is none, or if that was tried before."""
+        """Raise Retry from the newest checkpoint with half the learning rate and without fp16. Failure
+        without a checkpoint, or the second time."""
         out_dir = self.cfg.out_dir
         step = distributed.on_main(lambda: checkpoint.newest_intact(out_dir, self.log.say))
         if step is None or not checkpoint.has_state(out_dir, step) or self.state.lr_factor < 1:
@@ -468,65 +457,63 @@ class Run:
         if dtype == "fp16":
             bf16 = self.hardware.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8
             dtype = "bf16" if bf16 else "fp32"
-        self.retry(f"Back to the checkpoint of step {step}, once, with half the learning rate and {dtype}.",
-                   lr_factor=self.state.lr_factor / 2, dtype=dtype)
+        self.retry(f"Rolling back to the checkpoint of step {step}, once, with half the learning rate and "
+                   f"{dtype}.", lr_factor=self.state.lr_factor / 2, dtype=dtype)
 
     def give_up(self):
-        """Raise Failure with the batch that was last learnt from on the disk."""
+        """Save the last batch and raise Failure."""
         path = keep_batch(self.cfg.out_dir, self.step + 1, **self.batch)
-        raise Failure(f"Training diverged: no finite logits, or {self.nonfinite.patience} optimizer steps in a "
-                      "row without finite gradients, again after going back or with no checkpoint to go back "
-                      f"to. The last batch is in {path}; lower --learning_rate.", alone=False)
+        raise Failure(f"Training diverged (non-finite logits, or {self.nonfinite.patience} steps in a row "
+                      "with non-finite gradients) and there is no checkpoint left to roll back to: lower "
+                      f"--learning_rate; the last batch is in {path}.", alone=False)
 
 
 def start(cfg, hardware, build, micro_batch, num_steps, digest, step=None, stage_state=None):
-    """Build model and optimizers and return the Run, at its checkpoint of `step` if it is resumed.
+    """Build model and optimizers and return the Run, restored from the checkpoint of `step` if given.
 
-    build(device): a GPT, see parallel.build. digest: of the data that are trained on; BadInput if it is not the
+    build(device): a GPT, see parallel.build. digest: of the training data; BadInput if it is not the
     checkpoint's. stage_state: see Run.
     """
     torch.manual_seed(cfg.seed)
     model = parallel.build(build, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
-    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas, cfg.fused_adamw,
-                             cfg.muon_momentum, hardware)
+    optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas,
+                             cfg.fused_adamw, cfg.muon_momentum, hardware)
     run = Run(cfg, hardware, model, optimizers, micro_batch, num_steps, digest, stage_state)
     if step is not None:
         run.restore(step)
-        if run.state.data not in ("", digest):                          # "": of a run that did not note it yet
-            raise BadInput(f"{cfg.dataset or 'The list of questions'} has changed since the run in {cfg.out_dir} was "
-                           "stopped, so it can't resume exactly: put it back as it was, or start a new run with "
-                           f"--init_from={cfg.out_dir} and another --out_dir=.")
+        if run.state.data not in ("", digest):                          # "": in old runs
+            changed = cfg.dataset or "The list of questions"
+            raise BadInput(f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to "
+                           f"resume, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
     return run
 
 
 def load_weights(model, weights):
-    """Copy {name: tensor or slice} into a model's weights, or its adapters if it has them. ValueError if they
-    are another model's."""
+    """Copy {name: tensor or slice} into a model's weights, or its adapters if it has them. ValueError for
+    weights of another model."""
     own = adapters(model) or model.state_dict()
     if wrong := sorted(own.keys() ^ weights.keys()):
-        raise ValueError(f"{wrong[0]} is missing or left over")
+        raise ValueError(f"{wrong[0]} is missing or unexpected")
     for name, tensor in own.items():
         parallel.fill(tensor, weights[name], name)
 
 
-def rate(knobs, step, num_steps):
-    """Return the learning rate of a step by a config's schedule."""
-    return optim.lr_at(step, num_steps, *(knobs[name] for name in RATE[:5]))
+def scheduled_lr(options, step, num_steps):
+    return optim.lr_at(step, num_steps, *(options[name] for name in LR_OPTIONS))
 
 
-def update(instance, values):
-    """Set those fields of a dataclass instance that are among the values."""
+def set_fields(instance, values):
+    """Set the fields of a dataclass instance from a dict that may lack some and have others."""
     for field in dataclasses.fields(instance):
         if field.name in values:
             setattr(instance, field.name, values[field.name])
 
 
-# --- what train.py and grpo.py ask of their knobs ---
+# --- options of train.py and grpo.py ---
 
-def not_by_default(cfg, inherited=()):
-    """Return the knobs that are set to something of one's own, for people; not those that a model to start
-    from has settled."""
+def non_default_options(cfg, inherited=()):
+    """Describe the options that differ from their defaults, without those inherited from init_from."""
     changed = []
     for name, value in dataclasses.asdict(cfg).items():
         if value != getattr(type(cfg), name) and name not in inherited:
@@ -535,16 +522,16 @@ def not_by_default(cfg, inherited=()):
 
 
 def lora(cfg):
-    """The arguments of layers.lora.add_lora; None without."""
+    """Return the arguments of layers.lora.add_lora, None without adapters."""
     if not cfg.lora_rank:
         return None
     return {"rank": cfg.lora_rank, "alpha": cfg.lora_alpha, "linears": cfg.lora_linears.split(",")}
 
 
 def claim(out_dir):
-    """Take the lock of a folder that holds a run. Returns what stands there: "nothing", "run", or
-    "restarted", a run that this same torchrun began. Every rank must call."""
-    def look():
+    """Lock a run folder. Returns "nothing" if there is no run, "run", or "restarted" for a run that this same
+    torchrun started. Every rank must call."""
+    def take():
         if not (Path(out_dir) / "config.json").exists():
             return "nothing"
         checkpoint.check_kinds(out_dir)
@@ -552,44 +539,43 @@ def claim(out_dir):
         checkpoint.tidy(out_dir)
         try:
             began = checkpoint.read_model(out_dir).get("launch")
-        except BadInput:                                      # which will be said by who needs it
+        except BadInput:                                      # raised again where the file is needed
             began = None
         return "restarted" if began and began == launch() else "run"
-    return distributed.on_main(look)
+    return distributed.on_main(take)
 
 
 def launch():
-    """Return what tells one call of torchrun from another; None without it."""
+    """Return an identifier of this torchrun, None without one."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), os.getppid()]
 
 
 def check_training(cfg):
-    """BadInput for knobs that train.py and grpo.py share and that don't go together."""
+    """Raise BadInput for conflicting options that train.py and grpo.py share."""
     same = os.path.realpath(cfg.out_dir) == os.path.realpath(cfg.init_from)
     if cfg.init_from not in ("scratch", "resume") and same:
-        raise BadInput(f"{cfg.out_dir} holds the model to start from: choose another --out_dir=, or continue "
-                       "its run with --init_from=resume.")
+        raise BadInput(f"{cfg.out_dir} is both --out_dir and --init_from: choose another --out_dir=, or "
+                       "resume the run with --init_from=resume.")
     if cfg.sum_locally and cfg.parallel == "ddp":
-        raise BadInput("--sum_locally is about weights that are shared, and DDP exchanges once a step anyway: give "
-                       "--parallel=fsdp or hybrid, or leave it out.")
+        raise BadInput("--sum_locally is for sharded weights, since DDP reduces gradients once a step "
+                       "anyway: set --parallel=fsdp or hybrid, or leave it out.")
     if cfg.parallel == "hybrid" and distributed.world_size() % distributed.local_world_size():
-        raise BadInput("--parallel=hybrid needs as many ranks on each node: change torchrun's --nproc_per_node.")
+        raise BadInput("--parallel=hybrid needs the same number of ranks on each node: change torchrun's "
+                       "--nproc_per_node.")
     if cfg.min_lr > cfg.learning_rate:
-        raise BadInput(f"--min_lr={cfg.min_lr:g}, where the schedule ends, is above "
-                       f"--learning_rate={cfg.learning_rate:g}: lower it.")
+        raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
     if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
-        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} would train nothing: it must be above 0.")
-    for knob in ("lora_alpha", "lora_linears"):
-        if not cfg.lora_rank and getattr(cfg, knob) != getattr(type(cfg), knob):
-            raise BadInput(f"--{knob}={getattr(cfg, knob)} is about adapters, and there are none: give "
-                           "--lora_rank= too, or leave it out.")
+        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} trains nothing: raise it above 0.")
+    for option in ("lora_alpha", "lora_linears"):
+        if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
+            raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
+                           "out.")
 
 
 def adapt(cfg, model, device, resuming):
-    """Give the model the adapters that cfg asks for; of a resumed run also the weights that they stand
-    beside."""
+    """Add cfg's adapters to the model and, in a resumed run, load the frozen base weights."""
     if not cfg.lora_rank:
         return
     if resuming and device.type != "meta":

@@ -116,7 +116,7 @@ def test_ranks_and_micro_batches_share_a_step(rft, world):
 def test_micro_batches_and_ranks_make_no_difference(rft, base, tmp_path):
     """One normaliser: the targets of the whole step, whatever their share in a micro-batch."""
     whole = tune(tmp_path / "whole", rft, base, batch_size=16, gradient_accumulation_steps=1)
-    assert "61 examples" in whole.stdout and "steps 0 to 8 see 2.00 epochs" in whole.stdout
+    assert "61 examples" in whole.stdout and "steps 0 to 8: 2.00 epochs" in whole.stdout
     for name, knobs in (("pieces", dict(batch_size=2, gradient_accumulation_steps=8)), ("ranks", dict(ranks=2, batch_size=1, gradient_accumulation_steps=16))):
         tune(tmp_path / name, rft, base, **knobs)
         for key in ("loss", "grad_norm", "tokens"):
@@ -327,8 +327,8 @@ def test_bad_rows_are_named(tmp_path, row, words):
 def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
     for knobs, words in ((dict(dataset=tmp_path / "none.json"), "can't be read"), (dict(block_size=8), "No example is left"),
                          (dict(valid_share=1.0), "must be below 1"), (dict(num_epochs=-1), "too small"),
-                         (dict(patience=3), "needs a validation loss"), (dict(prompt="Q:"), "no place for the question"), (dict(num_epochs=0), "above 0"),
-                         (dict(eval_only=True), "No example is held out")):
+                         (dict(patience=3), "needs a validation loss"), (dict(prompt="Q:"), "has no {} for the question"), (dict(num_epochs=0), "trains nothing"),
+                         (dict(eval_only=True), "There are no validation examples")):
         done = run(tmp_path / "a", knobs.pop("dataset", rft), defaults=TUNE, init_from=base, **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
         assert not (tmp_path / "a").exists()

@@ -466,7 +466,7 @@ def test_runs_with_frozen_blocks(tmp_path, text, blocks, trained_ones):
     (dict(orthogonality_warmup=0), "--orthogonality_warmup=0 is too small"),
 ], ids=str)
 def test_bad_options_are_one_sentence(monkeypatch, tmp_path, knobs, said):
-    monkeypatch.setattr(train, "knobs_of", lambda model: {})
+    monkeypatch.setattr(train, "model_options", lambda model: {})
     with pytest.raises(BadInput, match=said):
         cfg = config.load(train.Config, flags(**TINY | knobs, out_dir=tmp_path / "a"))
         train.check(cfg)

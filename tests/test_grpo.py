@@ -578,13 +578,13 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     task = SimpleNamespace(weights={"one": 1}, of=lambda question: SimpleNamespace(name="one"))
     pairs = [({"question": f"question {i}"}, Request([i, 0, 256], 4, 99, 4)) for i in range(5)]
     stream, judge = grpo.QuestionStream(cfg, pairs, task), Judge()
-    laps = []
-    run = SimpleNamespace(lap=laps.append)
+    phases = []
+    run = SimpleNamespace(end_phase=phases.append)
     pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str))
     completions = grpo.sample(run, pipeline, stream, [7, 8, 9])
     pipeline.graded(wait=True)
     groups = grpo.group_by_question(cfg, completions, [7, 8, 9])
-    assert laps == ["rollout"] and len(judge.asked) == 12
+    assert phases == ["rollout"] and len(judge.asked) == 12
     assert list(groups) == [7, 8, 9]
     for place, group in groups.items():
         number = questions.question_at(place, 5, 0)
@@ -842,7 +842,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, let
     said, error = process.communicate(timeout=60)
     step = checkpoint.newest_intact(out)
     assert process.returncode == 143 and not error and step == lines(out)[-1]["step"]
-    assert said.endswith(f"Stopped as asked after step {step}, and saved. Go on with --init_from=resume --out_dir={out}\n")
+    assert said.endswith(f"Stopped as asked after step {step}, and saved. Resume with --init_from=resume --out_dir={out}\n")
     learn("b", max_steps=step, reward_pool="process")
     assert same(weights(tmp_path / "b", step), weights(out, step))
 
@@ -973,7 +973,7 @@ def test_a_step_that_ran_out_of_memory_is_repeated_in_smaller_pieces(learn, monk
     monkeypatch.setattr(grpo, "grpo_loss", short)
     out = learn("short", max_steps=2, tokens_per_micro_batch=200)
     smaller = checkpoint.load_state(out, 2)["progress"]["micro_batch"]
-    assert 50 < smaller < 150 and f"it is repeated with a micro-batch of {smaller} instead of 200" in learn.said
+    assert 50 < smaller < 150 and f"repeating it with micro-batch {smaller} instead of 200" in learn.said
     assert largest_difference(weights(out, 2), weights(whole, 2)) < 1e-5
 
 
@@ -993,7 +993,7 @@ def test_weights_that_have_moved_go_back_to_the_last_checkpoint(learn, monkeypat
     if saving > 1:
         assert "before the first checkpoint: start again with --overwrite --tokens_per_micro_batch=" in learn.error
     else:
-        assert "and weights had moved: back to the last checkpoint" in learn.said
+        assert "after weights had changed: resuming from the last checkpoint" in learn.said
         assert largest_difference(weights(out, 3), weights(whole, 3)) < 1e-5
         assert [line["step"] for line in lines(out)] == [1, 2, 3] and not unknown(out)
 
@@ -1012,20 +1012,20 @@ def test_a_step_without_finite_gradients_is_skipped(learn, monkeypatch):
     spoil(monkeypatch, [3])
     out = learn(max_steps=4, save_interval=1, keep_last=9)
     assert same(weights(out, 3), weights(out, 2)) and not same(weights(out, 4), weights(out, 3))
-    assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1, 1] and "step 3: the gradients are not finite" in learn.said
+    assert [line["skipped_steps"] for line in lines(out)] == [0, 0, 1, 1] and "step 3: non-finite gradients" in learn.said
 
 
 def test_after_several_it_rolls_back_once(learn, monkeypatch):
     spoil(monkeypatch, range(6, 11))
     out = learn(max_steps=11, save_interval=5, keep_last=9)
-    assert learn.said.count("Back to the checkpoint of step 5") == 1 and [line["step"] for line in lines(out)] == list(range(1, 12))
+    assert learn.said.count("Rolling back to the checkpoint of step 5") == 1 and [line["step"] for line in lines(out)] == list(range(1, 12))
     assert [line["lr"] for line in lines(out)] == pytest.approx([3e-3] * 5 + [1.5e-3] * 6) and not same(weights(out, 10), weights(out, 5))
 
 
 def test_and_then_stops_with_the_last_rollouts_on_disk(learn, monkeypatch):
     spoil(monkeypatch, range(7, 99))
     out = learn(code=1, max_steps=99, save_interval=6, beta=0.1)
-    assert learn.said.count("Back to the checkpoint of step 6") == 1 and "Training diverged" in learn.error
+    assert learn.said.count("Rolling back to the checkpoint of step 6") == 1 and "Training diverged" in learn.error
     (file,) = out.glob("bad_batch*.pt")
     rollouts = torch.load(file, weights_only=True)["rollouts"]
     assert len(rollouts) == 16 and all(len(r["ids"]) == len(r["logprobs"]) == len(r["reference_logprobs"]) for r in rollouts)
@@ -1035,7 +1035,7 @@ def test_and_then_stops_with_the_last_rollouts_on_disk(learn, monkeypatch):
 @pytest.mark.parametrize("saving", [1, 10**6])
 def test_a_rate_that_breaks_the_weights_rolls_back_once_and_stops(learn, saving):
     out = learn(code=1, max_steps=60, learning_rate=1e30, grad_clip=0, save_interval=saving)
-    assert learn.said.count("Back to the checkpoint of step") == (saving == 1) and "Training diverged" in learn.error and learn.error.count("\n") == 1
+    assert learn.said.count("Rolling back to the checkpoint of step") == (saving == 1) and "Training diverged" in learn.error and learn.error.count("\n") == 1
     assert list(out.glob("bad_batch*.pt"))
 
 
@@ -1200,22 +1200,22 @@ def test_a_resumed_run_says_which_task_file_it_executes_and_refuses_another(lear
     assert "Executing" not in learn.said                             # its user has just named it
     again = ["--init_from=resume", f"--out_dir={out}"]
     learn(argv=[*again, "--max_steps=2"])
-    assert learn.said.startswith(f"Executing {own}, as the run noted it.\n")
+    assert learn.said.startswith(f"Executing {own}, unchanged since the run recorded it.\n")
     own.write_text(f"{TASK}\nopen({str(trace)!r}, 'w').close()\n")
     learn(code=2, argv=[*again, "--max_steps=3"])
-    assert f"{own} is not the task file that the run in {out} noted" in learn.error
+    assert f"{own} has changed since the run in {out} recorded it" in learn.error
     assert learn.error.count("\n") == 1 and not trace.exists() and not learn.said
     learn(argv=[*again, "--max_steps=3", f"--task={own}"])            # who names it wants it
-    assert f"Executing {own}, not as the run noted it" in learn.said and trace.exists()
+    assert f"Executing {own}, changed since the run recorded it" in learn.said and trace.exists()
     learn(argv=[*again, "--max_steps=4"])
-    assert f"Executing {own}, as the run noted it." in learn.said
+    assert f"Executing {own}, unchanged since the run recorded it." in learn.said
     about = config.read_sealed(out / "model.json", "")
     del about["task"]                                                 # as in run folders of old
     (out / "model.json").write_bytes(config.seal(about | {"task": None}))
     learn(code=2, argv=[*again, "--max_steps=5"])                    # the run had none of its own
     (out / "model.json").write_text(json.dumps(about))
     learn(argv=[*again, "--max_steps=5"])
-    assert f"Executing {own}, of which the run noted no digest." in learn.said
+    assert f"Executing {own}, of which the run recorded no digest." in learn.said
 
 
 def test_so_does_training_on_the_text_of_a_task(tmp_path, capsys):
@@ -1223,7 +1223,7 @@ def test_so_does_training_on_the_text_of_a_task(tmp_path, capsys):
     cfg = train.Config(out_dir=str(tmp_path), init_from="resume", dataset=f"task:{own}:argument")
     (tmp_path / "model.json").write_text(json.dumps({"task": own_task(cfg)}))
     check_task(cfg, [])
-    assert capsys.readouterr().out == f"Executing {own}, as the run noted it.\n"
+    assert capsys.readouterr().out == f"Executing {own}, unchanged since the run recorded it.\n"
     own.write_text(TASK + "\n")
     with pytest.raises(BadInput, match="is not the task file.*--dataset=task:"):
         check_task(cfg, ["--max_steps=3"])
@@ -1273,7 +1273,7 @@ def test_what_can_not_be_done_is_one_sentence(learn, tmp_path, knobs, words):
 
 def test_ranks_that_can_not_share_the_prompts_say_so(learn, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    refusal(learn, "shared evenly by 3 ranks")
+    refusal(learn, "split evenly over 3 ranks")
 
 
 @pytest.mark.parametrize("row, words", [('{"prompt": "the 1"}', "Row 2"), ('{"answer": 3}', "Row 2"), ('["the", 3]', "Row 2"), ("{", "can't be read"),
@@ -1285,7 +1285,7 @@ def test_a_file_with_what_is_no_question_is_refused(learn, tmp_path, row, words)
 
 def test_a_dataset_needs_its_verifier(learn, tmp_path):
     dataset = write(tmp_path, '{"prompt": "the 1", "answer": 3}\n' * 3, "q.jsonl")
-    words = "--dataset needs the file that grades its answers: --task=my_reward.py"
+    words = "--dataset needs a verifier for its answers: add --task=my_reward.py"
     refusal(learn, words, dataset=dataset, task=None)
     assert not (tmp_path / "run").exists()
     config = write(tmp_path, f"dataset = {str(dataset)!r}\ntask = 'my_reward.py'\n", "own.py")
@@ -1314,7 +1314,7 @@ def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_p
     out = learn(dataset=dataset)
     kept = {len(q["question"]) for q in questions.read_questions(dataset, 200)[0]}
     short = {n for n in kept if n < 32}
-    assert f"{len(short)} questions of" in learn.said and f"{len(kept - short)} too long left out" in learn.said and len(lines(out)) == 4
+    assert f"{len(short)} questions of" in learn.said and f"{len(kept - short)} dropped as too long" in learn.said and len(lines(out)) == 4
     assert len(short) > 5 and {len(s.request.ids) for s in watched.samples} == short and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)
     refusal(learn, "and a step asks 8: lower", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26)
     learn("short", dataset=dataset, prompts_per_step=2, max_prompt_tokens=26, max_steps=1)
@@ -1323,7 +1323,7 @@ def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_p
 
 def test_a_model_is_not_overwritten_by_what_is_learnt_from_it(learn, base, tmp_path):
     before = checkpoint_files(base)
-    refusal(learn, "holds the model to start from", out_dir=base, overwrite=True)
+    refusal(learn, "is both --out_dir and --init_from", out_dir=base, overwrite=True)
     out = learn(max_steps=1)
     refusal(learn, "already holds a run", max_steps=1)
     refusal(learn, "lora_rank=2", init_from="resume", lora_rank=2)

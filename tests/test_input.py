@@ -176,7 +176,7 @@ def test_a_loss_that_was_not_finite_is_no_damage(run):
 def test_train_py_goes_on_from_a_run_of_grpo_py(run):
     """Whose config.json has no architecture: it comes from model.json."""
     (run / "config.json").write_text(json.dumps(dataclasses.asdict(grpo.Config())))
-    assert train.knobs_of(run) == {k: getattr(GPTConfig(257, 64, 1, 2, 16), k, False) for k in train.ARCHITECTURE} | {"block_size": 64}
+    assert train.model_options(run) == {k: getattr(GPTConfig(257, 64, 1, 2, 16), k, False) for k in train.ARCHITECTURE} | {"block_size": 64}
 
 
 # --- weights ---
@@ -309,7 +309,7 @@ def test_notes_of_an_earlier_run_that_are_none_are_passed_over(tmp_path):
     def after(text):
         (tmp_path / "retry.json").write_text(text)
         run = Run(train.Config(out_dir=str(tmp_path)), hardware.setup("cpu", "fp32"), None, [], 8, 1)
-        run.take_over_note()
+        run.apply_retry_file()
         return run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
     nothing = (8, 1.0, False, "fp32")
     for text in (DEEP, "[]", "{}", '{"batch_size": 32, "micro_batch": "two"}', '{"batch_size": 32, "micro_batch": 0}',
@@ -325,7 +325,7 @@ def test_a_note_keeps_what_no_checkpoint_holds_yet(tmp_path):
     for changes in (dict(lr_factor=0.5, dtype="bf16"), dict(micro_batch=4)):
         with pytest.raises(guard.Retry):
             run.retry("Once more.", **changes)
-    run.take_over_note()
+    run.apply_retry_file()
     found = run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
     assert found == (4, 0.5, True, "bf16")
 
@@ -376,12 +376,12 @@ SCRIPTS = {"train": train, "grpo": grpo, "sample": sample, "eval": evaluation, "
         ("--batch_size=1e30", "--batch_size is too large"), ("--batch_size=1e18", "sequences a step"), ("--gradient_accumulation_steps=1e10", "sequences a step"),
         ("--n_layer=99999999", "n_layer=99999999 should be a whole number from 1 to 1,000"), ("--n_embd=65536", "weights of this model alone"),
         ("--n_embd=1e10", "n_embd"), ("--block_size=1e12", "block_size"), ("--num_workers=9999", "--num_workers=9999 is too large"),
-        ("--prefetch=1e9", "too large"), ("--min_lr=0.1", "--min_lr=0.1, where the schedule ends, is above --learning_rate=0.01"),
-        ("--lora_alpha=4", "--lora_alpha=4.0 is about adapters"), ("--lora_linears=up", "--lora_linears=up is about adapters"),
+        ("--prefetch=1e9", "too large"), ("--min_lr=0.1", "--min_lr=0.1 is above --learning_rate=0.01"),
+        ("--lora_alpha=4", "--lora_alpha=4.0 needs adapters"), ("--lora_linears=up", "--lora_linears=up needs adapters"),
         ("--prompt=\udcff{}", "is not UTF-8"))),
     ("train", [*TEXT, "--init_from=RUN", "--lora_rank=17"], "rank of 17 exceeds the model's 16 channels"),
     *(("grpo", ["--init_from=RUN", "--task=arithmetic:1", knob], words) for knob, words in (
-        ("--min_lr=1", "is above --learning_rate=0.0003"), ("--lora_linears=up", "about adapters"), ("--lora_rank=17", "17 exceeds the model's 16 channels"),
+        ("--min_lr=1", "is above --learning_rate=0.0003"), ("--lora_linears=up", "needs adapters"), ("--lora_rank=17", "17 exceeds the model's 16 channels"),
         ("--reward_workers=9999", "too large"), ("--k_samples=1e9", "--k_samples=1000000000 is too large"), ("--num_questions=1e9", "--num_questions"),
         ("--few_shot=5000", "--few_shot=5000 is too large"), ("--few_shot=9", "lower --few_shot"))),
     *(("sample", ["RUN", knob], words) for knob, words in (

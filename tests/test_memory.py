@@ -29,7 +29,7 @@ def losses_agree(a, b):
 
 def test_a_micro_batch_that_does_not_fit_is_halved_before_step_0_and_kept(plenty, text, tmp_path):
     done = trained(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "2"})
-    assert "A micro-batch of 8 does not fit" in done.stdout and "Micro-batch 2 (for 8, which does not fit) x accumulation 4" in done.stdout
+    assert "A micro-batch of 8 does not fit" in done.stdout and "Micro-batch 2 (8 does not fit) x accumulation 4" in done.stdout
     assert losses_agree(tmp_path / "a", plenty) and set(metrics(tmp_path / "a", "micro_batch").values()) == {2}
     # The choice belongs to the checkpoint: where there is more memory, a resumed run is still the same run.
     trained(tmp_path / "b", text, **LITTLE, **WHOLE, env={"ROWS": "2"})
@@ -41,7 +41,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved_before_step_0_and_kept(plenty
 
 def test_ranks_agree_on_the_smaller_one(plenty, text, tmp_path):
     done = trained(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE, env={"ROWS": "2", "ONLY_RANK": "1"})
-    assert "A micro-batch of 4 does not fit" in done.stdout and "Micro-batch 2 (for 4, which does not fit) x accumulation 2 x 2 ranks" in done.stdout
+    assert "A micro-batch of 4 does not fit" in done.stdout and "Micro-batch 2 (4 does not fit) x accumulation 2 x 2 ranks" in done.stdout
     assert losses_agree(tmp_path / "a", plenty)
 
 
@@ -49,7 +49,7 @@ def test_out_of_memory_later_repeats_the_step_with_half_the_micro_batch(plenty, 
     # Calls: one refused, two to rehearse 4 sequences, two a step; so 18 is the first half of step 8, and its second is refused.
     done = trained(tmp_path / "a", text, **LITTLE, **WHOLE, env={"ROWS": "4", "CALLS": "18", "ROWS_LATER": "2"})
     assert "Step 8 ran out of memory" in done.stdout
-    assert "it is repeated with a micro-batch of 2 instead of 4" in done.stdout
+    assert "repeating it with micro-batch 2 instead of 4" in done.stdout
     assert losses_agree(tmp_path / "a", plenty) and sorted(set(metrics(tmp_path / "a", "micro_batch").values())) == [2, 4]
 
 
@@ -67,7 +67,7 @@ def test_several_ranks_without_a_checkpoint_get_the_flags_to_start_again(text, t
 def test_several_ranks_end_and_resume_from_the_checkpoint(plenty, text, tmp_path):
     done = run(tmp_path / "a", text, ranks=2, **LITTLE, **WHOLE,
                env={"ROWS": "4", "CALLS": "12", "ROWS_LATER": "2", "ONLY_RANK": "1"})
-    assert done.returncode == 1 and "Rank 1 ran out of memory at step" in done.stderr and "micro-batch of 2 instead of 4" in done.stderr
+    assert done.returncode == 1 and "Rank 1 ran out of memory at step" in done.stderr and "micro-batch 2 instead of 4" in done.stderr
     assert sorted(p.name for p in (tmp_path / "a/checkpoints").iterdir()) == ["step_00000010"]
     done = trained(tmp_path / "a", text, ranks=2, **WHOLE, init_from="resume")
     assert "Micro-batch 2 " in done.stdout and "steps 10 to 20" in done.stdout

@@ -280,15 +280,15 @@ def test_the_best_checkpoint_is_the_macro_average_s(learn, two, monkeypatch):
 def test_a_task_without_room_is_named(learn, two, tmp_path):
     long = write(tmp_path, TASK.replace('f"{w} {i}"', 'f"{w} {i}" * 20'), "long.py")
     learn(task=f"{two[0]}+{long}", code=2)
-    assert f"Every prompt of {long} is longer than" in learn.error and learn.error.count("\n") == 1
+    assert f"Every prompt of {long} exceeds --max_prompt_tokens" in learn.error and learn.error.count("\n") == 1
 
 
 def test_a_task_without_a_question_is_named(learn, two, tmp_path):
     learn(task="+".join(two), num_questions=1, code=2)
-    assert f"There is no question of {two[1]} to train on: raise --num_questions" in learn.error
+    assert f"{two[1]} has no questions to train on: raise --num_questions" in learn.error
     (tmp_path / "q.jsonl").write_text("\n".join(json.dumps({"prompt": f"the {i}", "answer": "t", "domain": two[0]}) for i in range(40)))
     learn(task="+".join(two), dataset=tmp_path / "q.jsonl", code=2)
-    assert f"There is no question of {two[1]} to train on" in learn.error and learn.error.count("\n") == 1
+    assert f"{two[1]} has no questions to train on" in learn.error and learn.error.count("\n") == 1
 
 
 def test_rows_of_a_file_name_their_task(learn, two, tmp_path):
@@ -311,7 +311,7 @@ def test_a_task_of_weight_0_is_asked_for_validation_alone(learn, two, tmp_path):
 
 
 def test_surgery_needs_several_tasks_in_a_step():
-    with pytest.raises(BadInput, match="with --mixing=round_robin a step has one"):
+    with pytest.raises(BadInput, match="--mixing=round_robin has one"):
         grpo.check(config.load(grpo.Config, ["--init_from=x", "--task=math+table", "--surgery=pcgrad", "--mixing=round_robin"]))
 
 

@@ -251,7 +251,7 @@ def test_one_process_does_not_shard():
 @pytest.mark.parametrize("knobs, said", [
     (dict(parallel="zero"), "--parallel=zero should be ddp, fsdp or hybrid"),
     (dict(parallel="fsdp", compile_mode="reduce-overhead"), "can't be in one"),
-    (dict(sum_locally=True), "--sum_locally is about weights that are shared"),
+    (dict(sum_locally=True), "--sum_locally is for sharded weights"),
 ], ids=str)
 def test_bad_options_are_one_sentence(capsys, tmp_path, knobs, said):
     with pytest.raises(BadInput, match=said):
@@ -263,13 +263,13 @@ def test_bad_options_are_one_sentence(capsys, tmp_path, knobs, said):
 
 
 def test_a_sharded_reference_model_can_not_be_offloaded():
-    with pytest.raises(BadInput, match="--offload_reference moves a whole model"):
+    with pytest.raises(BadInput, match="--offload_reference can't move a model sharded"):
         grpo.check(config.load(grpo.Config, ["--init_from=x", "--parallel=fsdp", "--offload_reference", "--beta=0.1"]))
 
 
 def test_more_ranks_than_sequences(tmp_path, text):
     done = run(tmp_path / "a", text, ranks=3, parallel="fsdp", batch_size=2, gradient_accumulation_steps=1)
-    assert done.returncode == 1 and done.stderr.count("error: 3 ranks can't share the 2 sequences") == 1
+    assert done.returncode == 1 and done.stderr.count("error: 2 sequences per step can't be split evenly over 3 ranks") == 1
     assert not (tmp_path / "a").exists()
 
 
@@ -284,13 +284,13 @@ import train
 from runtime import distributed, guard
 from runtime.run import Run
 distributed.STEP_TIMEOUT = datetime.timedelta(seconds=3)
-lap = Run.lap
+end_phase = Run.end_phase
 def slow(run, name, **how):
     if run.step == 3 and name == "data" and distributed.rank() == 1:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(600)
-    lap(run, name, **how)
-Run.lap = slow
+    end_phase(run, name, **how)
+Run.end_phase = slow
 guard.run(train.main)
 """
     given = flags(**TINY, out_dir=tmp_path / "a", dataset=text, data_dir=text.parent / "tokens", parallel=parallel)

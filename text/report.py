@@ -1,20 +1,20 @@
-"""Log lines and metrics of train.py: start-up summary, steps, evaluations."""
+"""Log output of train.py: the paragraph at the start, and metrics and a line for steps and evaluations."""
 from runtime import distributed
 from runtime.log import duration, shown
-from runtime.run import not_by_default
+from runtime.run import non_default_options
 from text.perplexity import evaluation_line
 
 
 def start_up(cfg, run, model, dataset, about, num_workers, inherited):
-    """Return the start-up summary of a run. model: as the loop calls it. about: description of the data.
-    inherited: options set by the model in init_from."""
+    """Return the paragraph at the start of the log. model: TrainedModel. about: description of the data.
+    inherited: options that init_from set."""
     hw = run.hardware
     gpt = run.model
     world = distributed.world_size()
     sequences = cfg.sequences
     micro_batch = run.state.micro_batch
-    asked_for = min(cfg.batch_size, sequences // world)
-    smaller = f" (for {asked_for}, which does not fit)" if micro_batch < asked_for else ""
+    requested = min(cfg.batch_size, sequences // world)
+    smaller = f" ({requested} does not fit)" if micro_batch < requested else ""
     accumulation = -(-sequences // (micro_batch * world))
     steps_left = run.num_steps - run.step
     epochs = steps_left / dataset.steps_per_epoch
@@ -28,22 +28,21 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     lines = [
         f"{gpt.n_params():,} parameters ({gpt.n_params(embeddings=False):,} without embeddings), "
-        f"{gpt.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP a token.",
-        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps} see {epochs:.2f} epochs{time_left}.",
+        f"{gpt.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP per token.",
+        f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps}: {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
-        f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, "
-        f"{num_workers} loader processes; "
-        f"peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
-        f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = at most "
-        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens a step; "
-        f"{cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
-        f"Non-default options: {not_by_default(cfg, inherited)}",
+        f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, {num_workers} "
+        f"loader processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
+        f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = "
+        f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens per step, at "
+        f"most; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
+        f"Non-default options: {non_default_options(cfg, inherited)}",
     ]
     return "\n".join(lines)
 
 
 def facts(run, dataset):
-    """Return the properties of model and data that doctor.diagnose needs."""
+    """Return the facts about model and data that doctor.diagnose needs."""
     return {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
@@ -52,9 +51,9 @@ def facts(run, dataset):
 
 
 def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures):
-    """Log a step's metrics and line. Every rank must call. loss_sum: this rank's, over its targets; num_targets: of
-    all ranks. Times are means over the steps since the last call. figures: {name: scalar tensor or float}, more
-    numbers for metrics.jsonl."""
+    """Write a step's metrics and log line. Every rank must call. loss_sum: over this rank's targets.
+    num_targets: of all ranks. figures: more metrics, {name: tensor [] or float}. Times are means over the
+    steps since the last line."""
     hw = run.hardware
     state = run.state
     loss = distributed.sum([loss_sum])[0] / num_targets
@@ -77,7 +76,7 @@ def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures
 
 
 def log_validation(run, result):
-    """Log the results of an evaluation."""
+    """Write an evaluation's metrics and log line."""
     best = " | best so far" if run.new_best else ""
     figures = {f"val_{name}": value for name, value in result.items()}
     run.log.metrics(step=run.step, tokens=run.state.tokens, seconds=run.state.seconds, **figures)
