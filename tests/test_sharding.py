@@ -215,7 +215,7 @@ def test_a_checkpoint_gathers_one_tensor_at_a_time(tmp_path, monkeypatch, fails)
         most.append(len(alive))
         gathered.append(tensor)
         return whole
-    monkeypatch.setattr(sharding, "whole", gather)
+    monkeypatch.setattr(sharding, "full_tensor", gather)
     weights = {f"w{i}": torch.randn(4, 4) for i in range(9)}
     moments = {f"w{i}.exp_avg": torch.randn(4, 4) for i in range(9)}
     if fails:
@@ -243,7 +243,7 @@ def test_one_process_does_not_shard():
     model = GPT(GPTConfig(vocab_size=99, block_size=16, n_layer=1, n_head=2, n_embd=16))
     assert sharding.build(lambda device: model, hw, "fsdp") is model and not distributed.is_spread(model)
     assert sharding.gathered_bytes(model, torch.float32) == 0
-    assert sharding.whole(model.head.weight) is sharding.local(model.head.weight) is model.head.weight
+    assert sharding.full_tensor(model.head.weight) is sharding.local(model.head.weight) is model.head.weight
 
 
 # --- bad input ---
