@@ -9,7 +9,7 @@ import torch
 from rollouts.accuracy import accuracy, n_right
 from rollouts.pipeline import zero_variance
 from runtime import distributed
-from runtime.log import duration
+from runtime.progress import duration
 from runtime.run import non_default_options
 from runtime.vitals import fingerprint, moved
 from text.provenance import prompt_form

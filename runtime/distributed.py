@@ -107,7 +107,7 @@ def most(number):
 
 
 def any(flag):
-    """Return whether the flag is true on any rank."""
+    """Tell whether the flag is true on any rank."""
     return sum([flag])[0] > 0
 
 

@@ -9,7 +9,6 @@ from runtime import distributed, progress
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
 from runtime.metrics import parse_line, read_lines
-from runtime.progress import duration         # re-exported
 from runtime.usage import load_package, visible
 
 

@@ -94,7 +94,7 @@ class Run:
     def open(self, tokenizer, provenance, doctor=None, resuming=False, keep_base=False):
         """Write the run folder, open the log and return the run, for `with`. provenance: entries of
         model.json about task file and prompt template. doctor: class that checks each line of metrics.
-        keep_base: also save the initial weights, as adapters need, for a reference model."""
+        keep_base: save the initial weights even without adapters, for the reference model."""
         distributed.on_main(lambda: self.write_folder(tokenizer, provenance, resuming))
         cfg = self.cfg
         trained = adapters(self.model)
@@ -485,7 +485,8 @@ def start(cfg, hardware, build, micro_batch, num_steps, digest, step=None, stage
         if run.state.data not in ("", digest):                          # "": in old runs
             changed = cfg.dataset or "The list of questions"
             raise BadInput(f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to "
-                           f"resume, or start a new run with --init_from={cfg.out_dir} and another --out_dir=.")
+                           f"resume, or start a new run with --init_from={cfg.out_dir} and another "
+                           "--out_dir=.")
     return run
 
 

@@ -694,7 +694,7 @@ def test_the_loss_is_given_what_the_knobs_say(learn, monkeypatch, watched):
         assert not torch.equal(batch.trainer_logprobs, batch.sampled_logprobs) and torch.equal(call["advantage"], batch.advantages)
     assert (calls[0]["logp"] - calls[0]["old_logp"]).abs().max() < 1e-5 < (calls[2]["logp"] - calls[2]["old_logp"]).abs().max()
     learn("plain", max_steps=1, dtype="bf16")
-    assert torch.equal(calls[-1]["old_logp"], watched.batches[-1].sampled_logprobs) and not calls[-1]["tis_cap"]
+    assert torch.equal(calls[-1]["old_logp"], watched.batches[-1].sampled_logprobs) and not calls[-1]["cfg"].tis_cap
 
 
 # --- one normaliser ---
@@ -1189,7 +1189,7 @@ def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
     assert all(f"\n{q['question']}\n" in samples for q in held[:4]) and not any(f"\n{q['question']}\n" in samples for q in train)
     dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))
     learn(**knobs, code=2, max_new_tokens=6, eval_interval=11, max_steps=12, init_from="resume")
-    assert "has changed since the run in" in learn.error
+    assert "q.jsonl has changed since the run" in learn.error
 
 
 def test_a_resumed_run_says_which_task_file_it_executes_and_refuses_another(learn, tmp_path):
@@ -1225,7 +1225,7 @@ def test_so_does_training_on_the_text_of_a_task(tmp_path, capsys):
     check_task(cfg, [])
     assert capsys.readouterr().out == f"Executing {own}, unchanged since the run recorded it.\n"
     own.write_text(TASK + "\n")
-    with pytest.raises(BadInput, match="is not the task file.*--dataset=task:"):
+    with pytest.raises(BadInput, match="recorded it: restore it.*--dataset=task:"):
         check_task(cfg, ["--max_steps=3"])
     for dataset in ("task:countdown", str(own), "task:missing.py"):
         check_task(dataclasses.replace(cfg, dataset=dataset), [])
@@ -1298,13 +1298,13 @@ def test_a_dataset_needs_its_verifier(learn, tmp_path):
 def test_tasks_that_have_nothing_to_ask_are_refused(learn, tmp_path):
     refusal(learn, "no train questions", task=write(tmp_path, TASK.replace("return [{", 'return [] if split == "train" else [{'), "a.py"))
     refusal(learn, "no questions", task=write(tmp_path, "def reward(question, completion):\n    return 1\n", "b.py"))
-    refusal(learn, "fills the 32 positions", task=write(tmp_path, TASK.replace('PROMPT = "{}"', f'PROMPT = "{"x" * 40}{{}}"'), "c.py"))
+    refusal(learn, "model's 32 positions", task=write(tmp_path, TASK.replace('PROMPT = "{}"', f'PROMPT = "{"x" * 40}{{}}"'), "c.py"))
 
 
 def test_a_single_question_that_fits_is_refused(learn, tmp_path):
     """That of the worked example, before which it does not stand."""
     task = write(tmp_path, TASK + "\ndef examples(n):\n    return [('the 0', 't' * 30)]\n", "shown.py")
-    refusal(learn, "shown.py but one is longer", task=task, few_shot=1)
+    refusal(learn, "shown.py but one exceeds", task=task, few_shot=1)
     assert not (tmp_path / "run").exists()
 
 
@@ -1316,7 +1316,7 @@ def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_p
     short = {n for n in kept if n < 32}
     assert f"{len(short)} questions of" in learn.said and f"{len(kept - short)} dropped as too long" in learn.said and len(lines(out)) == 4
     assert len(short) > 5 and {len(s.request.ids) for s in watched.samples} == short and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)
-    refusal(learn, "and a step asks 8: lower", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26)
+    refusal(learn, "and a step needs 8: lower", dataset=dataset, prompts_per_step=8, max_prompt_tokens=26)
     learn("short", dataset=dataset, prompts_per_step=2, max_prompt_tokens=26, max_steps=1)
     assert f"{len([n for n in kept if n <= 26])} questions of" in learn.said
 

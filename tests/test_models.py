@@ -146,7 +146,7 @@ def test_a_model_from_scratch_survives_export_and_import(tmp_path, text):
     refused = [
         (dict(init_from=tmp_path / "out"), "has no tokenizer.json"), (dict(init_from=tmp_path / "a", tokenizer="gpt2"), "its own tokenizer"),
         (dict(init_from=tmp_path / "out", out_dir=tmp_path / "out", tokenizer="bytes"), "is both --out_dir and --init_from"),
-        (dict(out_dir=tmp_path / "out"), "not a run folder"), (dict(lora_rank=4), "need a model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
+        (dict(out_dir=tmp_path / "out"), "not a run folder"), (dict(lora_rank=4), "needs a pretrained model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
         (dict(init_from=tmp_path / "a", lora_rank=4, lora_linears="qkvv"), "choose from qkv"), (dict(lora_alpha=0.0), "above 0")]
     for options, words in refused:
         done = run(options.pop("out_dir", tmp_path / "b"), text, defaults={}, **options)

@@ -250,7 +250,7 @@ def test_one_process_does_not_shard():
 
 @pytest.mark.parametrize("knobs, said", [
     (dict(parallel="zero"), "--parallel=zero should be ddp, fsdp or hybrid"),
-    (dict(parallel="fsdp", compile_mode="reduce-overhead"), "can't be in one"),
+    (dict(parallel="fsdp", compile_mode="reduce-overhead"), "don't work with sharded weights"),
     (dict(sum_locally=True), "--sum_locally is for sharded weights"),
 ], ids=str)
 def test_bad_options_are_one_sentence(capsys, tmp_path, knobs, said):

@@ -1,6 +1,7 @@
 """Log output of train.py: the paragraph at the start, and metrics and a line for steps and evaluations."""
 from runtime import distributed
-from runtime.log import duration, shown
+from runtime.log import shown
+from runtime.progress import duration
 from runtime.run import non_default_options
 from text.perplexity import evaluation_line
 
