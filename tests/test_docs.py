@@ -272,3 +272,18 @@ def test_sampling_does_not_wait_for_the_compiler(folder, text):
     done = subprocess.run([sys.executable, "-c", program, str(folder / "small"), "--max_new_tokens=2", "--device=cpu"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# --- the layout ---
+
+def test_no_package_imports_upward():
+    """Each may import those before it alone; studies and the tests may import all."""
+    order = ["layers", "model", "runtime", "tasks", "doctor", "engine", "text", "hf", "rollouts", "experimental", "measure"]
+    for place, name in enumerate(order):
+        files = sorted((ROOT / name).glob("*.py")) or [ROOT / f"{name}.py"]
+        for file in files:
+            for node in ast.walk(ast.parse(file.read_text())):
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                above = {module.partition(".")[0] for module in modules} & {*order[place + 1:], "studies", "train", "grpo", "datagen", "eval"}
+                assert not above, (file, above)
