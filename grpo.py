@@ -587,7 +587,7 @@ def main(argv):
     pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
     run.other_bytes = pcgrad.bytes() if pcgrad else 0
     doctor = Doctor if cfg.diagnose else None
-    with pool, run.open(tokenizer, provenance(cfg), doctor, resuming, keep_base=cfg.beta > 0):
+    with pool, run.open(tokenizer, provenance, doctor, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model) if cfg.beta else None
         most = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples // cfg.mini_batches

@@ -416,7 +416,7 @@ def main(argv):
             print(evaluation_line(result))
         return 0
     doctor = Doctor if cfg.diagnose else None
-    with run.open(tokenizer, provenance(cfg), doctor, resuming):
+    with run.open(tokenizer, provenance, doctor, resuming):
         model = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
         run.log.say(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited))

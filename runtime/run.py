@@ -92,8 +92,9 @@ class Run:
     # --- the run folder ---
 
     def open(self, tokenizer, provenance, doctor=None, resuming=False, keep_base=False):
-        """Write the run folder, open the log and return the run, for `with`. provenance: entries of
-        model.json about task file and prompt template. doctor: class that checks each line of metrics.
+        """Write the run folder, open the log and return the run, for `with`. provenance(cfg): entries of
+        model.json about task file and prompt template, called on the first rank. doctor: class that checks
+        each line of metrics.
         keep_base: save the initial weights even without adapters, for the reference model."""
         distributed.on_main(lambda: self.write_folder(tokenizer, provenance, resuming))
         cfg = self.cfg
@@ -134,7 +135,7 @@ class Run:
             "tokenizer": tokenizer.describe(),
             "tokenizer_sha256": tokenizer.sha256,
             "lora": lora(cfg),
-            **provenance,
+            **provenance(cfg),
             "launch": launch(),
         }
         checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)

@@ -92,7 +92,7 @@ def metrics(out_dir, key="loss"):
 NOT_OF_THE_CURVE = set(
     "out_dir data_dir init_from resume overwrite eval_only seed batch_size gradient_accumulation_steps "
     "device dtype tf32 compile compile_mode attention cuda_graphs gradient_checkpointing loss_chunks "
-    "parallel sum_locally step_timeout deterministic fused_adamw keep_memory num_workers pin_memory prefetch "
+    "parallel sum_locally deterministic fused_adamw keep_memory num_workers pin_memory prefetch "
     "slots tokens_per_micro_batch offload_reference surgery_buffers reward_workers reward_pool timeout "
     "eval_interval shown_questions log_interval save_interval keep_last save_only_model tensorboard wandb "
     "diagnose".split())

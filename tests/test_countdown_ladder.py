@@ -11,7 +11,7 @@ import pytest
 import grpo
 import train
 from conftest import ROOT, metrics, near_the_seeds, options_of_the_curve, seeds
-from runtime import config
+from runtime import config, hardware
 from studies import countdown as runs_countdown
 from tasks import countdown_search
 
@@ -32,7 +32,8 @@ def test_the_base_begins_as_recorded(tmp_path):
                 "--lr_schedule=constant", "--eval_tokens=1024", "--device=cpu"])
     values = metrics(tmp_path / "base")
     # The seeds are in bf16, and in fp32 the loss of step 50 is 4% higher.
-    assert near_the_seeds("countdown_base", "loss", values, least=0.05)
+    least = 0.01 if hardware.cpu_multiplies_bf16() else 0.05
+    assert near_the_seeds("countdown_base", "loss", values, least)
     assert not near_the_seeds("countdown_base", "loss", {step: value + 1 for step, value in values.items()})
 
 
