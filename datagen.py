@@ -9,7 +9,6 @@ its ids and its verdict. The same command resumes an interrupted run from that l
 """
 import contextlib
 import dataclasses
-import functools
 import glob
 import hashlib
 import json
@@ -236,9 +235,9 @@ def verdict(completion):
 class Share:
     """One rank's questions, the records of their attempts, and the part file for new ones."""
 
-    def __init__(self, cfg, tokenizer, n_questions, attempts, file):
+    def __init__(self, cfg, pipeline, n_questions, attempts, file):
         self.cfg = cfg
-        self.tokenizer = tokenizer
+        self.pipeline = pipeline
         self.file = file
         self.keys = range(distributed.rank(), n_questions, distributed.world_size())
         self.records = {key: {} for key in self.keys}        # {question's number: {sample: record}}
@@ -247,7 +246,7 @@ class Share:
                 self.records[key][index] = record
         self.to_come = sum(cfg.oversample - len(records) for records in self.records.values())
         self.new = []
-        self.verified = 0
+        self.seen = Counter()                # of new attempts: verdict "verified", and true parts
 
     def missing(self, requests):
         """Yield Requests for missing samples: all of a question's at once, or with stop_early in rounds of
@@ -272,28 +271,33 @@ class Share:
             record = self.record(completion)
             self.records[completion.key][completion.index] = record
             self.new.append(record)
-            self.verified += record["verdict"] == "verified"
+            self.seen["verified"] += record["verdict"] == "verified"
+            self.seen.update(part for part, holds in record["parts"].items() if holds)
             self.file.write(examples.line_of(record))
         if completions:
             self.file.flush()
 
-    def note(self, pipeline):
-        """Return the progress line's remarks: share verified, speed, errors."""
-        errors = pipeline.pool.counts["errors"]
-        verified = f"{self.verified / max(1, len(self.new)):.0%} verified, {pipeline.speed()}"
-        return verified + (f", {errors} errors" if errors else "")
+    def note(self):
+        """Return the progress line's remarks: shares of the parts and verified, speed, errors."""
+        errors = self.pipeline.pool.counts["errors"]
+        notes = [f"{n / len(self.new):.0%} {part}" for part, n in self.seen.items()]
+        notes += [self.pipeline.speed()] + [f"{errors} errors"] * (errors > 0)
+        return ", ".join(notes)
 
     def record(self, completion):
         """Return the log record of a graded Completion."""
         ids = completion.ids
         grade = completion.grade
-        return {
+        stop = self.pipeline.tokenizer.stop
+        instruction = self.pipeline.task.of(completion.question).instruction
+        told = {"instruction": instruction} if instruction and self.pipeline.tokenizer.is_chat else {}
+        return told | {
             "number": completion.key,
             "sample": completion.index,
             "question": completion.question["question"],
             "answer": completion.question["answer"],
             "completion": completion.text,
-            "ids": ids[:-1] if ids[-1] in self.tokenizer.stop else ids,
+            "ids": ids[:-1] if ids[-1] in stop else ids,
             "seed": self.cfg.seed,
             "logprob": sum(completion.logprobs),
             "verdict": verdict(completion),
@@ -309,10 +313,9 @@ def sample(cfg, pipeline, questions, requests, attempts, stop):
     guard.StopSignal, which ends sampling early; attempts not graded by then are sampled again on resume."""
     began = time.perf_counter()
     with attempts.part(distributed.rank()) as file:
-        share = Share(cfg, pipeline.tokenizer, len(questions), attempts, file)
-        note = functools.partial(share.note, pipeline)
+        share = Share(cfg, pipeline, len(questions), attempts, file)
         for _ in pipeline.sample(questions, share.missing(requests), share.to_come, grade_unfinished=False,
-                                 note=note):
+                                 note=share.note):
             share.add(pipeline.graded())
             if stop.received is not None:
                 break

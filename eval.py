@@ -3,6 +3,7 @@
     python eval.py out/base --task=unit_conversion
     python eval.py HuggingFaceTB/SmolLM2-360M --task=gsm8k --num_samples=8 --temperature=1
     python eval.py --compare out/base out/tuned --task=unit_conversion --json            on the same questions
+    python eval.py out/base --task=my_reward.py --dataset=questions.jsonl
     python eval.py out/book --dataset=other.txt
     torchrun --nproc_per_node=8 eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512
 
@@ -26,7 +27,7 @@ import tasks
 from engine import Engine, Sampling
 from rollouts.accuracy import accuracy, by_domain, difference, macro
 from rollouts.pipeline import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
-from rollouts.questions import questions_of, task_errors
+from rollouts.questions import questions_in, questions_of, task_errors
 from runtime import config, distributed, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput
@@ -67,7 +68,8 @@ class Config:
     output: str | None = None                # .jsonl for all answers and grades, one question per line
     # a text
     dataset: str = ""                        # as in train.py; a single file is evaluated whole, other
-                                             # datasets by split
+                                             # datasets by split. With a task: .jsonl of questions, as in
+                                             # grpo.py
     text_key: str = "text"                   # column of the text in .jsonl, .parquet or a hub dataset
     data_dir: str = "data"                   # cache of tokenised texts
     block_size: int | None = None            # tokens per window; None: the model's, at most 1024
@@ -151,10 +153,10 @@ def evaluate_task(cfg):
         Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)       # raises for invalid options
         task = load(cfg.task)
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
-    questions = distributed.on_main(lambda: questions_of(task, split, cfg.num_questions, most=500))
+    questions = distributed.on_main(lambda: read_questions(cfg, task, split))
     # check every model before hours are spent on the first
     candidates = [prepare(cfg, name, task, questions) for name in cfg.models]
-    say(f"{task.name}: {len(questions)} {split} questions x {cfg.num_samples}, temperature "
+    say(f"{task.name}: {len(questions)} {cfg.dataset or split} questions x {cfg.num_samples}, temperature "
         f"{cfg.temperature:g}; % [95% interval]")
 
     rows = []
@@ -177,6 +179,14 @@ def evaluate_task(cfg):
     if cfg.output and distributed.is_main():
         write_atomically(cfg.output, "".join(json.dumps(line) + "\n" for line in answers).encode())
     return {"models": rows} if many else rows[0]
+
+
+def read_questions(cfg, task, split):
+    """Return the questions of cfg.dataset, or of the task's split."""
+    if cfg.dataset:
+        n = None if cfg.num_questions == "auto" else cfg.num_questions
+        return list(questions_in(cfg.dataset).values())[:n]
+    return questions_of(task, split, cfg.num_questions, most=500)
 
 
 def evaluate_model(cfg, hw, task, questions, pool, candidate):
@@ -278,10 +288,8 @@ def main(argv):
     if not cfg.models or not (cfg.dataset or cfg.task):
         raise BadInput("Name a model and a text or a task: python eval.py MODEL --dataset=... or --task=...")
     cfg.task = tasks.spec_of(cfg.task)
-    if cfg.dataset and cfg.task:
-        raise BadInput("--dataset and --task exclude each other: leave out one of them.")
-    if cfg.dataset and (len(cfg.models) > 1 or cfg.compare):
-        raise BadInput("Models are compared only on a task: give --task=, not --dataset=, or name one model.")
+    if not cfg.task and (len(cfg.models) > 1 or cfg.compare):
+        raise BadInput("Models are compared only on a task: add --task=, or name one model.")
     config.at_least(cfg, 1, "block_size stride batch_size eval_tokens num_samples")
     config.at_most(cfg, 10**6, "num_samples")
     config.check_sampling(cfg)
@@ -290,9 +298,8 @@ def main(argv):
         raise BadInput(f"At temperature 0 all {cfg.num_samples} samples are the same: give --temperature=1, "
                        "or leave out --num_samples.")
     if cfg.output is not None:
-        if cfg.dataset:
-            raise BadInput("--output= is for answers to a task: leave it out, or give --task=, not "
-                           "--dataset=.")
+        if not cfg.task:
+            raise BadInput("--output= is for answers to a task: leave it out, or add --task=.")
         check_output(cfg.output)
     else:
         end_with_reader()

@@ -16,9 +16,11 @@ first_line()                             # --help without the seconds that impor
 
 import hf
 from engine import Engine, Request, Sampling
+from rollouts.questions import task_errors
 from runtime import config, distributed, guard, hardware
 from runtime.progress import track
-from text.prompts import context_of
+from tasks._pool import load
+from text.prompts import context_of, prompt_ids
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Config:
     top_k: int | None = None                 # sample only from the k likeliest tokens; None: all
     top_p: float = 1.0                       # the fewest likeliest tokens whose probabilities sum to this
     min_p: float = 0.0                       # tokens at least this fraction as likely as the likeliest
+    task: str = ""                           # ask prompts as questions of this task: with its prompt form and
+                                             # instruction, up to its stop text
     stop: str | None = None                  # string that ends a sample, e.g. </answer>
     system: str | None = None                # system message for a chat model; None: its default
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
@@ -70,7 +74,14 @@ class Printer:
             self.show(ids)
 
 
-def talk(cfg, model, tokenizer, hw):
+def prompt_of(cfg, tokenizer, text, task):
+    """Return the ids of a prompt; task: a Task whose question it is, or None."""
+    if task:
+        return prompt_ids(tokenizer, text, task.prompt, instruction=cfg.system or task.instruction)
+    return tokenizer.prompt_ids(text, cfg.system)
+
+
+def talk(cfg, model, tokenizer, hw, task):
     """Print a completion for each line of standard input."""
     prompt = "> " if sys.stdin.isatty() else ""
     sys.stdin.reconfigure(errors="replace")
@@ -80,7 +91,7 @@ def talk(cfg, model, tokenizer, hw):
             line = input(prompt)
         except (EOFError, KeyboardInterrupt):
             return
-        ids = tokenizer.prompt_ids(line, cfg.system)
+        ids = prompt_of(cfg, tokenizer, line, task)
         printer = Printer(tokenizer)
         try:
             engine = engine or make_engine(cfg, model, tokenizer, hw, 4096, 1)
@@ -105,6 +116,11 @@ def main(argv):
     distributed.init()
     rank = distributed.rank()
     world = distributed.world_size()
+    task = None
+    if cfg.task:
+        with task_errors():
+            task = load(cfg.task)
+        cfg.stop = task.stop if cfg.stop is None else cfg.stop
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     source = distributed.on_main(lambda: hf.find(cfg.model))
     tokenizer = source.tokenizer(cfg.tokenizer)
@@ -112,9 +128,9 @@ def main(argv):
     if cfg.interactive and world > 1:
         raise config.BadInput("--interactive needs a single process: run it without torchrun.")
     if cfg.interactive:
-        return talk(cfg, model, tokenizer, hw)
+        return talk(cfg, model, tokenizer, hw, task)
 
-    prompt = tokenizer.prompt_ids(cfg.prompt, cfg.system)
+    prompt = prompt_of(cfg, tokenizer, cfg.prompt, task)
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))

@@ -53,7 +53,8 @@ class Config(RunOptions):
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
-                                             # questions and answers (text/examples.py)
+                                             # questions and answers (text/examples.py), or examples:NAME, a
+                                             # task's own
     block_size: int = 256                    # context in tokens; with init_from the default is the model's,
                                              # at most 1024
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
@@ -126,6 +127,8 @@ class Config(RunOptions):
     data_dir: str = "data"                   # folder for tokenised texts
     prompt: str | None = None                # examples in .json: prompt template with {} for the question;
                                              # None: datagen.py's
+    instruction: str | None = None           # examples in .json: system message for a chat model; None:
+                                             # datagen.py's
     valid_share: float = 0.0                 # examples: fraction of the questions held out for validation
     # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
@@ -265,7 +268,8 @@ def open_data(cfg, tokenizer):
         if len(held_out) < 2:
             raise BadInput(f"The validation split of {cfg.dataset} has no token to predict: give more text.")
         return dataset, held_out, f"{len(text):,} training tokens, {len(held_out):,} for validation"
-    found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt))
+    found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt,
+                                                         cfg.instruction))
     short = [example for example in found if example.length <= cfg.block_size]
     train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
     dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)

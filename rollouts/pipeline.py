@@ -44,8 +44,7 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
         if own.name not in examples:
             examples[own.name] = own.examples(few_shot) if few_shot else ()
         others = [pair for pair in examples[own.name] if pair[0] != question["question"]]
-        instruction = own.instruction if examples[own.name] else None
-        ids = prompt_ids(tokenizer, question["question"], own.prompt, others, instruction)
+        ids = prompt_ids(tokenizer, question["question"], own.prompt, others, own.instruction)
         requests.append(Request(ids, num_samples, key, max_new_tokens))
     return requests
 

@@ -73,9 +73,8 @@ def report_duplicates(n, source):
         print(f"Questions of {source} dropped because an earlier one has the same text: {n}.", flush=True)
 
 
-def read_questions(path, n_valid):
-    """Return (training questions, validation questions) of a .jsonl file. A hash of the text selects a tenth
-    for validation, at most n_valid."""
+def questions_in(path):
+    """Return the distinct questions of a .jsonl file, {text: question}; BadInput for any other row."""
     questions = {}
     number = 0
     for number, row in enumerate(read_rows(path), 1):
@@ -85,6 +84,15 @@ def read_questions(path, n_valid):
                            '"answer": ...}, and the answer not NaN.')
         questions.setdefault(text, row | {"question": text})
     report_duplicates(number - len(questions), path)
+    if not questions:
+        raise BadInput(f"{path} has no questions: give another --dataset=.")
+    return questions
+
+
+def read_questions(path, n_valid):
+    """Return (training questions, validation questions) of a .jsonl file. A hash of the text selects a tenth
+    for validation, at most n_valid."""
+    questions = questions_in(path)
     tenth = [text for text in questions
              if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
     valid = [questions.pop(text) for text in tenth[:n_valid]]

@@ -1,4 +1,5 @@
-"""A progress line on the terminal, drawn by tqdm, for work that takes longer than DELAY seconds.
+"""A progress line for work that takes longer than DELAY seconds, drawn by tqdm on a terminal. If standard error is
+a file, a counted line is written to it every half minute.
 
     with ProgressLine("evaluating", n_tokens, "tokens") as line:
         for x, y in batches:
@@ -9,17 +10,19 @@
     with ProgressLine("compiling"):          # no count, only the name
         ...
 
-The line is erased when the work is done. Only the first rank draws, and only if standard error is a terminal
-and never() was not called; else tqdm is not imported. Imports no torch, since tasks use it.
+A drawn line is erased when the work is done. Only the first rank shows lines, and none after never(). Imports
+no torch, since tasks use it.
 """
 import contextlib
 import os
 import sys
 import threading
+import time
 
 from runtime.usage import is_first_rank
 
 DELAY = 2.0                          # seconds before a line is drawn
+INTERVAL = 30.0                      # seconds between two lines in a file
 FORM = "{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f}%), {rate_fmt}{postfix}, ETA {remaining}"
 disabled = False                     # the terminal belongs to the parent process
 
@@ -34,9 +37,12 @@ class ProgressLine:
         self.unit = unit
         self.note = note
         self.bar = None
+        self.count = 0
 
     def __enter__(self):
-        if is_watched():
+        self.began = time.monotonic()
+        self.written = self.began            # time of the last line in a file
+        if is_shown() and is_terminal():
             from tqdm import tqdm
             in_bytes = self.unit == "B"
             self.bar = tqdm(desc=self.name, total=self.total, unit="B" if in_bytes else f" {self.unit}",
@@ -59,10 +65,24 @@ class ProgressLine:
         self.bar.refresh()
 
     def add(self, n=1):
+        self.count += n
+        if time.monotonic() - self.written >= INTERVAL and is_shown() and not is_terminal():
+            self.write()
         if self.bar is not None:
             if self.note:
                 self.bar.set_postfix_str(self.note(), refresh=False)
             self.bar.update(n)
+
+    def write(self):
+        """Write the line to a file."""
+        self.written = time.monotonic()
+        seconds = self.written - self.began
+        share = self.count / self.total if self.total else 0
+        total = f"{share:.0%} of {self.total:,} {self.unit}" if share else f"{self.count:,} {self.unit}"
+        left = f", ETA {duration(seconds / share - seconds)}" if share else ""
+        note = f", {self.note()}" if self.note else ""
+        with contextlib.suppress(OSError, ValueError):        # the file was closed
+            print(f"{self.name}: {total}{note}, {duration(seconds)}{left}", file=sys.stderr, flush=True)
 
 
 def track(values, name, unit, total=None):
@@ -87,10 +107,14 @@ def never():
     disabled = True
 
 
-def is_watched():
-    """Return whether this process may draw on a terminal."""
-    is_terminal = bool(sys.stderr) and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return is_terminal and is_first_rank() and not disabled
+def is_terminal():
+    """Return whether lines can be drawn on standard error."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def is_shown():
+    """Return whether this process shows lines."""
+    return bool(sys.stderr) and is_first_rank() and not disabled
 
 
 def duration(seconds):

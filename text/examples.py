@@ -2,6 +2,7 @@
 import hashlib
 import json
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,12 @@ import torch
 from model import IGNORE
 from runtime.config import BadInput, checksum, parse_json
 from runtime.progress import track
+from tasks import _pool
 from text import prompts
 from text.sources import suffix_of
+
+WORKED = "examples:"                         # prefix of a dataset: worked examples of a task
+NUM_WORKED = 1000                            # their number, at most
 
 
 @dataclass
@@ -30,7 +35,9 @@ class Example:
 # --- reading ---
 
 def is_examples_file(dataset, text_key="text"):
-    """Return whether a dataset is a file of examples: .json, or .jsonl with prompts or messages."""
+    """Return whether a dataset holds examples: a task's, or a .json file, or .jsonl with prompts or messages."""
+    if dataset.startswith(WORKED):
+        return True
     path = Path(dataset)
     if suffix_of(path) != ".jsonl" or not path.is_file():
         return suffix_of(path) == ".json" and not dataset.startswith("task:")
@@ -45,17 +52,21 @@ def is_examples_file(dataset, text_key="text"):
     return "messages" in keys or {"prompt", "completion"} <= keys or other_form(row) is not None
 
 
-def read(dataset, tokenizer, form=None):
-    """Return the list of Examples in a file. BadInput if it can't be read or a row is not an example.
+def read(dataset, tokenizer, form=None, instruction=None):
+    """Return the list of Examples in a dataset. BadInput if it can't be read or a row is not an example.
 
+    examples:NAME   worked examples of a task, at most NUM_WORKED;
     .json    [[question, answer, reasoning], ...] as datagen.py writes it: the target is the reasoning, as the
              sampled ids if the log beside the file has them; or [[question, answer], ...]: the target is the
              answer within <answer> tags;
     .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; every
              assistant message is a target.
 
-    form: prompt form for a model without a chat template; None: the form in the log, else prompts.PROMPT.
+    form: prompt form for a model without a chat template; None: the task's or the log's, else prompts.PROMPT.
+    instruction: system message for a chat model; None: the task's or the log's, else the template's.
     """
+    if dataset.startswith(WORKED):
+        return worked_examples(dataset.removeprefix(WORKED), tokenizer, form, instruction)
     path = Path(dataset)
     is_json = suffix_of(path) == ".json"
     rows = read_rows(path, lines=not is_json)
@@ -64,18 +75,37 @@ def read(dataset, tokenizer, form=None):
                        "question is solved).")
     logged_form = None
     sampled_ids = {}
+    instructions = defaultdict(str)
     if is_json:
-        logged_form, sampled_ids = read_log(path, tokenizer)
+        logged_form, sampled_ids, instructions = read_log(path, tokenizer)
+    if instruction is not None:
+        instructions = defaultdict(lambda: instruction)
     form = form or logged_form or prompts.PROMPT
     examples = []
     for number, row in enumerate(track(rows, f"tokenising {path}", "examples"), 1):
         try:
             if is_json:
-                examples.append(example_of_list(row, tokenizer, form, sampled_ids))
+                examples.append(example_of_list(row, tokenizer, form, sampled_ids, instructions))
             else:
                 examples.append(example_of_object(row, tokenizer))
         except ValueError as e:
             raise BadInput(f"Row {number} of {path} is not an example ({e}): correct it.") from None
+    return examples
+
+
+def worked_examples(name, tokenizer, form=None, instruction=None):
+    """Return Examples of a task's training questions with its own solutions. form, instruction: see read."""
+    examples = []
+    try:
+        task = _pool.load(name)
+        for question in track(task.questions("train", n=NUM_WORKED, fewer=True), f"solving {name}", "questions"):
+            own = task.of(question)
+            system = own.instruction if instruction is None else instruction
+            prompt = prompts.prompt_ids(tokenizer, question["question"], form or own.prompt, instruction=system)
+            answer = tokenizer.answer_ids(task.solution(question))
+            examples.append(example_of_parts([(prompt, False), (answer, True)], question["question"]))
+    except (LookupError, ValueError, OSError) as e:
+        raise BadInput(str(e)) from e
     return examples
 
 
@@ -102,9 +132,9 @@ def is_answer(value):
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def example_of_list(row, tokenizer, form, sampled_ids):
+def example_of_list(row, tokenizer, form, sampled_ids, instructions):
     """Return the Example of [question, answer, reasoning] or [question, answer], ValueError for another row.
-    sampled_ids: {(question, completion): ids}."""
+    sampled_ids: {(question, completion): ids}. instructions: {question: system message}."""
     is_example = (
         isinstance(row, list) and len(row) in (2, 3)
         and all(isinstance(text, str) for text in (row[0], *row[2:]))
@@ -118,7 +148,7 @@ def example_of_list(row, tokenizer, form, sampled_ids):
     question, answer, *reasoning = row
     completion = reasoning[0] if reasoning else f"<answer>{answer}</answer>"
     ids = sampled_ids.get((question, completion)) or tokenizer.encode(completion).tolist()
-    prompt = prompts.prompt_ids(tokenizer, question, form)
+    prompt = prompts.prompt_ids(tokenizer, question, form, instruction=instructions[question])
     return example_of_parts([(prompt, False), (ids + [tokenizer.end], True)], question)
 
 
@@ -187,7 +217,7 @@ RECORD = {
     "completion": (str, None), "ids": (list, None), "logprob": (int | float, None), "verdict": (str, None),
     "score": (int | float, 0), "parts": (dict, None), "signature": (str, None), "error": (str | None, None),
 }
-OPTIONAL_KEYS = {"seed", "kept", "after_close"}
+OPTIONAL_KEYS = {"seed", "kept", "after_close", "instruction"}
 HEADER = {"config", "tokenizer", "model", "prompt", "code", "questions"}
 
 
@@ -252,18 +282,20 @@ def read_form(dataset):
 
 
 def read_log(path, tokenizer):
-    """Return (prompt form, {(question, completion): sampled ids}) from datagen.py's log, (None, {}) without
-    one. Encoding a completion again could give other ids. Excluded: other tokenizers, and ids that do not
-    decode to the completion (such as a stop token)."""
+    """Return (prompt form, {(question, completion): sampled ids}, {question: system message}) from datagen.py's
+    log; None and no entries without one. Encoding a completion again could give other ids. Excluded: other
+    tokenizers, and ids that do not decode to the completion (such as a stop token)."""
     header, *attempts = list(log_beside(path)) or [{}]
+    is_own = header.get("tokenizer") == tokenizer.describe()
     sampled_ids = {}
+    instructions = defaultdict(str)
     for attempt in attempts:
-        if attempt["verdict"] == "verified":
-            sampled_ids[attempt["question"], attempt["completion"]] = attempt["ids"]
-    form = header.get("prompt")
-    if header.get("tokenizer") != tokenizer.describe():
-        return form, {}
-    return form, {key: ids for key, ids in sampled_ids.items() if tokenizer.decode(ids) == key[1]}
+        ids = attempt["ids"]
+        instructions[attempt["question"]] = attempt.get("instruction", "")
+        verified = is_own and attempt["verdict"] == "verified"
+        if verified and tokenizer.decode(ids) == attempt["completion"]:
+            sampled_ids[attempt["question"], attempt["completion"]] = ids
+    return header.get("prompt"), sampled_ids, instructions
 
 
 def hold_out(examples, share, seed):

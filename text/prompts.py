@@ -26,22 +26,23 @@ def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
 def check_unmarked(tokenizer, text):
     """Raise ValueError if a chat template has already been applied to a prompt and would be applied again."""
     found = [token for token in TEMPLATE_TOKENS if token in text]
-    if found and tokenizer.template["name"] != "plain":
+    if found and tokenizer.is_chat:
         raise ValueError(f"the prompt {text[:40]!r} contains {found[0]}, so a chat template has already been "
                          "applied; give the user's text alone, or convert examples to "
                          '{"messages"} as docs/rft.md shows')
 
 
-def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=None):
+def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=""):
     """Return the list of ids of a prompt.
 
     question: its text. examples: (question, completion) pairs that precede it, in the same form, or as turns
-    of a chat. instruction: system message that replaces the chat template's; ignored without a template.
+    of a chat. instruction: system message that replaces the chat template's, if any; ignored without a
+    template.
     """
-    if tokenizer.template["name"] == "plain":
+    if not tokenizer.is_chat:
         text = ""
         for example, completion in examples:
             text += form.replace("{}", example) + f"{completion}\n\n"
         return tokenizer.prompt_ids(text + form.replace("{}", question))
     check_unmarked(tokenizer, question)
-    return tokenizer.prompt_ids(question, instruction, examples)
+    return tokenizer.prompt_ids(question, instruction or None, examples)

@@ -17,7 +17,7 @@ def own_task(cfg):
     or None."""
     kind, _, name = ("task:" + cfg.task if hasattr(cfg, "task") else cfg.dataset).partition(":")
     try:
-        files = tasks.user_files(name) if kind == "task" else []
+        files = tasks.user_files(name) if kind in ("task", "examples") else []
         digests = [checkpoint.sha256(file) for file in files]
     except (OSError, ValueError):                             # raised again by loading the task
         return None
@@ -29,8 +29,9 @@ def prompt_form(cfg):
     try:
         if hasattr(cfg, "task"):
             return tasks.load(cfg.task).prompt
-        if cfg.dataset.startswith("task:"):
-            return tasks.load(cfg.dataset.removeprefix("task:")).prompt
+        kind, _, name = cfg.dataset.partition(":")
+        if kind in ("task", "examples"):
+            return tasks.load(name).prompt
     except (LookupError, OSError, ValueError):                # raised again where it is needed
         return None
     if Path(cfg.dataset).suffix.lower() != ".json":

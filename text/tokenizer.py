@@ -153,11 +153,15 @@ class Tokenizer:
         """Return the text of a sampled completion, without its stop token."""
         return self.decode(ids[:-1] if ids and ids[-1] in self.stop else ids)
 
+    @property
+    def is_chat(self):
+        return self.template["name"] != "plain"
+
     def prompt_ids(self, text, system=None, examples=()):
         """Return the list of ids of a prompt. system: system message, None: the template's, "": none.
         examples: preceding turns (user's text, assistant's text)."""
         bos = [] if self.bos is None else [self.bos]
-        if self.template["name"] == "plain":
+        if not self.is_chat:
             if system or examples:
                 raise BadInput("The plain prompt template has no place for a system message or earlier "
                                "turns: leave them out, or put them into the prompt.")
@@ -183,7 +187,7 @@ class Tokenizer:
 
     def conversation(self, messages):
         """Return [(ids, is_target)] of a conversation. ValueError without a chat template."""
-        if self.template["name"] == "plain":
+        if not self.is_chat:
             raise ValueError("messages need a model with a chat template, and this one has none; give prompt "
                              "and completion")
         parts = [([] if self.bos is None else [self.bos], False)]
