@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,21 +38,28 @@ def ids_of(folder, split):
     return data.TokenFile(folder, split)[0:]
 
 
-def test_what_a_killed_preparation_left_goes_and_hashes_are_computed_once(text, tmp_path, monkeypatch):
-    folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
-    old, new = folder / "train_00000.bin.tmp-7", folder / "train_00001.bin.tmp-8"
-    for path, age in ((old, 7200), (new, 60)):
-        path.write_bytes(b"half")
-        os.utime(path, (time.time() - age, time.time() - age))
-    before = data.digest(folder)
-    hashed = []
-    whole = data.sha256
-    monkeypatch.setattr(data, "sha256", lambda path: hashed.append(path.name) or whole(path))
-    assert data.prepare(str(text), Tokenizer("bytes"), tmp_path) == folder
-    assert new.exists() and not old.exists()                 # another process may be writing it
-    assert data.digest(folder) == before and not hashed
-    os.utime(folder / "valid_00000.bin")
-    assert data.digest(folder) == before and hashed == ["valid_00000.bin"]
+def test_a_killed_preparation_starts_again_and_its_old_temporary_files_are_removed(text, tmp_path, monkeypatch):
+    whole = ids_of(data.prepare(str(text), Tokenizer("bytes"), tmp_path / "whole"), "train")
+    monkeypatch.setattr(sources, "CHUNK", 1000)
+    monkeypatch.setattr(data, "SHARD", 4)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        written = iter(range(3))
+        killed.setattr(data, "fsync", lambda path: next(written, None) is None and signal.raise_signal(signal.SIGINT))
+        data.prepare(str(text), Tokenizer("bytes"), tmp_path)
+    (left,) = tmp_path.glob("cats-*")
+    assert sorted(path.name for path in left.iterdir()) == [f"train_0000{i}.bin" for i in range(3)]
+    (left / "train_00002.bin").write_bytes(b"torn")
+    for name, age in (("old.bin.tmp-7", 7200), ("new.bin.tmp-8", 60)):
+        (left / name).write_bytes(b"half")
+        os.utime(left / name, (time.time() - age, time.time() - age))
+    assert data.prepare(str(text), Tokenizer("bytes"), tmp_path) == left and np.array_equal(ids_of(left, "train"), whole)
+    assert [path.name for path in left.glob("*.tmp*")] == ["new.bin.tmp-8"]            # another process may be writing it
+    token_file = data.TokenFile(left, "train")
+    assert len(token_file.shards) > 4
+    border = token_file.starts[2]
+    for start, stop in ((border - 3, border + 3), (border, border + 1), (border - 1, border), (0, len(whole)), (5, 5),
+                        (border - 1, token_file.starts[4] + 1), (len(whole) - 2, len(whole) + 9)):
+        assert np.array_equal(token_file[start:stop], whole[start:stop])
 
 
 def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, merging, monkeypatch):
@@ -75,7 +83,7 @@ def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch)
 
 def test_meta_counts_tokens_words_and_bytes(text, tmp_path):
     folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
-    meta, whole = data.read_or_empty(folder / "meta.json"), text.read_bytes()
+    meta, whole = json.loads((folder / "meta.json").read_text()), text.read_bytes()
     assert meta["train"]["bytes"] + meta["valid"]["bytes"] == len(whole) == meta["train"]["tokens"] + meta["valid"]["tokens"]
     assert 0 <= meta["train"]["words"] + meta["valid"]["words"] - len(whole.decode().split()) <= 1
     assert abs(meta["valid"]["bytes"] / len(whole) - 0.1) < 1e-3
@@ -109,55 +117,30 @@ def test_a_special_token_in_the_text_is_text(tmp_path):
     assert 256 not in ids_of(folder, "train")
 
 
-def test_preparation_is_done_once_and_never_trusted_half_made(text, tmp_path, monkeypatch):
-    tokenizer = Tokenizer("bytes")
-    folder = data.prepare(str(text), tokenizer, tmp_path)
-    before = (folder / "train_00000.bin").stat().st_mtime_ns
-    assert data.prepare(str(text), tokenizer, tmp_path) == folder
-    assert (folder / "train_00000.bin").stat().st_mtime_ns == before
-    train = ids_of(folder, "train")
+def test_preparation_is_done_once_and_never_trusted_when_damaged(text, tmp_path, monkeypatch, capsys):
+    def prepared():
+        return data.prepare(str(text), Tokenizer("bytes"), tmp_path)
+    folder = prepared()
     meta = folder / "meta.json"
+    valid = folder / "valid_00000.bin"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    digest = data.digest(folder)
+    hashed = []
+    whole = data.sha256
+    monkeypatch.setattr(data, "sha256", lambda path: hashed.append(path.name) or whole(path))
+    assert prepared() == folder and data.digest(folder) == digest
+    assert times == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert hashed == ["train_00000.bin", "valid_00000.bin"]           # once at a start
     for spoil in (lambda: meta.write_text("{"), lambda: meta.write_text("[1]"), lambda: meta.write_text('{"train": {"shards": 1}}'),
-                  lambda: (folder / "valid_00000.bin").write_bytes(b"12"), meta.unlink):
+                  lambda: valid.write_bytes(b"12"), lambda: valid.write_bytes(b"?" + before[valid.name][1:]), valid.unlink, meta.unlink):
         spoil()
-        assert not data.is_prepared(folder)
-        assert data.prepare(str(text), tokenizer, tmp_path) == folder
-        assert data.is_prepared(folder) and len(ids_of(folder, "valid")) > 2 and np.array_equal(ids_of(folder, "train"), train)
+        assert not data.is_prepared(folder) and prepared() == folder
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert capsys.readouterr().out.count("valid_00000.bin is damaged") == 4
     text2 = tmp_path / "cats.txt"
     text2.write_bytes(text.read_bytes()[:-1] + b"!")
-    assert data.prepare(str(text2), tokenizer, tmp_path) != folder            # another text, another folder
-
-
-def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, tmp_path, monkeypatch):
-    tokenizer, written = Tokenizer("bytes"), []
-    whole = ids_of(data.prepare(str(text), tokenizer, tmp_path / "whole"), "train")
-    monkeypatch.setattr(sources, "CHUNK", 1000)
-    monkeypatch.setattr(data, "SHARD", 4)
-    fsync = data.fsync
-
-    def note(path):
-        written.append(path.name.split(".bin")[0])
-        if len(written) == 4:
-            raise KeyboardInterrupt
-        fsync(path)
-    monkeypatch.setattr(data, "fsync", note)
-    with pytest.raises(KeyboardInterrupt):
-        data.prepare(str(text), tokenizer, tmp_path)
-    left = next(p for p in tmp_path.iterdir() if p.name.startswith("cats"))
-    assert sorted(p.name for p in left.iterdir()) == ["partial.json", "train_00000.bin", "train_00001.bin", "train_00002.bin"]
-    (left / "train_00002.bin").write_bytes(b"torn")
-    made = json.loads((left / "partial.json").read_text())
-    for damaged in ({"train": 1}, {"train": [1]}, {"train": [{}]}, {"train": [made["train"][0] | {"tokens": None}]}):
-        assert data.intact_shards(left, damaged["train"], "uint16") == []
-    folder = data.prepare(str(text), tokenizer, tmp_path)
-    assert written[4] == "train_00002" and written[5] == "train_00003" and folder == left
-    assert np.array_equal(ids_of(folder, "train"), whole) and not (folder / "partial.json").exists()
-    token_file = data.TokenFile(folder, "train")
-    assert len(token_file.shards) > 4
-    border = token_file.starts[2]
-    for start, stop in ((border - 3, border + 3), (border, border + 1), (border - 1, border), (0, len(whole)), (5, 5),
-                        (border - 1, token_file.starts[4] + 1), (len(whole) - 2, len(whole) + 9)):
-        assert np.array_equal(token_file[start:stop], whole[start:stop])
+    assert data.prepare(str(text2), Tokenizer("bytes"), tmp_path) != folder            # another text, another folder
 
 
 def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
@@ -169,7 +152,7 @@ def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
     assert [process.returncode for process in both] == [0, 0], results
     folder = Path(results[0][0].split()[-1])
     assert bytes(ids_of(folder, "train").tolist()) + bytes(ids_of(folder, "valid").tolist()) == text.read_bytes()
-    assert not list(folder.glob("*.tmp*")) and not (folder / "partial.json").exists()
+    assert not list(folder.glob("*.tmp*"))
 
 
 @pytest.mark.parametrize("content, word", [(None, "no dataset"), (b"", "no text"), (b"ok " * 99 + b"\xff\xfe", "UTF-8")])

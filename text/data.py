@@ -396,9 +396,8 @@ def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):
 
 def ignore_signals(_):
     """Ignore the group's signals: the training process ends its loader processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):
