@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 
 import forked
@@ -16,23 +15,6 @@ from conftest import ROOT
 from runtime.config import BadInput
 from text import data, sources
 from text.tokenizer import Tokenizer
-
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-@pytest.fixture
-def merging():
-    """A tokenizer with GPT-2's pattern and merges that run across white space, which a careless cut would break."""
-    ranks = {bytes([i]): i for i in range(256)}
-    for pair in (b"\n\n", b" \n", b"\n ", b"  ", b" t", b" a", b"th", b"the", b" \n ", b"\n\n\n"):
-        ranks[pair] = len(ranks)
-    tokenizer = Tokenizer("bytes")
-    tokenizer.name = "merging"
-    tokenizer.encoding = tiktoken.Encoding("merging", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                                           special_tokens={"<|endoftext|>": len(ranks)})
-    tokenizer.n_vocab, tokenizer.eos = tokenizer.encoding.n_vocab, tokenizer.encoding.eot_token
-    return tokenizer
-
 
 def ids_of(folder, split):
     return data.TokenFile(folder, split)[0:]
@@ -62,16 +44,6 @@ def test_a_killed_preparation_starts_again_and_its_old_temporary_files_are_remov
         assert np.array_equal(token_file[start:stop], whole[start:stop])
 
 
-def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, merging, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 300)
-    folder = data.prepare(str(text), merging, tmp_path)
-    whole = text.read_bytes()
-    cut = len(whole) - len(ids_bytes := merging.encoding.decode_bytes(ids_of(folder, "valid").tolist()))
-    assert whole[cut:] == ids_bytes
-    assert np.array_equal(ids_of(folder, "train"), merging.encode(whole[:cut].decode()))
-    assert np.array_equal(ids_of(folder, "valid"), merging.encode(whole[cut:].decode()))
-
-
 def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK", 64)
     path = tmp_path / "long.txt"
@@ -97,24 +69,6 @@ def test_the_split_keeps_characters_whole(tmp_path):
         folder = data.prepare(str(path), Tokenizer("bytes"), tmp_path / "t")
         parts = [bytes(ids_of(folder, s).tolist()).decode() for s in ("train", "valid")]
         assert "".join(parts) == "漢" * n and parts[1]
-
-
-def test_a_folder_with_splits_is_taken_as_it_is_and_documents_are_separated(tmp_path):
-    source = tmp_path / "book"
-    source.mkdir()
-    for name, content in (("train-1", "one"), ("train-2", "two"), ("valid", "three")):
-        (source / f"{name}.txt").write_text(content)
-    folder = data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
-    assert ids_of(folder, "train").tolist() == [*b"one", 256, *b"two"]
-    assert ids_of(folder, "valid").tolist() == [*b"three"]
-    (source / "test.txt").write_text("four")                          # stays unseen
-    assert data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t") == folder
-
-
-def test_a_special_token_in_the_text_is_text(tmp_path):
-    (tmp_path / "a.txt").write_text("x<|endoftext|>" * 30)
-    folder = data.prepare(str(tmp_path / "a.txt"), Tokenizer("bytes"), tmp_path / "t")
-    assert 256 not in ids_of(folder, "train")
 
 
 def test_preparation_is_done_once_and_never_trusted_when_damaged(text, tmp_path, monkeypatch, capsys):
@@ -155,37 +109,23 @@ def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
     assert not list(folder.glob("*.tmp*"))
 
 
-@pytest.mark.parametrize("content, word", [(None, "no dataset"), (b"", "no text"), (b"ok " * 99 + b"\xff\xfe", "UTF-8")])
-def test_an_unusable_text_is_one_sentence(tmp_path, content, word):
-    path = tmp_path / "a.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(BadInput, match=word):
-        data.prepare(str(path), Tokenizer("bytes"), tmp_path / "t")
-    assert not list((tmp_path / "t").rglob("meta.json"))
-
-
-def test_nanogpt_bins_are_used_where_they_lie(tmp_path):
-    for name, ids in (("train", range(200)), ("val", range(50))):
-        np.array(ids, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-    folder = data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
-    assert ids_of(folder, "train").tolist() == list(range(200)) and len(data.TokenFile(folder, "valid")) == 50
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_nanogpt_bins_are_used_where_they_lie(tmp_path, dtype):
+    """Read as uint16, a zero or three would follow every wider id."""
+    def prepared(train, valid):
+        np.array(train, dtype).tofile(tmp_path / "train.bin")
+        np.array(valid, dtype).tofile(tmp_path / "val.bin")
+        return data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+    folder = prepared(range(200), range(50))
+    assert ids_of(folder, "train").tolist() == list(range(200)) and ids_of(folder, "valid").tolist() == list(range(50))
     assert data.TokenFile(folder, "valid").words is None
-    np.array([1, 300], dtype=np.uint16).tofile(tmp_path / "val.bin")
+    digest = data.digest(folder)
+    assert prepared(range(1, 201), range(50)) == folder and data.digest(folder) != digest
     with pytest.raises(BadInput, match="token id 300"):
-        data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+        prepared(range(200), [1, 300])
     (tmp_path / "val.bin").unlink()
     with pytest.raises(BadInput, match="val.bin"):
         data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
-
-
-@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
-def test_token_files_of_wider_ids_are_read_as_such(tmp_path, dtype):
-    """Read as uint16, a zero or three would follow every id."""
-    for name, ids in (("train", range(200)), ("val", range(50))):
-        np.array(ids, dtype=dtype).tofile(tmp_path / f"{name}.bin")
-    folder = data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
-    assert ids_of(folder, "train").tolist() == list(range(200)) and ids_of(folder, "valid")[40:43].tolist() == [40, 41, 42]
 
 
 def test_token_files_with_an_alphabet_of_their_own_are_refused(tmp_path):
