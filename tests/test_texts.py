@@ -53,10 +53,10 @@ def assert_refused(source, tmp_path, words, **kw):
 
 @pytest.mark.parametrize("suffix, write, kw", [
     ("jsonl", write_jsonl, {}), ("parquet", write_parquet, {}), ("parquet", write_parquet, dict(row_group_size=7)),
-    ("parquet", write_parquet, dict(use_dictionary=False))])
+    ("parquet", write_parquet, dict(use_dictionary=False)), ("jsonl", write_jsonl, dict(key="body")), ("parquet", write_parquet, dict(key="body"))])
 def test_every_document_comes_out_once_and_the_tail_is_for_validation(tmp_path, suffix, write, kw):
     write(tmp_path / f"a.{suffix}", DOCUMENTS, **kw)
-    train, valid = prepared(tmp_path / f"a.{suffix}", tmp_path)
+    train, valid = prepared(tmp_path / f"a.{suffix}", tmp_path, text_key=kw.get("key", "text"))
     assert train + valid == DOCUMENTS and 10 <= len(valid) <= 30
 
 
@@ -145,13 +145,6 @@ def test_a_split_of_few_long_documents_holds_out_a_twentieth_to_a_fifth(tmp_path
     held_out = sum(map(len, valid)) / 100
     assert "".join(train + valid) == "".join(documents) and 0.05 <= held_out / sum(lengths) <= 0.2
     assert ("begins inside a document" in capsys.readouterr().out) == (expected is None) and (expected is None or held_out == expected)
-
-
-def test_the_text_key_names_the_text(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS, key="body")
-    write_parquet(tmp_path / "a.parquet", DOCUMENTS, key="body")
-    for name in ("a.jsonl", "a.parquet"):
-        assert sum(prepared(tmp_path / name, tmp_path, text_key="body"), []) == DOCUMENTS
 
 
 def test_half_a_surrogate_pair_in_json_does_not_stop_a_preparation(tmp_path):

@@ -136,21 +136,6 @@ def test_a_copy_in_another_process_keeps_control_tokens_out_too(tmp_path):
     assert pickle.loads(pickle.dumps(tokenizer)).prompt_ids(f"a{STOP}") == tokenizer.prompt_ids(f"a{STOP}")
 
 
-def test_a_tokenizer_that_marks_the_beginning_of_a_text_is_refused(tmp_path):
-    vocab = {letter: i for i, letter in enumerate([*byte_letters(), END])} | {"\u2581": 900}
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-    with pytest.raises(BadInput, match="a piece of a text"):
-        Tokenizer(changed(tmp_path, pre_tokenizer=metaspace, model={"type": "BPE", "vocab": vocab, "merges": []}))
-
-
-def test_a_vocabulary_in_which_text_becomes_a_control_token_is_refused(tmp_path):
-    library = Library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    library.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(BadInput, match="control token"):
-        Tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize("kind, chat, system", [
     ("smol", SMOL, "You are a small model, née test"), ("qwen", QWEN25, "You're to put the answer within \\boxed{}."),
     ("qwen", QWEN3, None), ("smol", SMOL.replace("\\n", "\n"), "You are a small model, née test"),
@@ -282,19 +267,16 @@ def assert_transformers_reads(tokenizer, folder):
         tokenizer.n_vocab, tokenizer.eos, tokenizer.stop, tokenizer.pad, tokenizer.bos, tokenizer.template)
 
 
-def test_bytes_go_to_transformers(tmp_path):
-    assert_transformers_reads(Tokenizer("bytes"), tmp_path / "out")
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=pytest.mark.skipif(
+    "TIKTOKEN_CACHE_DIR" not in os.environ, reason="GPT-2's own files are not here"))])
+def test_built_in_tokenizers_go_to_transformers(tmp_path, name):
+    assert_transformers_reads(Tokenizer(name), tmp_path / "out")
 
 
 def test_gpt2_s_merges_are_found_again_and_go_to_transformers(small_gpt2, tmp_path):
     assert_transformers_reads(Tokenizer("gpt2"), tmp_path / "out")
     model = json.loads((tmp_path / "out/tokenizer.json").read_text())["model"]
     assert model["merges"] == small_gpt2 and len(small_gpt2) > 80
-
-
-@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="GPT-2's own files are not here")
-def test_the_whole_of_gpt2_goes_to_transformers(tmp_path):
-    assert_transformers_reads(Tokenizer("gpt2"), tmp_path / "out")
 
 
 def test_a_run_s_tokenizer_lies_in_its_folder(tmp_path):
@@ -315,6 +297,7 @@ def says(folder, system):
 
 BPE = {"type": "BPE", "vocab": {}, "merges": []}
 SLOW = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}      # fails at xxxx...
+MARKING = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}        # Llama 2's
 NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}                                  # panics
 
 
@@ -326,6 +309,7 @@ NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}        
     (lambda t: changed(t / "a", model=BPE, added_tokens=[]), "encodes a text to no tokens"),
     (lambda t: changed(t / "a", model=BPE, added_tokens=[{"id": 0, "content": END, "special": True, **dict.fromkeys(
         ("single_word", "lstrip", "rstrip", "normalized"), False)}]), "encodes a text to no tokens"),
+    (lambda t: changed(t / "a", pre_tokenizer=MARKING, model=BPE | {"vocab": dict(zip("\u2581ab", range(3)))}), "a piece of a text"),
     (lambda t: changed(t / "a", normalizer=NOTHING), "can't be used .*PanicException"),
     (lambda t: changed(t / "a", model={"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}), "can't be used .*unk_id"),
     (lambda t: write(t / "a", files={"config": {"eos_token_id": 2}}), "the text # to the id 2 .* correct eos_token_id"),
