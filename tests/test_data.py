@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -7,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 
 import forked
@@ -16,52 +16,32 @@ from runtime.config import BadInput
 from text import data, sources
 from text.tokenizer import Tokenizer
 
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-@pytest.fixture
-def merging():
-    """A tokenizer with GPT-2's pattern and merges that run across white space, which a careless cut would break."""
-    ranks = {bytes([i]): i for i in range(256)}
-    for pair in (b"\n\n", b" \n", b"\n ", b"  ", b" t", b" a", b"th", b"the", b" \n ", b"\n\n\n"):
-        ranks[pair] = len(ranks)
-    tokenizer = Tokenizer("bytes")
-    tokenizer.name = "merging"
-    tokenizer.encoding = tiktoken.Encoding("merging", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                                           special_tokens={"<|endoftext|>": len(ranks)})
-    tokenizer.n_vocab, tokenizer.eos = tokenizer.encoding.n_vocab, tokenizer.encoding.eot_token
-    return tokenizer
-
-
 def ids_of(folder, split):
     return data.TokenFile(folder, split)[0:]
 
 
-def test_what_a_killed_preparation_left_goes_and_hashes_are_computed_once(text, tmp_path, monkeypatch):
-    folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
-    old, new = folder / "train_00000.bin.tmp-7", folder / "train_00001.bin.tmp-8"
-    for path, age in ((old, 7200), (new, 60)):
-        path.write_bytes(b"half")
-        os.utime(path, (time.time() - age, time.time() - age))
-    before = data.digest(folder)
-    hashed = []
-    whole = data.sha256
-    monkeypatch.setattr(data, "sha256", lambda path: hashed.append(path.name) or whole(path))
-    assert data.prepare(str(text), Tokenizer("bytes"), tmp_path) == folder
-    assert new.exists() and not old.exists()                 # another process may be writing it
-    assert data.digest(folder) == before and not hashed
-    os.utime(folder / "valid_00000.bin")
-    assert data.digest(folder) == before and hashed == ["valid_00000.bin"]
-
-
-def test_tokenising_in_pieces_equals_tokenising_the_whole(text, tmp_path, merging, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 300)
-    folder = data.prepare(str(text), merging, tmp_path)
-    whole = text.read_bytes()
-    cut = len(whole) - len(ids_bytes := merging.encoding.decode_bytes(ids_of(folder, "valid").tolist()))
-    assert whole[cut:] == ids_bytes
-    assert np.array_equal(ids_of(folder, "train"), merging.encode(whole[:cut].decode()))
-    assert np.array_equal(ids_of(folder, "valid"), merging.encode(whole[cut:].decode()))
+def test_a_killed_preparation_starts_again_and_its_old_temporary_files_are_removed(text, tmp_path, monkeypatch):
+    whole = ids_of(data.prepare(str(text), Tokenizer("bytes"), tmp_path / "whole"), "train")
+    monkeypatch.setattr(sources, "CHUNK", 1000)
+    monkeypatch.setattr(data, "SHARD", 4)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        written = iter(range(3))
+        killed.setattr(data, "fsync", lambda path: next(written, None) is None and signal.raise_signal(signal.SIGINT))
+        data.prepare(str(text), Tokenizer("bytes"), tmp_path)
+    (left,) = tmp_path.glob("cats-*")
+    assert sorted(path.name for path in left.iterdir()) == [f"train_0000{i}.bin" for i in range(3)]
+    (left / "train_00002.bin").write_bytes(b"torn")
+    for name, age in (("old.bin.tmp-7", 7200), ("new.bin.tmp-8", 60)):
+        (left / name).write_bytes(b"half")
+        os.utime(left / name, (time.time() - age, time.time() - age))
+    assert data.prepare(str(text), Tokenizer("bytes"), tmp_path) == left and np.array_equal(ids_of(left, "train"), whole)
+    assert [path.name for path in left.glob("*.tmp*")] == ["new.bin.tmp-8"]            # another process may be writing it
+    token_file = data.TokenFile(left, "train")
+    assert len(token_file.shards) > 4
+    border = token_file.starts[2]
+    for start, stop in ((border - 3, border + 3), (border, border + 1), (border - 1, border), (0, len(whole)), (5, 5),
+                        (border - 1, token_file.starts[4] + 1), (len(whole) - 2, len(whole) + 9)):
+        assert np.array_equal(token_file[start:stop], whole[start:stop])
 
 
 def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch):
@@ -75,7 +55,7 @@ def test_a_text_without_line_ends_stays_in_bounded_memory(tmp_path, monkeypatch)
 
 def test_meta_counts_tokens_words_and_bytes(text, tmp_path):
     folder = data.prepare(str(text), Tokenizer("bytes"), tmp_path)
-    meta, whole = data.read_or_empty(folder / "meta.json"), text.read_bytes()
+    meta, whole = json.loads((folder / "meta.json").read_text()), text.read_bytes()
     assert meta["train"]["bytes"] + meta["valid"]["bytes"] == len(whole) == meta["train"]["tokens"] + meta["valid"]["tokens"]
     assert 0 <= meta["train"]["words"] + meta["valid"]["words"] - len(whole.decode().split()) <= 1
     assert abs(meta["valid"]["bytes"] / len(whole) - 0.1) < 1e-3
@@ -91,73 +71,30 @@ def test_the_split_keeps_characters_whole(tmp_path):
         assert "".join(parts) == "漢" * n and parts[1]
 
 
-def test_a_folder_with_splits_is_taken_as_it_is_and_documents_are_separated(tmp_path):
-    source = tmp_path / "book"
-    source.mkdir()
-    for name, content in (("train-1", "one"), ("train-2", "two"), ("valid", "three")):
-        (source / f"{name}.txt").write_text(content)
-    folder = data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
-    assert ids_of(folder, "train").tolist() == [*b"one", 256, *b"two"]
-    assert ids_of(folder, "valid").tolist() == [*b"three"]
-    (source / "test.txt").write_text("four")                          # stays unseen
-    assert data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t") == folder
-
-
-def test_a_special_token_in_the_text_is_text(tmp_path):
-    (tmp_path / "a.txt").write_text("x<|endoftext|>" * 30)
-    folder = data.prepare(str(tmp_path / "a.txt"), Tokenizer("bytes"), tmp_path / "t")
-    assert 256 not in ids_of(folder, "train")
-
-
-def test_preparation_is_done_once_and_never_trusted_half_made(text, tmp_path, monkeypatch):
-    tokenizer = Tokenizer("bytes")
-    folder = data.prepare(str(text), tokenizer, tmp_path)
-    before = (folder / "train_00000.bin").stat().st_mtime_ns
-    assert data.prepare(str(text), tokenizer, tmp_path) == folder
-    assert (folder / "train_00000.bin").stat().st_mtime_ns == before
-    train = ids_of(folder, "train")
+def test_preparation_is_done_once_and_never_trusted_when_damaged(text, tmp_path, monkeypatch, capsys):
+    def prepared():
+        return data.prepare(str(text), Tokenizer("bytes"), tmp_path)
+    folder = prepared()
     meta = folder / "meta.json"
+    valid = folder / "valid_00000.bin"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    digest = data.digest(folder)
+    hashed = []
+    whole = data.sha256
+    monkeypatch.setattr(data, "sha256", lambda path: hashed.append(path.name) or whole(path))
+    assert prepared() == folder and data.digest(folder) == digest
+    assert times == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert hashed == ["train_00000.bin", "valid_00000.bin"]           # once at a start
     for spoil in (lambda: meta.write_text("{"), lambda: meta.write_text("[1]"), lambda: meta.write_text('{"train": {"shards": 1}}'),
-                  lambda: (folder / "valid_00000.bin").write_bytes(b"12"), meta.unlink):
+                  lambda: valid.write_bytes(b"12"), lambda: valid.write_bytes(b"?" + before[valid.name][1:]), valid.unlink, meta.unlink):
         spoil()
-        assert not data.is_prepared(folder)
-        assert data.prepare(str(text), tokenizer, tmp_path) == folder
-        assert data.is_prepared(folder) and len(ids_of(folder, "valid")) > 2 and np.array_equal(ids_of(folder, "train"), train)
+        assert not data.is_prepared(folder) and prepared() == folder
+        assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert capsys.readouterr().out.count("valid_00000.bin is damaged") == 4
     text2 = tmp_path / "cats.txt"
     text2.write_bytes(text.read_bytes()[:-1] + b"!")
-    assert data.prepare(str(text2), tokenizer, tmp_path) != folder            # another text, another folder
-
-
-def test_a_preparation_that_was_killed_goes_on_after_its_last_whole_shard(text, tmp_path, monkeypatch):
-    tokenizer, written = Tokenizer("bytes"), []
-    whole = ids_of(data.prepare(str(text), tokenizer, tmp_path / "whole"), "train")
-    monkeypatch.setattr(sources, "CHUNK", 1000)
-    monkeypatch.setattr(data, "SHARD", 4)
-    fsync = data.fsync
-
-    def note(path):
-        written.append(path.name.split(".bin")[0])
-        if len(written) == 4:
-            raise KeyboardInterrupt
-        fsync(path)
-    monkeypatch.setattr(data, "fsync", note)
-    with pytest.raises(KeyboardInterrupt):
-        data.prepare(str(text), tokenizer, tmp_path)
-    left = next(p for p in tmp_path.iterdir() if p.name.startswith("cats"))
-    assert sorted(p.name for p in left.iterdir()) == ["partial.json", "train_00000.bin", "train_00001.bin", "train_00002.bin"]
-    (left / "train_00002.bin").write_bytes(b"torn")
-    made = json.loads((left / "partial.json").read_text())
-    for damaged in ({"train": 1}, {"train": [1]}, {"train": [{}]}, {"train": [made["train"][0] | {"tokens": None}]}):
-        assert data.intact_shards(left, damaged["train"], "uint16") == []
-    folder = data.prepare(str(text), tokenizer, tmp_path)
-    assert written[4] == "train_00002" and written[5] == "train_00003" and folder == left
-    assert np.array_equal(ids_of(folder, "train"), whole) and not (folder / "partial.json").exists()
-    token_file = data.TokenFile(folder, "train")
-    assert len(token_file.shards) > 4
-    border = token_file.starts[2]
-    for start, stop in ((border - 3, border + 3), (border, border + 1), (border - 1, border), (0, len(whole)), (5, 5),
-                        (border - 1, token_file.starts[4] + 1), (len(whole) - 2, len(whole) + 9)):
-        assert np.array_equal(token_file[start:stop], whole[start:stop])
+    assert data.prepare(str(text2), Tokenizer("bytes"), tmp_path) != folder            # another text, another folder
 
 
 def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
@@ -169,40 +106,26 @@ def test_two_preparations_of_one_text_do_not_disturb_each_other(tmp_path, text):
     assert [process.returncode for process in both] == [0, 0], results
     folder = Path(results[0][0].split()[-1])
     assert bytes(ids_of(folder, "train").tolist()) + bytes(ids_of(folder, "valid").tolist()) == text.read_bytes()
-    assert not list(folder.glob("*.tmp*")) and not (folder / "partial.json").exists()
+    assert not list(folder.glob("*.tmp*"))
 
 
-@pytest.mark.parametrize("content, word", [(None, "no dataset"), (b"", "no text"), (b"ok " * 99 + b"\xff\xfe", "UTF-8")])
-def test_an_unusable_text_is_one_sentence(tmp_path, content, word):
-    path = tmp_path / "a.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(BadInput, match=word):
-        data.prepare(str(path), Tokenizer("bytes"), tmp_path / "t")
-    assert not list((tmp_path / "t").rglob("meta.json"))
-
-
-def test_nanogpt_bins_are_used_where_they_lie(tmp_path):
-    for name, ids in (("train", range(200)), ("val", range(50))):
-        np.array(ids, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-    folder = data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
-    assert ids_of(folder, "train").tolist() == list(range(200)) and len(data.TokenFile(folder, "valid")) == 50
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
+def test_nanogpt_bins_are_used_where_they_lie(tmp_path, dtype):
+    """Read as uint16, a zero or three would follow every wider id."""
+    def prepared(train, valid):
+        np.array(train, dtype).tofile(tmp_path / "train.bin")
+        np.array(valid, dtype).tofile(tmp_path / "val.bin")
+        return data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+    folder = prepared(range(200), range(50))
+    assert ids_of(folder, "train").tolist() == list(range(200)) and ids_of(folder, "valid").tolist() == list(range(50))
     assert data.TokenFile(folder, "valid").words is None
-    np.array([1, 300], dtype=np.uint16).tofile(tmp_path / "val.bin")
+    digest = data.digest(folder)
+    assert prepared(range(1, 201), range(50)) == folder and data.digest(folder) != digest
     with pytest.raises(BadInput, match="token id 300"):
-        data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
+        prepared(range(200), [1, 300])
     (tmp_path / "val.bin").unlink()
     with pytest.raises(BadInput, match="val.bin"):
         data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
-
-
-@pytest.mark.parametrize("dtype", [np.uint32, np.int64])
-def test_token_files_of_wider_ids_are_read_as_such(tmp_path, dtype):
-    """Read as uint16, a zero or three would follow every id."""
-    for name, ids in (("train", range(200)), ("val", range(50))):
-        np.array(ids, dtype=dtype).tofile(tmp_path / f"{name}.bin")
-    folder = data.prepare(str(tmp_path), Tokenizer("bytes"), tmp_path / "t")
-    assert ids_of(folder, "train").tolist() == list(range(200)) and ids_of(folder, "valid")[40:43].tolist() == [40, 41, 42]
 
 
 def test_token_files_with_an_alphabet_of_their_own_are_refused(tmp_path):

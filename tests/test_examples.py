@@ -3,14 +3,12 @@ import json
 import random
 import re
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 
-import forked
-from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
+from conftest import ROOT, largest_difference, metrics, run, trained, weights
 from model import IGNORE
 from runtime import checkpoint
 from runtime.config import BadInput
@@ -20,8 +18,6 @@ from text.tokenizer import Tokenizer
 
 TUNE = dict(batch_size=8, gradient_accumulation_steps=2, num_epochs=2, optimizer="adamw", learning_rate=0.003, warmup_steps=None,
             lr_schedule="cosine", log_interval=1, dtype="fp32", keep_last=9)
-
-
 RECORD = {"number": 0, "sample": 0, "question": "q", "answer": 42, "completion": "", "ids": [], "logprob": -1.0, "verdict": "verified",
           "score": 1.0, "parts": {}, "signature": "", "error": None}                     # of the log of attempts
 
@@ -97,20 +93,25 @@ def test_an_epoch_has_every_example_once_in_steps_of_about_equal_numbers(rft):
 @pytest.mark.parametrize("world", [1, 2, 3, 20])
 def test_ranks_and_micro_batches_share_a_step(rft, world):
     whole = batches(rft)
-    for step in (0, 7):
+    assert max(len(x) for x, _ in whole[0]) == 8
+    most_rows = 0
+    for step in (0, 1, 2, 3, 7):
         got, cells = [], 0
         for rank in range(world):
             mine = batches(rft, rank=rank, world_size=world)
             mine.micro_batch = 2
             for x, y in mine[step]:
-                assert len(x) <= 8 and x.numel() <= max(2 * mine.longest, 1)
+                assert len(x) <= 8 and x.numel() <= 2 * mine.longest        # micro_batch counts the longest examples
+                assert x.shape[1] % 8 == 0 or x.shape[1] in (1, mine.longest)
                 got += [tuple(row[row != IGNORE].tolist()) for row in y]
                 cells += x.numel()
+                most_rows = max(most_rows, len(x))
         expected = whole.of_step(step)
         assert sorted(filter(None, got)) == sorted(tuple(e.ids[e.is_target].tolist()) for e in expected)
         positions, targets = whole.tokens(step)
         assert positions == sum(e.length for e in expected) and targets == sum(map(len, got))
-    assert world > 1 or cells < 1.3 * positions                            # sorted by length: few cells are empty
+    # sorted by length: few cells are empty, and more of the short ones go together
+    assert world > 1 or cells < 1.3 * positions and most_rows > 2
 
 
 def test_micro_batches_and_ranks_make_no_difference(rft, base, tmp_path):
@@ -181,19 +182,19 @@ def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
 
 
 def test_a_log_of_attempts_that_is_not_as_it_was_written_is_refused_with_the_line(tmp_path):
-    """And not trained on in another form; one from before there were checksums is read."""
+    """And not trained on in another form; one whose header has no checksum is read."""
     path = tmp_path / "rft.json"
     path.write_text(json.dumps([["67", 67, "67."]]))
     log = examples.attempts_path(path)
     rows = [{"tokenizer": Tokenizer("bytes").describe(), "prompt": "Take {} from"}, RECORD | {"question": "67", "completion": "67."}]
     lines = [examples.line_of(row) for row in rows]
-    old = [json.dumps(row) + "\n" for row in rows]
-    for content in (lines, old, old[:1] + lines[1:]):
+    old = json.dumps(rows[0]) + "\n"
+    for content in (lines, [old, lines[1]]):
         log.write_text("".join(content))
         (example,) = examples.read(path, Tokenizer("bytes"))
         assert bytes(example.ids[:-4].tolist()) == b"Take 67 from" and examples.read_form(path) == "Take {} from"
     for number, damaged in ((1, [lines[0].replace("Take", "Lake"), lines[1]]), (1, [lines[0].replace("checksum", "checksun"), lines[1]]),
-                            (1, [old[0].replace("prompt", "prompu"), old[1]]), (1, [old[0].replace("{}", "{y"), old[1]]), (1, ["[]\n"]), (1, [""]),
+                            (1, [old.replace("prompt", "prompu"), lines[1]]), (1, [old.replace("{}", "{y"), lines[1]]), (1, ["[]\n"]), (1, [""]),
                             (2, [lines[0], lines[1].replace("67.", "66.")]), (2, [lines[0], lines[1][:40]]), (2, [lines[0], "\n", lines[1]])):
         log.write_text("".join(damaged))
         with pytest.raises(BadInput, match=f"^Line {number} of .*attempts.jsonl can't be read .*--prompt="):
@@ -225,9 +226,9 @@ def test_conversations_are_the_templates_and_the_assistants_words_are_trained_on
 
 def test_pairs_train_the_answer_alone(tmp_path):
     path = tmp_path / "train.json"
-    path.write_text(json.dumps([["How many gram are there per 6 kg?", 6000.5], ["And 7?", "7000"]]))
+    path.write_text(json.dumps([["How many gram are there per 6 kg?", 6000.5], ["And 7?", "7000"], ["And 8?", 8, "It is 8"]]))
     got = [bytes(e.ids[e.is_target][:-1].tolist()).decode() for e in examples.read(path, Tokenizer("bytes"))]
-    assert got == ["<answer>6000.5</answer>", "<answer>7000</answer>"]
+    assert got == ["<answer>6000.5</answer>", "<answer>7000</answer>", "It is 8"]
 
 
 def test_a_text_stays_a_text(tmp_path):
@@ -252,30 +253,6 @@ def test_questions_are_held_out_as_a_whole(rft, base, tmp_path):
     one = metrics(tmp_path / "a", "val_loss")
     tune(tmp_path / "b", path, base, valid_share=0.1, max_steps=3, eval_interval=2, ranks=2)
     assert one.keys() == {2, 3} and all(abs(one[s] - metrics(tmp_path / "b", "val_loss")[s]) < 1e-5 for s in one)
-
-
-def test_memory_that_is_short_halves_the_cells_of_a_micro_batch(rft):
-    b = batches(rft, rows=8)
-    assert max(len(x) for x, _ in b[0]) == 8
-    b.micro_batch = 2
-    parts = [x for step in range(4) for x, _ in b[step]]
-    assert max(x.numel() for x in parts) <= 2 * b.longest and max(x.shape[1] for x in parts) == b.longest
-    assert max(map(len, parts)) > 2          # of the short ones more go together
-    assert {x.shape[1] % 8 for x in parts if x.shape[1] < b.longest} == {0}
-
-
-@pytest.mark.parametrize("content, words", [
-    ("[]", "holds no example"), ("{", "can't be read"), ('{"a": 1}', "holds no example"), ('[["q", 1, "r"], ["q", 1]]', None),
-    ('[["q", true]]', "Row 1 of"), ('[["q", NaN]]', "Row 1 of"), ('[["q", 1, " "]]', "Row 1 of"), ('[["q", 1, "r"], ["q"]]', "Row 2 of"), ('[["q", 1, 2]]', "Row 1 of"), ('[[1, 2, "r"]]', "Row 1 of"), ("[7]", "Row 1 of"),
-    ('[["\\ud800", 1, "r"]]', "Row 1 of .*surrogates"), ("\xff\xfe", "holds no|can't be read")])
-def test_bad_examples_are_one_sentence(tmp_path, content, words):
-    path = tmp_path / "rft.json"
-    path.write_text(content, encoding="latin-1")
-    if words is None:
-        return examples.read(path, Tokenizer("bytes"))
-    with pytest.raises(BadInput, match=words) as e:
-        examples.read(path, Tokenizer("bytes"))
-    assert "\n" not in str(e.value)
 
 
 TURNS = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "42"}]
@@ -313,15 +290,25 @@ def test_a_prompt_in_a_chat_s_template_is_not_put_into_it_once_more(tmp_path):
     assert json.loads(eval(line, {"json": json, "turns": eval(turns, {"re": re, "row": row})})) == {"messages": TURNS}
 
 
-@pytest.mark.parametrize("row, words", [({"prompt": 1, "completion": ""}, "it should be"), ({"messages": []}, "none of its messages"),
-                                        ({"messages": [{"role": "user"}]}, "needs a text as role and as content"),
-                                        ({"messages": [*TURNS, {"role": "assistant", "content": None}]}, "'content': None} needs"),
-                                        ({"messages": [{"role": "assistant", "content": "a"}]}, "need a model with a chat template")])
-def test_bad_rows_are_named(tmp_path, row, words):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n" + json.dumps(row))
-    with pytest.raises(BadInput, match=f"Row 2 of .*{words}"):
+@pytest.mark.parametrize("content, words", [
+    ("[]", "holds no example"), ("{", "can't be read"), ('{"a": 1}', "holds no example"),
+    ('[["q", true]]', "Row 1 of"), ('[["q", NaN]]', "Row 1 of"), ('[["q", 1, " "]]', "Row 1 of"), ('[["q", 1, "r"], ["q"]]', "Row 2 of"),
+    ('[["q", 1, 2]]', "Row 1 of"), ('[[1, 2, "r"]]', "Row 1 of"), ("[7]", "Row 1 of"),
+    ('[["\\ud800", 1, "r"]]', "Row 1 of .*surrogates"), ("\xff\xfe", "can't be read"),
+    ({"prompt": 1, "completion": ""}, "it should be"), ({"messages": []}, "none of its messages"),
+    ({"messages": [{"role": "user"}]}, "needs a text as role and as content"),
+    ({"messages": [*TURNS, {"role": "assistant", "content": None}]}, "'content': None} needs"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "need a model with a chat template")])
+def test_bad_examples_are_one_sentence(tmp_path, content, words):
+    path = tmp_path / "rft.json"
+    if isinstance(content, dict):
+        path = tmp_path / "rft.jsonl"
+        words = f"Row 2 of .*{words}"
+        content = json.dumps({"prompt": "a", "completion": "b"}) + "\n" + json.dumps(content)
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(BadInput, match=words) as e:
         examples.read(path, Tokenizer("bytes"))
+    assert "\n" not in str(e.value)
 
 
 def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
@@ -332,16 +319,3 @@ def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
         done = run(tmp_path / "a", knobs.pop("dataset", rft), defaults=TUNE, init_from=base, **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
         assert not (tmp_path / "a").exists()
-
-
-def test_a_killed_run_goes_on_exactly(rft, base, tmp_path):
-    tune(tmp_path / "a", rft, base, num_epochs=12, save_interval=2)
-    process = forked.Popen(command(tmp_path / "b", defaults=TUNE, dataset=rft, data_dir=tmp_path, init_from=base, num_epochs=12,
-                                       save_interval=2), env=environment(), stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step 21/"):
-            process.kill()
-            break
-    process.wait()
-    trained(tmp_path / "b", rft, defaults={}, init_from="resume")
-    assert largest_difference(weights(tmp_path / "a", 48), weights(tmp_path / "b", 48)) == 0

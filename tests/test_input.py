@@ -114,7 +114,7 @@ def test_no_value_in_a_model_json_is_a_traceback(run, key):
 @pytest.mark.parametrize("key", ["name", "n_vocab", "eos", "stop", "pad", "template"])
 def test_what_describes_a_tokenizer_is_checked_as_knobs_are(run, key):
     before = (run / "model.json").read_text()
-    for value in ([] if key != "template" else [{"name": 3}], *([v] for v in JUNK)):
+    for value in ([], [{"name": 3}], *([v] for v in JUNK)):
         edited(run / "model.json", f"tokenizer.{key}", value)
         if value != [0] or key not in ("eos", "pad"):          # that is an id
             if value != [[]] or key != "stop":
@@ -125,7 +125,7 @@ def test_what_describes_a_tokenizer_is_checked_as_knobs_are(run, key):
 
 
 def test_run_folders_of_old_lack_what_came_later(run):
-    for key in ("tokenizer.bos", "tokenizer.template", "architecture.rope_scaling", "lora"):
+    for key in ("architecture.rope_scaling", "lora"):
         edited(run / "model.json", key, [])
     assert use(run).config.n_layer == 1
 

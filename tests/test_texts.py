@@ -45,29 +45,31 @@ def prepared(source, tmp_path, **kw):
     return found
 
 
+def assert_refused(source, tmp_path, words, **kw):
+    with pytest.raises(BadInput, match=words):
+        data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t", **kw)
+    assert not list((tmp_path / "t").rglob("meta.json"))
+
+
 @pytest.mark.parametrize("suffix, write, kw", [
     ("jsonl", write_jsonl, {}), ("parquet", write_parquet, {}), ("parquet", write_parquet, dict(row_group_size=7)),
-    ("parquet", write_parquet, dict(use_dictionary=False))])
+    ("parquet", write_parquet, dict(use_dictionary=False)), ("jsonl", write_jsonl, dict(key="body")), ("parquet", write_parquet, dict(key="body"))])
 def test_every_document_comes_out_once_and_the_tail_is_for_validation(tmp_path, suffix, write, kw):
     write(tmp_path / f"a.{suffix}", DOCUMENTS, **kw)
-    train, valid = prepared(tmp_path / f"a.{suffix}", tmp_path)
+    train, valid = prepared(tmp_path / f"a.{suffix}", tmp_path, text_key=kw.get("key", "text"))
     assert train + valid == DOCUMENTS and 10 <= len(valid) <= 30
 
 
 def test_a_split_alone(tmp_path):
     """Of a folder without validation files, train and valid are what training makes of them; of token files only valid."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "text.txt").write_bytes(bytes(range(97, 107)) * 10)
-
-    def prepared(only):
-        return data.TokenFile(data.prepare(str(tmp_path / "a"), Tokenizer("bytes"), tmp_path / "t", only=only), "valid")[0:]
-    assert len(prepared("train")) == 90 and len(prepared("valid")) == 10
-    for source, only, words in ((tmp_path / "a", "test", "has no split test"), (tmp_path / "b", "train", "only the split valid")):
-        source.mkdir(exist_ok=True)
-        if source.name == "b":
-            (source / "train.bin").write_bytes(bytes(8)), (source / "val.bin").write_bytes(bytes(8))
-        with pytest.raises(BadInput, match=words):
-            data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t", only=only)
+    for name in ("a/text.txt", "b/train.bin", "b/val.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(range(97, 107)) * 10)
+    for only, n in (("train", 90), ("valid", 10)):
+        train, (valid,) = prepared(tmp_path / "a", tmp_path, only=only)
+        assert train == [""] and len(valid) == n
+    assert_refused(tmp_path / "a", tmp_path, "has no split test", only="test")
+    assert_refused(tmp_path / "b", tmp_path, "only the split valid", only="train")
 
 
 @pytest.mark.parametrize("suffix, write", [("jsonl", write_jsonl), ("parquet", write_parquet)])
@@ -145,13 +147,6 @@ def test_a_split_of_few_long_documents_holds_out_a_twentieth_to_a_fifth(tmp_path
     assert ("begins inside a document" in capsys.readouterr().out) == (expected is None) and (expected is None or held_out == expected)
 
 
-def test_the_text_key_names_the_text(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS, key="body")
-    write_parquet(tmp_path / "a.parquet", DOCUMENTS, key="body")
-    for name in ("a.jsonl", "a.parquet"):
-        assert sum(prepared(tmp_path / name, tmp_path, text_key="body"), []) == DOCUMENTS
-
-
 def test_half_a_surrogate_pair_in_json_does_not_stop_a_preparation(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n' * 40)
     assert set(sum(prepared(tmp_path / "a.jsonl", tmp_path), [])) == {"x � y"}
@@ -163,6 +158,7 @@ def test_half_a_surrogate_pair_in_json_does_not_stop_a_preparation(tmp_path):
     ("a.jsonl", b'["a"]\n', "it is a list"),
     ("a.jsonl", b'{"text": 3}\n', "of type int, not a text"),
     ("a.jsonl", b"", "holds no text"),
+    ("a.txt", b"ok " * 99 + b"\xff\xfe", "not UTF-8"),
     ("a.parquet", b"PAR1 torn", "not a readable parquet file"),
     ("a.json", b"[]", "is not a text file"),
     ("org/name.parquet", None, "There is no dataset"),
@@ -172,9 +168,7 @@ def test_an_unusable_file_is_one_sentence(tmp_path, monkeypatch, name, content, 
     monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadInput, match=words):
-        data.prepare(name, Tokenizer("bytes"), tmp_path / "t")
-    assert not list((tmp_path / "t").rglob("meta.json"))
+    assert_refused(name, tmp_path, words)
 
 
 def test_the_file_at_fault_is_named(tmp_path):
@@ -183,15 +177,13 @@ def test_the_file_at_fault_is_named(tmp_path):
     (source / "a-train.txt").write_bytes("é".encode("latin-1"))
     (source / "b-train.txt").write_text("fine")
     (source / "valid.txt").write_text("fine")
-    with pytest.raises(BadInput, match="a-train.txt is not UTF-8"):
-        data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
+    assert_refused(source, tmp_path, "a-train.txt is not UTF-8")
     pq.write_table(pa.table({"text": DOCUMENTS}), source / "c-train.parquet")
     content = bytearray((source / "c-train.parquet").read_bytes())
     content[4:100] = bytes(96)                                        # the first page, not the footer
     (source / "c-train.parquet").write_bytes(content)
     (source / "a-train.txt").unlink()
-    with pytest.raises(BadInput, match="c-train.parquet is not a readable parquet file"):
-        data.prepare(str(source), Tokenizer("bytes"), tmp_path / "t")
+    assert_refused(source, tmp_path, "c-train.parquet is not a readable parquet file")
 
 
 def test_a_certificate_that_python_lacks_does_not_make_the_hub_absent(monkeypatch):
@@ -208,20 +200,16 @@ def test_a_certificate_that_python_lacks_does_not_make_the_hub_absent(monkeypatc
 
 def test_a_table_without_the_text_column_says_which_it_has(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["x"], key="body")
-    with pytest.raises(BadInput, match="no column 'text' .it has id, body"):
-        data.prepare(str(tmp_path / "a.parquet"), Tokenizer("bytes"), tmp_path / "t")
-    with pytest.raises(BadInput, match="'id' holds int64, not text"):
-        data.prepare(str(tmp_path / "a.parquet"), Tokenizer("bytes"), tmp_path / "t", text_key="id")
+    assert_refused(tmp_path / "a.parquet", tmp_path, "no column 'text' .it has id, body")
+    assert_refused(tmp_path / "a.parquet", tmp_path, "'id' holds int64, not text", text_key="id")
     pq.write_table(pa.table({"text": [["a", "b"]]}), tmp_path / "b.parquet")
-    with pytest.raises(BadInput, match="not text"):
-        data.prepare(str(tmp_path / "b.parquet"), Tokenizer("bytes"), tmp_path / "t")
+    assert_refused(tmp_path / "b.parquet", tmp_path, "not text")
 
 
 def test_training_text_is_needed(tmp_path):
     (tmp_path / "source").mkdir()
     write_jsonl(tmp_path / "source" / "valid.jsonl", DOCUMENTS)
-    with pytest.raises(BadInput, match="no training text"):
-        data.prepare(str(tmp_path / "source"), Tokenizer("bytes"), tmp_path / "t")
+    assert_refused(tmp_path / "source", tmp_path, "no training text")
 
 
 def from_hub(name, repositories, tmp_path, **kw):

@@ -1,5 +1,4 @@
 """Tokenise texts into token files, once, and read them back as batches that depend only on (seed, step)."""
-import contextlib
 import functools
 import hashlib
 import json
@@ -20,14 +19,13 @@ import torch
 from model import IGNORE
 from runtime.checkpoint import fsync, sha256, write_atomically
 from runtime.config import BadInput, read_json
-from runtime.progress import ProgressLine, clear, track
+from runtime.progress import ProgressLine
 from tasks import _pool
 from text import sources as texts
 from text.sources import SPLITS
 
 FORMAT = 3                           # version of the prepared folder
 SHARD = 256                          # chunks of about texts.CHUNK per token file
-SHARD_KEYS = {"file", "tokens", "words", "bytes"}                # old preparations lack "sha256"
 
 
 # --- preparation, once per text and tokenizer ---
@@ -71,9 +69,8 @@ def task_texts(name, only):
 def prepare_texts(dataset, sources, tokenizer, data_dir):
     """Return the folder with the token ids of texts. sources: {split: [source]}, see text/sources.py.
 
-    The folder's name contains a digest of the texts; meta.json is written last. Until then partial.json
-    lists the finished shards, so that a killed preparation resumes after them. Concurrent preparations write
-    the same content, each under its own temporary names.
+    The folder's name contains a digest of the texts; meta.json is written last, so a killed preparation
+    starts again. Concurrent preparations write the same content, each under its own temporary names.
     """
     digest = hashlib.sha256(f"{FORMAT} {tokenizer.eos}".encode())
     size = sum(source.size for split in SPLITS for source in sources[split])
@@ -95,80 +92,39 @@ def prepare_texts(dataset, sources, tokenizer, data_dir):
 
     dtype = "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
     meta = {"source": str(dataset), "sha256": digest.hexdigest(), **tokenizer.describe(), "dtype": dtype}
-    partial = read_or_empty(folder / "partial.json")
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
-        shards = intact_shards(folder, partial.get(split, []), dtype)
-        for shards in tokenise(sources[split], tokenizer, folder, split, dtype, shards):
-            partial[split] = shards
-            write_atomically(folder / "partial.json", json.dumps(partial).encode())
+        shards = tokenise(sources[split], tokenizer, folder, split, dtype)
         totals = {key: sum(shard[key] for shard in shards) for key in ("tokens", "words", "bytes")}
         meta[split] = {"shards": shards} | totals
     write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
-    (folder / "partial.json").unlink(missing_ok=True)
     return folder
 
 
 def is_prepared(folder):
-    """Return whether the folder holds a finished preparation with intact shards."""
-    meta = read_or_empty(folder / "meta.json")
+    """Return whether the folder holds a finished preparation. Prints a line for a damaged token file."""
     try:
-        return all(intact_shards(folder, meta[split]["shards"], meta["dtype"]) == meta[split]["shards"]
-                   for split in SPLITS)
-    except (KeyError, TypeError):
-        return False
-
-
-def intact_shards(folder, shards, dtype):
-    """Return the shards before the first whose entry or file is missing or damaged."""
-    itemsize = np.dtype(dtype).itemsize
-    whole = []
-    for shard in track(shards if isinstance(shards, list) else [], f"checking {folder}", "shards"):
-        try:
+        meta = read_json(folder / "meta.json", "delete it")
+        itemsize = np.dtype(meta["dtype"]).itemsize
+        for shard in meta["train"]["shards"] + meta["valid"]["shards"]:
             path = folder / shard["file"]
-            if path.stat().st_size != itemsize * shard["tokens"] or not SHARD_KEYS <= shard.keys():
-                break
-            if "sha256" in shard and shard["sha256"] != file_sha256(path, folder):
-                clear()
-                print(f"{path} is damaged and is written again.", flush=True)
-                break
-        except (KeyError, TypeError, OSError):
-            break
-        whole.append(shard)
-    return whole
-
-
-def file_sha256(path, folder):
-    """Return the SHA-256 of a token file, cached in checked.json while its length and mtime are unchanged."""
-    checked = read_or_empty(folder / "checked.json")
-    stat = path.stat()
-    found = checked.get(path.name)
-    current = stat.st_size, stat.st_mtime_ns
-    if isinstance(found, dict) and (found.get("bytes"), found.get("mtime_ns")) == current:
-        return found.get("sha256")
-    checked[path.name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256(path)}
-    with contextlib.suppress(OSError):       # read-only folder: computed each time
-        write_atomically(folder / "checked.json", json.dumps(checked, indent=1).encode())
-    return checked[path.name]["sha256"]
+            if path.stat().st_size != itemsize * shard["tokens"] or sha256(path) != shard["sha256"]:
+                print(f"{path} is damaged: the text is tokenised again.", flush=True)
+                return False
+    except (BadInput, KeyError, TypeError, ValueError, OSError):
+        return False
+    return True
 
 
 def digest(folder):
-    """Return the SHA-256 of the token ids of both splits of a prepared folder."""
+    """Return the SHA-256 of the token ids of both splits of a prepared folder, from its meta.json."""
     meta = read_json(folder / "meta.json", "delete it")
     result = hashlib.sha256(meta["dtype"].encode())
     for split in SPLITS:
         result.update(split.encode())
         for shard in meta[split]["shards"]:
-            result.update(file_sha256(folder / shard["file"], folder).encode())
+            result.update(shard["sha256"].encode())
     return result.hexdigest()
-
-
-def read_or_empty(path):
-    """Return the JSON object in a file, {} if it is missing or unreadable."""
-    try:
-        return read_json(path, "delete it")
-    except BadInput:
-        return {}
 
 
 # --- tokenisation: text chunks to shards ---
@@ -229,32 +185,28 @@ def encode_chunk(tokenizer, dtype, chunk):
     return EncodedChunk(ids, words, n_bytes, source_bytes, time.thread_time() - start_time)
 
 
-def tokenise(sources, tokenizer, folder, split, dtype, shards):
-    """Append a split's token ids as shards to the existing ones; yield the list of all shards after each."""
+def tokenise(sources, tokenizer, folder, split, dtype):
+    """Write a split's token ids as shards. Return their entries in meta.json."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     encode = functools.partial(encode_chunk, tokenizer, dtype)
-    chunks = text_chunks(sources)
-    total = sum(source.size for source in sources)
-    skipped = sum(source_bytes for _, source_bytes in islice(chunks, SHARD * len(shards)))
-    start_time = time.perf_counter()
-    n_bytes = 0
+    shards = []
     cpu_seconds = 0.0
-    line = ProgressLine(f"tokenising {split}", total - skipped, "B")
+    start_time = time.perf_counter()
+    line = ProgressLine(f"tokenising {split}", sum(source.size for source in sources), "B")
     with ThreadPoolExecutor(cores) as pool, line:                      # tiktoken releases the GIL
-        for first in chunks:
-            of_shard = chain([first], islice(chunks, SHARD - 1))
-            encoded = in_order(pool, encode, of_shard, ahead=3 * cores)
+        encoded = in_order(pool, encode, text_chunks(sources), ahead=3 * cores)
+        for first in encoded:
             path = folder / f"{split}_{len(shards):05d}.bin"
-            shard, seconds = write_shard(path, encoded, not shards, line)
-            n_bytes += shard["bytes"]
+            shard, seconds = write_shard(path, chain([first], islice(encoded, SHARD - 1)), not shards, line)
+            shards.append(shard)
             cpu_seconds += seconds
-            shards = shards + [shard]
-            yield shards
+    n_bytes = sum(shard["bytes"] for shard in shards)
     if n_bytes >= 10 * texts.CHUNK:
         speed = n_bytes / 1e6 / (time.perf_counter() - start_time)
         limit = n_bytes / 1e6 / cpu_seconds * cores
         print(f"{folder.name}, {split}: {n_bytes / 1e6:,.0f} MB tokenised at {speed:.1f} MB/s, "
               f"{speed / limit:.0%} of the {cores} cores' limit ({limit:.1f} MB/s).", flush=True)
+    return shards
 
 
 def write_shard(path, encoded_chunks, begins_split, line):
@@ -316,7 +268,7 @@ def adopt_bins(path, tokenizer, data_dir):
             raise BadInput(f"{file} contains token id {highest}, and the highest id of {tokenizer.name} is "
                            f"{tokenizer.n_vocab - 1}: choose the --tokenizer= that wrote it.")
         length = file.stat().st_size // np.dtype(dtype).itemsize
-        shard = {"file": str(file.resolve()), "tokens": length}
+        shard = {"file": str(file.resolve()), "tokens": length, "sha256": sha256(file)}
         meta[split] = {"tokens": length, "shards": [shard]}
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
     folder = Path(data_dir) / f"bins-{tokenizer.name}-{digest[:12]}"
@@ -444,9 +396,8 @@ def batches(dataset, steps, num_workers=0, pin_memory=False, prefetch=2):
 
 def ignore_signals(_):
     """Ignore the group's signals: the training process ends its loader processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def complete_pass(tokens, block_size, batch_size, limit=None, rank=0, world_size=1, stride=None):

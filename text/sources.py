@@ -166,13 +166,6 @@ def split_off_tail(sources):
     return train, valid
 
 
-def blocks(file, n_bytes):
-    """Yield the next n_bytes of an open file, CHUNK at a time."""
-    while n_bytes and (block := file.read(min(CHUNK, n_bytes))):
-        n_bytes -= len(block)
-        yield block
-
-
 def pieces(blocks):
     """Yield a text, given as blocks of bytes, in pieces of about CHUNK, cut where no token changes."""
     rest = b""
@@ -243,7 +236,8 @@ class Text:
     def raw(self):
         with open(self.path, "rb") as f:
             f.seek(self.start)
-            yield from blocks(f, self.size)
+            while block := f.read(min(CHUNK, self.stop - f.tell())):
+                yield block
 
     def fragments(self):
         begins_document = True
