@@ -23,8 +23,9 @@ import torch
 import torch.nn as nn
 from torch.nn.attention import sdpa_kernel
 
+from engine import kv_cache
 from engine.gpu import CUDAGraph, has_varlen_attention
-from engine.kv_cache import KVCache, prefill_tokens, slots_that_fit
+from engine.kv_cache import PREFILL_TOKENS, KVCache, slots_that_fit
 from engine.sampler import Sampling, StopStrings, draw, stream, uniform
 from engine.state_cache import StateCache
 from layers.lora import merged_weights
@@ -103,9 +104,8 @@ class Packed(nn.Module):
         x86 = platform.machine() in ("x86_64", "AMD64")
         if device_type != "cpu" or not x86 or not torch.backends.mkldnn.is_available():
             return False
-        if dtype == torch.bfloat16:
-            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return dtype == torch.float32
+        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bf16 or dtype == torch.float32
 
 
 # --- the engine ---
@@ -130,7 +130,7 @@ class Engine:
     decode: Callable | None = None           # ids -> text, needed for stop strings
     poll: int | None = None                  # steps between two reads of results; None: 8 on a GPU, else 1
     cuda_graphs: bool = True                 # on a GPU
-    decoding: str = "mask"                   # mask | length: attention of a GPU; without a kernel for length, mask
+    decoding: str = "mask"                   # mask | length (engine/gpu.py; mask if PyTorch can't)
 
     @torch.inference_mode(False)
     def __post_init__(self, model):
@@ -255,7 +255,7 @@ class Engine:
         prompts = sorted((prompt for prompt in prompts if prompt[1]), key=lambda prompt: len(prompt[1]))
         while prompts:
             T = len(prompts[-1][1])
-            n = 1 if self.deterministic else max(1, prefill_tokens(self.kind) // T)
+            n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.kind] // T)
             batch = prompts[-n:]
             prompts = prompts[:-n]
             padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal attention ignores padding
@@ -400,7 +400,7 @@ class Engine:
         A prompt is prefilled in one slot, without its last token, which is the input of the first decoding
         step. It is copied to the other slots, and to the cache's last row if more samples are waiting.
         """
-        admitted = self.assign_slots(rows, waiting)
+        admitted = self.schedule(rows, waiting)
         self.cache.fit(max((len(pending.request.ids) for pending, _ in admitted), default=0))
         self.prefill([(slots[0], pending.request.ids[:-1]) for pending, slots in admitted
                       if not pending.prefilled])
@@ -416,7 +416,7 @@ class Engine:
             self.start(rows, [slot for _, slots in admitted for slot in slots])
         self.compact(rows)
 
-    def assign_slots(self, rows, waiting):
+    def schedule(self, rows, waiting):
         """Put waiting samples into free slots of `rows`; return [(WaitingRequest, its new slots)]."""
         admitted = []
         free = [i for i, row in enumerate(rows) if row is None]
@@ -471,7 +471,7 @@ class Engine:
         B = len(rows)
         steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
         self.polls += 1
-        if self.cache.gains_from_sorting(B) and self.polls % SORT_EVERY == 0:
+        if self.cache.grows and B > kv_cache.ROW_GROUP_SIZE and self.polls % SORT_EVERY == 0:
             self.sort(rows)
         shape = self.step_shape((self.prompt_tokens + self.new_tokens)[:B] - 1 + steps)
         self.step_index.zero_()

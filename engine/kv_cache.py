@@ -17,18 +17,14 @@ from layers.ops import ATTENTION
 from runtime import memory
 
 ROW_GROUP_SIZE = 128                         # on a CPU: rows of one attention product
-MAX_SLOTS = {"cpu": 512, "cuda": 512}        # even if memory allows more
+MAX_SLOTS = {"cpu": 512, "cuda": 512, "mps": 64}                 # even if memory allows more
+PREFILL_TOKENS = {"cpu": 512, "cuda": 2**14, "mps": 512}         # padded prompt tokens per prefill batch
 
 
 def bucket(n, multiple):
     """Round n up to a multiple of `multiple` and of a power of two between n/8 and n/4."""
     step = max(multiple, 2 ** max(0, n.bit_length() - 3))
     return -(-n // step) * step
-
-
-def prefill_tokens(device_type):
-    """Return the number of padded prompt tokens per prefill batch: enough to keep the device busy."""
-    return {"cuda": 2**14}.get(device_type, 512)
 
 
 def cache_bytes(config, slots, context, dtype):
@@ -52,10 +48,10 @@ def slots_that_fit(config, context, dtype, device, reserved=0):
     channels = config.n_head * config.head_dim + 2 * config.mlp_hidden + 4 * config.n_embd
     if config.mixer != "softmax":
         channels += 2 * n_features(config) * (config.n_head + config.n_kv_head)
-    activations = 4 * channels * prefill_tokens(device.type)
+    activations = 4 * channels * PREFILL_TOKENS[device.type]
     per_slot = cache_bytes(config, 0, context, dtype) + 16 * config.padded_vocab_size
     free = 0.9 * (memory.available(device) - reserved) - activations
-    return max(1, min(MAX_SLOTS.get(device.type, 64), int(free / per_slot) - 1))
+    return max(1, min(MAX_SLOTS[device.type], int(free / per_slot) - 1))
 
 
 class RowGroup(NamedTuple):
@@ -68,8 +64,8 @@ class RowGroup(NamedTuple):
 class KVCache:
     """Keys and values k, v [L, slots + 1, K, T, D]; the last row holds a prompt with waiting samples.
 
-    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. On a CPU the cache `grows`: T
-    follows the positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
+    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. On a CPU the cache `grows`:
+    T follows the positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
     """
 
     def __init__(self, model, slots, context, *, kind, deterministic, graphs):
@@ -116,8 +112,7 @@ class KVCache:
         return []
 
     def bytes_read(self, lengths):
-        """Return bytes read by samples of lengths (prompt, new tokens): per token, all positions before it.
-        """
+        """Return bytes read by samples of lengths (prompt, new tokens): per token, all earlier positions."""
         positions = sum(new * prompt + new * (new + 1) / 2 for prompt, new in lengths)
         return positions * cache_bytes(self.config, 0, 64, self.storage.dtype) / 64
 
@@ -145,10 +140,6 @@ class KVCache:
 
     # --- the next token ---
 
-    def gains_from_sorting(self, B):
-        """Return whether sorting rows by length makes a step of B rows read less."""
-        return self.grows and B > ROW_GROUP_SIZE
-
     def groups(self, B, lengths):
         """Return the RowGroups of a step of B rows that read `lengths` positions each (an array).
 
@@ -170,8 +161,7 @@ class KVCache:
         return tuple(groups)
 
     def decode(self, positions, groups, decoding):
-        """Return each layer's attention function for next tokens at positions [B]; decoding: see `reading`.
-        """
+        """Return each layer's attention function for next tokens at positions [B]; see `reading`."""
         readings = []
         for first, last, length in groups:
             readings.append((slice(first, last), self.reading(positions[first:last], length, decoding)))
