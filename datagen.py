@@ -140,7 +140,7 @@ class Attempts:
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines):
             try:
-                row = examples.record_of(line) if number > 0 else examples.header_of(line)
+                row = examples.row_of(line, "number" if number > 0 else "prompt")
                 if number > 0 and not (row["number"] in self.numbers and row["sample"] in self.samples):
                     raise ValueError(f"there is no sample {row['sample']} of a question {row['number']}")
             except ValueError as e:

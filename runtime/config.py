@@ -140,11 +140,10 @@ def seal(content):
 
 
 def read_sealed(path, advice):
-    """Return the dictionary of a file that `seal` wrote (old files have no checksum); BadInput, which ends
-    with `advice`, if it is damaged."""
+    """Return the dictionary of a file that `seal` wrote; BadInput, which ends with `advice`, if it is
+    damaged."""
     content = read_json(path, advice)
-    expected = content.pop("checksum", None)
-    if expected not in (None, checksum(content)):
+    if content.pop("checksum", None) != checksum(content):
         raise BadInput(f"{path} is damaged (it fails its checksum): {advice}.")
     return content
 

@@ -181,19 +181,17 @@ def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
 
 
 def test_a_log_of_attempts_that_is_not_as_it_was_written_is_refused_with_the_line(tmp_path):
-    """And not trained on in another form; one from before there were checksums is read."""
+    """And not trained on in another form."""
     path = tmp_path / "rft.json"
     path.write_text(json.dumps([["67", 67, "67."]]))
     log = examples.attempts_path(path)
     rows = [{"tokenizer": Tokenizer("bytes").describe(), "prompt": "Take {} from"}, RECORD | {"question": "67", "completion": "67."}]
     lines = [examples.line_of(row) for row in rows]
-    old = [json.dumps(row) + "\n" for row in rows]
-    for content in (lines, old, old[:1] + lines[1:]):
-        log.write_text("".join(content))
-        (example,) = examples.read(path, Tokenizer("bytes"))
-        assert bytes(example.ids[:-4].tolist()) == b"Take 67 from" and examples.read_form(path) == "Take {} from"
+    log.write_text("".join(lines))
+    (example,) = examples.read(path, Tokenizer("bytes"))
+    assert bytes(example.ids[:-4].tolist()) == b"Take 67 from" and examples.read_form(path) == "Take {} from"
     for number, damaged in ((1, [lines[0].replace("Take", "Lake"), lines[1]]), (1, [lines[0].replace("checksum", "checksun"), lines[1]]),
-                            (1, [old[0].replace("prompt", "prompu"), old[1]]), (1, [old[0].replace("{}", "{y"), old[1]]), (1, ["[]\n"]), (1, [""]),
+                            (1, lines[1:]), (1, ["[]\n"]), (1, [""]), (2, 2 * lines[:1]),
                             (2, [lines[0], lines[1].replace("67.", "66.")]), (2, [lines[0], lines[1][:40]]), (2, [lines[0], "\n", lines[1]])):
         log.write_text("".join(damaged))
         with pytest.raises(BadInput, match=f"^Line {number} of .*attempts.jsonl can't be read .*--prompt="):

@@ -57,7 +57,7 @@ class Tokenizer:
         if name in BUILT_IN:
             self.encoding = BUILT_IN[name]()
             eos = self.encoding.eot_token
-            about = about or {"eos": eos, "stop": [eos], "pad": eos}
+            about = about or {"eos": eos, "stop": [eos], "pad": eos, "template": PLAIN}
         else:
             self.encoding = TokenizerJson(locate(name))
             about = about or settings(self.encoding)
@@ -66,9 +66,8 @@ class Tokenizer:
         self.eos = about["eos"]
         self.stop = about["stop"]
         self.pad = about["pad"]
-        # old run folders lack these two
         self.bos = about.get("bos")
-        self.template = about.get("template", PLAIN)
+        self.template = about["template"]
         self.unread_template = about.get("unread_template", False)
         self.start = None
         self.end = self.eos
@@ -200,11 +199,11 @@ class Tokenizer:
 
 
 def check_described(about, path):
-    """Return the ids in a saved describe(); BadInput if malformed. Old ones lack two keys."""
-    about = {"bos": None, "template": PLAIN} | check_type(about, dict, f"{path}: tokenizer")
+    """Return the ids in a saved describe(); BadInput if malformed."""
+    check_type(about, dict, f"{path}: tokenizer")
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
-    ids = [about["eos"], about["pad"], *about["stop"], about["bos"] or 0]
+    ids = [about["eos"], about["pad"], *about["stop"], about.get("bos") or 0]
     template = about["template"]
     if about["name"] == FILE:
         chatml = template.get("name") == "chatml" and isinstance(template.get("system"), str | None)
