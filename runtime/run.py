@@ -553,8 +553,6 @@ def check_training(cfg):
                        "--nproc_per_node.")
     if cfg.min_lr > cfg.learning_rate:
         raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
-    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
-        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} trains nothing: raise it above 0.")
     for option in ("lora_alpha", "lora_linears"):
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "

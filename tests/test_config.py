@@ -8,7 +8,7 @@ import pytest
 
 import train
 from runtime import config, guard
-from runtime.config import BadInput
+from runtime.config import BadInput, Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass
@@ -18,14 +18,16 @@ class Config:
     out_dir: str = "out/a"      # a folder
     init_from: str = "scratch"
     # the rest
-    learning_rate: float = 1e-3     # typical: 3e-4,
+    learning_rate: NonNegativeFloat = 1e-3     # typical: 3e-4,
                                     # of a small model
-    n_layer: int = 4
-    n_kv_head: int | None = None
+    n_layer: PositiveInt = 4
+    n_kv_head: PositiveInt | None = None
+    num_epochs: PositiveFloat | None = None
+    dropout: Fraction = 0.0
     compile: bool | None = None
     tied: bool = False
     optimizer: Literal["adamw", "muon"] = "adamw"
-    num_questions: int | Literal["auto"] | None = "auto"
+    num_questions: Count | Literal["auto"] | None = "auto"
 
 
 def load(*argv, **kw):
@@ -48,8 +50,22 @@ def test_values_get_their_field_s_type():
     assert isinstance(cfg.learning_rate, float) and isinstance(cfg.n_layer, int)
     found = [load(f"--num_questions={text}").num_questions for text in ("auto", "none", "7")]
     assert found == ["auto", None, 7]
-    config.at_least(load(), 1, "num_questions n_kv_head")
     assert load("--n_kv_head=none").n_kv_head is None and load("--learning_rate=1e-3").learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("key, value, words", [
+    ("n_layer", 0, "small: it must be at least 1"), ("n_kv_head", -2, "small: it must be at least 1"),
+    ("num_epochs", 0.0, "small: it must be above 0"), ("learning_rate", -1e-3, "small: it must be at least 0"),
+    ("dropout", 1.0, "large: it must be below 1"), ("num_questions", 10**9, "large: it must be at most 10000000")])
+def test_a_number_out_of_bounds_is_one_sentence(tmp_path, key, value, words):
+    with pytest.raises(BadInput, match=rf"^--{key}={value} is too {words}\.$"):
+        load(f"--{key}={value}")
+    (tmp_path / "c.py").write_text(f"{key} = {value}")
+    with pytest.raises(BadInput, match=rf"c\.py: {key}={value} is too {words}\.$"):
+        load(str(tmp_path / "c.py"))
+    (tmp_path / "config.json").write_bytes(config.seal({key: value}))
+    with pytest.raises(BadInput, match=rf"config\.json: {key}={value} is too {words}\.$"):
+        load("--init_from=resume", f"--out_dir={tmp_path}")
 
 
 def test_one_positional_word():
