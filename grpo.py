@@ -74,7 +74,7 @@ class Config(RunOptions):
                                              # model, 0 with a dataset
     # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
     prompts_per_step: Count = 32             # all ranks together
-    k_samples: Count = 8                     # group size: completions per prompt
+    k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
     temperature: Annotated[float, Bounds(0.01)] = 1.0
     max_new_tokens: PositiveInt = 128
     max_prompt_tokens: PositiveInt | None = None     # drop questions with longer prompts; None: those that
@@ -170,8 +170,6 @@ def check(cfg):
     cfg.task = "unit_conversion" if cfg.task is None else tasks.spec_of(cfg.task)
     check_training(cfg)
     world = distributed.world_size()
-    if cfg.k_samples == 1:
-        raise BadInput("--k_samples=1 leaves a group without a comparison: give at least 2.")
     if cfg.prompts_per_step % (world * cfg.mini_batches):
         raise BadInput(f"{cfg.prompts_per_step} prompts per step can't be split evenly over {world} ranks "
                        f"with {cfg.mini_batches} mini-batches: change --prompts_per_step.")

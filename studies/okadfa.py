@@ -20,6 +20,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ class Config:
     batch_size: int = 16
     max_steps: PositiveInt = 1600
     warmup: float = 0.05                     # share of the steps
-    optimizer: str = "muon"                  # or adamw
+    optimizer: Literal["muon", "adamw"] = "muon"
     mixer_features: int = 64                 # of favor, for each head
     dtype: str = "auto"
     eval_tokens: PositiveInt | None = None   # None: the whole validation text
@@ -328,8 +329,6 @@ def main(argv):
     cfg = config.load(Config, argv, positional="words")
     if len(cfg.words) != 2:
         raise BadInput("Give a text and an output folder: python -m studies.okadfa TEXT OUT.")
-    if cfg.optimizer not in RATES:
-        raise BadInput(f"--optimizer={cfg.optimizer} should be muon or adamw.")
     text, out = cfg.words
     names = chosen(cfg)
     seeds = numbers(cfg.seeds, int, "seeds")
