@@ -91,8 +91,7 @@ class Config:
     max_new_tokens: PositiveInt | None = None     # generate, datagen, grpo; None: 60; grpo: by the model
     slots: PositiveInt | None = None         # generate; None: one for each sample, at most 512
     completions: PositiveInt = 256           # rewards
-    verifier_ms: NonNegativeFloat | None = None     # rewards, grpo: CPU time of each grade; None: 5, plain
-                                             # grpo 0
+    verifier_ms: NonNegativeFloat | None = None  # rewards, grpo: CPU time per grade; None: 5, plain grpo 0
     reward_workers: PositiveInt = 2          # rewards: processes
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"

@@ -55,9 +55,8 @@ class Config:
     # questions
     split: Literal["train", "valid"] = "train"
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
-    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: the
-                                             # saved value for a grpo.py run, 0 for other runs, 4 for a
-                                             # Hugging Face model
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
+                                             # grpo.py run's own, 0 for other runs, 4 for a Hugging Face model
     oversample: Count = 10                   # samples per question, at most
     keep_per_question: PositiveInt = 4       # distinct verified solutions, at most
     stop_early: bool = False                 # stop sampling a question once keep_per_question are found
@@ -71,8 +70,7 @@ class Config:
     deterministic: bool = False              # byte-identical output after any interruption, on any number of
                                              # ranks
     # machine
-    slots: Annotated[int, Bounds(1, 2**16)] | None = None     # samples in flight; None: as many as fit in
-                                             # memory
+    slots: Annotated[int, Bounds(1, 2**16)] | None = None     # samples in flight; None: all that fit
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes; None: one per core,
                                              # at most 8
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds per sample before its verifier is

@@ -39,8 +39,8 @@ from rollouts.pipeline import Pipeline, ask, few_shot_of, requests_of, stop_stri
 from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
 from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
-from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
-                            PositiveInt, UnitInterval)
+from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
+                            PositiveFloat, PositiveInt, UnitInterval)
 from runtime.log import check_installed
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start

@@ -131,8 +131,7 @@ class Config(RunOptions):
     # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     loss_chunks: NonNegativeInt = 0          # chunks for head and loss; 0: by size
-    num_workers: Annotated[int, Bounds(0, 256)] | None = None     # loader processes; None: 2 on a GPU, 0
-                                             # elsewhere
+    num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
     pin_memory: bool = True                  # on a GPU
     prefetch: Annotated[int, Bounds(1, 256)] = 2     # steps loaded ahead per loader process
 

@@ -107,7 +107,7 @@ def test_a_lock_file_that_its_last_holder_removes_meanwhile_is_not_taken(tmp_pat
     monkeypatch.setattr(lock.fcntl, "flock", lambda *_: path.unlink())
     with pytest.raises(BadInput, match="Another run is writing to it"):
         lock.take(path, "it")
-    assert not lock.held
+    assert path not in lock.held
 
 
 def test_where_there_are_no_locks_a_run_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
