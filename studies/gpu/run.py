@@ -25,7 +25,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -43,7 +43,7 @@ class Config:
     only: str | None = None                  # comma-separated stages; None: all
     output: str = "bench_results/gpu.jsonl"  # appended to; the processes' output goes to a .log next to it
     table: str | None = None                 # a gpu.jsonl: only print the table of its last run
-    device: str = "cuda"                     # cpu: tiny stages, to test this script
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu: tiny stages, to test this script
 
 
 class Stage(NamedTuple):
@@ -363,8 +363,6 @@ def chosen(names):
 
 def check(cfg):
     """Raise BadInput if this machine or PyTorch can't run the suite."""
-    if cfg.device not in ("cuda", "cpu"):
-        raise BadInput(f"--device={cfg.device} is not known here: use cuda, or cpu to test the stages.")
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("PyTorch sees no CUDA GPU: use a machine with one and a CUDA build of PyTorch, or "
                        "measure the CPU with python bench.py.")
