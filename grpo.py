@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 from runtime.usage import first_line
 
@@ -39,7 +39,8 @@ from rollouts.pipeline import Pipeline, ask, few_shot_of, requests_of, stop_stri
 from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
 from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
-from runtime.config import BadInput
+from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
+                            PositiveFloat, PositiveInt, UnitInterval)
 from runtime.log import check_installed
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
@@ -66,87 +67,87 @@ class Config(RunOptions):
                                              # step
     dataset: str | None = None               # .jsonl with a {"prompt": ..., "answer": ...} per line, instead
                                              # of the task's questions
-    num_questions: int | None = None         # training questions, at most; None: the task's default, or the
+    num_questions: Count | None = None       # training questions, at most; None: the task's default, or the
                                              # whole dataset
-    few_shot: int | None = None              # worked examples in each prompt; None: the value that a run
-                                             # folder was trained with, 4 for a Hugging Face model, 0 with a
-                                             # dataset
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: the
+                                             # value that a run folder was trained with, 4 for a Hugging Face
+                                             # model, 0 with a dataset
     # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
-    prompts_per_step: int = 32               # all ranks together
-    k_samples: int = 8                       # group size: completions per prompt
-    temperature: float = 1.0
-    max_new_tokens: int = 128
-    max_prompt_tokens: int | None = None     # drop questions with longer prompts; None: those that leave no
-                                             # room for an answer
+    prompts_per_step: Count = 32             # all ranks together
+    k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
+    temperature: Annotated[float, Bounds(0.01)] = 1.0
+    max_new_tokens: PositiveInt = 128
+    max_prompt_tokens: PositiveInt | None = None     # drop questions with longer prompts; None: those that
+                                             # leave no room for an answer
     overlong: Literal["keep", "mask", "penalty"] = "keep"       # completions that reach max_new_tokens: keep
                                              # their reward; don't train on them; subtract up to 1 over the
                                              # last overlong_tokens (DAPO's soft punishment)
-    overlong_tokens: int = 32
-    skip_solved: int = 0                     # epochs to skip a question after all its completions were
+    overlong_tokens: PositiveInt = 32
+    skip_solved: NonNegativeInt = 0          # epochs to skip a question after all its completions were
                                              # correct
     dynamic_sampling: bool = False           # replace groups with zero variance by other questions (DAPO, Yu
                                              # et al. 2025)
-    max_rounds: int = 4                      # of dynamic sampling per step
+    max_rounds: PositiveInt = 4              # of dynamic sampling per step
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # sets the loss denominator, see
                                              # loss_denominator; cispo also changes the clipping
     advantage_scale: Literal["none", "group"] = "none"          # group: divide by the group's standard
                                              # deviation, as in GRPO
-    clip_low: float = 0.2                    # clip the probability ratio below 1 - clip_low (not in cispo)
-    clip_high: float = 0.28                  # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
-    beta: float = 0.0                        # weight of the KL divergence from the initial model: k3
+    clip_low: Fraction = 0.2                 # clip the probability ratio below 1 - clip_low (not in cispo)
+    clip_high: NonNegativeFloat = 0.28       # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
+    beta: NonNegativeFloat = 0.0             # weight of the KL divergence from the initial model: k3
                                              # (Schulman 2020) times the ratio, which makes its gradient
                                              # unbiased; 0: no reference model is loaded
-    inner_epochs: int = 1                    # passes over a step's completions
-    mini_batches: int = 1                    # optimizer steps per pass
+    inner_epochs: PositiveInt = 1            # passes over a step's completions
+    mini_batches: PositiveInt = 1            # optimizer steps per pass
     surgery: Literal["none", "pcgrad"] = "none"       # PCGrad: project out the conflicting components of the
                                              # tasks' gradients (Yu et al. 2020)
     surgery_buffers: Literal["device", "bf16", "cpu"] = "device"       # each task's gradient: fp32 or bf16 on
                                              # the device, or in host memory
-    tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025), which
+    tis_cap: NonNegativeFloat = 0.0          # e.g. 2: truncated importance sampling (Yao et al. 2025), which
                                              # corrects for engine logprobs unlike the trainer's; 0: off
     # optimizer
-    max_steps: int = 100                     # rollouts, each with inner_epochs * mini_batches optimizer steps
-    learning_rate: float = 3e-4              # for a million parameters; 1e-6 is usual for a few hundred
+    max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
+    learning_rate: NonNegativeFloat = 3e-4   # for a million parameters; 1e-6 is usual for a few hundred
                                              # million
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
-    warmup_steps: int = 5
-    cooldown: float = 0.4                    # wsd: fraction of steps in which the rate decays
-    min_lr: float = 0.0                      # at the end of the schedule
-    weight_decay: float = 0.0                # of matrices
-    beta1: float = 0.9
-    beta2: float = 0.95
-    muon_momentum: float = 0.9
-    grad_clip: float = 1.0                   # global gradient norm; 0: off
+    warmup_steps: NonNegativeInt = 5
+    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
+    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
+    weight_decay: NonNegativeFloat = 0.0     # of matrices
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    muon_momentum: Fraction = 0.9
+    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
     # adapters (LoRA)
-    lora_rank: int = 0                       # train adapters of this rank; the reference model is the one
+    lora_rank: NonNegativeInt = 0            # train adapters of this rank; the reference model is the one
                                              # without them; 0: off
-    lora_alpha: float | None = None          # scale = alpha / rank; None: 2 lora_rank
+    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
-    tokens_per_micro_batch: int = 16384      # positions of a micro-batch, see batch.token_cost; halved until
-                                             # it fits in memory
+    tokens_per_micro_batch: PositiveInt = 16384     # positions of a micro-batch, see batch.token_cost; halved
+                                             # until it fits in memory
     compile: bool = False                    # torch.compile of the update
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
-    eval_interval: int = 50                  # steps; also before the first and after the last; 0: never
-    eval_questions: int = 200                # of split valid, answered greedily; with a dataset at most a
+    eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
+    eval_questions: Count = 200              # of split valid, answered greedily; with a dataset at most a
                                              # tenth of it, held out from training
-    shown_questions: int = 4                 # of these in samples.txt
-    log_interval: int = 1                    # steps
+    shown_questions: NonNegativeInt = 4      # of these in samples.txt
+    log_interval: PositiveInt = 1            # steps
     # verifiers
-    reward_workers: int | None = None        # verifier processes per rank; None: one per core, at most 8 in
-                                             # total
+    reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
+                                             # per core, at most 8 in total
     reward_pool: Literal["process", "thread", "serial"] = "process"       # only a hanging process can be
                                              # killed
-    timeout: float = 10.0                    # seconds until a verifier is killed; its completion is an error
-                                             # and is not trained on
+    timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
+                                             # completion is an error and is not trained on
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
     # speed: bench.py --ladder measures the gain of each
-    slots: int | None = None                 # completions in flight per rank; None: all of a step's, up to
-                                             # 512, if they fit
+    slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
+                                             # step's, up to 512, if they fit
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
@@ -167,22 +168,8 @@ def check(cfg):
     if cfg.dataset and cfg.task is None:
         raise BadInput("--dataset needs a verifier for its answers: add --task=my_reward.py.")
     cfg.task = "unit_conversion" if cfg.task is None else tasks.spec_of(cfg.task)
-    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots "
-                            "inner_epochs mini_batches overlong_tokens max_steps tokens_per_micro_batch "
-                            "eval_questions log_interval save_interval keep_last")
-    config.at_least(cfg, 0, "seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown "
-                            "weight_decay beta1 beta2 muon_momentum grad_clip lora_rank eval_interval "
-                            "shown_questions skip_solved")
-    config.at_least(cfg, 0.01, "timeout temperature")
-    config.below(cfg, 1, "clip_low beta1 beta2 muon_momentum")
-    config.at_most(cfg, 1, "cooldown")
-    config.at_most(cfg, 10**6, "timeout prompts_per_step k_samples eval_questions")
-    config.at_most(cfg, 2**16, "slots")
-    config.check_questions(cfg)
     check_training(cfg)
     world = distributed.world_size()
-    if cfg.k_samples == 1:
-        raise BadInput("--k_samples=1 leaves a group without a comparison: give at least 2.")
     if cfg.prompts_per_step % (world * cfg.mini_batches):
         raise BadInput(f"{cfg.prompts_per_step} prompts per step can't be split evenly over {world} ranks "
                        f"with {cfg.mini_batches} mini-batches: change --prompts_per_step.")

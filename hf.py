@@ -267,7 +267,7 @@ class ModelSource:
         name that contradicts a run's own, or for more ids than the model has."""
         if self.step is not None:
             tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
-            if self.about.get("tokenizer_sha256") not in (None, tokenizer.sha256):
+            if self.about.get("tokenizer_sha256") != tokenizer.sha256:
                 raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: restore the run's "
                                "original.")
             own_name = self.about["tokenizer"]["name"]

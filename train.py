@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from runtime.usage import first_line
 
@@ -29,7 +29,8 @@ from doctor.diagnose import Doctor
 from experimental import feedback, orthogonality
 from model import GPT, GPTConfig, blank
 from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
-from runtime.config import BadInput
+from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
+                            PositiveInt, UnitInterval)
 from runtime.distributed import CUDA_GRAPHS
 from runtime.log import check_installed
 from runtime.options import RunOptions
@@ -54,53 +55,53 @@ class Config(RunOptions):
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
                                              # questions and answers (text/examples.py)
-    block_size: int = 256                    # context in tokens; with init_from the default is the model's,
+    block_size: PositiveInt = 256            # context in tokens; with init_from the default is the model's,
                                              # at most 1024
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
                                              # model's, or bytes
     # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
-    batch_size: int = 32                     # largest micro-batch, in sequences; halved until it fits in
+    batch_size: PositiveInt = 32             # largest micro-batch, in sequences; halved until it fits in
                                              # memory
-    gradient_accumulation_steps: int = 1     # micro-steps per optimizer step, summed over ranks
-    max_steps: int | None = None             # limit in optimizer steps
-    num_epochs: float | None = None          # limit in passes over the data; without either limit: 300 steps
+    gradient_accumulation_steps: PositiveInt = 1     # micro-steps per optimizer step, summed over ranks
+    max_steps: PositiveInt | None = None     # limit in optimizer steps
+    num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
     # optimizer
-    learning_rate: float = 0.01              # peak; Muon's updates are scaled to AdamW's size
+    learning_rate: NonNegativeFloat = 0.01   # peak; Muon's updates are scaled to AdamW's size
     optimizer: Literal["adamw", "muon"] = "muon"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
-    warmup_steps: int | None = 10            # None: 10% of the steps, at most 50
-    cooldown: float = 0.4                    # wsd: fraction of steps in which the rate decays
-    min_lr: float = 0.0                      # at the end of the schedule
-    weight_decay: float = 0.0                # of matrices
-    beta1: float = 0.9
-    beta2: float = 0.95
-    muon_momentum: float = 0.9
-    grad_clip: float = 1.0                   # global gradient norm; 0: off
-    dropout: float = 0.0                     # 0.1-0.2 for many epochs
+    warmup_steps: NonNegativeInt | None = 10     # None: 10% of the steps, at most 50
+    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
+    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
+    weight_decay: NonNegativeFloat = 0.0     # of matrices
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    muon_momentum: Fraction = 0.9
+    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
+    dropout: Fraction = 0.0                  # 0.1-0.2 for many epochs
     # model
-    n_layer: int = 4
-    n_head: int = 2
-    n_embd: int = 128                        # width of the residual stream
-    n_kv_head: int | None = None             # key/value heads; None: n_head
-    head_dim: int | None = None              # None: n_embd / n_head
-    mlp_hidden: int | None = None            # None: 4 n_embd, or 8/3 n_embd with swiglu
+    n_layer: PositiveInt = 4
+    n_head: PositiveInt = 2
+    n_embd: PositiveInt = 128                # width of the residual stream
+    n_kv_head: PositiveInt | None = None     # key/value heads; None: n_head
+    head_dim: PositiveInt | None = None      # None: n_embd / n_head
+    mlp_hidden: PositiveInt | None = None    # None: 4 n_embd, or 8/3 n_embd with swiglu
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     position: Literal["rope", "learned"] = "rope"
     qk_norm: bool = True                     # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu", "gelu_tanh", "swiglu"] = "relu2"
     bias: bool = False                       # in all linear layers
     tied_head: bool = False                  # share weights between embedding and head
-    logit_softcap: float = 0.0               # e.g. 15; 0: off
+    logit_softcap: NonNegativeFloat = 0.0    # e.g. 15; 0: off
     mixer: Literal["softmax", "favor", "linear"] = "softmax"         # favor, linear: linear attention
                                              # (docs/okadfa.md)
     mixer_rule: Literal["sum", "delta"] = "sum"       # favor, linear: add values to the state, or replace
                                              # them
-    mixer_features: int = 256                # favor: random features per head
+    mixer_features: PositiveInt = 256        # favor: random features per head
     # adapters (LoRA)
-    lora_rank: int = 0                       # e.g. 16: train adapters of this rank on the frozen weights of
+    lora_rank: NonNegativeInt = 0            # e.g. 16: train adapters of this rank on the frozen weights of
                                              # init_from; 0: off
-    lora_alpha: float | None = None          # scale = alpha / rank; None: 2 lora_rank
+    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # feedback alignment, frozen blocks, orthogonality (docs/okadfa.md)
     backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
@@ -108,31 +109,31 @@ class Config(RunOptions):
                                              # to three points of each block
     feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one per block, one for all blocks,
                                              # or the unchanged error
-    trained_blocks: int | Literal["all", "none", "last"] = "all"      # a number counts from the top
-    orthogonality: float = 0.0               # weight of the penalty on attention's projections, e.g. 0.01; 0:
+    trained_blocks: NonNegativeInt | Literal["all", "none", "last"] = "all"     # a number counts from the top
+    orthogonality: NonNegativeFloat = 0.0    # weight of the penalty on attention's projections, e.g. 0.01; 0:
                                              # off
-    orthogonality_warmup: int = 1000         # steps in which the weight rises
+    orthogonality_warmup: PositiveInt = 1000     # steps in which the weight rises
     # machine
     compile: bool | None = None              # torch.compile; None: on a GPU only (on a CPU it pays after
                                              # about five minutes)
     # evaluation, log, checkpoints
-    eval_interval: int = 100                 # steps; also after the last one
-    eval_tokens: int | None = None           # None: the whole validation split
+    eval_interval: PositiveInt = 100         # steps; also after the last one
+    eval_tokens: PositiveInt | None = None   # None: the whole validation split
     eval_only: bool = False                  # evaluate once and exit without writing anything
-    patience: int = 0                        # stop after this many evaluations without a new best; 0: never
-    log_interval: int = 10                   # steps
+    patience: NonNegativeInt = 0             # stop after this many evaluations without a new best; 0: never
+    log_interval: PositiveInt = 10           # steps
     # data, in detail
     text_key: str = "text"                   # text field of .jsonl, .parquet and hub datasets
     data_dir: str = "data"                   # folder for tokenised texts
     prompt: str | None = None                # examples in .json: prompt template with {} for the question;
                                              # None: datagen.py's
-    valid_share: float = 0.0                 # examples: fraction of the questions held out for validation
+    valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
     # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    loss_chunks: int = 0                     # chunks for head and loss; 0: by size
-    num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
+    loss_chunks: NonNegativeInt = 0          # chunks for head and loss; 0: by size
+    num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
     pin_memory: bool = True                  # on a GPU
-    prefetch: int = 2                        # steps loaded ahead per loader process
+    prefetch: Annotated[int, Bounds(1, 256)] = 2     # steps loaded ahead per loader process
 
     @property
     def sequences(self):
@@ -151,22 +152,11 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size "
-                            "max_steps eval_tokens gradient_accumulation_steps eval_interval log_interval "
-                            "save_interval keep_last prefetch mixer_features")
-    config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience "
-                            "lora_rank valid_share num_epochs")
-    config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")
-    config.at_most(cfg, 1, "cooldown")
-    config.at_most(cfg, 256, "num_workers prefetch")
     check_training(cfg)
     check_mixer(cfg)
     feedback.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
-    if cfg.num_epochs == 0:
-        raise BadInput("--num_epochs=0 trains nothing: raise it.")
     if cfg.lora_rank and cfg.init_from == "scratch":
         raise BadInput("--lora_rank needs a pretrained model: name one with --init_from=, or leave it out.")
     if cfg.sequences > 2**20:

@@ -143,17 +143,15 @@ class QuestionStream:
     def next(self, again=False):
         """Return the stream positions of a step's questions, for all ranks, without resting questions. again:
         more questions for the same step, with --mixing=round_robin from the same domain."""
-        state = self.state
-        if state.asked and not state.passed:                 # saved before mixtures existed
-            state.passed[self.domains[0]] = state.asked
+        turns = self.state.turns
         n = self.cfg.prompts_per_step
         per_turn = n if self.cfg.mixing == "round_robin" else 1
         positions = []
         resting = set()
         while len(positions) < n:
             if not again or per_turn == 1:
-                self.turn = tasks.next_task(self.weights, state.turns)
-            state.turns[self.turn] = state.turns.get(self.turn, 0) + per_turn
+                self.turn = tasks.next_task(self.weights, turns)
+            turns[self.turn] = turns.get(self.turn, 0) + per_turn
             positions += [self.next_position(self.turn, resting) for _ in range(per_turn)]
         if len(self.domains) > 1:            # else a mini-batch (every n-th question) might miss a domain
             random.Random(f"{self.cfg.seed} {positions[0]}").shuffle(positions)

@@ -173,17 +173,6 @@ def load_moments(model, optimizers, saved):
         raise ValueError(f"{min(unused)} is left over")
 
 
-def legacy_moments(model, optimizers, state):
-    """Convert the state_dicts in the state of an old run to the form of `moments`."""
-    names = {p: name for name, p in model.named_parameters()}
-    result = {}
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        numbered = [p for group in optimizer.param_groups for p in group["params"]]
-        for number, kept in saved["state"].items():
-            result |= {f"{names[numbered[number]]}.{key}": tensor for key, tensor in kept.items()}
-    return result
-
-
 def pending_bytes(optimizers):
     """Return the bytes of optimizer state that the first step will allocate: two fp32 numbers per weight for
     AdamW, one for Muon."""

@@ -29,7 +29,6 @@ from layers.lora import adapters, add_lora
 from runtime import checkpoint, distributed, lock, memory, optim, parallel, vitals
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
-from runtime.hardware import DTYPES
 from runtime.log import Log
 from runtime.usage import one_line
 
@@ -45,8 +44,8 @@ class TrainState:
     """Counters of a run, saved in each checkpoint."""
     batch_size: int                          # cfg.batch_size when micro_batch was found
     micro_batch: int                         # sequences (grpo.py: tokens)
+    num_steps: int                           # planned for the whole run
     step: int = 0                            # optimizer steps done (grpo.py: rollouts)
-    num_steps: int = 0                       # planned for the whole run; 0: unknown, in old runs
     tokens: int = 0                          # positions seen
     data: str = ""                           # digest of the training data
     seconds: float = 0.0                     # in optimizer steps
@@ -69,7 +68,7 @@ class Run:
         self.model = model
         self.optimizers = optimizers
         self.num_steps = num_steps
-        self.state = TrainState(cfg.batch_size, micro_batch, num_steps=num_steps, data=data)
+        self.state = TrainState(cfg.batch_size, micro_batch, num_steps, data=data)
         self.stage_state = stage_state
         self.scaler = hardware.scaler()
         self.nonfinite = NonFinite()
@@ -114,7 +113,7 @@ class Run:
         before = checkpoint.read_meta(self.cfg.out_dir, self.step).get("config") if resuming else None
         planned = self.state.num_steps
         self.state.num_steps = self.num_steps
-        if before and planned and self.step < self.num_steps:
+        if before and self.step < self.num_steps:
             old = scheduled_lr(cfg | before, self.step, planned)
             new = scheduled_lr(cfg, self.step, self.num_steps)
             if not math.isclose(old, new):
@@ -358,21 +357,17 @@ class Run:
         if state["optimizer"] != self.cfg.optimizer:
             raise BadInput(f"--optimizer={self.cfg.optimizer} can't resume from the state of "
                            f"{state['optimizer']}: leave it out.")
-        if "optimizers" in state:
-            moments = optim.legacy_moments(self.model, self.optimizers, state)
+        with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
             optim.load_moments(self.model, self.optimizers, moments)
-        else:
-            with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
-                optim.load_moments(self.model, self.optimizers, moments)
         asked_for = self.state.micro_batch
-        set_fields(self.state, state["progress"])
-        if self.stage_state:                              # in old runs of grpo.py part of "progress"
-            set_fields(self.stage_state, state.get("stage", state["progress"]))
+        vars(self.state).update(state["progress"])
+        if self.stage_state:
+            vars(self.stage_state).update(state["stage"])
         if self.state.batch_size != self.cfg.batch_size:
             self.state.batch_size = self.cfg.batch_size
             self.state.micro_batch = asked_for
         self.state.micro_batch = min(asked_for, self.state.micro_batch)
-        set_fields(self.nonfinite, state["nonfinite"])
+        vars(self.nonfinite).update(state["nonfinite"])
         if self.nonfinite.rolled_back:                    # perhaps from fp16 to another dtype
             self.hardware.dtype = state["dtype"]
         self.scaler_state = state["scaler"]               # empty without fp16
@@ -388,13 +383,10 @@ class Run:
     def apply_retry_file(self):
         """Apply the changes in the retry file. Its values are absolute, so applying them twice is safe."""
         changes = self.read_retry_file()
-        micro_batch = changes.get("micro_batch")
-        same = changes.get("batch_size") == self.cfg.batch_size
-        if same and type(micro_batch) is int and 0 < micro_batch < self.state.micro_batch:
-            self.state.micro_batch = micro_batch
-        factor = changes.get("lr_factor")
-        if type(factor) is float and 0 < factor <= 1 and changes.get("dtype") in DTYPES:
-            self.state.lr_factor = factor
+        if "micro_batch" in changes and changes["batch_size"] == self.cfg.batch_size:
+            self.state.micro_batch = min(self.state.micro_batch, changes["micro_batch"])
+        if "lr_factor" in changes:
+            self.state.lr_factor = changes["lr_factor"]
             self.nonfinite.rolled_back = True
             self.hardware.dtype = changes["dtype"]
 
@@ -483,7 +475,7 @@ def start(cfg, hardware, build, micro_batch, num_steps, digest, step=None, stage
     run = Run(cfg, hardware, model, optimizers, micro_batch, num_steps, digest, stage_state)
     if step is not None:
         run.restore(step)
-        if run.state.data not in ("", digest):                          # "": in old runs
+        if run.state.data != digest:
             changed = cfg.dataset or "The list of questions"
             raise BadInput(f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to "
                            f"resume, or start a new run with --init_from={cfg.out_dir} and another "
@@ -503,13 +495,6 @@ def load_weights(model, weights):
 
 def scheduled_lr(options, step, num_steps):
     return optim.lr_at(step, num_steps, *(options[name] for name in LR_OPTIONS))
-
-
-def set_fields(instance, values):
-    """Set the fields of a dataclass instance from a dict that may lack some and have others."""
-    for field in dataclasses.fields(instance):
-        if field.name in values:
-            setattr(instance, field.name, values[field.name])
 
 
 # --- options of train.py and grpo.py ---
@@ -568,8 +553,6 @@ def check_training(cfg):
                        "--nproc_per_node.")
     if cfg.min_lr > cfg.learning_rate:
         raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
-    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
-        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} trains nothing: raise it above 0.")
     for option in ("lora_alpha", "lora_linears"):
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "

@@ -150,7 +150,7 @@ def test_a_model_from_scratch_survives_export_and_import(tmp_path, text):
     theirs, ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), list("the naïve cat".encode())
     assert theirs("the naïve cat").input_ids == ids and theirs.eos_token_id == 256
     assert find(tmp_path / "out").tokenizer().encode("the naïve cat").tolist() == ids
-    for name in ("tokenizer.json", "tokenizer_config.json"):             # as in old exports
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "out" / name).unlink()
     out = script("sample.py", tmp_path / "out", "--tokenizer=bytes", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
     assert out == script("sample.py", tmp_path / "a", "--prompt=the", "--max_new_tokens=5", "--temperature=0")

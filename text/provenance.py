@@ -47,13 +47,11 @@ def check_task(cfg, argv):
     found = own_task(cfg) if resumes else None
     if not found:
         return
-    model = checkpoint.read_model(cfg.out_dir)
+    recorded = checkpoint.read_model(cfg.out_dir).get("task")
     file = found["file"]
     option = "--task=" if hasattr(cfg, "task") else "--dataset=task:"
     about = "unchanged since the run recorded it"
-    if "task" not in model:
-        about = "of which the run recorded no digest"
-    elif not isinstance(model["task"], dict) or model["task"].get("sha256") != found["sha256"]:
+    if not isinstance(recorded, dict) or recorded.get("sha256") != found["sha256"]:
         about = f"changed since the run recorded it, because {option} names it"
         if not any(arg.startswith(option) for arg in argv):
             raise BadInput(f"{file} has changed since the run in {cfg.out_dir} recorded it: restore it, "
