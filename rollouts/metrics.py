@@ -12,7 +12,7 @@ from runtime import distributed
 from runtime.progress import duration
 from runtime.run import non_default_options
 from runtime.vitals import fingerprint, moved
-from text.provenance import prompt_form
+from text.provenance import common_prompt
 
 
 UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
@@ -133,7 +133,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
     last = updates[-1] if updates else {}
-    pcgrad = {name: value for name, value in last.items() if name.startswith("surgery/")}
+    others = {name: value for name, value in last.items() if "/" in name}          # of PCGrad, for example
     n = total["samples"]
     targets = max(1.0, total["tokens"])
     tokens = total["completion_tokens"] + total["prompt_tokens"]
@@ -163,7 +163,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "perf/throughput": tokens / seconds / world,
         "perf/mfu/actor": mfu,
         **domain_metrics(cfg, stream, groups),
-        **pcgrad,
+        **others,
     }
 
 
@@ -173,7 +173,7 @@ def facts(run, source, pipeline):
     chat = pipeline.tokenizer.template["name"] != "plain"
     return {
         "parameters": run.model.n_params(),
-        "prompt": None if chat else prompt_form(run.cfg),
+        "prompt": None if chat else common_prompt(pipeline.task),
         "trained_prompt": source.about.get("prompt"),
         "unread_template": pipeline.tokenizer.unread_template,
     }
