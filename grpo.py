@@ -358,7 +358,8 @@ def set_advantages(cfg, groups):
 
 def learn(cfg, run, model, groups, lr, pcgrad):
     """Take one optimizer step. Returns this rank's summed loss statistics and the gradient norm, or None if
-    every advantage is zero on every rank, which leaves weights and optimizers unchanged."""
+    every advantage is zero on every rank, which leaves weights and optimizers unchanged. Other figures are
+    logged as they are if their names contain a slash."""
     trained = [c for group in groups for c in group if c.trained]
     num_tokens, num_sequences, num_signals = distributed.sum([
         sum(len(c.ids) for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])

@@ -12,7 +12,6 @@
 Options, as --key=value:
 """
 import dataclasses
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from runtime.distributed import CUDA_GRAPHS
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
 from text import data, examples
-from text.datasets import is_text, open_data, validation_loss
+from text.datasets import is_text, number_of_steps, open_data, validation_loss, workers
 from text.perplexity import evaluation_line
 from text.provenance import check_task, own_task, prompt_form
 from text.report import facts, log_step, log_validation, start_up
@@ -252,24 +251,6 @@ def starting_point(cfg):
 
 
 # --- training ---
-
-def number_of_steps(cfg, dataset):
-    """Return the number of optimizer steps of the whole run."""
-    limits = []
-    if cfg.max_steps is not None:
-        limits.append(cfg.max_steps)
-    if cfg.num_epochs is not None or not (is_text(dataset) or limits):
-        num_epochs = 3 if cfg.num_epochs is None else cfg.num_epochs
-        limits.append(math.ceil(num_epochs * dataset.steps_per_epoch))
-    return max(1, min(limits or [300]))
-
-
-def workers(cfg, hw):
-    """Return the number of loader processes."""
-    if cfg.num_workers is not None:
-        return cfg.num_workers
-    return 2 if hw.device.type == "cuda" else 0
-
 
 def compile_and_fit(cfg, run, dataset):
     """Return the TrainedModel, with the micro-batch that fits in memory, found by dry runs of a step on every

@@ -10,7 +10,7 @@ def samples_per_rank(cfg):
 
 
 def worst_case(cfg, hw, longest_prompt, context):
-    """Return the WorstCase of an update, from the tokens of the longest prompt and the engine's context."""
+    """Return the WorstCase of an update. longest_prompt, context: tokens."""
     prompt = round_up(longest_prompt, hw.length_multiple)
     answer = round_up(min(cfg.max_new_tokens, context - 1), hw.length_multiple)
     return WorstCase(prompt, answer, cfg.k_samples, samples_per_rank(cfg) // cfg.mini_batches)

@@ -133,7 +133,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
     last = updates[-1] if updates else {}
-    others = {name: value for name, value in last.items() if "/" in name}          # of PCGrad, for example
+    others = {name: float(value) for name, value in last.items() if "/" in name}       # PCGrad, for example
     n = total["samples"]
     targets = max(1.0, total["tokens"])
     tokens = total["completion_tokens"] + total["prompt_tokens"]
@@ -179,7 +179,7 @@ def facts(run, source, pipeline):
     }
 
 
-def vitals(cfg, run, pipeline, groups, metrics):
+def vitals(run, pipeline, groups, metrics):
     """Return further values for doctor.diagnose: relative weight change at the engine's precision, whether
     the engine's weights are stale, mean number of distinct samples per group, and evidence for the cause of
     zero or equal rewards. groups: this rank's."""
@@ -218,7 +218,7 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     """Write a step's metrics and log line; every rank must call this. groups: all that this rank sampled;
     updates: statistics of each optimizer step; bytes_read: by sampling."""
     metrics = step_metrics(cfg, run, stream, groups, updates, bytes_read)
-    metrics |= vitals(cfg, run, pipeline, groups, metrics)
+    metrics |= vitals(run, pipeline, groups, metrics)
     state = run.state
     grad_norm = updates[-1]["grad_norm"] if updates else 0.0
     seconds = run.timings.total()

@@ -14,6 +14,7 @@ import datetime
 import inspect
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -113,18 +114,21 @@ def record_compilation(event, arguments):
         COMPILED.append(event)
 
 
-def clocked(function, *given):
-    start = time.perf_counter()
-    result = function(*given)
-    return time.perf_counter() - start, result
+def clocked(stage, function, *given):
+    """Return (seconds, result) of a call. A call slower than MOST_SECONDS[stage] is timed twice, since other
+    processes share the cores."""
+    seconds = math.inf
+    for _ in range(2):
+        if seconds > MOST_SECONDS[stage]:
+            start = time.perf_counter()
+            result = function(*given)
+            seconds = min(seconds, time.perf_counter() - start)
+    return seconds, result
 
 
 def grade(question, completion):
-    """Return (seconds, score) of a completion. A slow call is timed twice, since other processes share the
-    cores."""
-    seconds, (score, parts) = clocked(gym.reward, question, completion)
-    if seconds > MOST_SECONDS["grade"]:
-        seconds = min(seconds, clocked(gym.reward, question, completion)[0])
+    """Return (seconds, score) of a completion."""
+    seconds, (score, parts) = clocked("grade", gym.reward, question, completion)
     return seconds, score if all(parts.values()) else 0.0
 
 
@@ -138,7 +142,7 @@ def audit(name, other):
     evaluates = re.search(r"\b(eval|exec|parse_expr)\(", scorer)
     if evaluates and name not in gym.EXACT:
         raise Rejected(f"its scorer calls {evaluates[1]}, which executes the answer as code")
-    seconds, data = clocked(gym.dataset, name)
+    seconds, data = clocked("construction", gym.dataset, name)
     if seconds > MOST_SECONDS["construction"]:
         raise Rejected(f"constructing it takes {seconds:.1f} s")
     items, item_seconds = make_items(name, data)
@@ -165,9 +169,7 @@ def make_items(name, data):
     total = 0.0
     for i in range(ITEMS):
         index = 7919 * i + 1
-        seconds, item = clocked(data.__getitem__, index)
-        if seconds > MOST_SECONDS["item"]:
-            seconds = min(seconds, clocked(data.__getitem__, index)[0])
+        seconds, item = clocked("item", data.__getitem__, index)
         if not isinstance(item["answer"], str):
             raise Rejected("it has no right answer of its own")
         if seconds > MOST_SECONDS["item"]:
@@ -194,8 +196,6 @@ def grade_junk(items):
             COMPILED.clear()
             try:
                 seconds, score = grade(q, completion)
-            except RecursionError:
-                raise Rejected(f"its scorer recurses without end on {short(completion)}") from None
             except Exception as e:
                 raise Rejected(f"its scorer raises {type(e).__name__} on {short(completion)}") from None
             slowest = max(slowest, seconds)

@@ -1,4 +1,6 @@
 """The dataset of train.py: a text, or examples of questions and answers."""
+import math
+
 from runtime import distributed
 from runtime.config import BadInput
 from text import data, examples
@@ -39,3 +41,21 @@ def validation_loss(cfg, hw, model, held_out, micro_batch):
     if isinstance(held_out, data.TokenFile):
         return text_loss(model, held_out, cfg.block_size, micro_batch, hw, cfg.eval_tokens)
     return examples_loss(model, held_out, micro_batch, hw)
+
+
+def number_of_steps(cfg, dataset):
+    """Return the number of optimizer steps of the whole run."""
+    limits = []
+    if cfg.max_steps is not None:
+        limits.append(cfg.max_steps)
+    if cfg.num_epochs is not None or not (is_text(dataset) or limits):
+        num_epochs = 3 if cfg.num_epochs is None else cfg.num_epochs
+        limits.append(math.ceil(num_epochs * dataset.steps_per_epoch))
+    return max(1, min(limits or [300]))
+
+
+def workers(cfg, hw):
+    """Return the number of loader processes."""
+    if cfg.num_workers is not None:
+        return cfg.num_workers
+    return 2 if hw.device.type == "cuda" else 0
