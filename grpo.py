@@ -291,10 +291,12 @@ def sample_groups(cfg, run, pipeline, stream, reference):
         completions = distributed.together(lambda: sample(run, pipeline, stream, mine),
                                            FloatingPointError, BrokenReward)
         # Logprobs are computed while verifiers work.
+        tokens = run.state.micro_batch
         if reference:
-            reference.add_logprobs(completions, run.state.micro_batch)
+            reference.add_logprobs(completions, tokens)
         if cfg.tis_cap:
-            add_trainer_logprobs(cfg, run, completions)
+            for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
+                c.trainer_logprobs = logprobs
         run.end_phase("reference")
         distributed.together(lambda: pipeline.graded(wait=True), BrokenReward)
         run.end_phase("reward")
@@ -321,13 +323,6 @@ def sample(run, pipeline, stream, positions):
     completions = list(pipeline.sample(questions, requests))
     run.end_phase("rollout")
     return completions
-
-
-def add_trainer_logprobs(cfg, run, completions):
-    """Set trainer_logprobs of each Completion, by the model before this step, for tis_cap."""
-    tokens = run.state.micro_batch
-    for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
-        c.trainer_logprobs = logprobs
 
 
 def group_by_question(cfg, completions, positions):

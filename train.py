@@ -243,13 +243,6 @@ def build_model(cfg, hw, shape, found, resuming):
     return model
 
 
-def starting_point(cfg):
-    """Return the hf.ModelSource of init_from, None for scratch."""
-    if cfg.init_from == "scratch":
-        return None
-    return hf.to_resume(cfg.out_dir, cfg.eval_only) if cfg.init_from == "resume" else hf.find(cfg.init_from)
-
-
 # --- training ---
 
 def compile_and_fit(cfg, run, dataset):
@@ -338,7 +331,11 @@ def main(argv):
                         cfg.keep_memory, fixed_shapes=not examples.is_examples_file(cfg.dataset, cfg.text_key))
 
     # Data and model. init_from sets architecture and tokenizer.
-    found = distributed.on_main(lambda: starting_point(cfg))
+    found = None
+    if cfg.init_from == "resume":
+        found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir, weights_suffice=cfg.eval_only))
+    elif cfg.init_from != "scratch":
+        found = distributed.on_main(lambda: hf.find(cfg.init_from))
     resuming = cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
