@@ -11,8 +11,6 @@ that score above their group's mean become more likely, those below it less like
 positions, G groups, K completions per group. Options, as --key=value:
 """
 import dataclasses
-import hashlib
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -29,24 +27,24 @@ import torch
 import hf
 import tasks
 from doctor.diagnose import Doctor
-from engine import Engine, Sampling, slots_that_fit
+from engine import Engine, Sampling
 from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
-from rollouts.batch import WorstCase, logprobs_of, micro_batches, padded, round_up
+from rollouts.batch import logprobs_of, micro_batches, padded
+from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
-from rollouts.pipeline import Pipeline, ask, few_shot_of, requests_of, stop_strings_of, zero_variance
-from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
+from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
+from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
 from rollouts.reference import Reference
-from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
+from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
                             PositiveFloat, PositiveInt, UnitInterval)
-from runtime.log import check_installed
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
 from tasks._pool import BrokenReward, Pool, load
 from text.prompts import context_of
-from text.provenance import check_task, provenance
+from text.provenance import check_task, common_prompt, own_task
 
 
 @dataclass
@@ -262,47 +260,6 @@ def masked_difference(a, b, mask):
     return torch.where(mask, a.float() - b.float(), 0.0).clamp(-20, 20)
 
 
-# --- questions ---
-
-def open_questions(cfg, task):
-    """Return (training questions, validation questions, note on dropped questions for the log)."""
-    if cfg.dataset:
-        train, valid = read_questions(cfg.dataset, cfg.eval_questions)
-        return train[:cfg.num_questions], valid if cfg.eval_interval else [], ""
-    train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
-    valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
-    return train, valid, f" ({dropped} also in the test split dropped)" if dropped else ""
-
-
-def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
-    """Return [(question, Request)] of the questions whose prompts fit max_prompt_tokens and leave room for an
-    answer."""
-    longest = min(positions - 1, cfg.max_prompt_tokens or positions)
-    requests = requests_of(tokenizer, task, questions, num_samples, cfg.max_new_tokens, cfg.few_shot)
-    pairs = []
-    for question, request in zip(questions, requests):
-        if len(request.ids) <= longest:
-            pairs.append((question, dataclasses.replace(request, key=len(pairs))))
-    return pairs
-
-
-def check_domains(stream, asked, positions):
-    """Raise BadInput for a task with fewer than two questions left, or fewer questions in total than a step
-    needs. asked: {task: number of questions before long ones were dropped}."""
-    for domain, numbers in stream.numbers.items():
-        if not asked[domain]:
-            raise BadInput(f"{domain} has no questions to train on: raise --num_questions, change "
-                           "--dataset=, or leave that task out.")
-        if len(numbers) < min(2, asked[domain]):
-            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} exceeds "
-                           f"--max_prompt_tokens or the model's {positions} positions: lower --few_shot, or "
-                           "choose another task or model.")
-    if len(stream) < stream.cfg.prompts_per_step <= asked.total():
-        raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
-                       f"model's {positions} positions, and a step needs {stream.cfg.prompts_per_step}: "
-                       "lower --few_shot or --prompts_per_step.")
-
-
 # --- a step ---
 
 def sample_groups(cfg, run, pipeline, stream, reference):
@@ -321,10 +278,12 @@ def sample_groups(cfg, run, pipeline, stream, reference):
         completions = distributed.together(lambda: sample(run, pipeline, stream, mine),
                                            FloatingPointError, BrokenReward)
         # Logprobs are computed while verifiers work.
+        tokens = run.state.micro_batch
         if reference:
-            reference.add_logprobs(completions, run.state.micro_batch)
+            reference.add_logprobs(completions, tokens)
         if cfg.tis_cap:
-            add_trainer_logprobs(cfg, run, completions)
+            for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
+                c.trainer_logprobs = logprobs
         run.end_phase("reference")
         distributed.together(lambda: pipeline.graded(wait=True), BrokenReward)
         run.end_phase("reward")
@@ -351,13 +310,6 @@ def sample(run, pipeline, stream, positions):
     completions = list(pipeline.sample(questions, requests))
     run.end_phase("rollout")
     return completions
-
-
-def add_trainer_logprobs(cfg, run, completions):
-    """Set trainer_logprobs of each Completion, by the model before this step, for tis_cap."""
-    tokens = run.state.micro_batch
-    for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
-        c.trainer_logprobs = logprobs
 
 
 def group_by_question(cfg, completions, positions):
@@ -388,7 +340,8 @@ def set_advantages(cfg, groups):
 
 def learn(cfg, run, model, groups, lr, pcgrad):
     """Take one optimizer step. Returns this rank's summed loss statistics and the gradient norm, or None if
-    every advantage is zero on every rank, which leaves weights and optimizers unchanged."""
+    every advantage is zero on every rank, which leaves weights and optimizers unchanged. Other figures are
+    logged as they are if their names contain a slash."""
     trained = [c for group in groups for c in group if c.trained]
     num_tokens, num_sequences, num_signals = distributed.sum([
         sum(len(c.ids) for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
@@ -447,9 +400,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
         set_advantages(cfg, groups)
 
         # 3. Update the policy.
-        lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
-                         cfg.lr_schedule, cfg.cooldown)
-        lr *= run.state.lr_factor
+        lr = run.lr()
         # Only here, since sampling needs CUDA's cumsum, which is not deterministic.
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
@@ -490,9 +441,10 @@ def evaluate(cfg, run, pipeline, valid):
 
 # --- the model and its memory ---
 
-def build_model(cfg, hw, shape, found, resuming, device):
-    """Return the GPT on a device, with the weights of `found`. Run.restore loads those of a resumed run;
-    device meta has none."""
+def build_model(cfg, hw, shape, found, resuming):
+    """Return the GPT, not yet sharded, with the weights of `found`. `start` loads those of a resumed run."""
+    torch.manual_seed(cfg.seed)
+    device = sharding.building_device(hw, cfg.parallel)
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=device)
     if not resuming and device.type != "meta":
         found.fill(model)
@@ -500,33 +452,11 @@ def build_model(cfg, hw, shape, found, resuming, device):
     return model
 
 
-def fit_update(cfg, run, worst, context):
-    """Return the TrainedModel, with the micro-batch that fits in memory."""
-    hw = run.hardware
-
-    def attempt(tokens):
-        model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
-        rows = worst.rows(tokens, context)
-        inputs = worst.inputs(tokens, cfg.temperature, hw.device)
-        return model, memory.rehearse(model, hw, rows, context, 2, run.bytes_to_come(), inputs)
-
-    def advice():
-        return memory.advice(run.model, hw, context, run.bytes_to_come(),
-                             "lower --max_new_tokens, --max_prompt_tokens or --few_shot")
-    return run.fit(attempt, worst.smaller, advice)
-
-
 def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     """Return the Engine, with as many slots as fit in memory beside the update. Checkpoints keep that number,
     since logprobs depend on it in the last bits."""
-    hw = run.hardware
-    dtype = hw.sampling_dtype
-    rows = worst.rows(run.state.micro_batch, context)
-    needed = sum(memory.parts(run.model, hw, rows, context, run.bytes_to_come()).values())
-    needed += dtype.itemsize * run.model.n_params()
-    share = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples
-    most = slots_that_fit(run.model.config, context, dtype, hw.device, needed)
-    slots = cfg.slots or min(share, most, stream.state.slots or share)
+    dtype = run.hardware.sampling_dtype
+    slots = cfg.slots or slots_beside_update(cfg, run, worst, context, stream.state.slots)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
         engine = Engine(run.model, slots, context, sampling, seed=cfg.seed, dtype=dtype,
@@ -539,7 +469,6 @@ def main(argv):
     cfg = config.load(Config, argv, frozen=LORA, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
-    check_installed(cfg.tensorboard, cfg.wandb)
     resuming = cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
@@ -565,31 +494,23 @@ def main(argv):
 
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
-    asked = json.dumps([(question, request.ids) for question, request in stream.pairs])
-    digest = hashlib.sha256(asked.encode()).hexdigest()
-    run = start(cfg, hw, partial(build_model, cfg, hw, shape, found, resuming), cfg.tokens_per_micro_batch,
-                cfg.max_steps, digest, found.step if resuming else None, stream.state)
+    model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
+    run = start(cfg, hw, model, cfg.tokens_per_micro_batch, cfg.max_steps, stream.digest(),
+                found.step if resuming else None, stream.state)
     with task_errors():                      # fails before the run folder is changed
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
     run.other_bytes = pcgrad.bytes() if pcgrad else 0
-    doctor = Doctor if cfg.diagnose else None
-    with pool, run.open(tokenizer, provenance, doctor, resuming, keep_base=cfg.beta > 0):
+    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task)})
+    with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model) if cfg.beta else None
-        most = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples // cfg.mini_batches
-        longest_answer = min(cfg.max_new_tokens, context - 1)
-        longest, longest_answer = (round_up(n, hw.length_multiple) for n in (longest, longest_answer))
-        worst = WorstCase(longest, longest_answer, cfg.k_samples, most)
+        worst = worst_case(cfg, hw, longest, context)
         model = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
-        run.log.say(start_up(cfg, run, stream, pipeline, about))
-        settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
-                                  "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs,
-                                  "attention": hw.attention_name(run.model.config)}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
-                        facts=facts(run, found, pipeline))
+        run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline),
+                      engine=f"{engine.dtype}", reward_pool=pool.kind, cuda_graphs=engine.cuda_graphs)
         return train(cfg, run, model, pipeline, stream, valid, reference, pcgrad)
 
 

@@ -12,7 +12,6 @@
 Options, as --key=value:
 """
 import dataclasses
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,16 +27,16 @@ import hf
 from doctor.diagnose import Doctor
 from experimental import feedback, orthogonality
 from model import GPT, GPTConfig, blank
-from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
+from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
                             PositiveInt, UnitInterval)
 from runtime.distributed import CUDA_GRAPHS
-from runtime.log import check_installed
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
 from text import data, examples
-from text.perplexity import evaluation_line, examples_loss, text_loss
-from text.provenance import check_task, provenance
+from text.datasets import is_text, number_of_steps, open_data, validation_loss, workers
+from text.perplexity import evaluation_line
+from text.provenance import check_task, own_task, prompt_form
 from text.report import facts, log_step, log_validation, start_up
 from text.tokenizer import Tokenizer
 
@@ -217,9 +216,11 @@ def shape_of(cfg, hw, tokenizer, found):
     return shape
 
 
-def build_model(cfg, hw, shape, found, resuming, device):
-    """Return the GPT on a device, randomly initialized or with the weights of `found`. Run.restore loads the
-    weights of a resumed run; device meta has none."""
+def build_model(cfg, hw, shape, found, resuming):
+    """Return the GPT, not yet sharded, randomly initialized or with the weights of `found`. `start` loads
+    those of a resumed run."""
+    torch.manual_seed(cfg.seed)
+    device = sharding.building_device(hw, cfg.parallel)
     options = (hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks)
     if found or device.type == "meta":
         model = blank(shape, *options, device=device)
@@ -230,69 +231,6 @@ def build_model(cfg, hw, shape, found, resuming, device):
     adapt(cfg, model, device, resuming)
     feedback.attach(model, cfg)
     return model
-
-
-def starting_point(cfg):
-    """Return the hf.ModelSource of init_from, None for scratch."""
-    if cfg.init_from == "scratch":
-        return None
-    return hf.to_resume(cfg.out_dir, cfg.eval_only) if cfg.init_from == "resume" else hf.find(cfg.init_from)
-
-
-# --- the data ---
-
-def open_data(cfg, tokenizer):
-    """Return (training dataset, validation data: data.TokenFile or a list of examples, description for the
-    log)."""
-    rank = distributed.rank()
-    world = distributed.world_size()
-    if not examples.is_examples_file(cfg.dataset, cfg.text_key):
-        folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
-        text = data.TokenFile(folder, "train")
-        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world,
-                               data.digest(folder))
-        held_out = data.TokenFile(folder, "valid")
-        if len(held_out) < 2:
-            raise BadInput(f"The validation split of {cfg.dataset} has no token to predict: give more text.")
-        return dataset, held_out, f"{len(text):,} training tokens, {len(held_out):,} for validation"
-    found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt))
-    short = [example for example in found if example.length <= cfg.block_size]
-    train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
-    dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
-    targets = sum(int(example.is_target[1:].sum()) for example in train)
-    about = (f"{len(train):,} examples of {dataset.longest} tokens at most, {targets:,} trained on; "
-             f"{len(held_out):,} for validation; {len(found) - len(short):,} longer than "
-             f"--block_size={cfg.block_size} left out")
-    return dataset, held_out, about
-
-
-def is_text(dataset):
-    return isinstance(dataset, data.Windows)
-
-
-def validation_loss(cfg, hw, model, held_out, micro_batch):
-    """Return the result of text_loss or examples_loss."""
-    if isinstance(held_out, data.TokenFile):
-        return text_loss(model, held_out, cfg.block_size, micro_batch, hw, cfg.eval_tokens)
-    return examples_loss(model, held_out, micro_batch, hw)
-
-
-def number_of_steps(cfg, dataset):
-    """Return the number of optimizer steps of the whole run."""
-    limits = []
-    if cfg.max_steps is not None:
-        limits.append(cfg.max_steps)
-    if cfg.num_epochs is not None or not (is_text(dataset) or limits):
-        num_epochs = 3 if cfg.num_epochs is None else cfg.num_epochs
-        limits.append(math.ceil(num_epochs * dataset.steps_per_epoch))
-    return max(1, min(limits or [300]))
-
-
-def workers(cfg, hw):
-    """Return the number of loader processes."""
-    if cfg.num_workers is not None:
-        return cfg.num_workers
-    return 2 if hw.device.type == "cuda" else 0
 
 
 # --- training ---
@@ -358,12 +296,10 @@ def train(cfg, run, model, dataset, held_out):
         run.end_phase("forward_backward")
 
         # Optimizer step.
-        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
-                         cfg.lr_schedule, cfg.cooldown)
-        lr *= run.state.lr_factor
-        penalty = orthogonality.add_gradients(cfg, run)                # {} if off
+        lr = run.lr()
+        figures = orthogonality.add_gradients(cfg, run)      # more metrics, {name: number}; {} if off
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
-        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, penalty)
+        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures)
         run.finish_step(num_tokens, "optimizer", log)
     return run.end()
 
@@ -381,12 +317,15 @@ def main(argv):
     cfg = config.load(Config, argv, frozen=frozen, saved_of=model_options, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
-    check_installed(cfg.tensorboard, cfg.wandb)
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory, fixed_shapes=not examples.is_examples_file(cfg.dataset, cfg.text_key))
 
     # Data and model. init_from sets architecture and tokenizer.
-    found = distributed.on_main(lambda: starting_point(cfg))
+    found = None
+    if cfg.init_from == "resume":
+        found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir, weights_suffice=cfg.eval_only))
+    elif cfg.init_from != "scratch":
+        found = distributed.on_main(lambda: hf.find(cfg.init_from))
     resuming = cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
@@ -396,8 +335,9 @@ def main(argv):
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
-    run = start(cfg, hw, partial(build_model, cfg, hw, shape, found, resuming), micro_batch,
-                number_of_steps(cfg, dataset), dataset.digest, found.step if resuming else None)
+    model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
+    run = start(cfg, hw, model, micro_batch, number_of_steps(cfg, dataset), dataset.digest,
+                found.step if resuming else None)
     if cfg.eval_only:
         if not held_out:
             raise BadInput("There are no validation examples: set --valid_share=.")
@@ -405,15 +345,12 @@ def main(argv):
         if distributed.is_main():
             print(evaluation_line(result))
         return 0
-    doctor = Doctor if cfg.diagnose else None
-    with run.open(tokenizer, provenance, doctor, resuming):
+    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg)})
+    with run.open(tokenizer, provenance, Doctor, resuming):
         model = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
-        run.log.say(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited))
-        settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw),
-                                  "attention": hw.attention_name(run.model.config)}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
-                        facts=facts(run, dataset))
+        run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),
+                      facts(run, dataset), num_workers=workers(cfg, hw))
         return train(cfg, run, model, dataset, held_out)
 
 

@@ -2,8 +2,8 @@
 
 A stage contains the success path:
 
-    run = start(cfg, hardware, build, micro_batch, num_steps, digest, step)
-    with run.open(tokenizer, provenance):
+    run = start(cfg, hardware, model, micro_batch, num_steps, digest, step)
+    with run.open(tokenizer, about):
         while run.step < run.num_steps and not run.should_stop():
             run.start_step()
             ...
@@ -29,7 +29,7 @@ from layers.lora import adapters, add_lora
 from runtime import checkpoint, distributed, lock, memory, optim, parallel, vitals
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
-from runtime.log import Log
+from runtime.log import Log, check_installed
 from runtime.usage import one_line
 
 # in the run folder until the next checkpoint: changed settings for the resume
@@ -90,12 +90,11 @@ class Run:
 
     # --- the run folder ---
 
-    def open(self, tokenizer, provenance, doctor=None, resuming=False, keep_base=False):
-        """Write the run folder, open the log and return the run, for `with`. provenance(cfg): entries of
-        model.json about task file and prompt template, called on the first rank. doctor: class that checks
-        each line of metrics.
+    def open(self, tokenizer, about, doctor=None, resuming=False, keep_base=False):
+        """Write the run folder, open the log and return the run, for `with`. about: more entries of
+        model.json (text.provenance). doctor: class that checks each line of metrics, with --diagnose.
         keep_base: save the initial weights even without adapters, for the reference model."""
-        distributed.on_main(lambda: self.write_folder(tokenizer, provenance, resuming))
+        distributed.on_main(lambda: self.write_folder(tokenizer, about, resuming))
         cfg = self.cfg
         trained = adapters(self.model)
         if not resuming and (trained or keep_base):
@@ -103,7 +102,7 @@ class Run:
             parallel.write_on_main(base.values(),
                                    lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
-        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), doctor)
+        self.log = Log(cfg.out_dir, last_step, cfg, doctor if cfg.diagnose else None)
         self.report_lr(resuming)
         return self
 
@@ -127,17 +126,25 @@ class Run:
                          f"steps: the learning rate peaks at {peak:.2e} instead of "
                          f"{cfg['learning_rate']:.2e}.")
 
-    def write_folder(self, tokenizer, provenance, resuming):
+    def log_start(self, text, facts, **settings):
+        """Log the start-up paragraph; write config, settings and facts for doctor.diagnose to
+        metrics.jsonl."""
+        self.log.say(text)
+        attention = self.hardware.attention_name(self.model.config)
+        settings |= self.hardware.settings | {"ranks": distributed.world_size(), "attention": attention}
+        self.log.metrics(step=self.step, config=dataclasses.asdict(self.cfg), settings=settings, facts=facts)
+
+    def write_folder(self, tokenizer, about, resuming):
         cfg = self.cfg
-        about = {
+        model = {
             "architecture": dataclasses.asdict(self.model.config),
             "tokenizer": tokenizer.describe(),
             "tokenizer_sha256": tokenizer.sha256,
             "lora": lora(cfg),
-            **provenance(cfg),
+            **about,
             "launch": launch(),
         }
-        checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
+        checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), model, cfg.overwrite, resuming)
         if not resuming:
             tokenizer.save(cfg.out_dir)
 
@@ -181,6 +188,10 @@ class Run:
         return optim.pending_bytes(self.optimizers) + self.other_bytes
 
     # --- a step ---
+
+    def lr(self):
+        """Return the learning rate of this step: the schedule's, halved after a rollback."""
+        return self.state.lr_factor * scheduled_lr(vars(self.cfg), self.step, self.num_steps)
 
     def start_step(self):
         """Copy the state, so that a failed step can be repeated."""
@@ -461,14 +472,11 @@ class Run:
                       f"--learning_rate; the last batch is in {path}.", alone=False)
 
 
-def start(cfg, hardware, build, micro_batch, num_steps, digest, step=None, stage_state=None):
-    """Build model and optimizers and return the Run, restored from the checkpoint of `step` if given.
-
-    build(device): a GPT, see parallel.build. digest: of the training data; BadInput if it is not the
-    checkpoint's. stage_state: see Run.
-    """
-    torch.manual_seed(cfg.seed)
-    model = parallel.build(build, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
+def start(cfg, hardware, model, micro_batch, num_steps, digest, step=None, stage_state=None):
+    """Shard the model if asked, build its optimizers and return the Run, restored from the checkpoint of
+    `step` if given. model: a GPT on parallel.building_device. digest: of the training data; BadInput if it is
+    not the checkpoint's. stage_state: see Run."""
+    model = parallel.shard(model, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas,
                              cfg.fused_adamw, cfg.muon_momentum, hardware)
@@ -540,7 +548,7 @@ def launch():
 
 
 def check_training(cfg):
-    """Raise BadInput for conflicting options that train.py and grpo.py share."""
+    """Raise BadInput for conflicting options that train.py and grpo.py share, or a missing package."""
     same = os.path.realpath(cfg.out_dir) == os.path.realpath(cfg.init_from)
     if cfg.init_from not in ("scratch", "resume") and same:
         raise BadInput(f"{cfg.out_dir} is both --out_dir and --init_from: choose another --out_dir=, or "
@@ -557,6 +565,7 @@ def check_training(cfg):
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
                            "out.")
+    check_installed(cfg.tensorboard, cfg.wandb)
 
 
 def adapt(cfg, model, device, resuming):

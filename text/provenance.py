@@ -7,11 +7,6 @@ from runtime.config import BadInput
 from text import examples
 
 
-def provenance(cfg):
-    """Return the entries of model.json about task file and prompt template."""
-    return {"task": own_task(cfg), "prompt": prompt_form(cfg)}
-
-
 def own_task(cfg):
     """Return {file, sha256} of the user's task file that a run executes (joined for the files of a mixture),
     or None."""
@@ -25,17 +20,24 @@ def own_task(cfg):
 
 
 def prompt_form(cfg):
-    """Return a run's prompt template, with {} for the question; None if it has none, or several."""
+    """Return the prompt template of a run of train.py, with {} for the question; None if it has none, or
+    several."""
     try:
-        if hasattr(cfg, "task"):
-            return tasks.load(cfg.task).prompt
         if cfg.dataset.startswith("task:"):
-            return tasks.load(cfg.dataset.removeprefix("task:")).prompt
+            return common_prompt(tasks.load(cfg.dataset.removeprefix("task:")))
     except (LookupError, OSError, ValueError):                # raised again where it is needed
         return None
     if Path(cfg.dataset).suffix.lower() != ".json":
         return None
     return cfg.prompt or examples.read_form(cfg.dataset)
+
+
+def common_prompt(task):
+    """Return the prompt template of a task; None for a mixture of tasks with several."""
+    try:
+        return task.prompt
+    except ValueError:
+        return None
 
 
 def check_task(cfg, argv):
