@@ -24,7 +24,6 @@ from runtime.config import BadInput
 from test_grpo import GRPO, TASK
 from text.tokenizer import Tokenizer
 from test_tokenizer import write
-from text.tokenizer import Tokenizer
 
 SHORT = dict(max_steps=8, eval_interval=4, save_interval=4, dtype="fp32")
 
