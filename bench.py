@@ -58,7 +58,7 @@ from measure.synthetic import SHAPES, suppress_eos, random_model, write_tokenize
 from measure.training import bench_training, sft_work, train_work
 from model import GPTConfig
 from runtime import config, guard, hardware
-from runtime.config import BadInput
+from runtime.config import BadInput, NonNegativeFloat, NonNegativeInt, PositiveInt
 from runtime.progress import clear
 
 
@@ -77,25 +77,25 @@ class Config:
     memory: bool = False                     # with --profile: memory too, and its timeline in the trace
     peers: bool | str = False                # other implementations too: all that are installed, or
                                              # comma-separated names (measure/peers.py)
-    steps: int | None = None                 # measured, after 2 of warm-up; None: train 12, sft 6, grpo 6,
+    steps: PositiveInt | None = None         # measured, after 2 of warm-up; None: train 12, sft 6, grpo 6,
                                              # with --profile 3
-    repeats: int | None = None               # runs of each implementation or row; None: 3, with --ladder or
+    repeats: PositiveInt | None = None       # runs of each implementation or row; None: 3, with --ladder or
                                              # --ablate 5, of the overview 1
-    ranks: int | None = None                 # processes of nanoRFT; None: datagen and grpo one a thread for a
+    ranks: PositiveInt | None = None         # processes of nanoRFT; None: datagen and grpo one a thread for a
                                              # small model on a CPU, else 1
-    peer_ranks: int = 1                      # grpo: processes of TRL
+    peer_ranks: PositiveInt = 1              # grpo: processes of TRL
     work: str | None = None                  # prompts x samples of each; generate: several cases; None:
                                              # 2x10,8x8,32x1; grpo: by the model
-    prompt_tokens: int | None = None         # generate, grpo; None: 120; grpo: 50
+    prompt_tokens: PositiveInt | None = None     # generate, grpo; None: 120; grpo: 50
     varied_prompts: bool = False             # grpo: prompt lengths between a quarter of prompt_tokens and all
-    max_new_tokens: int | None = None        # generate, datagen, grpo; None: 60; grpo: by the model
-    slots: int | None = None                 # generate; None: one for each sample, at most 512
-    completions: int = 256                   # rewards
-    verifier_ms: float | None = None         # rewards, grpo: CPU time of each grade; None: 5, plain grpo 0
-    reward_workers: int = 2                  # rewards: processes
+    max_new_tokens: PositiveInt | None = None     # generate, datagen, grpo; None: 60; grpo: by the model
+    slots: PositiveInt | None = None         # generate; None: one for each sample, at most 512
+    completions: PositiveInt = 256           # rewards
+    verifier_ms: NonNegativeFloat | None = None  # rewards, grpo: CPU time per grade; None: 5, plain grpo 0
+    reward_workers: PositiveInt = 2          # rewards: processes
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    seed: int = 0
+    seed: NonNegativeInt = 0
     output: str | None = None                # .json; None: a new file in bench_results/; chart and trace are
                                              # written next to it
     json: bool = False                       # print all figures as the last line too
@@ -287,9 +287,6 @@ def with_defaults(cfg):
 
 def check(cfg):
     """Raise BadInput for options that are invalid or contradict each other."""
-    config.at_least(cfg, 1, "prompt_tokens max_new_tokens slots repeats steps ranks peer_ranks completions "
-                            "reward_workers")
-    config.at_least(cfg, 0, "verifier_ms seed")
     modes = [mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)]
     if len(modes) > 1:
         raise BadInput(f"--{modes[0]} and --{modes[1]} exclude each other: give one of them.")

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from runtime.usage import first_line
 
@@ -35,7 +35,8 @@ from rollouts.pipeline import Pipeline, context_for, few_shot_of, requests_of, s
 from rollouts.questions import task_errors, unseen_questions
 from runtime import config, distributed, guard, hardware, lock
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput
+from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegativeInt, PositiveInt,
+                            UnitInterval)
 from runtime.progress import track
 from tasks._pool import Grade, Pool, check_graded, load
 from text import examples
@@ -52,25 +53,27 @@ class Config:
     overwrite: bool = False                  # start over instead of resuming from the logged attempts
     # questions
     split: Literal["train", "valid"] = "train"
-    num_questions: int | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
-    few_shot: int | None = None              # worked examples in the prompt; None: the saved value for a
-                                             # grpo.py run, 0 for other runs, 4 for a Hugging Face model
-    oversample: int = 10                     # samples per question, at most
-    keep_per_question: int = 4               # distinct verified solutions, at most
+    num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
+                                             # grpo.py run's own, 0 for other runs, 4 for a Hugging Face model
+    oversample: Count = 10                   # samples per question, at most
+    keep_per_question: PositiveInt = 4       # distinct verified solutions, at most
     stop_early: bool = False                 # stop sampling a question once keep_per_question are found
     # sampling
-    temperature: float = 0.6
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_new_tokens: int = 128
-    seed: int = 0
+    temperature: NonNegativeFloat = 0.6
+    top_k: PositiveInt | None = None
+    top_p: UnitInterval = 1.0
+    min_p: UnitInterval = 0.0
+    max_new_tokens: PositiveInt = 128
+    seed: NonNegativeInt = 0
     deterministic: bool = False              # byte-identical output after any interruption, on any number of
                                              # ranks
     # machine
-    slots: int | None = None                 # samples in flight; None: as many as fit in memory
-    reward_workers: int | None = None        # verifier processes; None: one per core, at most 8
-    timeout: float = 10.0                    # seconds per sample before its verifier is killed (an error)
+    slots: Annotated[int, Bounds(1, 2**16)] | None = None     # samples in flight; None: all that fit
+    reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes; None: one per core,
+                                             # at most 8
+    timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds per sample before its verifier is
+                                             # killed (an error)
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     json: bool = False                       # print all figures as JSON on the last line
@@ -139,7 +142,7 @@ class Attempts:
         lines = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines):
             try:
-                row = examples.record_of(line) if number > 0 else examples.header_of(line)
+                row = examples.row_of(line, "number" if number > 0 else "prompt")
                 if number > 0 and not (row["number"] in self.numbers and row["sample"] in self.samples):
                     raise ValueError(f"there is no sample {row['sample']} of a question {row['number']}")
             except ValueError as e:
@@ -452,12 +455,6 @@ def finish(cfg, questions, attempts, shares, dropped):
 
 def check(cfg):
     cfg.task = tasks.spec_of(cfg.task)
-    config.at_least(cfg, 1, "oversample keep_per_question slots")
-    config.at_least(cfg, 0.01, "timeout")
-    config.at_most(cfg, 10**6, "timeout oversample")
-    config.at_most(cfg, 2**16, "slots")
-    config.check_sampling(cfg)
-    config.check_questions(cfg)
     if not cfg.output.endswith(".json"):
         raise BadInput(f"--output={cfg.output} should end in .json: rename it.")
     if cfg.temperature == 0 and cfg.oversample > 1:

@@ -16,7 +16,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from runtime.usage import end_with_reader, first_line
 
@@ -30,7 +30,8 @@ from rollouts.pipeline import Pipeline, ask, context_for, few_shot_of, requests_
 from rollouts.questions import questions_in, questions_of, task_errors
 from runtime import config, distributed, guard, hardware
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput
+from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegativeInt, PositiveInt,
+                            UnitInterval)
 from tasks._pool import Pool, check_graded, load
 from text import data
 from text.perplexity import evaluation_line, text_loss
@@ -51,20 +52,21 @@ class Config:
     task: str | dict = ""                    # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:
                                              # NAME+NAME
     compare: bool = False                    # compare each model with the first; implied by several models
-    num_questions: int | Literal["auto"] | None = "auto"     # auto: at most 500; None: all; the same for
+    num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 500; None: all; the same for
                                              # every model and seed
-    num_samples: int = 1                     # per question
-    few_shot: int | None = None              # worked examples in the prompt; None: the saved value for a
-                                             # grpo.py run, 0 for other runs, 4 for a Hugging Face model
-    max_new_tokens: int = 128
-    temperature: float = 0.0                 # 0: greedy
-    top_k: int | None = None                 # sample only from the k likeliest tokens; None: all
-    top_p: float = 1.0                       # the fewest likeliest tokens whose probabilities sum to this
-    min_p: float = 0.0                       # tokens at least this fraction as likely as the likeliest
-    seed: int = 0                            # for sampling
+    num_samples: Count = 1                   # per question
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
+                                             # grpo.py run's own, 0 for other runs, 4 for a Hugging Face model
+    max_new_tokens: PositiveInt = 128
+    temperature: NonNegativeFloat = 0.0      # 0: greedy
+    top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
+    top_p: UnitInterval = 1.0                # the fewest likeliest tokens whose probabilities sum to this
+    min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
+    seed: NonNegativeInt = 0                 # for sampling
     deterministic: bool = False              # samples do not depend on the rest of the batch, bit for bit
                                              # (see engine/generate.py)
-    reward_workers: int | None = None        # verifier processes; None: one per core, at most 8
+    reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes; None: one per core,
+                                             # at most 8
     output: str | None = None                # .jsonl for all answers and grades, one question per line
     # a text
     dataset: str = ""                        # as in train.py; a single file is evaluated whole, other
@@ -72,10 +74,10 @@ class Config:
                                              # grpo.py
     text_key: str = "text"                   # column of the text in .jsonl, .parquet or a hub dataset
     data_dir: str = "data"                   # cache of tokenised texts
-    block_size: int | None = None            # tokens per window; None: the model's, at most 1024
-    stride: int | None = None                # tokens between window starts; None: block_size (no overlap)
-    batch_size: int = 8                      # windows per forward pass
-    eval_tokens: int | None = None           # predict at most this many; None: all
+    block_size: PositiveInt | None = None    # tokens per window; None: the model's, at most 1024
+    stride: PositiveInt | None = None        # tokens between window starts; None: block_size (no overlap)
+    batch_size: PositiveInt = 8              # windows per forward pass
+    eval_tokens: PositiveInt | None = None   # predict at most this many; None: all
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math"] = "auto"
 
 
@@ -290,10 +292,6 @@ def main(argv):
     cfg.task = tasks.spec_of(cfg.task)
     if not cfg.task and (len(cfg.models) > 1 or cfg.compare):
         raise BadInput("Models are compared only on a task: add --task=, or name one model.")
-    config.at_least(cfg, 1, "block_size stride batch_size eval_tokens num_samples")
-    config.at_most(cfg, 10**6, "num_samples")
-    config.check_sampling(cfg)
-    config.check_questions(cfg)
     if cfg.num_samples > 1 and not cfg.temperature:
         raise BadInput(f"At temperature 0 all {cfg.num_samples} samples are the same: give --temperature=1, "
                        "or leave out --num_samples.")

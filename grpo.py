@@ -11,14 +11,12 @@ that score above their group's mean become more likely, those below it less like
 positions, G groups, K completions per group. Options, as --key=value:
 """
 import dataclasses
-import hashlib
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 from runtime.usage import first_line
 
@@ -29,23 +27,24 @@ import torch
 import hf
 import tasks
 from doctor.diagnose import Doctor
-from engine import Engine, Sampling, slots_that_fit
+from engine import Engine, Sampling
 from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
-from rollouts.batch import WorstCase, logprobs_of, micro_batches, padded, round_up
+from rollouts.batch import logprobs_of, micro_batches, padded
+from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
-from rollouts.pipeline import Pipeline, ask, few_shot_of, requests_of, stop_strings_of, zero_variance
-from rollouts.questions import QuestionStream, read_questions, task_errors, unseen_questions
+from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
+from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
 from rollouts.reference import Reference
-from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
-from runtime.config import BadInput
-from runtime.log import check_installed
+from runtime import config, distributed, guard, hardware, memory, parallel as sharding
+from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
+                            PositiveFloat, PositiveInt, UnitInterval)
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
 from tasks._pool import BrokenReward, Pool, load
 from text.prompts import context_of
-from text.provenance import check_task, provenance
+from text.provenance import check_task, common_prompt, own_task
 
 
 @dataclass
@@ -66,87 +65,87 @@ class Config(RunOptions):
                                              # step
     dataset: str | None = None               # .jsonl with a {"prompt": ..., "answer": ...} per line, instead
                                              # of the task's questions
-    num_questions: int | None = None         # training questions, at most; None: the task's default, or the
+    num_questions: Count | None = None       # training questions, at most; None: the task's default, or the
                                              # whole dataset
-    few_shot: int | None = None              # worked examples in each prompt; None: the value that a run
-                                             # folder was trained with, 4 for a Hugging Face model, 0 with a
-                                             # dataset
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: the
+                                             # value that a run folder was trained with, 4 for a Hugging Face
+                                             # model, 0 with a dataset
     # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
-    prompts_per_step: int = 32               # all ranks together
-    k_samples: int = 8                       # group size: completions per prompt
-    temperature: float = 1.0
-    max_new_tokens: int = 128
-    max_prompt_tokens: int | None = None     # drop questions with longer prompts; None: those that leave no
-                                             # room for an answer
+    prompts_per_step: Count = 32             # all ranks together
+    k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
+    temperature: Annotated[float, Bounds(0.01)] = 1.0
+    max_new_tokens: PositiveInt = 128
+    max_prompt_tokens: PositiveInt | None = None     # drop questions with longer prompts; None: those that
+                                             # leave no room for an answer
     overlong: Literal["keep", "mask", "penalty"] = "keep"       # completions that reach max_new_tokens: keep
                                              # their reward; don't train on them; subtract up to 1 over the
                                              # last overlong_tokens (DAPO's soft punishment)
-    overlong_tokens: int = 32
-    skip_solved: int = 0                     # epochs to skip a question after all its completions were
+    overlong_tokens: PositiveInt = 32
+    skip_solved: NonNegativeInt = 0          # epochs to skip a question after all its completions were
                                              # correct
     dynamic_sampling: bool = False           # replace groups with zero variance by other questions (DAPO, Yu
                                              # et al. 2025)
-    max_rounds: int = 4                      # of dynamic sampling per step
+    max_rounds: PositiveInt = 4              # of dynamic sampling per step
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # sets the loss denominator, see
                                              # loss_denominator; cispo also changes the clipping
     advantage_scale: Literal["none", "group"] = "none"          # group: divide by the group's standard
                                              # deviation, as in GRPO
-    clip_low: float = 0.2                    # clip the probability ratio below 1 - clip_low (not in cispo)
-    clip_high: float = 0.28                  # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
-    beta: float = 0.0                        # weight of the KL divergence from the initial model: k3
+    clip_low: Fraction = 0.2                 # clip the probability ratio below 1 - clip_low (not in cispo)
+    clip_high: NonNegativeFloat = 0.28       # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
+    beta: NonNegativeFloat = 0.0             # weight of the KL divergence from the initial model: k3
                                              # (Schulman 2020) times the ratio, which makes its gradient
                                              # unbiased; 0: no reference model is loaded
-    inner_epochs: int = 1                    # passes over a step's completions
-    mini_batches: int = 1                    # optimizer steps per pass
+    inner_epochs: PositiveInt = 1            # passes over a step's completions
+    mini_batches: PositiveInt = 1            # optimizer steps per pass
     surgery: Literal["none", "pcgrad"] = "none"       # PCGrad: project out the conflicting components of the
                                              # tasks' gradients (Yu et al. 2020)
     surgery_buffers: Literal["device", "bf16", "cpu"] = "device"       # each task's gradient: fp32 or bf16 on
                                              # the device, or in host memory
-    tis_cap: float = 0.0                     # e.g. 2: truncated importance sampling (Yao et al. 2025), which
+    tis_cap: NonNegativeFloat = 0.0          # e.g. 2: truncated importance sampling (Yao et al. 2025), which
                                              # corrects for engine logprobs unlike the trainer's; 0: off
     # optimizer
-    max_steps: int = 100                     # rollouts, each with inner_epochs * mini_batches optimizer steps
-    learning_rate: float = 3e-4              # for a million parameters; 1e-6 is usual for a few hundred
+    max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
+    learning_rate: NonNegativeFloat = 3e-4   # for a million parameters; 1e-6 is usual for a few hundred
                                              # million
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
-    warmup_steps: int = 5
-    cooldown: float = 0.4                    # wsd: fraction of steps in which the rate decays
-    min_lr: float = 0.0                      # at the end of the schedule
-    weight_decay: float = 0.0                # of matrices
-    beta1: float = 0.9
-    beta2: float = 0.95
-    muon_momentum: float = 0.9
-    grad_clip: float = 1.0                   # global gradient norm; 0: off
+    warmup_steps: NonNegativeInt = 5
+    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
+    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
+    weight_decay: NonNegativeFloat = 0.0     # of matrices
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    muon_momentum: Fraction = 0.9
+    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
     # adapters (LoRA)
-    lora_rank: int = 0                       # train adapters of this rank; the reference model is the one
+    lora_rank: NonNegativeInt = 0            # train adapters of this rank; the reference model is the one
                                              # without them; 0: off
-    lora_alpha: float | None = None          # scale = alpha / rank; None: 2 lora_rank
+    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
-    tokens_per_micro_batch: int = 16384      # positions of a micro-batch, see batch.token_cost; halved until
-                                             # it fits in memory
+    tokens_per_micro_batch: PositiveInt = 16384     # positions of a micro-batch, see batch.token_cost; halved
+                                             # until it fits in memory
     compile: bool = False                    # torch.compile of the update
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
-    eval_interval: int = 50                  # steps; also before the first and after the last; 0: never
-    eval_questions: int = 200                # of split valid, answered greedily; with a dataset at most a
+    eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
+    eval_questions: Count = 200              # of split valid, answered greedily; with a dataset at most a
                                              # tenth of it, held out from training
-    shown_questions: int = 4                 # of these in samples.txt
-    log_interval: int = 1                    # steps
+    shown_questions: NonNegativeInt = 4      # of these in samples.txt
+    log_interval: PositiveInt = 1            # steps
     # verifiers
-    reward_workers: int | None = None        # verifier processes per rank; None: one per core, at most 8 in
-                                             # total
+    reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
+                                             # per core, at most 8 in total
     reward_pool: Literal["process", "thread", "serial"] = "process"       # only a hanging process can be
                                              # killed
-    timeout: float = 10.0                    # seconds until a verifier is killed; its completion is an error
-                                             # and is not trained on
+    timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
+                                             # completion is an error and is not trained on
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
     # speed: bench.py --ladder measures the gain of each
-    slots: int | None = None                 # completions in flight per rank; None: all of a step's, up to
-                                             # 512, if they fit
+    slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
+                                             # step's, up to 512, if they fit
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
@@ -167,22 +166,8 @@ def check(cfg):
     if cfg.dataset and cfg.task is None:
         raise BadInput("--dataset needs a verifier for its answers: add --task=my_reward.py.")
     cfg.task = "unit_conversion" if cfg.task is None else tasks.spec_of(cfg.task)
-    config.at_least(cfg, 1, "prompts_per_step k_samples max_prompt_tokens max_new_tokens max_rounds slots "
-                            "inner_epochs mini_batches overlong_tokens max_steps tokens_per_micro_batch "
-                            "eval_questions log_interval save_interval keep_last")
-    config.at_least(cfg, 0, "seed clip_low clip_high beta tis_cap learning_rate min_lr warmup_steps cooldown "
-                            "weight_decay beta1 beta2 muon_momentum grad_clip lora_rank eval_interval "
-                            "shown_questions skip_solved")
-    config.at_least(cfg, 0.01, "timeout temperature")
-    config.below(cfg, 1, "clip_low beta1 beta2 muon_momentum")
-    config.at_most(cfg, 1, "cooldown")
-    config.at_most(cfg, 10**6, "timeout prompts_per_step k_samples eval_questions")
-    config.at_most(cfg, 2**16, "slots")
-    config.check_questions(cfg)
     check_training(cfg)
     world = distributed.world_size()
-    if cfg.k_samples == 1:
-        raise BadInput("--k_samples=1 leaves a group without a comparison: give at least 2.")
     if cfg.prompts_per_step % (world * cfg.mini_batches):
         raise BadInput(f"{cfg.prompts_per_step} prompts per step can't be split evenly over {world} ranks "
                        f"with {cfg.mini_batches} mini-batches: change --prompts_per_step.")
@@ -275,47 +260,6 @@ def masked_difference(a, b, mask):
     return torch.where(mask, a.float() - b.float(), 0.0).clamp(-20, 20)
 
 
-# --- questions ---
-
-def open_questions(cfg, task):
-    """Return (training questions, validation questions, note on dropped questions for the log)."""
-    if cfg.dataset:
-        train, valid = read_questions(cfg.dataset, cfg.eval_questions)
-        return train[:cfg.num_questions], valid if cfg.eval_interval else [], ""
-    train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
-    valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
-    return train, valid, f" ({dropped} also in the test split dropped)" if dropped else ""
-
-
-def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
-    """Return [(question, Request)] of the questions whose prompts fit max_prompt_tokens and leave room for an
-    answer."""
-    longest = min(positions - 1, cfg.max_prompt_tokens or positions)
-    requests = requests_of(tokenizer, task, questions, num_samples, cfg.max_new_tokens, cfg.few_shot)
-    pairs = []
-    for question, request in zip(questions, requests):
-        if len(request.ids) <= longest:
-            pairs.append((question, dataclasses.replace(request, key=len(pairs))))
-    return pairs
-
-
-def check_domains(stream, asked, positions):
-    """Raise BadInput for a task with fewer than two questions left, or fewer questions in total than a step
-    needs. asked: {task: number of questions before long ones were dropped}."""
-    for domain, numbers in stream.numbers.items():
-        if not asked[domain]:
-            raise BadInput(f"{domain} has no questions to train on: raise --num_questions, change "
-                           "--dataset=, or leave that task out.")
-        if len(numbers) < min(2, asked[domain]):
-            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} exceeds "
-                           f"--max_prompt_tokens or the model's {positions} positions: lower --few_shot, or "
-                           "choose another task or model.")
-    if len(stream) < stream.cfg.prompts_per_step <= asked.total():
-        raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
-                       f"model's {positions} positions, and a step needs {stream.cfg.prompts_per_step}: "
-                       "lower --few_shot or --prompts_per_step.")
-
-
 # --- a step ---
 
 def sample_groups(cfg, run, pipeline, stream, reference):
@@ -334,10 +278,12 @@ def sample_groups(cfg, run, pipeline, stream, reference):
         completions = distributed.together(lambda: sample(run, pipeline, stream, mine),
                                            FloatingPointError, BrokenReward)
         # Logprobs are computed while verifiers work.
+        tokens = run.state.micro_batch
         if reference:
-            reference.add_logprobs(completions, run.state.micro_batch)
+            reference.add_logprobs(completions, tokens)
         if cfg.tis_cap:
-            add_trainer_logprobs(cfg, run, completions)
+            for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
+                c.trainer_logprobs = logprobs
         run.end_phase("reference")
         distributed.together(lambda: pipeline.graded(wait=True), BrokenReward)
         run.end_phase("reward")
@@ -364,13 +310,6 @@ def sample(run, pipeline, stream, positions):
     completions = list(pipeline.sample(questions, requests))
     run.end_phase("rollout")
     return completions
-
-
-def add_trainer_logprobs(cfg, run, completions):
-    """Set trainer_logprobs of each Completion, by the model before this step, for tis_cap."""
-    tokens = run.state.micro_batch
-    for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
-        c.trainer_logprobs = logprobs
 
 
 def group_by_question(cfg, completions, positions):
@@ -401,7 +340,8 @@ def set_advantages(cfg, groups):
 
 def learn(cfg, run, model, groups, lr, pcgrad):
     """Take one optimizer step. Returns this rank's summed loss statistics and the gradient norm, or None if
-    every advantage is zero on every rank, which leaves weights and optimizers unchanged."""
+    every advantage is zero on every rank, which leaves weights and optimizers unchanged. Other figures are
+    logged as they are if their names contain a slash."""
     trained = [c for group in groups for c in group if c.trained]
     num_tokens, num_sequences, num_signals = distributed.sum([
         sum(len(c.ids) for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
@@ -460,9 +400,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
         set_advantages(cfg, groups)
 
         # 3. Update the policy.
-        lr = optim.lr_at(run.step, cfg.max_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
-                         cfg.lr_schedule, cfg.cooldown)
-        lr *= run.state.lr_factor
+        lr = run.lr()
         # Only here, since sampling needs CUDA's cumsum, which is not deterministic.
         torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
@@ -503,9 +441,10 @@ def evaluate(cfg, run, pipeline, valid):
 
 # --- the model and its memory ---
 
-def build_model(cfg, hw, shape, found, resuming, device):
-    """Return the GPT on a device, with the weights of `found`. Run.restore loads those of a resumed run;
-    device meta has none."""
+def build_model(cfg, hw, shape, found, resuming):
+    """Return the GPT, not yet sharded, with the weights of `found`. `start` loads those of a resumed run."""
+    torch.manual_seed(cfg.seed)
+    device = sharding.building_device(hw, cfg.parallel)
     model = blank(shape, hw.attention, cfg.gradient_checkpointing, device=device)
     if not resuming and device.type != "meta":
         found.fill(model)
@@ -513,33 +452,11 @@ def build_model(cfg, hw, shape, found, resuming, device):
     return model
 
 
-def fit_update(cfg, run, worst, context):
-    """Return the TrainedModel, with the micro-batch that fits in memory."""
-    hw = run.hardware
-
-    def attempt(tokens):
-        model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
-        rows = worst.rows(tokens, context)
-        inputs = worst.inputs(tokens, cfg.temperature, hw.device)
-        return model, memory.rehearse(model, hw, rows, context, 2, run.bytes_to_come(), inputs)
-
-    def advice():
-        return memory.advice(run.model, hw, context, run.bytes_to_come(),
-                             "lower --max_new_tokens, --max_prompt_tokens or --few_shot")
-    return run.fit(attempt, worst.smaller, advice)
-
-
 def make_engine(cfg, run, stream, worst, context, tokenizer, task):
     """Return the Engine, with as many slots as fit in memory beside the update. Checkpoints keep that number,
     since logprobs depend on it in the last bits."""
-    hw = run.hardware
-    dtype = hw.sampling_dtype
-    rows = worst.rows(run.state.micro_batch, context)
-    needed = sum(memory.parts(run.model, hw, rows, context, run.bytes_to_come()).values())
-    needed += dtype.itemsize * run.model.n_params()
-    share = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples
-    most = slots_that_fit(run.model.config, context, dtype, hw.device, needed)
-    slots = cfg.slots or min(share, most, stream.state.slots or share)
+    dtype = run.hardware.sampling_dtype
+    slots = cfg.slots or slots_beside_update(cfg, run, worst, context, stream.state.slots)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
         engine = Engine(run.model, slots, context, sampling, seed=cfg.seed, dtype=dtype,
@@ -552,7 +469,6 @@ def main(argv):
     cfg = config.load(Config, argv, frozen=LORA, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
-    check_installed(cfg.tensorboard, cfg.wandb)
     resuming = cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
@@ -578,31 +494,23 @@ def main(argv):
 
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
-    asked = json.dumps([(question, request.ids) for question, request in stream.pairs])
-    digest = hashlib.sha256(asked.encode()).hexdigest()
-    run = start(cfg, hw, partial(build_model, cfg, hw, shape, found, resuming), cfg.tokens_per_micro_batch,
-                cfg.max_steps, digest, found.step if resuming else None, stream.state)
+    model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
+    run = start(cfg, hw, model, cfg.tokens_per_micro_batch, cfg.max_steps, stream.digest(),
+                found.step if resuming else None, stream.state)
     with task_errors():                      # fails before the run folder is changed
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
     run.other_bytes = pcgrad.bytes() if pcgrad else 0
-    doctor = Doctor if cfg.diagnose else None
-    with pool, run.open(tokenizer, provenance, doctor, resuming, keep_base=cfg.beta > 0):
+    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task)})
+    with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model) if cfg.beta else None
-        most = cfg.prompts_per_step // distributed.world_size() * cfg.k_samples // cfg.mini_batches
-        longest_answer = min(cfg.max_new_tokens, context - 1)
-        longest, longest_answer = (round_up(n, hw.length_multiple) for n in (longest, longest_answer))
-        worst = WorstCase(longest, longest_answer, cfg.k_samples, most)
+        worst = worst_case(cfg, hw, longest, context)
         model = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
-        run.log.say(start_up(cfg, run, stream, pipeline, about))
-        settings = hw.settings | {"ranks": distributed.world_size(), "engine": f"{engine.dtype}",
-                                  "reward_pool": pool.kind, "cuda_graphs": engine.cuda_graphs,
-                                  "attention": hw.attention_name(run.model.config)}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
-                        facts=facts(run, found, pipeline))
+        run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline),
+                      engine=f"{engine.dtype}", reward_pool=pool.kind, cuda_graphs=engine.cuda_graphs)
         return train(cfg, run, model, pipeline, stream, valid, reference, pcgrad)
 
 

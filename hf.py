@@ -2,11 +2,12 @@
 
     python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
 """
+import contextlib
+import dataclasses
 import functools
 import inspect
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -148,47 +149,46 @@ def translate(hf_config, key, names):
 
 
 def write_config(config):
-    """Return a config.json (a dict) of a transformers architecture that is equivalent to this GPTConfig."""
+    """Return a config.json (a dict) of a transformers architecture that is equivalent to this GPTConfig: the
+    first that read_config turns back into it."""
     if config.mixer != "softmax":
         raise BadInput(f"transformers has no architecture with mixer={config.mixer}: export a model with "
                        "softmax attention.")
-    plain_heads = (config.n_kv_head, config.head_dim) == (config.n_head, config.n_embd // config.n_head)
-    all_biases = config.qkv_bias and config.o_bias and config.mlp_bias
-    like_gpt2 = (config.norm, config.position, config.qk_norm) == ("layernorm", "learned", False)
-    gelu = config.mlp in ("gelu", "gelu_tanh")
-    if config.logit_softcap == 0 and like_gpt2 and gelu and all_biases and plain_heads:
-        return {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": config.vocab_size,
-            "n_positions": config.block_size,
-            "n_layer": config.n_layer,
-            "n_head": config.n_head,
-            "n_embd": config.n_embd,
-            "n_inner": config.mlp_hidden,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new" if config.mlp == "gelu_tanh" else "gelu",
-            "tie_word_embeddings": config.tied_head,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        }
-    same_biases = config.qkv_bias == config.o_bias
-    if not config.qk_norm and same_biases:
-        kind = "llama"
-    elif config.qkv_bias and not (config.qk_norm or config.o_bias or config.mlp_bias):
-        kind = "qwen2"
-    elif config.qk_norm and same_biases and not config.mlp_bias:
-        kind = "qwen3"
-    else:
-        kind = None
-    like_llama = (config.norm, config.position) == ("rmsnorm", "rope") and config.mlp in ("swiglu", "relu2")
+    config = dataclasses.replace(config, dropout=0.0)
     wide_heads = config.head_dim != config.n_embd // config.n_head
-    if not kind or config.logit_softcap or not like_llama or (kind == "qwen2" and wide_heads):
-        raise BadInput(f"transformers has no architecture for norm={config.norm}, "
-                       f"position={config.position}, qk_norm={config.qk_norm}, mlp={config.mlp}, "
-                       f"qkv_bias={config.qkv_bias}, logit_softcap={config.logit_softcap}: export an "
-                       "architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
+    for kind in ("gpt2", "llama", "qwen3") if wide_heads else ("gpt2", "llama", "qwen2", "qwen3"):
+        written = write_gpt2(config) if kind == "gpt2" else write_llama(config, kind)
+        with contextlib.suppress(ValueError, BadInput):       # a width that this kind can't have, for example
+            if read_config(written) == config:
+                return written
+    raise BadInput(f"transformers has no architecture for norm={config.norm}, "
+                   f"position={config.position}, qk_norm={config.qk_norm}, mlp={config.mlp}, "
+                   f"qkv_bias={config.qkv_bias}, logit_softcap={config.logit_softcap}: export an "
+                   "architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
+
+
+def write_gpt2(config):
+    """Return GPT-2's config.json for a GPTConfig."""
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.block_size,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_embd": config.n_embd,
+        "n_inner": config.mlp_hidden,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": "gelu_new" if config.mlp == "gelu_tanh" else "gelu",
+        "tie_word_embeddings": config.tied_head,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def write_llama(config, kind):
+    """Return the config.json of kind llama, qwen2 or qwen3 for a GPTConfig."""
     rope_scaling = config.rope_scaling or {"rope_type": "default"}
     return {
         "model_type": kind,
@@ -254,7 +254,7 @@ def weight_names(config, kind):
         yield "head.weight", ["lm_head.weight"], False
 
 
-@dataclass
+@dataclasses.dataclass
 class ModelSource:
     """A model to load: a run folder or Hugging Face files."""
     folder: Path
@@ -267,7 +267,7 @@ class ModelSource:
         name that contradicts a run's own, or for more ids than the model has."""
         if self.step is not None:
             tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
-            if self.about.get("tokenizer_sha256") not in (None, tokenizer.sha256):
+            if self.about.get("tokenizer_sha256") != tokenizer.sha256:
                 raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: restore the run's "
                                "original.")
             own_name = self.about["tokenizer"]["name"]
@@ -545,7 +545,7 @@ def export_adapters(model, folder, base_model_name_or_path=""):
     write(folder, "adapter_config.json", adapter_config, "adapter_model.safetensors", tensors)
 
 
-@dataclass
+@dataclasses.dataclass
 class Config:
     paths: tuple = ()                        # run folder, output folder
 

@@ -18,6 +18,7 @@ import hf
 from engine import Engine, Request, Sampling
 from rollouts.questions import task_errors
 from runtime import config, distributed, guard, hardware
+from runtime.config import Count, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from runtime.progress import track
 from tasks._pool import load
 from text.prompts import context_of, prompt_ids
@@ -29,12 +30,12 @@ class Config:
                                              # command line
     prompt: str = ""                         # empty: the end-of-text token, which precedes a document
     interactive: bool = False                # read independent prompts from standard input, one per line
-    num_samples: int = 1
-    max_new_tokens: int = 128
-    temperature: float = 0.8                 # 0: greedy
-    top_k: int | None = None                 # sample only from the k likeliest tokens; None: all
-    top_p: float = 1.0                       # the fewest likeliest tokens whose probabilities sum to this
-    min_p: float = 0.0                       # tokens at least this fraction as likely as the likeliest
+    num_samples: Count = 1
+    max_new_tokens: PositiveInt = 128
+    temperature: NonNegativeFloat = 0.8      # 0: greedy
+    top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
+    top_p: UnitInterval = 1.0                # the fewest likeliest tokens whose probabilities sum to this
+    min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
     task: str = ""                           # ask prompts as questions of this task: with its prompt form and
                                              # instruction, up to its stop text
     stop: str | None = None                  # string that ends a sample, e.g. </answer>
@@ -43,7 +44,7 @@ class Config:
                                              # or a folder with one
     deterministic: bool = False              # samples do not depend on their number, bit for bit (see
                                              # engine/generate.py)
-    seed: int = 0
+    seed: NonNegativeInt = 0
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
 
@@ -109,9 +110,6 @@ def main(argv):
     cfg = config.load(Config, argv, positional="model")
     if not cfg.model:
         raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
-    config.at_least(cfg, 1, "num_samples")
-    config.at_most(cfg, 10**6, "num_samples")
-    config.check_sampling(cfg)
     end_with_reader()
     distributed.init()
     rank = distributed.rank()

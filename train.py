@@ -12,11 +12,10 @@
 Options, as --key=value:
 """
 import dataclasses
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from runtime.usage import first_line
 
@@ -28,15 +27,16 @@ import hf
 from doctor.diagnose import Doctor
 from experimental import feedback, orthogonality
 from model import GPT, GPTConfig, blank
-from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
-from runtime.config import BadInput
+from runtime import config, distributed, guard, hardware, memory, parallel as sharding
+from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
+                            PositiveInt, UnitInterval)
 from runtime.distributed import CUDA_GRAPHS
-from runtime.log import check_installed
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
 from text import data, examples
-from text.perplexity import evaluation_line, examples_loss, text_loss
-from text.provenance import check_task, provenance
+from text.datasets import is_text, number_of_steps, open_data, validation_loss, workers
+from text.perplexity import evaluation_line
+from text.provenance import check_task, own_task, prompt_form
 from text.report import facts, log_step, log_validation, start_up
 from text.tokenizer import Tokenizer
 
@@ -55,53 +55,53 @@ class Config(RunOptions):
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
                                              # questions and answers (text/examples.py), or examples:NAME, a
                                              # task's own
-    block_size: int = 256                    # context in tokens; with init_from the default is the model's,
+    block_size: PositiveInt = 256            # context in tokens; with init_from the default is the model's,
                                              # at most 1024
     tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
                                              # model's, or bytes
     # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
-    batch_size: int = 32                     # largest micro-batch, in sequences; halved until it fits in
+    batch_size: PositiveInt = 32             # largest micro-batch, in sequences; halved until it fits in
                                              # memory
-    gradient_accumulation_steps: int = 1     # micro-steps per optimizer step, summed over ranks
-    max_steps: int | None = None             # limit in optimizer steps
-    num_epochs: float | None = None          # limit in passes over the data; without either limit: 300 steps
+    gradient_accumulation_steps: PositiveInt = 1     # micro-steps per optimizer step, summed over ranks
+    max_steps: PositiveInt | None = None     # limit in optimizer steps
+    num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
     # optimizer
-    learning_rate: float = 0.01              # peak; Muon's updates are scaled to AdamW's size
+    learning_rate: NonNegativeFloat = 0.01   # peak; Muon's updates are scaled to AdamW's size
     optimizer: Literal["adamw", "muon"] = "muon"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
-    warmup_steps: int | None = 10            # None: 10% of the steps, at most 50
-    cooldown: float = 0.4                    # wsd: fraction of steps in which the rate decays
-    min_lr: float = 0.0                      # at the end of the schedule
-    weight_decay: float = 0.0                # of matrices
-    beta1: float = 0.9
-    beta2: float = 0.95
-    muon_momentum: float = 0.9
-    grad_clip: float = 1.0                   # global gradient norm; 0: off
-    dropout: float = 0.0                     # 0.1-0.2 for many epochs
+    warmup_steps: NonNegativeInt | None = 10     # None: 10% of the steps, at most 50
+    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
+    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
+    weight_decay: NonNegativeFloat = 0.0     # of matrices
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    muon_momentum: Fraction = 0.9
+    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
+    dropout: Fraction = 0.0                  # 0.1-0.2 for many epochs
     # model
-    n_layer: int = 4
-    n_head: int = 2
-    n_embd: int = 128                        # width of the residual stream
-    n_kv_head: int | None = None             # key/value heads; None: n_head
-    head_dim: int | None = None              # None: n_embd / n_head
-    mlp_hidden: int | None = None            # None: 4 n_embd, or 8/3 n_embd with swiglu
+    n_layer: PositiveInt = 4
+    n_head: PositiveInt = 2
+    n_embd: PositiveInt = 128                # width of the residual stream
+    n_kv_head: PositiveInt | None = None     # key/value heads; None: n_head
+    head_dim: PositiveInt | None = None      # None: n_embd / n_head
+    mlp_hidden: PositiveInt | None = None    # None: 4 n_embd, or 8/3 n_embd with swiglu
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     position: Literal["rope", "learned"] = "rope"
     qk_norm: bool = True                     # RMSNorm of queries and keys
     mlp: Literal["relu2", "gelu", "gelu_tanh", "swiglu"] = "relu2"
     bias: bool = False                       # in all linear layers
     tied_head: bool = False                  # share weights between embedding and head
-    logit_softcap: float = 0.0               # e.g. 15; 0: off
+    logit_softcap: NonNegativeFloat = 0.0    # e.g. 15; 0: off
     mixer: Literal["softmax", "favor", "linear"] = "softmax"         # favor, linear: linear attention
                                              # (docs/okadfa.md)
     mixer_rule: Literal["sum", "delta"] = "sum"       # favor, linear: add values to the state, or replace
                                              # them
-    mixer_features: int = 256                # favor: random features per head
+    mixer_features: PositiveInt = 256        # favor: random features per head
     # adapters (LoRA)
-    lora_rank: int = 0                       # e.g. 16: train adapters of this rank on the frozen weights of
+    lora_rank: NonNegativeInt = 0            # e.g. 16: train adapters of this rank on the frozen weights of
                                              # init_from; 0: off
-    lora_alpha: float | None = None          # scale = alpha / rank; None: 2 lora_rank
+    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
     lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # feedback alignment, frozen blocks, orthogonality (docs/okadfa.md)
     backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
@@ -109,19 +109,19 @@ class Config(RunOptions):
                                              # to three points of each block
     feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one per block, one for all blocks,
                                              # or the unchanged error
-    trained_blocks: int | Literal["all", "none", "last"] = "all"      # a number counts from the top
-    orthogonality: float = 0.0               # weight of the penalty on attention's projections, e.g. 0.01; 0:
+    trained_blocks: NonNegativeInt | Literal["all", "none", "last"] = "all"     # a number counts from the top
+    orthogonality: NonNegativeFloat = 0.0    # weight of the penalty on attention's projections, e.g. 0.01; 0:
                                              # off
-    orthogonality_warmup: int = 1000         # steps in which the weight rises
+    orthogonality_warmup: PositiveInt = 1000     # steps in which the weight rises
     # machine
     compile: bool | None = None              # torch.compile; None: on a GPU only (on a CPU it pays after
                                              # about five minutes)
     # evaluation, log, checkpoints
-    eval_interval: int = 100                 # steps; also after the last one
-    eval_tokens: int | None = None           # None: the whole validation split
+    eval_interval: PositiveInt = 100         # steps; also after the last one
+    eval_tokens: PositiveInt | None = None   # None: the whole validation split
     eval_only: bool = False                  # evaluate once and exit without writing anything
-    patience: int = 0                        # stop after this many evaluations without a new best; 0: never
-    log_interval: int = 10                   # steps
+    patience: NonNegativeInt = 0             # stop after this many evaluations without a new best; 0: never
+    log_interval: PositiveInt = 10           # steps
     # data, in detail
     text_key: str = "text"                   # text field of .jsonl, .parquet and hub datasets
     data_dir: str = "data"                   # folder for tokenised texts
@@ -129,13 +129,13 @@ class Config(RunOptions):
                                              # None: datagen.py's
     instruction: str | None = None           # examples in .json: system message for a chat model; None:
                                              # datagen.py's
-    valid_share: float = 0.0                 # examples: fraction of the questions held out for validation
+    valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
     # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    loss_chunks: int = 0                     # chunks for head and loss; 0: by size
-    num_workers: int | None = None           # loader processes; None: 2 on a GPU, 0 elsewhere
+    loss_chunks: NonNegativeInt = 0          # chunks for head and loss; 0: by size
+    num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
     pin_memory: bool = True                  # on a GPU
-    prefetch: int = 2                        # steps loaded ahead per loader process
+    prefetch: Annotated[int, Bounds(1, 256)] = 2     # steps loaded ahead per loader process
 
     @property
     def sequences(self):
@@ -154,22 +154,11 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
-    config.at_least(cfg, 1, "block_size n_layer n_head n_embd n_kv_head head_dim mlp_hidden batch_size "
-                            "max_steps eval_tokens gradient_accumulation_steps eval_interval log_interval "
-                            "save_interval keep_last prefetch mixer_features")
-    config.at_least(cfg, 0, "seed logit_softcap dropout learning_rate min_lr warmup_steps weight_decay beta1 "
-                            "beta2 muon_momentum grad_clip loss_chunks num_workers cooldown patience "
-                            "lora_rank valid_share num_epochs")
-    config.below(cfg, 1, "dropout beta1 beta2 muon_momentum valid_share")
-    config.at_most(cfg, 1, "cooldown")
-    config.at_most(cfg, 256, "num_workers prefetch")
     check_training(cfg)
     check_mixer(cfg)
     feedback.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
-    if cfg.num_epochs == 0:
-        raise BadInput("--num_epochs=0 trains nothing: raise it.")
     if cfg.lora_rank and cfg.init_from == "scratch":
         raise BadInput("--lora_rank needs a pretrained model: name one with --init_from=, or leave it out.")
     if cfg.sequences > 2**20:
@@ -230,9 +219,11 @@ def shape_of(cfg, hw, tokenizer, found):
     return shape
 
 
-def build_model(cfg, hw, shape, found, resuming, device):
-    """Return the GPT on a device, randomly initialized or with the weights of `found`. Run.restore loads the
-    weights of a resumed run; device meta has none."""
+def build_model(cfg, hw, shape, found, resuming):
+    """Return the GPT, not yet sharded, randomly initialized or with the weights of `found`. `start` loads
+    those of a resumed run."""
+    torch.manual_seed(cfg.seed)
+    device = sharding.building_device(hw, cfg.parallel)
     options = (hw.attention, cfg.gradient_checkpointing, cfg.loss_chunks)
     if found or device.type == "meta":
         model = blank(shape, *options, device=device)
@@ -243,70 +234,6 @@ def build_model(cfg, hw, shape, found, resuming, device):
     adapt(cfg, model, device, resuming)
     feedback.attach(model, cfg)
     return model
-
-
-def starting_point(cfg):
-    """Return the hf.ModelSource of init_from, None for scratch."""
-    if cfg.init_from == "scratch":
-        return None
-    return hf.to_resume(cfg.out_dir, cfg.eval_only) if cfg.init_from == "resume" else hf.find(cfg.init_from)
-
-
-# --- the data ---
-
-def open_data(cfg, tokenizer):
-    """Return (training dataset, validation data: data.TokenFile or a list of examples, description for the
-    log)."""
-    rank = distributed.rank()
-    world = distributed.world_size()
-    if not examples.is_examples_file(cfg.dataset, cfg.text_key):
-        folder = distributed.on_main(lambda: data.prepare(cfg.dataset, tokenizer, cfg.data_dir, cfg.text_key))
-        text = data.TokenFile(folder, "train")
-        dataset = data.Windows(text, cfg.block_size, cfg.sequences, cfg.seed, rank, world,
-                               data.digest(folder))
-        held_out = data.TokenFile(folder, "valid")
-        if len(held_out) < 2:
-            raise BadInput(f"The validation split of {cfg.dataset} has no token to predict: give more text.")
-        return dataset, held_out, f"{len(text):,} training tokens, {len(held_out):,} for validation"
-    found = distributed.on_main(lambda: examples.read(cfg.dataset, tokenizer, cfg.prompt,
-                                                         cfg.instruction))
-    short = [example for example in found if example.length <= cfg.block_size]
-    train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
-    dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
-    targets = sum(int(example.is_target[1:].sum()) for example in train)
-    about = (f"{len(train):,} examples of {dataset.longest} tokens at most, {targets:,} trained on; "
-             f"{len(held_out):,} for validation; {len(found) - len(short):,} longer than "
-             f"--block_size={cfg.block_size} left out")
-    return dataset, held_out, about
-
-
-def is_text(dataset):
-    return isinstance(dataset, data.Windows)
-
-
-def validation_loss(cfg, hw, model, held_out, micro_batch):
-    """Return the result of text_loss or examples_loss."""
-    if isinstance(held_out, data.TokenFile):
-        return text_loss(model, held_out, cfg.block_size, micro_batch, hw, cfg.eval_tokens)
-    return examples_loss(model, held_out, micro_batch, hw)
-
-
-def number_of_steps(cfg, dataset):
-    """Return the number of optimizer steps of the whole run."""
-    limits = []
-    if cfg.max_steps is not None:
-        limits.append(cfg.max_steps)
-    if cfg.num_epochs is not None or not (is_text(dataset) or limits):
-        num_epochs = 3 if cfg.num_epochs is None else cfg.num_epochs
-        limits.append(math.ceil(num_epochs * dataset.steps_per_epoch))
-    return max(1, min(limits or [300]))
-
-
-def workers(cfg, hw):
-    """Return the number of loader processes."""
-    if cfg.num_workers is not None:
-        return cfg.num_workers
-    return 2 if hw.device.type == "cuda" else 0
 
 
 # --- training ---
@@ -372,12 +299,10 @@ def train(cfg, run, model, dataset, held_out):
         run.end_phase("forward_backward")
 
         # Optimizer step.
-        lr = optim.lr_at(run.step, run.num_steps, cfg.learning_rate, cfg.min_lr, cfg.warmup_steps,
-                         cfg.lr_schedule, cfg.cooldown)
-        lr *= run.state.lr_factor
-        penalty = orthogonality.add_gradients(cfg, run)                # {} if off
+        lr = run.lr()
+        figures = orthogonality.add_gradients(cfg, run)      # more metrics, {name: number}; {} if off
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
-        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, penalty)
+        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures)
         run.finish_step(num_tokens, "optimizer", log)
     return run.end()
 
@@ -395,12 +320,15 @@ def main(argv):
     cfg = config.load(Config, argv, frozen=frozen, saved_of=model_options, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
-    check_installed(cfg.tensorboard, cfg.wandb)
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory, fixed_shapes=not examples.is_examples_file(cfg.dataset, cfg.text_key))
 
     # Data and model. init_from sets architecture and tokenizer.
-    found = distributed.on_main(lambda: starting_point(cfg))
+    found = None
+    if cfg.init_from == "resume":
+        found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir, weights_suffice=cfg.eval_only))
+    elif cfg.init_from != "scratch":
+        found = distributed.on_main(lambda: hf.find(cfg.init_from))
     resuming = cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.describe()["name"]
@@ -410,8 +338,9 @@ def main(argv):
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
-    run = start(cfg, hw, partial(build_model, cfg, hw, shape, found, resuming), micro_batch,
-                number_of_steps(cfg, dataset), dataset.digest, found.step if resuming else None)
+    model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
+    run = start(cfg, hw, model, micro_batch, number_of_steps(cfg, dataset), dataset.digest,
+                found.step if resuming else None)
     if cfg.eval_only:
         if not held_out:
             raise BadInput("There are no validation examples: set --valid_share=.")
@@ -419,15 +348,12 @@ def main(argv):
         if distributed.is_main():
             print(evaluation_line(result))
         return 0
-    doctor = Doctor if cfg.diagnose else None
-    with run.open(tokenizer, provenance, doctor, resuming):
+    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg)})
+    with run.open(tokenizer, provenance, Doctor, resuming):
         model = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
-        run.log.say(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited))
-        settings = hw.settings | {"ranks": distributed.world_size(), "num_workers": workers(cfg, hw),
-                                  "attention": hw.attention_name(run.model.config)}
-        run.log.metrics(step=run.step, config=dataclasses.asdict(cfg), settings=settings,
-                        facts=facts(run, dataset))
+        run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),
+                      facts(run, dataset), num_workers=workers(cfg, hw))
         return train(cfg, run, model, dataset, held_out)
 
 

@@ -12,9 +12,10 @@ Shapes: B running rows, T tokens of a prompt.
 """
 import platform
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 
 import numpy as np
@@ -22,13 +23,14 @@ import torch
 import torch.nn as nn
 from torch.nn.attention import sdpa_kernel
 
+from engine import kv_cache
 from engine.gpu import CUDAGraph, has_varlen_attention
-from engine.kv_cache import KVCache, prefill_tokens, slots_that_fit
+from engine.kv_cache import PREFILL_TOKENS, KVCache, slots_that_fit
 from engine.sampler import Sampling, StopStrings, draw, stream, uniform
 from engine.state_cache import StateCache
 from layers.lora import merged_weights
 from layers.ops import SDPA_WITH_MASK
-from model import on_meta
+from model import GPT, on_meta
 from runtime import hardware, memory, vitals
 
 SORT_EVERY = 32                              # on a CPU: polls between two sorts of the rows by position
@@ -77,8 +79,7 @@ class Progress:
 class WaitingRequest:
     """A request with samples that have no slot yet."""
     request: Request
-    indices: deque                           # of waiting samples
-    slots: list = field(default_factory=list)          # of samples being admitted
+    indices: deque                           # of these samples
     prefilled: bool = False                  # its keys and values are in the cache's last row
 
 
@@ -100,61 +101,59 @@ class Packed(nn.Module):
 
     @staticmethod
     def works(device_type, dtype):
-        if device_type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        x86 = platform.machine() in ("x86_64", "AMD64")
+        if device_type != "cpu" or not x86 or not torch.backends.mkldnn.is_available():
             return False
-        if not torch.backends.mkldnn.is_available():
-            return False
-        if dtype == torch.bfloat16:
-            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return dtype == torch.float32
+        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bf16 or dtype == torch.float32
 
 
 # --- the engine ---
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Sample in batches with generate(); replace the weights with load().
 
-    slots: rows in flight; None: as many as fit into free memory (at most MAX_SLOTS).
-    context: longest prompt plus completion, in tokens.
-    sampling: default for generate().
-    dtype, device: of weights and cache; None: the model's.
-    deterministic: every matrix product has the same shape whatever else is in the batch, so that a sample is
+    Deterministic: every matrix product has the same shape whatever else is in the batch, so that a sample is
     bitwise the same in any batch (at the same `slots` and `context`). Otherwise only its noise is the same:
     logprobs agree to 1e-5 in fp32 without TF32, and in bf16 a different token is drawn occasionally.
-    decode: function from ids to text, needed for stop strings.
-    poll: steps between two reads of the results.
-    decoding: mask | length, a GPU's decoding attention (engine/gpu.py); length falls back to mask.
     """
+    model: InitVar[GPT]                      # copied; self.model is the engine's own
+    slots: int | None = None                 # rows in flight; None: as many as fit into memory (MAX_SLOTS)
+    context: int | None = None               # longest prompt plus completion, in tokens; None: block_size
+    sampling: Sampling = Sampling()          # default for generate()
+    _: KW_ONLY
+    seed: int = 0
+    dtype: torch.dtype | None = None         # of weights and cache; None: the model's
+    device: torch.device | None = None       # None: the model's
+    deterministic: bool = False
+    decode: Callable | None = None           # ids -> text, needed for stop strings
+    poll: int | None = None                  # steps between two reads of results; None: 8 on a GPU, else 1
+    cuda_graphs: bool = True                 # on a GPU
+    decoding: str = "mask"                   # mask | length (engine/gpu.py; mask if PyTorch can't)
 
     @torch.inference_mode(False)
-    def __init__(self, model, slots=None, context=None, sampling=None, *, seed=0, dtype=None, device=None,
-                 deterministic=False, decode=None, poll=None, cuda_graphs=True, decoding="mask"):
+    def __post_init__(self, model):
         self.config = model.config
-        self.device = device or model.head_weight.device
+        self.device = self.device or model.head_weight.device
         self.kind = DEVICE_TYPE_OVERRIDE or self.device.type
-        self.dtype = dtype or model.head_weight.dtype
-        self.seed = seed
-        self.decode = decode
-        self.sampling = sampling or Sampling()
-        self.check_sampling(self.sampling)
+        self.dtype = self.dtype or model.head_weight.dtype
         self.stop_strings = {}               # {texts: StopStrings} of all calls
+        self.find_strings(self.sampling)
         block_size = self.config.block_size
-        self.context = block_size if context is None else min(context, block_size)
-        self.deterministic = deterministic
-        default_poll = 8 if self.kind == "cuda" else 1
-        self.poll = default_poll if poll is None else poll
-        self.cuda_graphs = cuda_graphs and self.kind == "cuda"
-        if self.poll < 1 or self.context < 2 or slots is not None and slots < 1:
-            raise ValueError(f"slots={slots} and poll={self.poll} must be at least 1, "
+        self.context = block_size if self.context is None else min(self.context, block_size)
+        if self.poll is None:
+            self.poll = 8 if self.kind == "cuda" else 1
+        if self.poll < 1 or self.context < 2 or self.slots is not None and self.slots < 1:
+            raise ValueError(f"slots={self.slots} and poll={self.poll} must be at least 1, "
                              f"and context={self.context} at least 2.")
-        self.progress = None                 # Progress of the generate() that owns the slots
+        self.cuda_graphs = self.cuda_graphs and self.kind == "cuda"
+        by_length = self.kind == "cuda" and self.dtype != torch.float32 and self.config.mixer == "softmax"
+        if not by_length or self.deterministic or not has_varlen_attention():
+            self.decoding = "mask"
         self.build_model()
         self.load(model)
-        if slots is None:
-            slots = slots_that_fit(self.config, self.context, self.dtype, self.device)
-        self.allocate(slots)
-        by_length = self.kind == "cuda" and self.dtype != torch.float32 and self.config.mixer == "softmax"
-        self.decoding = decoding if by_length and not deterministic and has_varlen_attention() else "mask"
+        self.allocate(self.slots or slots_that_fit(self.config, self.context, self.dtype, self.device))
 
     def build_model(self):
         """Build the engine's own model; load() fills in its weights."""
@@ -181,22 +180,22 @@ class Engine:
         CUDA graphs stay valid. An unfinished generate() can't continue, since its keys and values are of old
         weights.
         """
-        self.progress = None
+        self.progress = None                 # Progress of the generate() that owns the slots
         model = getattr(model, "_orig_mod", model)            # unwrap a compiled model
         setters = {name: parameter.copy_ for name, parameter in self.model.named_parameters()}
         for name, module in self.model.named_modules():
             if isinstance(module, Packed):
                 setters[f"{name}.weight"] = module.pack
         head = "head.weight" if model.head else "token_embedding.weight"
-        weights_read = 0                     # per step
+        self.weight_bytes = 0                # read in each step
         for name, weight in merged_weights(model, self.dtype):
+            weight = weight.to(self.dtype)
             if name.startswith("blocks.") or name == head:
-                weights_read += weight.numel()
+                self.weight_bytes += weight.nbytes
             if name in setters:
-                setters[name](weight.to(self.dtype))
+                setters[name](weight)
             if self.head and name == head:
-                self.head.pack(weight.to(self.dtype))
-        self.weight_bytes = self.dtype.itemsize * weights_read
+                self.head.pack(weight)
         self.fingerprint = vitals.fingerprint(model, self.dtype)         # identifies these weights
 
     def allocate(self, slots):
@@ -209,9 +208,8 @@ class Engine:
             torch.cuda.empty_cache()
         try:
             if self.config.mixer == "softmax":
-                self.cache = KVCache(
-                    self.config, slots, self.context, self.dtype, device, kind=self.kind,
-                    backend=self.model.backend, deterministic=self.deterministic, graphs=self.cuda_graphs)
+                self.cache = KVCache(self.model, slots, self.context, kind=self.kind,
+                                     deterministic=self.deterministic, graphs=self.cuda_graphs)
             else:
                 self.cache = StateCache(self.config, slots, device)
         except Exception as e:
@@ -254,11 +252,10 @@ class Engine:
     def prefill(self, prompts):
         """Compute keys and values of prompts (slot, ids), in batches of similar length."""
         self.cache.clear([slot for slot, _ in prompts])
-        prompts = [prompt for prompt in prompts if prompt[1]]
-        prompts.sort(key=lambda prompt: len(prompt[1]))
+        prompts = sorted((prompt for prompt in prompts if prompt[1]), key=lambda prompt: len(prompt[1]))
         while prompts:
             T = len(prompts[-1][1])
-            n = 1 if self.deterministic else max(1, prefill_tokens(self.kind) // T)
+            n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.kind] // T)
             batch = prompts[-n:]
             prompts = prompts[:-n]
             padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal attention ignores padding
@@ -321,11 +318,11 @@ class Engine:
         same, and so is the result.
         """
         sampling = sampling or self.sampling
-        self.check_sampling(sampling)
+        self.find_strings(sampling)          # raises an error without `decode`
         requests = iter(requests)
         waiting = deque()                    # WaitingRequests
         rows = []                            # rows[i]: the Sample in slot i, or None
-        unfinished = {}                      # {request: number of samples}
+        done = Counter()                     # {unfinished request: number of finished samples}
         counters = Progress(self.slots, in_flight=partial(self.in_flight, rows))
         self.progress = counters
         self.polls = 0
@@ -333,28 +330,27 @@ class Engine:
             self.cache.resize(16)
         while True:
             self.enqueue(requests, waiting, self.slots - sum(row is not None for row in rows))
-            out_of_memory = False
+            results = None
             try:
                 self.admit(rows, waiting)
                 if not rows:
                     return
-                ids, logprobs = self.run_steps(rows, sampling)
+                results = self.run_steps(rows, sampling)
             except Exception as e:
                 if self.slots == 1 or not memory.is_out_of_memory(e):
                     raise
-                out_of_memory = True
-            if out_of_memory:                # outside `except`, where the exception holds no memory
+            if results is None:              # not within `except`, where the exception holds memory
                 waiting = requeue(rows, waiting)
                 rows.clear()
                 self.allocate(self.slots // 2)
                 counters.slots = self.slots
                 continue
-            finished = self.collect(rows, ids, logprobs, sampling)
+            finished = self.collect(rows, *results, sampling)
             for sample in finished:
                 request = sample.request
-                unfinished[request] = unfinished.get(request, request.num_samples) - 1
-                if unfinished[request] == 0:
-                    del unfinished[request]
+                done[request] += 1
+                if done[request] == request.num_samples:
+                    del done[request]
                     counters.requests += 1
             counters.samples += len(finished)
             counters.busy = len(rows) - len(finished)
@@ -376,23 +372,16 @@ class Engine:
         if not 0 < n < self.context:
             raise ValueError(f"A prompt of {n} tokens can't be continued: give 1 to {self.context - 1} "
                              f"in a context of {self.context}.")
-        smallest = min(request.ids)
-        extreme = smallest if smallest < 0 else max(request.ids)
         last = self.config.vocab_size - 1
-        if not 0 <= extreme <= last:
-            raise ValueError(f"A prompt has token id {extreme}, but the model's ids are 0 to {last}: "
-                             "encode it with the model's tokenizer.")
+        for i in (min(request.ids), max(request.ids)):
+            if not 0 <= i <= last:
+                raise ValueError(f"A prompt has token id {i}, but the model's ids are 0 to {last}: "
+                                 "encode it with the model's tokenizer.")
         if not all(-2**63 <= number < 2**63 for number in (request.key, self.seed)):
             raise ValueError(f"key={request.key} and seed={self.seed} must fit 64 bits.")
         if request.num_samples < 1 or request.max_new_tokens < 1:
             raise ValueError(f"num_samples={request.num_samples} and max_new_tokens={request.max_new_tokens} "
                              "must be at least 1.")
-
-    def check_sampling(self, sampling):
-        """Raise ValueError for stop strings without `decode`."""
-        if sampling.stop_strings and not self.decode:
-            raise ValueError("Stop strings need a function from ids to text: pass decode=tokenizer.decode "
-                             "to Engine.")
 
     def enqueue(self, requests, waiting, free):
         """Read Requests, outside inference mode, until their samples fill the free slots."""
@@ -411,45 +400,36 @@ class Engine:
         A prompt is prefilled in one slot, without its last token, which is the input of the first decoding
         step. It is copied to the other slots, and to the cache's last row if more samples are waiting.
         """
-        admitted = self.assign_slots(rows, waiting)
-        self.cache.fit(max((len(pending.request.ids) for pending in admitted), default=0))
-        new = [pending for pending in admitted if not pending.prefilled]
-        self.prefill([(pending.slots[0], pending.request.ids[:-1]) for pending in new])
-        slots = []
-        for pending in admitted:
-            self.copy_prompt(pending)
-            slots += pending.slots
-            pending.slots.clear()
-        if slots:
-            self.start(rows, slots)
+        admitted = self.schedule(rows, waiting)
+        self.cache.fit(max((len(pending.request.ids) for pending, _ in admitted), default=0))
+        self.prefill([(slots[0], pending.request.ids[:-1]) for pending, slots in admitted
+                      if not pending.prefilled])
+        last_row = self.slots
+        for pending, slots in admitted:
+            source = last_row if pending.prefilled else slots[0]
+            pending.prefilled = bool(pending.indices)
+            targets = {*slots, last_row} if pending.prefilled else {*slots}
+            targets.discard(source)
+            if targets:
+                self.cache.copy(source, [*targets], len(pending.request.ids) - 1)
+        if admitted:
+            self.start(rows, [slot for _, slots in admitted for slot in slots])
         self.compact(rows)
 
-    def copy_prompt(self, pending):
-        """Copy a prompt's keys and values to the slots of all its samples."""
-        last_row = self.slots
-        source = last_row if pending.prefilled else pending.slots[0]
-        targets = pending.slots + [last_row] if pending.indices else pending.slots
-        targets = [slot for slot in targets if slot != source]
-        if targets:
-            self.cache.copy(source, targets, len(pending.request.ids) - 1)
-        pending.prefilled = bool(pending.indices)
-
-    def assign_slots(self, rows, waiting):
-        """Put waiting samples into free slots of `rows`; return the WaitingRequests they belong to."""
+    def schedule(self, rows, waiting):
+        """Put waiting samples into free slots of `rows`; return [(WaitingRequest, its new slots)]."""
         admitted = []
         free = [i for i, row in enumerate(rows) if row is None]
         free += range(len(rows), self.slots)
-        for slot in free:
-            if not waiting:
-                break
+        while free and waiting:
             pending = waiting[0]
-            sample = Sample(pending.request, pending.indices.popleft())
-            rows[slot:slot + 1] = [sample]   # replaces None or appends
-            if not pending.slots:
-                admitted.append(pending)
-            pending.slots.append(slot)
+            slots = free[:len(pending.indices)]
+            free = free[len(slots):]
+            for slot in slots:
+                rows[slot:slot + 1] = [Sample(pending.request, pending.indices.popleft())]   # or appends
             if not pending.indices:
                 waiting.popleft()
+            admitted.append((pending, slots))
         return admitted
 
     def start(self, rows, slots):
@@ -464,15 +444,14 @@ class Engine:
 
         tokens = torch.tensor([request.ids[-1] for request in requests])
         state = torch.stack((tokens, torch.from_numpy(lengths - 1)))
-        self.state[:, torch.tensor(slots, device=self.device)] = state.to(self.device)
+        self.state[:, slots] = state.to(self.device)
 
         keys = torch.tensor([request.key for request in requests])
         indices = torch.tensor([sample.index for sample in samples])
         first = int(lengths.min()) - 1
         last = min(self.context, int((lengths + limits).max()))
         noise = uniform(stream(self.seed, keys, indices)[:, None], torch.arange(first, last))
-        noise = noise.to(self.noise.device)
-        self.noise[torch.tensor(slots, device=noise.device), first:last] = noise
+        self.noise[slots, first:last] = noise.to(self.noise.device)
 
     def compact(self, rows):
         """Move the last rows into empty slots."""
@@ -492,7 +471,7 @@ class Engine:
         B = len(rows)
         steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
         self.polls += 1
-        if self.cache.gains_from_sorting(B) and self.polls % SORT_EVERY == 0:
+        if self.cache.grows and B > kv_cache.ROW_GROUP_SIZE and self.polls % SORT_EVERY == 0:
             self.sort(rows)
         shape = self.step_shape((self.prompt_tokens + self.new_tokens)[:B] - 1 + steps)
         self.step_index.zero_()
@@ -564,9 +543,9 @@ class Engine:
         is_stop &= np.arange(steps) < remaining[:, None]
         stopped = is_stop.any(1)
         kept = np.where(stopped, is_stop.argmax(1) + 1, np.minimum(remaining, steps))
-        if not sampling.stop_strings:
+        strings = self.find_strings(sampling)
+        if strings is None:
             return kept, stopped
-        strings = self.find_strings(sampling.stop_strings)
         for i in np.flatnonzero(strings.may_complete(ids).any(1)):
             count = self.new_tokens[i]
             before = self.ids[i, max(0, count - strings.tail):count].tolist()
@@ -576,11 +555,15 @@ class Engine:
                 stopped[i] = True
         return kept, stopped
 
-    def find_strings(self, strings):
-        """Return the cached StopStrings for these texts."""
-        if strings not in self.stop_strings:
+    def find_strings(self, sampling):
+        """Return the cached StopStrings of a Sampling, None if it has none; ValueError without `decode`."""
+        strings = sampling.stop_strings
+        if strings and not self.decode:
+            raise ValueError("Stop strings need a function from ids to text: pass decode=tokenizer.decode "
+                             "to Engine.")
+        if strings and strings not in self.stop_strings:
             self.stop_strings[strings] = StopStrings(strings, self.decode, self.config.vocab_size)
-        return self.stop_strings[strings]
+        return self.stop_strings.get(strings)
 
 
 def requeue(rows, waiting):
@@ -589,6 +572,5 @@ def requeue(rows, waiting):
     samples += [(pending.request, index) for pending in waiting for index in pending.indices]
     queue = {}
     for request, index in samples:
-        pending = queue.setdefault(request, WaitingRequest(request, deque()))
-        pending.indices.append(index)
+        queue.setdefault(request, WaitingRequest(request, deque())).indices.append(index)
     return deque(queue.values())

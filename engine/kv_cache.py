@@ -17,18 +17,14 @@ from layers.ops import ATTENTION
 from runtime import memory
 
 ROW_GROUP_SIZE = 128                         # on a CPU: rows of one attention product
-MAX_SLOTS = {"cpu": 512, "cuda": 512}        # even if memory allows more
+MAX_SLOTS = {"cpu": 512, "cuda": 512, "mps": 64}                 # even if memory allows more
+PREFILL_TOKENS = {"cpu": 512, "cuda": 2**14, "mps": 512}         # padded prompt tokens per prefill batch
 
 
 def bucket(n, multiple):
     """Round n up to a multiple of `multiple` and of a power of two between n/8 and n/4."""
     step = max(multiple, 2 ** max(0, n.bit_length() - 3))
     return -(-n // step) * step
-
-
-def prefill_tokens(device_type):
-    """Return the number of padded prompt tokens per prefill batch: enough to keep the device busy."""
-    return {"cuda": 2**14}.get(device_type, 512)
 
 
 def cache_bytes(config, slots, context, dtype):
@@ -52,10 +48,10 @@ def slots_that_fit(config, context, dtype, device, reserved=0):
     channels = config.n_head * config.head_dim + 2 * config.mlp_hidden + 4 * config.n_embd
     if config.mixer != "softmax":
         channels += 2 * n_features(config) * (config.n_head + config.n_kv_head)
-    activations = 4 * channels * prefill_tokens(device.type)
+    activations = 4 * channels * PREFILL_TOKENS[device.type]
     per_slot = cache_bytes(config, 0, context, dtype) + 16 * config.padded_vocab_size
     free = 0.9 * (memory.available(device) - reserved) - activations
-    return max(1, min(MAX_SLOTS.get(device.type, 64), int(free / per_slot) - 1))
+    return max(1, min(MAX_SLOTS[device.type], int(free / per_slot) - 1))
 
 
 class RowGroup(NamedTuple):
@@ -68,23 +64,23 @@ class RowGroup(NamedTuple):
 class KVCache:
     """Keys and values k, v [L, slots + 1, K, T, D]; the last row holds a prompt with waiting samples.
 
-    kind: device type (cpu, cuda or mps). backend: a name in ATTENTION, for prefill. graphs: decoding steps
-    are CUDA graphs. On a CPU the cache `grows`: T follows the positions in use, since in bf16 whole rows are
-    read faster than parts (docs/notes.md).
+    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. On a CPU the cache `grows`:
+    T follows the positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
     """
 
-    def __init__(self, config, slots, context, dtype, device, *, kind, backend, deterministic, graphs):
-        self.config = config
+    def __init__(self, model, slots, context, *, kind, deterministic, graphs):
+        self.config = config = model.config
+        self.attention = ATTENTION[model.backend]            # of prefill
         self.kind = kind
-        self.backend = backend
         self.deterministic = deterministic
         self.graphs = graphs
         self.grows = kind == "cpu" and not deterministic
         self.longest = bucket(context, 64)
-        self.positions = torch.arange(self.longest, device=device)
-        self.mask_values = torch.tensor([[0.0], [-math.inf]], dtype=dtype, device=device)
+        weight = model.token_embedding.weight                # has the cache's dtype and device
+        self.positions = torch.arange(self.longest, device=weight.device)
+        self.mask_values = weight.new_tensor([[0.0], [-math.inf]])
         self.shape = (config.n_layer, slots + 1, config.n_kv_head, self.longest, config.head_dim)
-        self.storage = torch.zeros(2, math.prod(self.shape), dtype=dtype, device=device)
+        self.storage = weight.new_zeros(2, math.prod(self.shape))
         self.resize(self.longest)
 
     @property
@@ -116,8 +112,7 @@ class KVCache:
         return []
 
     def bytes_read(self, lengths):
-        """Return bytes read by samples of lengths (prompt, new tokens): per token, all positions before it.
-        """
+        """Return bytes read by samples of lengths (prompt, new tokens): per token, all earlier positions."""
         positions = sum(new * prompt + new * (new + 1) / 2 for prompt, new in lengths)
         return positions * cache_bytes(self.config, 0, 64, self.storage.dtype) / 64
 
@@ -141,13 +136,9 @@ class KVCache:
         """Write k and v [B, T, K, D] to a layer's (keys, values) and attend with q [B, T, H, D]."""
         for cache, new in zip(layer, (k, v)):
             cache[slots, :, :new.shape[1]] = new.transpose(1, 2)
-        return ATTENTION[self.backend](q, k, v)
+        return self.attention(q, k, v)
 
     # --- the next token ---
-
-    def gains_from_sorting(self, B):
-        """Return whether sorting rows by length makes a step of B rows read less."""
-        return self.grows and B > ROW_GROUP_SIZE
 
     def groups(self, B, lengths):
         """Return the RowGroups of a step of B rows that read `lengths` positions each (an array).
@@ -170,25 +161,21 @@ class KVCache:
         return tuple(groups)
 
     def decode(self, positions, groups, decoding):
-        """Return each layer's attention function for next tokens at positions [B]; decoding: see `reading`.
-        """
-        readings = [
-            self.reading(positions[group.first:group.last], group.length, decoding) for group in groups]
+        """Return each layer's attention function for next tokens at positions [B]; see `reading`."""
+        readings = []
+        for first, last, length in groups:
+            readings.append((slice(first, last), self.reading(positions[first:last], length, decoding)))
         write_at = (self.row_starts[:len(positions)] + positions[:, None]).flatten()
         layers = zip(self.k, self.v)
-        return [partial(self.decode_layer, layer, write_at, groups, readings) for layer in layers]
+        return [partial(self.decode_layer, layer, write_at, readings) for layer in layers]
 
     def reading(self, positions, length, decoding):
-        """Return a mask of the first `length` positions, or a VarlenAttention if decoding is length."""
+        """Return the additive mask of rows at positions [B], or a VarlenAttention if decoding is length.
+
+        The mask is -inf for keys past a row's position, else 0: [B, K, G, length], on a CPU [B K, G, length].
+        """
         if decoding == "length":
             return VarlenAttention(self, positions, length)
-        return self.mask(positions, length)
-
-    def mask(self, positions, length):
-        """Return the additive mask of rows at positions [B]: -inf for keys past them, else 0.
-
-        The shape is [B, K, G, length], on a CPU [B K, G, length].
-        """
         K = self.config.n_kv_head
         G = self.config.n_head // K
         zero, minus_infinity = self.mask_values
@@ -196,16 +183,13 @@ class KVCache:
         mask = mask[:, None, None].expand(-1, K, G, -1)
         return mask.flatten(0, 1) if self.kind == "cpu" else mask
 
-    def decode_layer(self, layer, write_at, groups, readings, q, k, v):
+    def decode_layer(self, layer, write_at, readings, q, k, v):
         """Write k and v [B, 1, K, D] to a layer's (keys, values) and attend with q [B, 1, H, D]."""
         for cache, new in zip(layer, (k, v)):
             D = new.shape[3]
             cache.view(-1, D).index_copy_(0, write_at, new.reshape(-1, D))
-        parts = []
-        for group, reading in zip(groups, readings):
-            rows = slice(group.first, group.last)
-            keys, values = (cache[rows] for cache in layer)
-            parts.append(self.attend(q[rows], keys, values, reading))
+        keys, values = layer
+        parts = [self.attend(q[rows], keys[rows], values[rows], reading) for rows, reading in readings]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def attend(self, q, keys, values, reading):

@@ -53,9 +53,6 @@ class StateCache:
         y, layer[slots] = mix(*inputs, lengths=lengths)
         return y
 
-    def gains_from_sorting(self, B):
-        return False
-
     def groups(self, B, lengths):
         """Return no RowGroups: all rows read the same amount."""
         return ()

@@ -27,10 +27,6 @@ FROZEN_OPTIONS = ["backward", "feedback_matrix", "trained_blocks"]
 def check(cfg):
     """Raise BadInput for conflicts among the options of this file and --orthogonality."""
     uses_feedback = cfg.backward != "backprop"
-    config.at_least(cfg, 0, "orthogonality")
-    config.at_least(cfg, 1, "orthogonality_warmup")
-    if type(cfg.trained_blocks) is int:
-        config.at_least(cfg, 0, "trained_blocks")
     if cfg.lora_rank and (uses_feedback or cfg.trained_blocks != "all" or cfg.orthogonality):
         raise BadInput("--lora_rank freezes the weights of all blocks: leave it out, or --backward, "
                        "--trained_blocks and --orthogonality.")

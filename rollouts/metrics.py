@@ -12,7 +12,7 @@ from runtime import distributed
 from runtime.progress import duration
 from runtime.run import non_default_options
 from runtime.vitals import fingerprint, moved
-from text.provenance import prompt_form
+from text.provenance import common_prompt
 
 
 UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
@@ -133,7 +133,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
     last = updates[-1] if updates else {}
-    pcgrad = {name: value for name, value in last.items() if name.startswith("surgery/")}
+    others = {name: float(value) for name, value in last.items() if "/" in name}       # PCGrad, for example
     n = total["samples"]
     targets = max(1.0, total["tokens"])
     tokens = total["completion_tokens"] + total["prompt_tokens"]
@@ -163,7 +163,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "perf/throughput": tokens / seconds / world,
         "perf/mfu/actor": mfu,
         **domain_metrics(cfg, stream, groups),
-        **pcgrad,
+        **others,
     }
 
 
@@ -173,13 +173,13 @@ def facts(run, source, pipeline):
     chat = pipeline.tokenizer.template["name"] != "plain"
     return {
         "parameters": run.model.n_params(),
-        "prompt": None if chat else prompt_form(run.cfg),
+        "prompt": None if chat else common_prompt(pipeline.task),
         "trained_prompt": source.about.get("prompt"),
         "unread_template": pipeline.tokenizer.unread_template,
     }
 
 
-def vitals(cfg, run, pipeline, groups, metrics):
+def vitals(run, pipeline, groups, metrics):
     """Return further values for doctor.diagnose: relative weight change at the engine's precision, whether
     the engine's weights are stale, mean number of distinct samples per group, and evidence for the cause of
     zero or equal rewards. groups: this rank's."""
@@ -218,7 +218,7 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     """Write a step's metrics and log line; every rank must call this. groups: all that this rank sampled;
     updates: statistics of each optimizer step; bytes_read: by sampling."""
     metrics = step_metrics(cfg, run, stream, groups, updates, bytes_read)
-    metrics |= vitals(cfg, run, pipeline, groups, metrics)
+    metrics |= vitals(run, pipeline, groups, metrics)
     state = run.state
     grad_norm = updates[-1]["grad_norm"] if updates else 0.0
     seconds = run.timings.total()

@@ -8,6 +8,7 @@
         pipeline.graded(wait=True)                                        # now all are graded
 """
 import contextlib
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 
@@ -47,6 +48,18 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
         ids = prompt_ids(tokenizer, question["question"], own.prompt, others, own.instruction)
         requests.append(Request(ids, num_samples, key, max_new_tokens))
     return requests
+
+
+def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
+    """Return [(question, Request)] of the questions whose prompts fit max_prompt_tokens and leave room for an
+    answer."""
+    longest = min(positions - 1, cfg.max_prompt_tokens or positions)
+    requests = requests_of(tokenizer, task, questions, num_samples, cfg.max_new_tokens, cfg.few_shot)
+    pairs = []
+    for question, request in zip(questions, requests):
+        if len(request.ids) <= longest:
+            pairs.append((question, dataclasses.replace(request, key=len(pairs))))
+    return pairs
 
 
 def context_for(cfg, requests, few_shot, source):

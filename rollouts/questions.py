@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import hashlib
+import json
 import random
 import re
 from dataclasses import dataclass, field
@@ -101,6 +102,16 @@ def read_questions(path, n_valid):
     return list(questions.values()), valid
 
 
+def open_questions(cfg, task):
+    """Return (training questions, validation questions, note on dropped questions for the log)."""
+    if cfg.dataset:
+        train, valid = read_questions(cfg.dataset, cfg.eval_questions)
+        return train[:cfg.num_questions], valid if cfg.eval_interval else [], ""
+    train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
+    valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
+    return train, valid, f" ({dropped} also in the test split dropped)" if dropped else ""
+
+
 # --- the question stream of grpo.py ---
 
 @dataclass
@@ -151,17 +162,15 @@ class QuestionStream:
     def next(self, again=False):
         """Return the stream positions of a step's questions, for all ranks, without resting questions. again:
         more questions for the same step, with --mixing=round_robin from the same domain."""
-        state = self.state
-        if state.asked and not state.passed:                 # saved before mixtures existed
-            state.passed[self.domains[0]] = state.asked
+        turns = self.state.turns
         n = self.cfg.prompts_per_step
         per_turn = n if self.cfg.mixing == "round_robin" else 1
         positions = []
         resting = set()
         while len(positions) < n:
             if not again or per_turn == 1:
-                self.turn = tasks.next_task(self.weights, state.turns)
-            state.turns[self.turn] = state.turns.get(self.turn, 0) + per_turn
+                self.turn = tasks.next_task(self.weights, turns)
+            turns[self.turn] = turns.get(self.turn, 0) + per_turn
             positions += [self.next_position(self.turn, resting) for _ in range(per_turn)]
         if len(self.domains) > 1:            # else a mini-batch (every n-th question) might miss a domain
             random.Random(f"{self.cfg.seed} {positions[0]}").shuffle(positions)
@@ -190,6 +199,28 @@ class QuestionStream:
         for positions in distributed.gather(solved):
             for position in positions:
                 self.state.solved[str(self.number(position))] = self.epoch(position)
+
+    def digest(self):
+        """Return a digest of all questions and their prompts."""
+        asked = json.dumps([(question, request.ids) for question, request in self.pairs])
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def check_domains(stream, asked, positions):
+    """Raise BadInput for a task with fewer than two questions left, or fewer questions in total than a step
+    needs. asked: {task: number of questions before long ones were dropped}."""
+    for domain, numbers in stream.numbers.items():
+        if not asked[domain]:
+            raise BadInput(f"{domain} has no questions to train on: raise --num_questions, change "
+                           "--dataset=, or leave that task out.")
+        if len(numbers) < min(2, asked[domain]):
+            raise BadInput(f"Every prompt of {domain}{' but one' if numbers else ''} exceeds "
+                           f"--max_prompt_tokens or the model's {positions} positions: lower --few_shot, or "
+                           "choose another task or model.")
+    if len(stream) < stream.cfg.prompts_per_step <= asked.total():
+        raise BadInput(f"Only {len(stream)} of {asked.total()} prompts fit --max_prompt_tokens and the "
+                       f"model's {positions} positions, and a step needs {stream.cfg.prompts_per_step}: "
+                       "lower --few_shot or --prompts_per_step.")
 
 
 def question_at(position, n, seed):

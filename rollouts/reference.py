@@ -4,7 +4,8 @@ import contextlib
 from layers.lora import adapters_off
 from model import blank
 from rollouts.batch import logprobs_of
-from runtime import checkpoint, parallel
+from runtime import checkpoint, distributed, parallel
+from runtime.config import BadInput
 
 
 class Reference:
@@ -18,13 +19,14 @@ class Reference:
         self.offloaded = []                  # pinned CPU copies of the weights
         if cfg.lora_rank:
             return
-        self.model = parallel.build(self.begin, hw, cfg.parallel)
+        self.model = parallel.shard(distributed.together(self.begin, BadInput), hw, cfg.parallel)
         if cfg.offload_reference and hw.device.type == "cuda":
             self.offloaded = [p.data.cpu().pin_memory() for p in self.model.parameters()]
             self.place(self.offloaded)
 
-    def begin(self, device):
-        """Return the reference model on a device; without weights on the meta device."""
+    def begin(self):
+        """Return the reference model, not yet sharded."""
+        device = parallel.building_device(self.hw, self.cfg.parallel)
         model = blank(self.model.config, self.hw.attention, device=device)
         if device.type != "meta":
             model.load_state_dict(checkpoint.load_base(self.cfg.out_dir))

@@ -15,7 +15,7 @@
             checkpoints/step_00000100/model.safetensors   weights
                                       optimizer.safetensors   optimizer state of each weight
                                       state.json          rest of the training state (save_only_model omits
-                                                          both; old runs have one file state.pt)
+                                                          both)
                                       meta.json           step, validation loss, config, SHA-256 of the files
 """
 import contextlib
@@ -24,7 +24,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import re
 import shutil
 import stat
@@ -49,8 +48,8 @@ STALE_FILES = (*TEMPORARY_FILES, "base.partial*", "checkpoints/partial*",
                "checkpoints/step_" + 8 * "[0-9]" + ".replaced")
 # Everything that a run writes into its folder, except wandb's own folder. --overwrite removes only these.
 RUN_FILES = (*IDENTITY_FILES, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json",
-             "base.safetensors", "base.sha256", "retry.json", "retreat.json", "wandb_id",
-             "bad_batch_step_*_rank_*.pt", "checkpoints/step_" + 8 * "[0-9]",
+             "base.safetensors", "base.sha256", "retry.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
+             "checkpoints/step_" + 8 * "[0-9]",
              "tensorboard/events.out.tfevents.*", *STALE_FILES)
 
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
@@ -257,8 +256,7 @@ def loading(subject):
             yield
     except torch.OutOfMemoryError:           # a RuntimeError, but not an error of the files
         raise
-    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError,
-            LookupError, AttributeError) as e:
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise BadInput(f"{subject} can't be loaded ({reason}): restore the original files of one model, or "
                        "choose another.") from None
@@ -305,18 +303,13 @@ def open_tensors(out_dir, step, name="model.safetensors"):
 
 
 def load_state(out_dir, step):
-    """Return the state that `save` was given; in old runs it also has "optimizers", their state_dicts."""
-    folder = step_folder(out_dir, step)
-    if (folder / "state.json").exists():
-        return parse_json((folder / "state.json").read_bytes(), dict)
-    state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-    optimizers = state.pop("optimizers")
-    return json.loads(json.dumps(state)) | {"optimizers": optimizers}
+    """Return the state that `save` was given."""
+    return parse_json((step_folder(out_dir, step) / "state.json").read_bytes(), dict)
 
 
 def has_state(out_dir, step):
     """Return whether training can resume from the checkpoint; without a state it only has weights."""
-    return bool({"state.json", "state.pt"} & read_meta(out_dir, step).get("sha256", {}).keys())
+    return "state.json" in read_meta(out_dir, step).get("sha256", {})
 
 
 # --- run folders ---

@@ -12,6 +12,7 @@ import types
 import typing
 import zlib
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 from runtime.usage import help_text, is_first_rank
 
@@ -25,6 +26,38 @@ LARGEST = 2**63 - 1                  # int64, as in torch and NumPy
 
 class BadInput(Exception):
     """An error that the user can fix. Its message is one sentence: problem and remedy. Exit code 2."""
+
+
+class Bounds(NamedTuple):
+    """The range of a number option: least <= value <= most, above < value < below."""
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def check(self, value, source):
+        """Raise BadInput for a value outside. source: the flag, or the file and the name."""
+        problem = None
+        if value < self.least:
+            problem = f"small: it must be at least {self.least}"
+        elif value <= self.above:
+            problem = f"small: it must be above {self.above}"
+        elif value > self.most:
+            problem = f"large: it must be at most {self.most}"
+        elif value >= self.below:
+            problem = f"large: it must be below {self.below}"
+        if problem:
+            raise BadInput(f"{source}={value} is too {problem}.")
+
+
+# types of options; `load` checks their bounds
+PositiveInt = Annotated[int, Bounds(1)]
+NonNegativeInt = Annotated[int, Bounds(0)]
+Count = Annotated[int, Bounds(1, 10**7)]
+PositiveFloat = Annotated[float, Bounds(above=0)]
+NonNegativeFloat = Annotated[float, Bounds(0)]
+UnitInterval = Annotated[float, Bounds(0, 1)]
+Fraction = Annotated[float, Bounds(0, below=1)]
 
 
 def would_overwrite(path, expected, option="--output="):
@@ -41,7 +74,7 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
     for a stage that writes to out_dir; it is called before anything there is read.
     """
     fields = {f.name: f for f in dataclasses.fields(Config)}
-    hints = typing.get_type_hints(Config)
+    hints = typing.get_type_hints(Config, include_extras=True)
     given = {}
     for arg in argv:
         if any("\ud800" <= c <= "\udfff" for c in arg):       # undecodable bytes
@@ -140,11 +173,10 @@ def seal(content):
 
 
 def read_sealed(path, advice):
-    """Return the dictionary of a file that `seal` wrote (old files have no checksum); BadInput, which ends
-    with `advice`, if it is damaged."""
+    """Return the dictionary of a file that `seal` wrote; BadInput, which ends with `advice`, if it is
+    damaged."""
     content = read_json(path, advice)
-    expected = content.pop("checksum", None)
-    if expected not in (None, checksum(content)):
+    if content.pop("checksum", None) != checksum(content):
         raise BadInput(f"{path} is damaged (it fails its checksum): {advice}.")
     return content
 
@@ -198,11 +230,20 @@ def check_known(key, fields, source):
 
 def choices(hint):
     """Return the types or literal values that a field's annotation admits."""
+    if typing.get_origin(hint) is Annotated:
+        return [hint.__origin__]
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return [c for part in typing.get_args(hint) for c in choices(part)]
     return [hint]
+
+
+def check_bounds(value, hint, source):
+    """Raise BadInput for a number outside the Bounds in a field's annotation."""
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is Annotated and type(value) is part.__origin__:
+            part.__metadata__[0].check(value, source)
 
 
 def parse(text, hint, source):
@@ -230,16 +271,14 @@ def check_type(value, hint, source):
     options = choices(hint)
     if isinstance(value, str) and DTYPE_ALIASES.get(value) in options:
         value = DTYPE_ALIASES[value]
-    kind = type(value)
-    if kind is int and abs(value) > LARGEST:
+    if type(value) is int and abs(value) > LARGEST:
         raise BadInput(f"{source} is too large: a whole number is at most 2**63 - 1.")
-    if any(value is o or (isinstance(o, str) and value == o) for o in options) or kind in options:
-        if not (kind is float and not math.isfinite(value)):
-            return value
-    if value is None and type(None) in options:
-        return None
-    if kind is int and float in options:
-        return float(value)
+    if type(value) is int and float in options:
+        value = float(value)
+    known = type(value) in options or any(isinstance(o, str) and value == o for o in options)
+    if known and not (type(value) is float and not math.isfinite(value)):
+        check_bounds(value, hint, source)
+        return value
     wanted = [o if isinstance(o, str) else "None" if o is type(None) else
               {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list",
                dict: "an object"}[o] for o in options]
@@ -247,42 +286,3 @@ def check_type(value, hint, source):
     raise BadInput(f"{source}={str(value)[:80]} should be "
                    f"{', '.join(wanted[:-1]) + ' or ' if wanted[1:] else ''}{wanted[-1]}"
                    f"{f'; did you mean {near[0]}?' if near else '.'}")
-
-
-def at_least(cfg, least, names):
-    """Raise BadInput if one of the named options (except None and "auto") is smaller than `least`."""
-    for name in names.split():
-        value = getattr(cfg, name)
-        if value not in (None, "auto") and value < least:
-            raise BadInput(f"--{name}={value} is too small: it must be at least {least}.")
-
-
-def at_most(cfg, most, names):
-    """Raise BadInput if one of the named options (except None and "auto") is larger than `most`."""
-    for name in names.split():
-        value = getattr(cfg, name)
-        if value not in (None, "auto") and value > most:
-            raise BadInput(f"--{name}={value} is too large: it must be at most {most}.")
-
-
-def below(cfg, limit, names):
-    """Raise BadInput if one of the named options is not smaller than `limit`."""
-    for name in names.split():
-        if getattr(cfg, name) >= limit:
-            raise BadInput(f"--{name}={getattr(cfg, name)} is too large: it must be below {limit}.")
-
-
-def check_sampling(cfg):
-    """Raise BadInput for invalid sampling options of sample.py, eval.py and datagen.py."""
-    at_least(cfg, 1, "max_new_tokens top_k")
-    at_least(cfg, 0, "temperature seed min_p")
-    at_most(cfg, 1, "top_p min_p")
-
-
-def check_questions(cfg):
-    """Raise BadInput for invalid task options of eval.py, datagen.py and grpo.py."""
-    at_least(cfg, 1, "num_questions reward_workers")
-    at_least(cfg, 0, "few_shot")
-    at_most(cfg, 10**7, "num_questions")
-    at_most(cfg, 1000, "few_shot")
-    at_most(cfg, 256, "reward_workers")

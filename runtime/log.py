@@ -1,5 +1,6 @@
 """Logging: metrics.jsonl for programs, training.log and the terminal for people."""
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -28,20 +29,22 @@ class Log:
     appends an object to metrics.jsonl and sends its numbers to TensorBoard and Weights & Biases if enabled.
     doctor: class whose look() finds problems in the lines (doctor.diagnose)."""
 
-    def __init__(self, out_dir, resumed_step=None, tensorboard=False, wandb=False, config=None, doctor=None):
+    def __init__(self, out_dir, resumed_step=None, cfg=None, doctor=None):
+        """resumed_step: later metrics are dropped. cfg: the stage's options; None: no TensorBoard, no W&B."""
         self.main = distributed.is_main()
         self.folder = Path(out_dir)
+        self.cfg = cfg
         self.writers = []
         self.board = None                    # TensorBoard writer
         self.wandb_run = None
         if resumed_step is not None:
             self.forget_after(resumed_step)
         self.doctor = doctor(read_lines(self.folder)) if doctor and self.main else None
-        if tensorboard and self.main:
+        if cfg and cfg.tensorboard and self.main:
             self.open_board(resumed_step)
             self.writers.append(self.write_board)
-        if wandb:
-            distributed.on_main(lambda: self.open_wandb(config))
+        if cfg and cfg.wandb:
+            distributed.on_main(lambda: self.open_wandb(dataclasses.asdict(cfg)))
 
     def open_board(self, last_step=None):
         """Open the TensorBoard writer; it discards earlier steps after last_step."""
@@ -124,7 +127,7 @@ class Log:
         settings."""
         if not self.main:
             return
-        self.append("metrics.jsonl", json.dumps({name: for_json(value) for name, value in values.items()}))
+        self.write_line(values)
         numbers = {}
         for name, value in values.items():
             if isinstance(value, int | float) and name != "step":
@@ -133,8 +136,12 @@ class Log:
             for write in self.writers:
                 write(values["step"], numbers)
         for finding in self.doctor.look(values) if self.doctor else ():
-            self.append("metrics.jsonl", json.dumps({"step": values["step"], "finding": finding.as_json()}))
+            self.write_line({"step": values["step"], "finding": finding.as_json()})
             self.say(f"! {finding}")
+
+    def write_line(self, values):
+        """Append a line to metrics.jsonl: all of its lines come from here."""
+        self.append("metrics.jsonl", json.dumps({name: for_json(value) for name, value in values.items()}))
 
     def append(self, name, line):
         """Append a line to a file. A failure (a full disk, for example) does not end the run; the next

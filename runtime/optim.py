@@ -153,35 +153,22 @@ def moments(model, optimizers):
 def load_moments(model, optimizers, saved):
     """Restore the state that `moments` returned, from tensors or slices of a file. ValueError if it belongs
     to another model."""
-    names = {p: name for name, p in model.named_parameters()}
-    unused = set(saved)
+    weights = dict(model.named_parameters())
+    owners = {}                              # {weight: (its optimizer, whether that is fused)}
     for optimizer in optimizers:
-        keys = ("momentum_buffer",) if isinstance(optimizer, Muon) else ("step", "exp_avg", "exp_avg_sq")
         for group in optimizer.param_groups:
-            for p in group["params"]:
-                if f"{names[p]}.{keys[0]}" not in unused:     # it had no gradient yet
-                    continue
-                for key in keys:
-                    kept = torch.zeros_like(p, requires_grad=False)
-                    if key == "step":
-                        kept = torch.zeros((), device=p.device if group["fused"] else "cpu")
-                    name = f"{names[p]}.{key}"
-                    parallel.fill(kept, saved[name], name)
-                    optimizer.state[p][key] = kept
-                    unused.remove(name)
-    if unused:
-        raise ValueError(f"{min(unused)} is left over")
-
-
-def legacy_moments(model, optimizers, state):
-    """Convert the state_dicts in the state of an old run to the form of `moments`."""
-    names = {p: name for name, p in model.named_parameters()}
-    result = {}
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        numbered = [p for group in optimizer.param_groups for p in group["params"]]
-        for number, kept in saved["state"].items():
-            result |= {f"{names[numbered[number]]}.{key}": tensor for key, tensor in kept.items()}
-    return result
+            owners |= {p: (optimizer, group.get("fused")) for p in group["params"]}
+    for name, values in saved.items():
+        weight, _, key = name.rpartition(".")
+        p = weights.get(weight)
+        if p not in owners:
+            raise ValueError(f"{name} is left over")
+        optimizer, fused = owners[p]
+        kept = torch.zeros_like(p, requires_grad=False)
+        if key == "step":
+            kept = torch.zeros((), device=p.device if fused else "cpu")
+        parallel.fill(kept, values, name)
+        optimizer.state[p][key] = kept
 
 
 def pending_bytes(optimizers):

@@ -2,6 +2,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.config import NonNegativeInt, PositiveInt
+
 
 @dataclass
 class RunOptions:
@@ -16,11 +18,11 @@ class RunOptions:
     sum_locally: bool = False                # reduce gradients only at the last micro-step (FSDP no_sync);
                                              # costs one full gradient of memory per rank
     deterministic: bool = False              # only kernels with reproducible results
-    seed: int = 0
+    seed: NonNegativeInt = 0
     # checkpoints, logs
-    save_interval: int = 100                 # steps; also after the last, at a new best, after each epoch of
+    save_interval: PositiveInt = 100         # steps; also after the last, at a new best, after each epoch of
                                              # examples and at a stop signal
-    keep_last: int = 2                       # checkpoints, besides the best
+    keep_last: PositiveInt = 2               # checkpoints, besides the best
     save_only_model: bool = False            # weights only: a third of the size, no resume
     diagnose: bool = True                    # report problems of the run (docs/diagnosis.md)
     tensorboard: bool = False                # log to out_dir/tensorboard

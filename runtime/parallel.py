@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from layers.lora import full_tensor
 from runtime import distributed
-from runtime.config import BadInput
 
 
 def is_sharded(tensor):
@@ -68,14 +67,17 @@ def write_on_main(tensors, write):
 
 # --- the model ---
 
-def build(make, hw, parallel, sum_locally=False, compile_mode=None):
-    """Return make(device), sharded for several ranks with parallel fsdp or hybrid (see `shard`): then the
-    first rank makes the model in CPU memory, the others on the meta device."""
-    if parallel == "ddp" or distributed.world_size() == 1:
-        return make(hw.device)
-    device = torch.device("cpu" if distributed.is_main() else "meta")
-    model = distributed.together(lambda: make(device), BadInput)
-    return shard(model, hw, parallel, sum_locally, compile_mode)
+def shards(parallel):
+    """Tell whether models are sharded: with parallel fsdp or hybrid, and several ranks."""
+    return parallel != "ddp" and distributed.world_size() > 1
+
+
+def building_device(hw, parallel):
+    """Return the device on which to build a model: hw's; for `shard` the CPU on the first rank, and on the
+    others meta, which holds no weights."""
+    if not shards(parallel):
+        return hw.device
+    return torch.device("cpu" if distributed.is_main() else "meta")
 
 
 def ranks_that_share(parallel):
@@ -84,10 +86,13 @@ def ranks_that_share(parallel):
 
 
 def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
-    """Shard every tensor of a model by rows; with parallel hybrid over the ranks of a node, and gradients are
-    summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes in it, else in fp32.
-    Gradients are reduced in fp32 at each micro-step, or with sum_locally only at the last, which keeps a full
-    gradient on each rank. The first rank's model has the weights; they are freed tensor by tensor."""
+    """Shard every tensor of a model by rows, in place, if `shards(parallel)`; with hybrid over the ranks of a
+    node, and gradients are summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes
+    in it, else in fp32. Gradients are reduced in fp32 at each micro-step, or with sum_locally only at the
+    last, which keeps a full gradient on each rank. The first rank's model has the weights; they are freed
+    tensor by tensor."""
+    if not shards(parallel):
+        return model
     # Imported here: it takes half a second, and most runs don't need it.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 

@@ -2,8 +2,8 @@
 
 A stage contains the success path:
 
-    run = start(cfg, hardware, build, micro_batch, num_steps, digest, step)
-    with run.open(tokenizer, provenance):
+    run = start(cfg, hardware, model, micro_batch, num_steps, digest, step)
+    with run.open(tokenizer, about):
         while run.step < run.num_steps and not run.should_stop():
             run.start_step()
             ...
@@ -29,8 +29,7 @@ from layers.lora import adapters, add_lora
 from runtime import checkpoint, distributed, lock, memory, optim, parallel, vitals
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
-from runtime.hardware import DTYPES
-from runtime.log import Log
+from runtime.log import Log, check_installed
 from runtime.usage import one_line
 
 # in the run folder until the next checkpoint: changed settings for the resume
@@ -45,8 +44,8 @@ class TrainState:
     """Counters of a run, saved in each checkpoint."""
     batch_size: int                          # cfg.batch_size when micro_batch was found
     micro_batch: int                         # sequences (grpo.py: tokens)
+    num_steps: int                           # planned for the whole run
     step: int = 0                            # optimizer steps done (grpo.py: rollouts)
-    num_steps: int = 0                       # planned for the whole run; 0: unknown, in old runs
     tokens: int = 0                          # positions seen
     data: str = ""                           # digest of the training data
     seconds: float = 0.0                     # in optimizer steps
@@ -69,7 +68,7 @@ class Run:
         self.model = model
         self.optimizers = optimizers
         self.num_steps = num_steps
-        self.state = TrainState(cfg.batch_size, micro_batch, num_steps=num_steps, data=data)
+        self.state = TrainState(cfg.batch_size, micro_batch, num_steps, data=data)
         self.stage_state = stage_state
         self.scaler = hardware.scaler()
         self.nonfinite = NonFinite()
@@ -91,12 +90,11 @@ class Run:
 
     # --- the run folder ---
 
-    def open(self, tokenizer, provenance, doctor=None, resuming=False, keep_base=False):
-        """Write the run folder, open the log and return the run, for `with`. provenance(cfg): entries of
-        model.json about task file and prompt template, called on the first rank. doctor: class that checks
-        each line of metrics.
+    def open(self, tokenizer, about, doctor=None, resuming=False, keep_base=False):
+        """Write the run folder, open the log and return the run, for `with`. about: more entries of
+        model.json (text.provenance). doctor: class that checks each line of metrics, with --diagnose.
         keep_base: save the initial weights even without adapters, for the reference model."""
-        distributed.on_main(lambda: self.write_folder(tokenizer, provenance, resuming))
+        distributed.on_main(lambda: self.write_folder(tokenizer, about, resuming))
         cfg = self.cfg
         trained = adapters(self.model)
         if not resuming and (trained or keep_base):
@@ -104,7 +102,7 @@ class Run:
             parallel.write_on_main(base.values(),
                                    lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
-        self.log = Log(cfg.out_dir, last_step, cfg.tensorboard, cfg.wandb, dataclasses.asdict(cfg), doctor)
+        self.log = Log(cfg.out_dir, last_step, cfg, doctor if cfg.diagnose else None)
         self.report_lr(resuming)
         return self
 
@@ -114,7 +112,7 @@ class Run:
         before = checkpoint.read_meta(self.cfg.out_dir, self.step).get("config") if resuming else None
         planned = self.state.num_steps
         self.state.num_steps = self.num_steps
-        if before and planned and self.step < self.num_steps:
+        if before and self.step < self.num_steps:
             old = scheduled_lr(cfg | before, self.step, planned)
             new = scheduled_lr(cfg, self.step, self.num_steps)
             if not math.isclose(old, new):
@@ -128,17 +126,25 @@ class Run:
                          f"steps: the learning rate peaks at {peak:.2e} instead of "
                          f"{cfg['learning_rate']:.2e}.")
 
-    def write_folder(self, tokenizer, provenance, resuming):
+    def log_start(self, text, facts, **settings):
+        """Log the start-up paragraph; write config, settings and facts for doctor.diagnose to
+        metrics.jsonl."""
+        self.log.say(text)
+        attention = self.hardware.attention_name(self.model.config)
+        settings |= self.hardware.settings | {"ranks": distributed.world_size(), "attention": attention}
+        self.log.metrics(step=self.step, config=dataclasses.asdict(self.cfg), settings=settings, facts=facts)
+
+    def write_folder(self, tokenizer, about, resuming):
         cfg = self.cfg
-        about = {
+        model = {
             "architecture": dataclasses.asdict(self.model.config),
             "tokenizer": tokenizer.describe(),
             "tokenizer_sha256": tokenizer.sha256,
             "lora": lora(cfg),
-            **provenance(cfg),
+            **about,
             "launch": launch(),
         }
-        checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), about, cfg.overwrite, resuming)
+        checkpoint.open_run(cfg.out_dir, dataclasses.asdict(cfg), model, cfg.overwrite, resuming)
         if not resuming:
             tokenizer.save(cfg.out_dir)
 
@@ -182,6 +188,10 @@ class Run:
         return optim.pending_bytes(self.optimizers) + self.other_bytes
 
     # --- a step ---
+
+    def lr(self):
+        """Return the learning rate of this step: the schedule's, halved after a rollback."""
+        return self.state.lr_factor * scheduled_lr(vars(self.cfg), self.step, self.num_steps)
 
     def start_step(self):
         """Copy the state, so that a failed step can be repeated."""
@@ -358,21 +368,17 @@ class Run:
         if state["optimizer"] != self.cfg.optimizer:
             raise BadInput(f"--optimizer={self.cfg.optimizer} can't resume from the state of "
                            f"{state['optimizer']}: leave it out.")
-        if "optimizers" in state:
-            moments = optim.legacy_moments(self.model, self.optimizers, state)
+        with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
             optim.load_moments(self.model, self.optimizers, moments)
-        else:
-            with checkpoint.open_tensors(out_dir, step, "optimizer.safetensors") as moments:
-                optim.load_moments(self.model, self.optimizers, moments)
         asked_for = self.state.micro_batch
-        set_fields(self.state, state["progress"])
-        if self.stage_state:                              # in old runs of grpo.py part of "progress"
-            set_fields(self.stage_state, state.get("stage", state["progress"]))
+        vars(self.state).update(state["progress"])
+        if self.stage_state:
+            vars(self.stage_state).update(state["stage"])
         if self.state.batch_size != self.cfg.batch_size:
             self.state.batch_size = self.cfg.batch_size
             self.state.micro_batch = asked_for
         self.state.micro_batch = min(asked_for, self.state.micro_batch)
-        set_fields(self.nonfinite, state["nonfinite"])
+        vars(self.nonfinite).update(state["nonfinite"])
         if self.nonfinite.rolled_back:                    # perhaps from fp16 to another dtype
             self.hardware.dtype = state["dtype"]
         self.scaler_state = state["scaler"]               # empty without fp16
@@ -388,13 +394,10 @@ class Run:
     def apply_retry_file(self):
         """Apply the changes in the retry file. Its values are absolute, so applying them twice is safe."""
         changes = self.read_retry_file()
-        micro_batch = changes.get("micro_batch")
-        same = changes.get("batch_size") == self.cfg.batch_size
-        if same and type(micro_batch) is int and 0 < micro_batch < self.state.micro_batch:
-            self.state.micro_batch = micro_batch
-        factor = changes.get("lr_factor")
-        if type(factor) is float and 0 < factor <= 1 and changes.get("dtype") in DTYPES:
-            self.state.lr_factor = factor
+        if "micro_batch" in changes and changes["batch_size"] == self.cfg.batch_size:
+            self.state.micro_batch = min(self.state.micro_batch, changes["micro_batch"])
+        if "lr_factor" in changes:
+            self.state.lr_factor = changes["lr_factor"]
             self.nonfinite.rolled_back = True
             self.hardware.dtype = changes["dtype"]
 
@@ -469,21 +472,18 @@ class Run:
                       f"--learning_rate; the last batch is in {path}.", alone=False)
 
 
-def start(cfg, hardware, build, micro_batch, num_steps, digest, step=None, stage_state=None):
-    """Build model and optimizers and return the Run, restored from the checkpoint of `step` if given.
-
-    build(device): a GPT, see parallel.build. digest: of the training data; BadInput if it is not the
-    checkpoint's. stage_state: see Run.
-    """
-    torch.manual_seed(cfg.seed)
-    model = parallel.build(build, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
+def start(cfg, hardware, model, micro_batch, num_steps, digest, step=None, stage_state=None):
+    """Shard the model if asked, build its optimizers and return the Run, restored from the checkpoint of
+    `step` if given. model: a GPT on parallel.building_device. digest: of the training data; BadInput if it is
+    not the checkpoint's. stage_state: see Run."""
+    model = parallel.shard(model, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas,
                              cfg.fused_adamw, cfg.muon_momentum, hardware)
     run = Run(cfg, hardware, model, optimizers, micro_batch, num_steps, digest, stage_state)
     if step is not None:
         run.restore(step)
-        if run.state.data not in ("", digest):                          # "": in old runs
+        if run.state.data != digest:
             changed = cfg.dataset or "The list of questions"
             raise BadInput(f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to "
                            f"resume, or start a new run with --init_from={cfg.out_dir} and another "
@@ -503,13 +503,6 @@ def load_weights(model, weights):
 
 def scheduled_lr(options, step, num_steps):
     return optim.lr_at(step, num_steps, *(options[name] for name in LR_OPTIONS))
-
-
-def set_fields(instance, values):
-    """Set the fields of a dataclass instance from a dict that may lack some and have others."""
-    for field in dataclasses.fields(instance):
-        if field.name in values:
-            setattr(instance, field.name, values[field.name])
 
 
 # --- options of train.py and grpo.py ---
@@ -555,7 +548,7 @@ def launch():
 
 
 def check_training(cfg):
-    """Raise BadInput for conflicting options that train.py and grpo.py share."""
+    """Raise BadInput for conflicting options that train.py and grpo.py share, or a missing package."""
     same = os.path.realpath(cfg.out_dir) == os.path.realpath(cfg.init_from)
     if cfg.init_from not in ("scratch", "resume") and same:
         raise BadInput(f"{cfg.out_dir} is both --out_dir and --init_from: choose another --out_dir=, or "
@@ -568,12 +561,11 @@ def check_training(cfg):
                        "--nproc_per_node.")
     if cfg.min_lr > cfg.learning_rate:
         raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
-    if cfg.lora_alpha is not None and cfg.lora_alpha <= 0:
-        raise BadInput(f"--lora_alpha={cfg.lora_alpha:g} trains nothing: raise it above 0.")
     for option in ("lora_alpha", "lora_linears"):
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
                            "out.")
+    check_installed(cfg.tensorboard, cfg.wandb)
 
 
 def adapt(cfg, model, device, resuming):

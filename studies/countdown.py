@@ -20,7 +20,7 @@ from rollouts.questions import task_errors
 from runs import summary as pipeline
 from runs.summary import FIGURES
 from runtime import config, guard
-from runtime.config import BadInput
+from runtime.config import BadInput, PositiveInt
 from runtime.metrics import read_lines
 from tasks import countdown_search
 
@@ -34,7 +34,7 @@ class Config:
     folder: str = ""                         # output of runs/countdown.sh, first on the command line
     teachers: str = ""                       # a .json file: write the teachers' figures there instead
     task: str = "countdown_search"           # with an argument, if any
-    num_questions: int = 500                 # of split test
+    num_questions: PositiveInt = 500         # of split test
 
 
 # --- the teachers ---
@@ -288,7 +288,6 @@ def main(argv):
     if bool(cfg.folder) == bool(cfg.teachers):
         raise BadInput("Give an output folder of runs/countdown.sh or --teachers=FILE.json: "
                        "python -m studies.countdown out/countdown")
-    config.at_least(cfg, 1, "num_questions")
     if cfg.teachers:
         write_teachers(cfg)
         return 0

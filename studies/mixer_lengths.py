@@ -32,7 +32,7 @@ from layers.ops import ATTENTION, repeat_heads
 from measure.runs import as_flags, process
 from model import GPT, GPTConfig
 from runtime import config, guard, hardware
-from runtime.config import BadInput
+from runtime.config import BadInput, PositiveInt
 from studies.okadfa import numbers
 
 # softmax: PyTorch's fused kernel; softmax-math: written-out attention, train.py's default on a CPU in bf16
@@ -45,10 +45,10 @@ FEATURES = (16, 64, 256, 1024, 4096, 16384)
 class Config:
     lengths: str = "512,1024,2048,4096,8192,16384"    # positions
     kinds: str = ",".join(KINDS)
-    n_head: int = 4                          # of 64 channels
-    n_layer: int = 2                         # of the small model
-    features: int = 256                      # of favor
-    rounds: int = 5
+    n_head: PositiveInt = 4                  # of 64 channels
+    n_layer: PositiveInt = 2                 # of the small model
+    features: PositiveInt = 256              # of favor
+    rounds: PositiveInt = 5
     dtype: str = "auto"
     device: str = "auto"
     errors: bool = False                     # measure FAVOR+'s errors instead of times
@@ -222,7 +222,6 @@ def main(argv):
         part, kind, T = cfg.one.split(",")
         print(json.dumps(measure(cfg, part, kind, int(T))))
         return 0
-    config.at_least(cfg, 1, "n_head n_layer features rounds")
     if (cfg.run is None) != (cfg.text is None):
         raise BadInput("--run needs --text, a file for the model to read: give both, or neither.")
     if cfg.errors and cfg.run:

@@ -11,11 +11,12 @@ difference whose interval contains 0 is a tie.
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from statistics import fmean
 
 from measure.runs import as_flags, process
 from runtime import config, guard
-from runtime.config import BadInput
+from runtime.config import BadInput, Bounds
 from runtime.metrics import read_lines
 from studies.domains import cell, over_seeds
 
@@ -32,7 +33,7 @@ OBJECTIVES = {
 class Config:
     folders: tuple = ()                      # the model to start from, and the output folder
     config: str = "config/grpo.py"
-    seeds: int = 5
+    seeds: Annotated[int, Bounds(2)] = 5
     mini_batches: int = 4
     max_steps: int | None = None             # None: the config's
     num_questions: int = 500                 # of split test
@@ -94,8 +95,6 @@ def main(argv):
     if len(cfg.folders) != 2:
         raise BadInput("Give a model and an output folder: python -m studies.objectives out/quickstart/rft "
                        "out/objectives")
-    if cfg.seeds < 2:
-        raise BadInput(f"--seeds={cfg.seeds} gives no interval: give at least 2.")
     model, folder = map(Path, cfg.folders)
     folder.mkdir(parents=True, exist_ok=True)
     for seed in range(cfg.seeds):

@@ -20,6 +20,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from measure.ceilings import cpu_name, git_commit
 from measure.runs import ROOT, as_flags, logged_process
 from runtime import checkpoint, config, guard
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput
+from runtime.config import BadInput, PositiveInt
 from runtime.metrics import read_lines
 from text import data
 from text.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ SCHLAG = "Schlag et al. 2021, WikiText-103, words"
 class Config:
     words: tuple = ()                        # the text and the output folder; usually without --words=
     rows: str = "all"                        # or names of ROWS, with commas between
-    jobs: int = 2                            # parallel runs of one thread each
+    jobs: PositiveInt = 2                    # parallel runs of one thread each
     seeds: str = "0 1 2"
     rates: str | None = None                 # None: four, by optimizer (RATES)
     tokenizer: str = "bytes"
@@ -57,12 +58,12 @@ class Config:
     n_embd: int = 64
     block_size: int = 256
     batch_size: int = 16
-    max_steps: int = 1600
+    max_steps: PositiveInt = 1600
     warmup: float = 0.05                     # share of the steps
-    optimizer: str = "muon"                  # or adamw
+    optimizer: Literal["muon", "adamw"] = "muon"
     mixer_features: int = 64                 # of favor, for each head
     dtype: str = "auto"
-    eval_tokens: int | None = None           # None: the whole validation text
+    eval_tokens: PositiveInt | None = None   # None: the whole validation text
 
 
 @dataclass
@@ -326,11 +327,8 @@ def numbers(text, kind, option):
 
 def main(argv):
     cfg = config.load(Config, argv, positional="words")
-    config.at_least(cfg, 1, "jobs max_steps eval_tokens")
     if len(cfg.words) != 2:
         raise BadInput("Give a text and an output folder: python -m studies.okadfa TEXT OUT.")
-    if cfg.optimizer not in RATES:
-        raise BadInput(f"--optimizer={cfg.optimizer} should be muon or adamw.")
     text, out = cfg.words
     names = chosen(cfg)
     seeds = numbers(cfg.seeds, int, "seeds")

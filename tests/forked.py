@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import operator
 import os
 import runpy
 import signal
@@ -39,11 +40,7 @@ class Inherited:
         self.fd = fd
 
     def __reduce__(self):
-        return detached, (DupFd(self.fd),)
-
-
-def detached(duplicate):
-    return duplicate.detach()
+        return operator.methodcaller("detach"), (DupFd(self.fd),)
 
 
 def be_program(arguments, env, cwd, fds, new_session):
@@ -120,13 +117,13 @@ class Popen:
         return self.process.exitcode
 
     def poll(self):
-        return self.process.exitcode
+        return self.returncode
 
     def wait(self, timeout=None):
         self.process.join(timeout)
-        if self.process.exitcode is None:
+        if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout)
-        return self.process.exitcode
+        return self.returncode
 
     def communicate(self, timeout=None):
         """Read stdout to its end, then stderr (at most as much as fits into a pipe), and wait."""

@@ -37,7 +37,7 @@ def reward(question, completion):
 def signature(completion):
     return completion
 '''
-HEADER = {"config": {}, "tokenizer": {}, "model": "", "questions": ""}
+HEADER = {"config": {}, "tokenizer": {}, "model": "", "questions": "", "prompt": "{} is"}
 DATAGEN = dict(oversample=6, keep_per_question=2, temperature=1.0, max_new_tokens=12, dtype="fp32", num_questions=30, reward_workers=1)
 
 
@@ -230,25 +230,18 @@ def test_overwriting_removes_what_datagen_wrote_and_nothing_else(tmp_path):
 
 def test_a_record_that_was_changed_is_refused(made):
     line = examples.attempts_path(made[0]).read_text().splitlines()[1]
-    record = examples.record_of(line)
-    assert examples.line_of(record) == line + "\n"
-    changed = {"number": -1, "sample": 0.5, "score": 1.5, "ids": [-1], "parts": [], "error": 3, "completion": None, "extra": 0}
-    for damaged in (*(json.dumps(json.loads(line) | {key: value}) for key, value in changed.items()),
-                    line.replace("checksum", "chesksum"), line.replace('"number"', '"numbe"'), json.dumps(record)):
+    record = examples.row_of(line, "number")
+    assert examples.row_of(examples.line_of(record), "number") == record
+    for key, value in {"number": -1, "sample": 0.5, "score": 1.5, "completion": None, "checksum": None}.items():
         with pytest.raises(ValueError, match="checksum"):
-            examples.record_of(damaged)
+            examples.row_of(json.dumps(json.loads(line) | {key: value}), "number")
 
 
-def test_a_header_that_was_changed_is_refused_and_one_of_old_is_read(tmp_path):
-    header = HEADER | {"prompt": "{} is"}
-    log = datagen.Attempts(tmp_path / "rft.json", header, False).path
-    written = log.read_text()
-    log.write_text(written.replace("{} is", "{} it"))
+def test_a_header_that_was_changed_is_refused(tmp_path):
+    log = datagen.Attempts(tmp_path / "rft.json", HEADER, False).path
+    log.write_text(log.read_text().replace("{} is", "{} it"))
     with pytest.raises(BadInput, match="Line 1 of .* can't be read .it fails its checksum"):
-        datagen.Attempts(tmp_path / "rft.json", header, False)
-    log.write_text(json.dumps(header) + "\n")
-    datagen.Attempts(tmp_path / "rft.json", header, False)
-    assert log.read_text() == written
+        datagen.Attempts(tmp_path / "rft.json", HEADER, False)
 
 
 def test_copies_of_a_question_are_asked_once(tmp_path, capsys):

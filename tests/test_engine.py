@@ -15,6 +15,7 @@ from model import GPT, GPTConfig
 from recorded import Recorded
 from runtime import memory
 
+
 @pytest.fixture(autouse=True, params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
     """Run every test a second time on a GPU's branches, with recorded graphs."""
@@ -24,6 +25,9 @@ def acting(request, monkeypatch):
     return request.param
 
 
+on_a_cpu = pytest.mark.parametrize("acting", [None], indirect=True)
+on_a_gpu = pytest.mark.parametrize("acting", ["cuda"], indirect=True)
+GREEDY = Sampling(temperature=0)
 SHAPES = {"default": {}, "grouped": dict(n_head=4, n_kv_head=2, mlp="swiglu", tied_head=True),
           "gpt2": dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh", qkv_bias=True, o_bias=True)}
 
@@ -42,8 +46,50 @@ def prompts(n):
     return [torch.randint(100, (int(torch.randint(1, 90, (1,), generator=g)),), generator=g).tolist() for _ in range(n)]
 
 
-on_a_cpu = pytest.mark.parametrize("acting", [None], indirect=True)
-on_a_gpu = pytest.mark.parametrize("acting", ["cuda"], indirect=True)
+def requests(n, samples=1, new=20):
+    """Return n Requests. new: max_new_tokens, or a function from key to it."""
+    return [Request(p, samples, i, new(i) if callable(new) else new) for i, p in enumerate(prompts(n))]
+
+
+def sampled(engine, asked, **options):
+    """Return {(key, index): Sample}."""
+    return {(s.request.key, s.index): s for s in engine.generate(asked, **options)}
+
+
+def ids_of(engine, asked):
+    """Return {(key, index): ids}."""
+    return {key: s.ids for key, s in sampled(engine, asked).items()}
+
+
+def first(engine, *request, **options):
+    """Return the first Sample of a Request."""
+    return next(engine.generate([Request(*request, **options)]))
+
+
+def as_text(ids):
+    return "".join(chr(32 + i) for i in ids)
+
+
+@torch.no_grad()
+def logits_of(model, s):
+    """Return the model's logits [new tokens, V] at a Sample's ids, without a cache."""
+    ids = torch.tensor([s.request.ids + s.ids], device=model.head_weight.device)
+    return model(ids)[0, len(s.request.ids) - 1:-1]
+
+
+def logprobs_at(logits, s):
+    return logits.log_softmax(-1).gather(1, torch.tensor(s.ids, device=logits.device)[:, None])[:, 0]
+
+
+def assert_near(found, expected, tolerance=1e-5):
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=tolerance)
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    """Compare {key: Sample}: the ids, and the logprobs within the tolerance."""
+    assert {key: s.ids for key, s in found.items()} == {key: s.ids for key, s in expected.items()}
+    for key, s in expected.items():
+        assert_near(found[key].logprobs, s.logprobs, tolerance)
 
 
 @pytest.mark.parametrize("acting, groups", [(None, False), (None, True), ("cuda", False)], indirect=["acting"],
@@ -54,71 +100,56 @@ def test_greedy_batch_equals_the_model_without_a_cache(shape, groups, acting, mo
         monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", 2)
         monkeypatch.setattr("engine.generate.SORT_EVERY", 3)
     model = make(**SHAPES[shape])
-    lengths = [(7 * i) % 40 + 1 for i in range(20)]
-    engine = Engine(model, slots=6, sampling=Sampling(temperature=0))
-    sorts, sort = [], engine.sort
-    engine.sort = lambda rows: (sorts.append([id(row) for row in rows]), sort(rows), sorts.append([id(row) for row in rows]))
-    done = list(engine.generate(Request(p, key=i, max_new_tokens=n) for i, (p, n) in enumerate(zip(prompts(20), lengths))))
+    engine, sorts = Engine(model, slots=6, sampling=GREEDY), []
+
+    def sort(rows):
+        before = [*rows]
+        Engine.sort(engine, rows)
+        sorts.append(before != rows)
+    engine.sort = sort
+    done = list(engine.generate(requests(20, new=lambda i: (7 * i) % 40 + 1)))
     assert sorted(s.request.key for s in done) == list(range(20))
     for s in done:
-        x = torch.tensor([s.request.ids])
-        assert s.ids == model.generate(x, len(s.ids), temperature=0)[0, x.shape[1]:].tolist()
+        assert s.ids == logits_of(model, s).argmax(-1).tolist()
         assert len(s.ids) == s.request.max_new_tokens and s.reason == "length"
-    assert any(a != b for a, b in zip(sorts[::2], sorts[1::2])) == groups
+    assert any(sorts) == groups
     widths = [C for _, _, C in engine.step_shape([5, 20, 90, 7, 8, 9])[1]]
     assert widths == ([32, 96, 16] if groups else [128] if acting else [96])
     shapes = {(B, groups[0].length) for B, groups, _ in engine.graphs}
     assert len(shapes) == len(Recorded.made) == (4 if acting else 0)
 
 
-def test_waiting_prompts_and_sorted_rows_keep_their_keys(monkeypatch):
-    """Sample more than the slots hold, from prompts of very different lengths, while rows are sorted."""
-    model, together = make(), {}
-    requests = [Request(p, num_samples=9, key=i, max_new_tokens=5 + 7 * i) for i, p in enumerate(prompts(6))]
-    for group, every in ((10**6, 10**6), (2, 2)):
+def test_batch_sorting_and_poll_interval_change_no_sample(monkeypatch):
+    """More samples than slots, of prompts of very different lengths; sorted by pairs in the second case."""
+    model, asked = make(), requests(5, 7, lambda i: 3 + 4 * i)
+    options = dict(seed=5, sampling=Sampling(stop=(3, 50, 7)))
+    expected = sampled(Engine(model, slots=35, poll=1, **options), asked)
+    assert len(expected) == 35 and {s.reason for s in expected.values()} == {"stop", "length"}
+    assert len({tuple(s.ids[:3]) for s in expected.values()}) > 30
+    for slots, poll, group, every in ((5, 1, 128, 32), (5, 2, 2, 2), (4, 3, 128, 32), (4, 8, 128, 32)):
         monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", group)
         monkeypatch.setattr("engine.generate.SORT_EVERY", every)
-        found = {(s.request.key, s.index): s for s in Engine(model, slots=5, poll=1 + (group == 2)).generate(requests)}
-        for key, s in found.items():
-            together.setdefault(key, s)
-            assert s.ids == together[key].ids and torch.allclose(torch.tensor(s.logprobs), torch.tensor(together[key].logprobs), atol=1e-5)
-    assert len(together) == 54
+        found = sampled(Engine(model, slots=slots, poll=poll, **options), asked)
+        assert_same(found, expected)
+        assert all(found[key].reason == s.reason for key, s in expected.items())
+    alone = sampled(Engine(model, slots=1, **options), asked[4:])
+    assert len(alone) == 7 and all(expected[key].ids == s.ids for key, s in alone.items())
+    assert next(Engine(model, slots=1, **options | dict(seed=6)).generate(asked[4:])).ids not in [s.ids for s in alone.values()]
 
 
 def test_log_probabilities_are_those_of_a_full_forward_pass_and_stops_end_a_sample():
     model = make()
-    engine = Engine(model, slots=5, sampling=Sampling(temperature=0.7, stop=(3, 50)))
-    done = list(engine.generate(Request(p, num_samples=3, key=i, max_new_tokens=4) for i, p in enumerate(prompts(6))))
+    engine = Engine(model, slots=5, sampling=Sampling(temperature=0.7, stop=(3, 50), full_logprobs=True))
+    done = list(engine.generate(requests(6, 3, 4)))
     assert len(done) == 18 and {s.reason for s in done} == {"stop", "length"}
     for s in done:
         assert (s.ids[-1] in (3, 50)) == (s.reason == "stop") and not {3, 50} & set(s.ids[:-1])
-        x = torch.tensor([s.request.ids + s.ids])
-        with torch.no_grad():
-            logprobs = (model(x)[0, len(s.request.ids) - 1:-1] / 0.7).log_softmax(-1)
-        assert torch.allclose(logprobs.gather(1, torch.tensor(s.ids)[:, None])[:, 0], torch.tensor(s.logprobs), atol=1e-5)
-
-
-def test_log_probabilities_at_temperature_one_over_all_ids():
-    model = make()
-    with torch.no_grad():
-        for s in Engine(model, slots=5, sampling=Sampling(temperature=0.6, top_k=5, full_logprobs=True)).generate(
-                Request(p, num_samples=2, key=i, max_new_tokens=9) for i, p in enumerate(prompts(4))):
-            full = model(torch.tensor([s.request.ids + s.ids]))[0, len(s.request.ids) - 1:-1].log_softmax(-1)
-            full = full.gather(1, torch.tensor(s.ids)[:, None])[:, 0]
-            assert torch.allclose(full, torch.tensor(s.full_logprobs), atol=1e-5)
-            assert len(s.logprobs) == 9 and s.logprobs != s.full_logprobs
-
-
-@pytest.mark.parametrize("poll", [3, 8])
-def test_poll_interval_changes_nothing(poll):
-    texts = prompts(9)
-
-    def run(poll):
-        engine = Engine(make(), slots=4, sampling=Sampling(stop=(3, 50, 7)), poll=poll)
-        return {(s.request.key, s.index): (s.ids, s.reason) for s in engine.generate(
-            Request(p, num_samples=3, key=i, max_new_tokens=5 + 6 * i) for i, p in enumerate(texts))}
-    once = run(1)
-    assert run(poll) == once and {reason for _, reason in once.values()} == {"stop", "length"}
+        assert_near(s.logprobs, logprobs_at(logits_of(model, s) / 0.7, s))
+        assert_near(s.full_logprobs, logprobs_at(logits_of(model, s), s))
+    sampling = Sampling(temperature=0.6, top_k=5, full_logprobs=True)
+    for s in Engine(model, slots=5, sampling=sampling).generate(requests(4, 2, 9)):
+        assert_near(s.full_logprobs, logprobs_at(logits_of(model, s), s))
+        assert len(s.logprobs) == 9 and s.logprobs != s.full_logprobs
 
 
 @on_a_cpu
@@ -127,14 +158,13 @@ def test_growing_the_cache_changes_nothing(shape):
     """Long and short samples alternate, and prompts waiting in the last row are moved. (With one layer and
     one head a full row is contiguous, which PyTorch refuses to copy within its own tensor.)"""
     model = make(**shape)
-    engine, widths = Engine(model, slots=3, sampling=Sampling(temperature=0), cuda_graphs=False), []
+    engine, widths = Engine(model, slots=3, sampling=GREEDY), []
     resize, at = engine.cache.resize, engine.cache.storage.data_ptr()
     engine.cache.resize = lambda length, kept=0: (widths.append((length, kept)), resize(length, kept))
     for longest in (8, 50):
         widths.clear()
-        for s in engine.generate(Request(p, num_samples=4, key=i, max_new_tokens=longest - i) for i, p in enumerate(prompts(5))):
-            x = torch.tensor([s.request.ids])
-            assert s.ids == model.generate(x, longest - s.request.key, temperature=0)[0, x.shape[1]:].tolist()
+        for s in engine.generate(requests(5, 4, lambda i: longest - i)):
+            assert s.ids == logits_of(model, s).argmax(-1).tolist() and len(s.ids) == longest - s.request.key
         assert widths[0] == (16, 0) and all(a < b and kept == a for (a, _), (b, kept) in zip(widths, widths[1:]))
         assert widths[-1][0] == engine.cache.length < engine.context and engine.cache.k.data_ptr() == at
     assert len(widths) > 2
@@ -142,62 +172,51 @@ def test_growing_the_cache_changes_nothing(shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_deterministic_is_bitwise_in_any_batch(dtype):
-    texts = prompts(40)
     engine = Engine(make(n_head=4, n_kv_head=2, n_embd=64), slots=64, deterministic=True, dtype=dtype)
-    request = Request(texts[5], num_samples=3, key=5, max_new_tokens=30)
     shapes, launch = set(), engine.launch
     engine.launch = lambda B, groups, sampling: (shapes.add((B, groups)), launch(B, groups, sampling))
-    alone = {s.index: (s.ids, s.logprobs) for s in engine.generate([request])}
-    others = [Request(p, num_samples=3, key=i, max_new_tokens=1 + i) for i, p in enumerate(texts)]
-    others[5] = request
-    among = {s.index: (s.ids, s.logprobs) for s in engine.generate(others) if s.request is request}
-    assert len(alone) == 3 and among == alone and shapes == {(64, ((0, 64, engine.cache.length),))}
-    parts = engine.generate([Request(texts[5], num_samples=2, first_sample=1, key=5, max_new_tokens=30)])
-    assert {s.index: (s.ids, s.logprobs) for s in parts} == {k: v for k, v in alone.items() if k}
+
+    def run(asked):
+        return {s.index: (s.ids, s.logprobs) for s in engine.generate(asked) if s.request.key == 5}
+    asked = requests(24, 3, lambda i: 20 if i == 5 else 1 + i)
+    alone = run([asked[5]])
+    assert len(alone) == 3 and run(asked) == alone and shapes == {(64, ((0, 64, engine.cache.length),))}
+    part = Request(asked[5].ids, num_samples=2, first_sample=1, key=5, max_new_tokens=20)
+    assert run([part]) == {k: v for k, v in alone.items() if k}
 
 
 def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it():
-    def decode(ids):
-        return "".join(chr(32 + i) for i in ids)
-    plain = next(Engine(make(), slots=1, seed=3).generate([Request([1, 2], max_new_tokens=40)]))
-    text = decode(plain.ids)
-    stop = text[20:23]
-    end = text.index(stop) + 3
+    plain = first(Engine(make(), slots=1, seed=3), [1, 2], max_new_tokens=40)
+    stop = as_text(plain.ids)[20:23]
+    end = as_text(plain.ids).index(stop) + 3
     for poll in (1, 8):
-        engine = Engine(make(), slots=2, seed=3, sampling=Sampling(stop_strings=("never there", stop)), decode=decode, poll=poll)
-        sample = next(engine.generate([Request([1, 2], max_new_tokens=40)]))
+        engine = Engine(make(), slots=2, seed=3, sampling=Sampling(stop_strings=("never there", stop)), decode=as_text, poll=poll)
+        sample = first(engine, [1, 2], max_new_tokens=40)
         assert sample.ids == plain.ids[:end] and sample.reason == "stop" and len(sample.logprobs) == end
     with pytest.raises(ValueError, match="decode=tokenizer.decode"):
         Engine(make(), sampling=Sampling(stop_strings=("x",)))
+    engine, asked = Engine(make(), slots=1), [Request([1, 2], max_new_tokens=2)]
+    with pytest.raises(ValueError, match="decode=tokenizer.decode"):
+        next(engine.generate(asked, sampling=Sampling(stop_strings=("x",))))
+    assert next(engine.generate(asked, sampling=Sampling(stop=(3,)))).ids
 
 
 def test_a_call_can_override_the_sampling():
-    def decode(ids):
-        return "".join(chr(32 + i) for i in ids)
-
     def run(engine, **options):
-        requests = [Request(p, num_samples=2, key=i, max_new_tokens=40) for i, p in enumerate(prompts(6))]
-        return sorted((s.request.key, s.index, s.ids, s.reason, s.logprobs, s.full_logprobs)
-                      for s in engine.generate(requests, **options))
+        return sorted((key, s.ids, s.reason, s.logprobs, s.full_logprobs)
+                      for key, s in sampled(engine, requests(6, 2, 25), **options).items())
     default = Sampling(temperature=0.7, stop_strings=("A", "longer than the other"), full_logprobs=True)
     greedy = Sampling(temperature=0, stop=(3, 50), stop_strings=("b", "zz"))
     plain = Sampling(top_k=5)
-    alone = {s: run(Engine(make(), slots=5, sampling=s, decode=decode)) for s in (default, greedy, plain)}
-    assert {reason for _, _, _, reason, _, _ in alone[default]} == {"stop", "length"}
-    assert {decode(ids[-1:]) for _, _, ids, *_ in alone[greedy]} == {decode([50]), "b"}
-    engine = Engine(make(), slots=5, sampling=default, decode=decode)
+    alone = {s: run(Engine(make(), slots=12, sampling=s, decode=as_text)) for s in (default, greedy, plain)}
+    assert {reason for _, _, reason, *_ in alone[default]} == {"stop", "length"}
+    assert {as_text(ids[-1:]) for _, ids, *_ in alone[greedy]} == {as_text([50]), "b"}
+    engine = Engine(make(), slots=12, sampling=default, decode=as_text)
     for s in (greedy, default, plain, None, greedy):
         assert run(engine, sampling=s) == alone[s or default]
         assert engine.sampling is default
     engine.sampling = plain                                            # for later calls
     assert run(engine) == alone[plain] and run(engine, sampling=default) == alone[default]
-
-
-def test_stop_strings_of_a_call_need_decode():
-    engine = Engine(make(), slots=1)
-    with pytest.raises(ValueError, match="decode=tokenizer.decode"):
-        next(engine.generate([Request([1, 2])], sampling=Sampling(stop_strings=("x",))))
-    assert next(engine.generate([Request([1, 2])], sampling=Sampling(stop=(3,)))).ids
 
 
 def test_each_prompt_is_prefilled_once(monkeypatch):
@@ -207,7 +226,7 @@ def test_each_prompt_is_prefilled_once(monkeypatch):
     texts = [p + [1] for p in prompts(4)]
     for slots in (1, 3, 16):
         computed.clear()
-        assert len(list(Engine(make(), slots=slots).generate(Request(p, 5, i, 4) for i, p in enumerate(texts)))) == 20
+        assert len(ids_of(Engine(make(), slots=slots), [Request(p, 5, i, 4) for i, p in enumerate(texts)])) == 20
         assert [ids for _, ids in computed] == [p[:-1] for p in texts]
 
 
@@ -215,11 +234,7 @@ def test_each_prompt_is_prefilled_once(monkeypatch):
 @pytest.mark.parametrize("fails", ["replay", "__init__"])
 def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fails):
     """A failing capture raises a CUDA error that does not mention memory."""
-    def run():
-        engine = Engine(make(), slots=8)
-        return {(s.request.key, s.index): s.ids for s in engine.generate(
-            Request(p, num_samples=4, key=i, max_new_tokens=12) for i, p in enumerate(prompts(5)))}, engine
-    expected, _ = run()
+    expected, engine = ids_of(Engine(make(), slots=8), requests(5, 4, 12)), Engine(make(), slots=8)
     calls, plain = [], getattr(Recorded, fails)
 
     def failing(self, *arguments):
@@ -231,8 +246,7 @@ def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fail
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         plain(self, *arguments)
     monkeypatch.setattr(Recorded, fails, failing)
-    found, engine = run()
-    assert found == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
+    assert ids_of(engine, requests(5, 4, 12)) == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
 
 
 def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, enable_gqa, seqused_k):
@@ -252,15 +266,12 @@ def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, enable_gqa, sequse
 def test_varlen_attention_equals_masked_attention(monkeypatch, shape):
     """Check the kernel's arguments, in graphs and with refilled rows; the kernel itself needs a GPU."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    model, found = make(**SHAPES[shape]), {}
+    model, found = make(**SHAPES[shape]), []
     for decoding in ("mask", "length"):
         engine = Engine(model, slots=6)
         engine.decoding = decoding                         # the real kernel needs 16 bits
-        found[decoding] = {s.request.key: s for s in engine.generate(
-            Request(p, key=i, max_new_tokens=(7 * i) % 40 + 1) for i, p in enumerate(prompts(20)))}
-    for key, sample in found["mask"].items():
-        assert found["length"][key].ids == sample.ids
-        torch.testing.assert_close(torch.tensor(found["length"][key].logprobs), torch.tensor(sample.logprobs), rtol=0, atol=1e-5)
+        found.append(sampled(engine, requests(12, new=lambda i: (7 * i) % 20 + 1)))
+    assert_same(*found)
 
 
 @on_a_gpu
@@ -274,7 +285,6 @@ def test_decoding_by_length_needs_16_bits(monkeypatch):
     assert chosen(decoding="length", deterministic=True) == chosen(decoding="length", dtype=torch.float32) == "mask"
     monkeypatch.setattr("engine.generate.has_varlen_attention", lambda: False)
     assert chosen(decoding="length") == "mask"
-
 
 
 # operations without a kernel: views, dropout in evaluation and `to` without a conversion
@@ -300,12 +310,8 @@ def test_a_layer_of_a_decoding_step_has_few_kernels(shape, most):
 
 @on_a_cpu
 def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
-    texts = prompts(10)
-
-    def run(engine):
-        return {(s.request.key, s.index): s.ids for s in engine.generate(
-            Request(p, num_samples=4, key=i, max_new_tokens=12) for i, p in enumerate(texts))}
-    expected, engine, steps = run(Engine(make(), slots=8)), Engine(make(), slots=8), []
+    asked, engine, steps = requests(10, 4, 12), Engine(make(), slots=8), []
+    expected = ids_of(Engine(make(), slots=8), asked)
     plain_step, plain_prefill = Engine.decode_step, Engine.prefill
 
     def step(self, B, *arguments):
@@ -320,10 +326,10 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
             raise torch.OutOfMemoryError("pretended")
     monkeypatch.setattr(Engine, "decode_step", step)
     monkeypatch.setattr(Engine, "prefill", prefill)
-    assert run(engine) == expected and engine.slots == 2 and engine.cache.k.shape[1] == engine.slots + 1
+    assert ids_of(engine, asked) == expected and engine.slots == 2 and engine.cache.k.shape[1] == engine.slots + 1
     monkeypatch.setattr(Engine, "decode_step", lambda *arguments: (_ for _ in ()).throw(torch.OutOfMemoryError("pretended")))
     with pytest.raises(torch.OutOfMemoryError):                        # too large even with one slot
-        run(engine)
+        ids_of(engine, asked)
 
 
 def test_slots_follow_the_free_memory(monkeypatch):
@@ -364,81 +370,50 @@ print(taken / (2 * model.n_params() + cache_bytes(config, 32, 1024, torch.bfloat
 def test_progress_counts():
     seen = []
     engine = Engine(make(), slots=3, poll=1)
-    done = list(engine.generate((Request(p, 2, i, 5) for i, p in enumerate(prompts(4))),
-                                progress=lambda p: seen.append((p.tokens, p.busy, p.slots, p.samples, p.requests, p.tokens_per_s, p.in_flight()))))
-    assert seen[-1][:5] == (40, 0, 3, 8, 4) and len(done) == 8
+    whole = sampled(engine, requests(4, 2, 5), progress=lambda p: seen.append((p.tokens, p.busy, p.slots, p.samples, p.requests, p.tokens_per_s, p.in_flight())))
+    assert seen[-1][:5] == (40, 0, 3, 8, 4) and len(whole) == 8
     assert all(sum(len(ids) for _, ids in line[6]) + 5 * line[3] == line[0] for line in seen)
     assert all(a[0] <= b[0] and a[3] <= b[3] for a, b in zip(seen, seen[1:])) and all(line[5] > 0 for line in seen)
     assert {line[1] for line in seen} >= {3, 0} and all(len(line[6]) == line[1] for line in seen)
-    whole = {(s.request.key, s.index): s.ids for s in done}
     for line in seen:
-        assert all(0 < len(ids) < 5 and whole[s.request.key, s.index][:len(ids)] == ids for s, ids in line[6])
+        assert all(0 < len(ids) < 5 and whole[s.request.key, s.index].ids[:len(ids)] == ids for s, ids in line[6])
 
 
-def test_concurrent_generate_calls_are_refused():
-    engine = Engine(make(), slots=2)
-    first = engine.generate(Request(p, key=i, max_new_tokens=3) for i, p in enumerate(prompts(5)))
-    next(first)
-    next(engine.generate([Request([1, 2])]))
-    with pytest.raises(RuntimeError, match="took over"):
-        list(first)
-
-
-def test_an_abandoned_generate_leaves_the_engine_usable():
+def test_concurrent_generate_calls_are_refused_and_abandoned_ones_leave_no_trace():
     engine, request = Engine(make(), slots=2), Request([1, 2, 3], num_samples=5, key=1, max_new_tokens=8)
-    expected = sorted((s.index, s.ids) for s in engine.generate([request]))
-    next(engine.generate(Request(p, key=i, max_new_tokens=3) for i, p in enumerate(prompts(5))))
-    assert sorted((s.index, s.ids) for s in engine.generate([request])) == expected
-
-
-def test_a_sample_does_not_depend_on_the_batch_around_it():
-    model, texts = make(), prompts(12)
-    together = {(s.request.key, s.index): s.ids for s in Engine(model, slots=16, seed=5).generate(
-        Request(p, num_samples=4, key=i, max_new_tokens=20) for i, p in enumerate(texts))}
-    assert len(together) == 48 and len({tuple(v[:3]) for v in together.values()}) > 40
-    for i in (0, 7):
-        alone = Engine(model, slots=1, seed=5).generate([Request(texts[i], num_samples=4, key=i, max_new_tokens=20)])
-        assert {(i, s.index): s.ids for s in alone} == {k: v for k, v in together.items() if k[0] == i}
-    other = next(Engine(model, slots=1, seed=6).generate([Request(texts[0], key=0, max_new_tokens=20)]))
-    assert other.ids != together[0, 0]
+    expected = ids_of(engine, [request])
+    unfinished = engine.generate(requests(5, new=3))
+    next(unfinished)
+    assert ids_of(engine, [request]) == expected
+    with pytest.raises(RuntimeError, match="took over"):
+        list(unfinished)
 
 
 def test_requests_are_read_only_when_slots_are_free():
     drawn = []
-
-    def requests():
-        for i, p in enumerate(prompts(50)):
-            drawn.append(i)
-            yield Request(p, num_samples=2, key=i, max_new_tokens=5)
-    stream = Engine(make(), slots=4).generate(requests())
+    stream = Engine(make(), slots=4).generate(drawn.append(r.key) or r for r in requests(50, 2, 5))
     next(stream)
     assert drawn == [0, 1]
 
 
 @pytest.mark.parametrize("request_, words", [
     (Request([]), "prompt of 0 tokens"), (Request([1] * 192), "prompt of 192 tokens"), (Request([5, 100]), "token id 100"),
-    (Request([-1]), "token id -1"), (Request([1], num_samples=0), "num_samples=0"), (Request([1], max_new_tokens=0), "at least 1")])
+    (Request([-1]), "token id -1"), (Request([1], key=2**63), "64 bits"), (Request([1], num_samples=0), "num_samples=0"), (Request([1], max_new_tokens=0), "at least 1")])
 def test_request_errors_are_one_sentence(request_, words):
     with pytest.raises(ValueError, match=words):
         next(Engine(make(), slots=2).generate([request_]))
 
 
-@pytest.mark.parametrize("options", [dict(temperature=-1), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_k=0),
-                                   dict(min_p=2.0)], ids=str)
-def test_filters_out_of_range_are_refused(options):
-    with pytest.raises(ValueError, match="can't be sampled from"):
-        Sampling(**options)
-
-
 def test_invalid_options_are_refused():
+    for options in (dict(temperature=-1), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_k=0), dict(min_p=2.0)):
+        with pytest.raises(ValueError, match="can't be sampled from"):
+            Sampling(**options)
     for options in (dict(slots=0), dict(poll=0), dict(context=1)):
         with pytest.raises(ValueError, match="at least"):
             Engine(make(), **options)
     for stop in ("</answer>", ("",)):
         with pytest.raises(ValueError, match="tuple of texts"):
             Sampling(stop_strings=stop)
-    with pytest.raises(ValueError, match="64 bits"):
-        next(Engine(make(), slots=1).generate([Request([1], key=2**63)]))
 
 
 def test_a_tiny_temperature_is_greedy():
@@ -458,7 +433,7 @@ def test_top_p_alone_counts_the_mass_of_all_ids(monkeypatch):
 
 
 def test_the_context_ends_a_sample():
-    sample = next(Engine(make(), slots=2).generate([Request([1] * 190, max_new_tokens=50)]))
+    sample = first(Engine(make(), slots=2), [1] * 190, max_new_tokens=50)
     assert len(sample.ids) == 2 and sample.reason == "length"
 
 
@@ -476,7 +451,7 @@ def test_load_copies_weights_in_place():
     engine.load(a)
     assert next(engine.generate([request])).logprobs == before.logprobs
     assert [p.data_ptr() for p in (*engine.model.parameters(), engine.cache.k, engine.cache.v)] == buffers
-    running = engine.generate([Request([1, 2], num_samples=3)])
+    running = engine.generate([Request([1, 2], num_samples=3, max_new_tokens=2)])
     next(running)
     engine.load(b)
     with pytest.raises(RuntimeError, match="load"):
@@ -484,25 +459,23 @@ def test_load_copies_weights_in_place():
 
 
 def test_adapters_are_merged_and_low_precision_is_the_engines_alone():
-    model, request = make(), Request(prompts(1)[0], max_new_tokens=20)
-    plain = next(Engine(model, slots=1).generate([request]))
+    def logprobs(model, **options):
+        return first(Engine(model, slots=1, **options), prompts(1)[0], max_new_tokens=20).logprobs
+
+    def loaded(weights):
+        other = make()
+        other.load_state_dict(weights)
+        return other
+    model, plain = make(), logprobs(make())
     add_lora(model, 4)
-    assert next(Engine(model, slots=1).generate([request])).logprobs == plain.logprobs          # B is zero
+    assert logprobs(model) == plain                                    # B is zero
     for name, p in model.named_parameters():
         if name.endswith("lora_b"):
             p.data.normal_()
-    adapted, merged_ = (next(Engine(m, slots=1).generate([request])) for m in (model, loaded(merged(model))))
-    assert adapted.logprobs == merged_.logprobs != plain.logprobs
+    assert logprobs(model) == logprobs(loaded(merged(model))) != plain
     rounded = make().bfloat16()
-    exact, wide = (next(Engine(m, slots=1, dtype=torch.float32).generate([request])) for m in (rounded, loaded(
-        {k: v.float() for k, v in rounded.state_dict().items()})))
-    assert exact.logprobs == wide.logprobs
-
-
-def loaded(weights):
-    model = make()
-    model.load_state_dict(weights)
-    return model
+    exact = loaded({name: weight.float() for name, weight in rounded.state_dict().items()})
+    assert logprobs(rounded, dtype=torch.float32) == logprobs(exact)
 
 
 def test_non_finite_weights_are_one_sentence_and_leave_no_trace():
@@ -553,16 +526,11 @@ def test_draws_are_the_same_with_and_without_blocks():
 def test_frequencies_are_those_of_the_filtered_softmax(s):
     logits = torch.tensor([2.0, 0.5, 1.5, -1.0, 0.0, 1.0, -3.0, 0.7])
     p = (logits / s.temperature).softmax(0)
-    order = p.argsort(descending=True)
-    allowed = torch.zeros(8, dtype=torch.bool)
-    top = order[:s.top_k] if s.top_k else order
-    q = p[top] / p[top].sum()
-    for i, share in zip(top.tolist(), q.tolist()):
-        if s.min_p and p[i] < s.min_p * p.max():
-            break
-        allowed[i] = True
-        if s.top_p < 1 and q[:len(allowed.nonzero())].sum() >= s.top_p:
-            break
+    likeliest, order = p.sort(descending=True)
+    likeliest[s.top_k or 8:] = 0
+    likeliest /= likeliest.sum()
+    kept = (likeliest > 0) & (likeliest.cumsum(0) - likeliest < s.top_p) & (likeliest >= s.min_p * likeliest[0])
+    allowed = torch.zeros(8, dtype=torch.bool).scatter(0, order, kept)
     p = torch.where(allowed, p, 0) / p[allowed].sum()
     n = 20_000
     u = uniform(torch.zeros(n, dtype=torch.long), torch.arange(n))

@@ -182,19 +182,17 @@ def test_the_ids_that_were_sampled_are_the_ones_trained_on(tmp_path):
 
 
 def test_a_log_of_attempts_that_is_not_as_it_was_written_is_refused_with_the_line(tmp_path):
-    """And not trained on in another form; one whose header has no checksum is read."""
+    """And not trained on in another form."""
     path = tmp_path / "rft.json"
     path.write_text(json.dumps([["67", 67, "67."]]))
     log = examples.attempts_path(path)
     rows = [{"tokenizer": Tokenizer("bytes").describe(), "prompt": "Take {} from"}, RECORD | {"question": "67", "completion": "67."}]
     lines = [examples.line_of(row) for row in rows]
-    old = json.dumps(rows[0]) + "\n"
-    for content in (lines, [old, lines[1]]):
-        log.write_text("".join(content))
-        (example,) = examples.read(path, Tokenizer("bytes"))
-        assert bytes(example.ids[:-4].tolist()) == b"Take 67 from" and examples.read_form(path) == "Take {} from"
+    log.write_text("".join(lines))
+    (example,) = examples.read(path, Tokenizer("bytes"))
+    assert bytes(example.ids[:-4].tolist()) == b"Take 67 from" and examples.read_form(path) == "Take {} from"
     for number, damaged in ((1, [lines[0].replace("Take", "Lake"), lines[1]]), (1, [lines[0].replace("checksum", "checksun"), lines[1]]),
-                            (1, [old.replace("prompt", "prompu"), lines[1]]), (1, [old.replace("{}", "{y"), lines[1]]), (1, ["[]\n"]), (1, [""]),
+                            (1, lines[1:]), (1, ["[]\n"]), (1, [""]), (2, 2 * lines[:1]),
                             (2, [lines[0], lines[1].replace("67.", "66.")]), (2, [lines[0], lines[1][:40]]), (2, [lines[0], "\n", lines[1]])):
         log.write_text("".join(damaged))
         with pytest.raises(BadInput, match=f"^Line {number} of .*attempts.jsonl can't be read .*--prompt="):
@@ -313,8 +311,8 @@ def test_bad_examples_are_one_sentence(tmp_path, content, words):
 
 def test_bad_knobs_are_one_sentence_and_leave_nothing(rft, base, tmp_path):
     for knobs, words in ((dict(dataset=tmp_path / "none.json"), "can't be read"), (dict(block_size=8), "No example is left"),
-                         (dict(valid_share=1.0), "must be below 1"), (dict(num_epochs=-1), "too small"),
-                         (dict(patience=3), "needs a validation loss"), (dict(prompt="Q:"), "has no {} for the question"), (dict(num_epochs=0), "trains nothing"),
+                         (dict(valid_share=1.0), "must be below 1"), (dict(num_epochs=0), "must be above 0"),
+                         (dict(patience=3), "needs a validation loss"), (dict(prompt="Q:"), "has no {} for the question"),
                          (dict(eval_only=True), "There are no validation examples")):
         done = run(tmp_path / "a", knobs.pop("dataset", rft), defaults=TUNE, init_from=base, **knobs)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr

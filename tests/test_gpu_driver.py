@@ -223,7 +223,7 @@ def test_the_least_seconds_of_all_stages_fit():
 
 
 @pytest.mark.parametrize("argv, sentence", [
-    (["--only=trian"], "no stage 'trian'; choose from card"), (["--device=mps"], "--device=mps is not known"),
+    (["--only=trian"], "no stage 'trian'; choose from card"), (["--device=mps"], "--device=mps should be cuda or cpu"),
     (["--seconds=0"], "too small"), (["--table=nothing.jsonl"], "nothing.jsonl can't be read"),
     (["--device=cpu", "--output=mine.txt"], "mine.txt exists and is not studies.gpu.run's")])
 def test_bad_input(argv, sentence, tmp_path, monkeypatch):

@@ -3,14 +3,13 @@ weights, out of memory."""
 import pytest
 import torch
 
-from engine import Engine, Request, Sampling
+from engine import Engine, Sampling
 from engine.gpu import has_varlen_attention
 from recorded import Recorded
-from test_engine import SHAPES, make, prompts
+from test_engine import GREEDY, SHAPES, assert_same, logits_of, logprobs_at, make, requests, sampled
 
 pytestmark = pytest.mark.gpu
-
-GREEDY = Sampling(temperature=0)
+ASKED = requests(8, 2, lambda key: 3 + 5 * key)         # more samples than slots, of unequal lengths
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +24,8 @@ def on(card, **options):
     return make(**options).to(card)
 
 
-def requests(samples=2):
-    """Return requests of unequal lengths for more samples than the tests have slots."""
-    return [Request(ids, samples, key, 3 + 5 * key) for key, ids in enumerate(prompts(8))]
-
-
-def samples_of(engine, asked=None):
-    """Return {(question, sample): (ids, logprobs)}."""
-    return {(s.request.key, s.index): (s.ids, s.logprobs) for s in engine.generate(asked or requests())}
-
-
-def assert_same(found, expected, tolerance=1e-4):
-    assert found.keys() == expected.keys()
-    for key, (ids, logprobs) in expected.items():
-        assert found[key][0] == ids
-        difference = (torch.tensor(found[key][1]) - torch.tensor(logprobs)).abs().max().item()
-        assert difference <= tolerance, (key, difference)
+def samples_of(engine, asked=ASKED):
+    return sampled(engine, asked)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
@@ -50,14 +35,14 @@ def test_a_refilled_batch_equals_the_cpu(shape, graphs, card, monkeypatch):
     found = samples_of(engine)
     assert bool(engine.graphs) == graphs
     monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", None)
-    assert_same(found, samples_of(Engine(make(**SHAPES[shape]), slots=5, sampling=GREEDY)))
+    assert_same(found, samples_of(Engine(make(**SHAPES[shape]), slots=5, sampling=GREEDY)), 1e-4)
 
 
 def test_graphs_change_no_draw(card):
     """Cover sampling at a temperature, and a stop."""
     sampling = Sampling(temperature=0.9, top_p=0.95, stop=(3, 50))
     graphs, eager = (samples_of(Engine(on(card), slots=5, sampling=sampling, cuda_graphs=flag)) for flag in (True, False))
-    assert_same(graphs, eager)
+    assert_same(graphs, eager, 1e-4)
 
 
 def test_existing_graphs_read_new_weights(card):
@@ -71,17 +56,17 @@ def test_existing_graphs_read_new_weights(card):
     engine.load(new)
     after = samples_of(engine)
     assert graphs and all(engine.graphs[key] is graph for key, graph in graphs.items())
-    assert_same(after, samples_of(Engine(new, slots=5, sampling=GREEDY)))
-    assert [ids for ids, _ in after.values()] != [ids for ids, _ in before.values()]
+    assert_same(after, samples_of(Engine(new, slots=5, sampling=GREEDY)), 1e-4)
+    assert [s.ids for s in after.values()] != [s.ids for s in before.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_deterministic_is_bitwise_in_any_batch(dtype, card):
     engine = Engine(on(card, n_head=4, n_kv_head=2), slots=4, dtype=dtype, deterministic=True)
     together = samples_of(engine)
-    for request in requests():
-        for key, (ids, logprobs) in samples_of(engine, [request]).items():
-            assert together[key] == (ids, logprobs)
+    for request in ASKED:
+        alone = samples_of(engine, [request])
+        assert_same(alone, {key: together[key] for key in alone}, 0)
 
 
 @pytest.mark.parametrize("dtype, way", [(torch.float32, "mask"), (torch.bfloat16, "mask"), (torch.bfloat16, "length")],
@@ -93,13 +78,10 @@ def test_logprobs_equal_training(dtype, way, card, record_property):
     model = on(card, n_head=4, n_kv_head=2, n_embd=128)
     engine = Engine(model, 5, dtype=dtype, decoding=way)
     differences = []
-    for (key, _), (ids, logprobs) in samples_of(engine).items():
-        prompt = requests()[key].ids
-        x = torch.tensor([prompt + ids], device=card)
-        with torch.no_grad(), torch.autocast(card.type, dtype, enabled=dtype != torch.float32):
-            expected = model(x)[0, len(prompt) - 1:-1].log_softmax(-1)
-        expected = expected.gather(1, x[0, len(prompt):, None])[:, 0].cpu()
-        differences.append((torch.tensor(logprobs) - expected).abs())
+    for sample in samples_of(engine).values():
+        with torch.autocast(card.type, dtype, enabled=dtype != torch.float32):
+            logits = logits_of(model, sample)
+        differences.append((torch.tensor(sample.logprobs) - logprobs_at(logits, sample).cpu()).abs())
     differences = torch.cat(differences)
     record_property("error", differences.mean().item())
     assert differences.mean() < (1e-5 if dtype == torch.float32 else 0.05)
@@ -125,7 +107,7 @@ def test_out_of_memory_halves_the_slots(where, card, monkeypatch):
     monkeypatch.setattr(Engine, method, failing)
     found = samples_of(engine)
     assert len(calls) > number and engine.slots == 4
-    assert_same(found, expected)
+    assert_same(found, expected, 1e-4)
 
 
 def test_a_cache_that_is_too_large_gets_half_the_slots(card):
@@ -140,6 +122,6 @@ def test_a_cache_that_is_too_large_gets_half_the_slots(card):
     try:
         engine = Engine(model, slots=2**13, sampling=GREEDY)           # the cache alone takes 800 MB
         assert 8 <= engine.slots < 2**13
-        assert_same(samples_of(engine), expected)
+        assert_same(samples_of(engine), expected, 1e-4)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, card)

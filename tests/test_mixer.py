@@ -528,13 +528,6 @@ def test_a_resumed_run_reaches_the_same_weights(text, tmp_path):
     assert largest_difference(after, expected) == 0 and largest_difference(after, weights(tmp_path / "b", 12)) > 1e-4
 
 
-def test_old_model_json_means_softmax(favor, tmp_path):
-    about = checkpoint.read_model(favor)["architecture"]
-    assert {"mixer", "mixer_rule", "mixer_features"} <= about.keys()
-    old = {key: value for key, value in about.items() if not key.startswith("mixer")}
-    assert GPTConfig(**old).mixer == "softmax" and GPTConfig(**json.loads(json.dumps(about))) == GPTConfig(**about)
-
-
 def test_a_model_of_hugging_face_s_keeps_softmax(tmp_path):
     hf.export(make("softmax", mlp="swiglu", qk_norm=False), tmp_path / "llama")
     said = run(train.main, flags(init_from=tmp_path / "llama", mixer="linear", dataset="x.txt", out_dir=tmp_path / "b"), 2)

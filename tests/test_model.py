@@ -1,3 +1,4 @@
+import itertools
 import math
 import types
 
@@ -15,6 +16,7 @@ GPT2 = dict(norm="layernorm", position="learned", qk_norm=False, mlp="gelu_tanh"
             tied_head=True)
 LLAMA = dict(mlp="swiglu", n_kv_head=2, qk_norm=False, tied_head=True)
 QWEN = dict(mlp="swiglu", n_kv_head=1, head_dim=24, qkv_bias=True, logit_softcap=15.0)
+kinds = pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
 
 
 def tiny(seed=0, trained=False, **kw):
@@ -30,10 +32,12 @@ def ids(B=3, T=16, V=100, seed=1):
     return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
-@pytest.mark.parametrize("vocab_size", [257, 4099])
+WIDE = dict(n_embd=1024, tied_head=True)
+
+
+@pytest.mark.parametrize("vocab_size, kind", [*itertools.product([257, 4099], [{}, GPT2, LLAMA, QWEN]), (257, WIDE)], ids=str)
 def test_loss_at_start_is_ln_of_the_vocabulary(kind, vocab_size):
-    model = tiny(vocab_size=vocab_size, n_embd=192, **kind)
+    model = tiny(vocab_size=vocab_size, **dict(n_embd=192) | kind)
     x = ids(8, 32, vocab_size)
     loss = model.loss(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel()
     assert abs(loss - math.log(vocab_size)) < 0.05
@@ -56,12 +60,6 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(t, torch.Tensor):
                 self.size = max(self.size, t.numel())
         return out
-
-
-def test_loss_at_start_with_a_tied_head_a_wide_model_and_few_ids():
-    model = tiny(vocab_size=257, n_embd=1024, tied_head=True)
-    x = ids(8, 32, 257)
-    assert abs(model.loss(x[:, :-1], x[:, 1:]).item() / x[:, 1:].numel() - math.log(257)) < 0.05
 
 
 def test_evaluation_takes_no_gradient_of_the_head(monkeypatch):
@@ -120,7 +118,7 @@ def test_loss_without_targets_is_zero():
     assert all(p.grad.abs().max() == 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
+@kinds
 def test_attention_is_causal(kind):
     model = tiny(trained=True, **kind)
     x = ids()
@@ -131,7 +129,7 @@ def test_attention_is_causal(kind):
     assert not torch.allclose(a[:, 9:], b[:, 9:], atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", [{}, GPT2, LLAMA, QWEN], ids=["default", "gpt2", "llama", "qwen"])
+@kinds
 def test_loss_equals_the_cross_entropy_of_the_logits(kind):
     model = tiny(trained=True, **kind)
     x = ids()
@@ -191,11 +189,8 @@ def test_math_attention_equals_sdpa(K, T, prompt):
         lengths = torch.tensor([0, prompt // 2, prompt])
         mask = Prompts(torch.zeros(3, prompt, dtype=torch.long), lengths, torch.arange(3)).mask(T, torch.float32)
     expected = attention_and_gradients(sdpa_attention, inputs, dy, mask)
-    for written, fused in zip(attention_and_gradients(math_attention, inputs, dy, mask), expected):
-        torch.testing.assert_close(written, fused)
-    if T > 128:
-        whole = torch.compile(math_attention, backend="eager")
-        for written, fused in zip(attention_and_gradients(whole, inputs, dy, mask), expected):
+    for attend in [math_attention] + [torch.compile(math_attention, backend="eager")] * (T > 128):
+        for written, fused in zip(attention_and_gradients(attend, inputs, dy, mask), expected):
             torch.testing.assert_close(written, fused)
 
 
@@ -272,20 +267,14 @@ def test_generate_is_greedy_at_temperature_0_and_keeps_to_real_ids():
 
 def test_generate_samples_the_softmax():
     model = tiny(trained=True, vocab_size=5).eval()
-    x = ids(1, 4, 5).expand(20_000, 4)
+    x = ids(1, 1, 5).expand(20_000, 1)
     counts = torch.bincount(model.generate(x, 1, generator=torch.Generator().manual_seed(0))[:, -1], minlength=5)
     expected = model(x[:1])[0, -1].softmax(-1) * 20_000
     assert ((counts - expected) ** 2 / expected).sum() < 18.5             # chi-square, 4 degrees of freedom, p = 0.001
 
 
-def test_indivisible_head_counts_are_refused():
-    for wrong in (dict(n_head=3), dict(n_kv_head=3), dict(head_dim=7)):
-        with pytest.raises(ValueError):
-            GPTConfig(**(dict(n_embd=64, n_head=4) | wrong))
-
-
 @pytest.mark.parametrize("wrong", [
-    dict(n_layer=0), dict(n_layer="2"), dict(n_layer=2.0), dict(n_layer=True), dict(n_layer=None), dict(n_head=0), dict(n_head=-1), dict(n_embd=[64]),
+    dict(n_head=3), dict(n_kv_head=3), dict(head_dim=7), dict(n_layer=0), dict(n_layer="2"), dict(n_layer=2.0), dict(n_layer=True), dict(n_layer=None), dict(n_head=0), dict(n_head=-1), dict(n_embd=[64]),
     dict(n_kv_head=0), dict(head_dim=-2), dict(mlp_hidden=0), dict(vocab_size=10**12), dict(block_size=math.nan), dict(rope_theta=0),
     dict(rope_theta="1e4"), dict(rope_theta=math.inf), dict(norm_eps=-1.0), dict(norm="batchnorm"), dict(norm=[]), dict(mlp=None), dict(position={}),
     dict(qk_norm="yes"), dict(tied_head=1), dict(logit_softcap=-1), dict(rope_scaling=[]), dict(rope_scaling={"factor": 0}),
@@ -301,8 +290,8 @@ def test_invalid_configs_name_the_field(wrong):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
     torch._dynamo.reset()
-    model = tiny(trained=True, **kind)
-    model.gradient_checkpointing, model.loss_chunks = checkpointing, 3
+    model = tiny(trained=True, n_layer=1, **kind)
+    model.gradient_checkpointing, model.loss_chunks = checkpointing, 2
     x, y = ids(), ids(seed=2)
     compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,5 +1,7 @@
 """Every script with an existing model from a folder or the hub: train, resume, adapt, evaluate, sample,
 export."""
+import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -8,12 +10,16 @@ import sys
 import pytest
 import torch
 
+import eval as evaluation
 import forked
+import hf
 import hub
-from conftest import ROOT, command, environment, largest_difference, metrics, run, trained, weights
+import sample
+import train
+from conftest import ROOT, command, environment, flags, largest_difference, metrics, trained, weights
 from hf import find, load
 from runs import summary
-from runtime import checkpoint
+from runtime import checkpoint, guard
 from runtime.config import BadInput
 from test_tokenizer import SMOL, write
 from text.tokenizer import Tokenizer
@@ -40,11 +46,25 @@ def tune(out_dir, text, source, **options):
     return trained(out_dir, text, defaults=TUNE, init_from=source, **options)
 
 
-def script(name, *arguments, ranks=1, **options):
-    done = forked.run(command("", ranks, name, defaults={})[:-1] + [str(a) for a in arguments], env=environment(), text=True,
-                          capture_output=True, timeout=120, **options)
+def start(name, *arguments, ranks=1, **options):
+    line = command("", ranks, name, defaults={})[:-1] + [str(argument) for argument in arguments]
+    return forked.run(line, env=environment(), text=True, capture_output=True, timeout=120, **options)
+
+
+def script(name, *arguments, **options):
+    """Return the output of a script; its last line as an object with --json."""
+    done = start(name, *arguments, **options)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1]) if "--json" in arguments else done.stdout
+
+
+def refused(main, words, *arguments, **options):
+    """Assert that a script's main, in this process, ends with code 2 and one sentence."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as ended:
+        guard.run(main, [*map(str, arguments), *flags(**options)])
+    said = said.getvalue()
+    assert ended.value.code == 2 and words in said and said.count("\n") == 1, said
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +75,20 @@ def tuned(source, text, tmp_path_factory):
 
 
 def test_a_run_folder_is_self_contained(source, tuned, text, tmp_path):
-    """A run can be resumed and sampled from when its base model is gone."""
+    """A run can be resumed exactly, and sampled from, when its base model is gone."""
     gone = tmp_path / "small-chat"
     shutil.copytree(source, gone)
-    tune(tmp_path / "a", text, gone, max_steps=4)
-    shutil.rmtree(gone)
+    tune(tmp_path / "a", text, gone)
+    for folder in (gone, tmp_path / "a" / "checkpoints" / "step_00000008"):
+        shutil.rmtree(folder)
     trained(tmp_path / "a", text, defaults={}, init_from="resume", max_steps=8)
+    assert largest_difference(weights(tmp_path / "a", 8), weights(tuned, 8)) == 0
     assert metrics(tmp_path / "a")[4] == metrics(tuned)[4] and metrics(tuned)[8] < metrics(tuned)[1] - 0.1
     first = json.loads((tuned / "model.json").read_text())
     assert first["architecture"]["mlp"] == "swiglu" and first["tokenizer"]["template"]["system"] == "You are a small model, née test"
     assert script("sample.py", tmp_path / "a", "--prompt=the cat", "--max_new_tokens=4").startswith("the cat")
     for system in ("", "You are a cat."):
         assert find(tuned).tokenizer().prompt_ids("the <|im_end|> cat", system) == Tokenizer(source).prompt_ids("the <|im_end|> cat", system)
-
-
-def test_resume_is_exact(source, tuned, text, tmp_path):
-    shutil.copytree(tuned, tmp_path / "a")
-    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step_00000008")
-    trained(tmp_path / "a", text, defaults={}, init_from="resume", max_steps=8)
-    assert largest_difference(weights(tmp_path / "a", 8), weights(tuned, 8)) == 0
 
 
 def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
@@ -98,16 +113,15 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     content = bytearray((tmp_path / "b" / "base.safetensors").read_bytes())
     content[-9] ^= 1
     (tmp_path / "b" / "base.safetensors").write_bytes(content)
-    for knobs, words in ((dict(max_steps=9), "base.safetensors, the weights that the run started from"), (dict(lora_alpha=800.0), "lora_alpha=800.0 contradicts"),
-                         (dict(lora_rank=8), "lora_rank=8 contradicts")):
-        done = run(tmp_path / "b", text, defaults={}, init_from="resume", **knobs)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    for options, words in ((dict(max_steps=9), "base.safetensors, the weights that the run started from"),
+                           (dict(lora_alpha=800.0), "lora_alpha=800.0 contradicts"), (dict(lora_rank=8), "lora_rank=8 contradicts")):
+        refused(train.main, words, out_dir=tmp_path / "b", dataset=text, init_from="resume", **options)
 
 
 def test_adapters_train_the_same_on_two_ranks(source, text, tmp_path):
     for ranks in (1, 2):
         tune(tmp_path / str(ranks), text, source, ranks=ranks, lora_rank=4, optimizer="adamw")
-    alone, shared = (list(metrics(tmp_path / str(ranks)).values()) for ranks in (1, 2))
+    alone, shared = ([*metrics(tmp_path / ranks).values()] for ranks in "12")
     assert alone == pytest.approx(shared, abs=1e-5) and alone[-1] < alone[0] - 0.01
 
 
@@ -136,24 +150,18 @@ def test_a_model_from_scratch_survives_export_and_import(tmp_path, text):
     theirs, ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), list("the naïve cat".encode())
     assert theirs("the naïve cat").input_ids == ids and theirs.eos_token_id == 256
     assert find(tmp_path / "out").tokenizer().encode("the naïve cat").tolist() == ids
-    for name in ("tokenizer.json", "tokenizer_config.json"):             # as in old exports
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "out" / name).unlink()
     out = script("sample.py", tmp_path / "out", "--tokenizer=bytes", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
     assert out == script("sample.py", tmp_path / "a", "--prompt=the", "--max_new_tokens=5", "--temperature=0")
-    done = forked.run(command("", 1, "sample.py", defaults={})[:-1] + [str(tmp_path / "out")], env=environment(), capture_output=True,
-                          text=True)
-    assert done.returncode == 2 and "has no tokenizer.json: choose --tokenizer=" in done.stderr
-    refused = [
-        (dict(init_from=tmp_path / "out"), "has no tokenizer.json"), (dict(init_from=tmp_path / "a", tokenizer="gpt2"), "its own tokenizer"),
-        (dict(init_from=tmp_path / "out", out_dir=tmp_path / "out", tokenizer="bytes"), "is both --out_dir and --init_from"),
-        (dict(out_dir=tmp_path / "out"), "not a run folder"), (dict(lora_rank=4), "needs a pretrained model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
-        (dict(init_from=tmp_path / "a", lora_rank=4, lora_linears="qkvv"), "choose from qkv"), (dict(lora_alpha=0.0), "above 0")]
-    for options, words in refused:
-        done = run(options.pop("out_dir", tmp_path / "b"), text, defaults={}, **options)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    done = forked.run([sys.executable, str(ROOT / "hf.py"), str(tmp_path / "a"), str(tmp_path / "out")], env=environment(),
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and "not an empty folder" in done.stderr
+    refused(sample.main, "has no tokenizer.json: choose --tokenizer=", tmp_path / "out")
+    for options, words in (
+            (dict(init_from=tmp_path / "out"), "has no tokenizer.json"), (dict(init_from=tmp_path / "a", tokenizer="gpt2"), "its own tokenizer"),
+            (dict(init_from=tmp_path / "out", out_dir=tmp_path / "out", tokenizer="bytes"), "is both --out_dir and --init_from"),
+            (dict(out_dir=tmp_path / "out"), "not a run folder"), (dict(lora_rank=4), "needs a pretrained model"), (dict(block_size=64, init_from=tmp_path / "a"), "positions"),
+            (dict(init_from=tmp_path / "a", lora_rank=4, lora_linears="qkvv"), "choose from qkv"), (dict(lora_alpha=0.0), "above 0")):
+        refused(train.main, words, **dict(out_dir=tmp_path / "b", dataset=text, data_dir=tmp_path) | options)
+    refused(hf.main, "not an empty folder", tmp_path / "a", tmp_path / "out")
 
 
 def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp_path):
@@ -185,11 +193,11 @@ def perplexity_by_hand(folder, ids, block_size, stride):
 
 @pytest.mark.parametrize("stride", [24, 7])
 def test_perplexity_equals_transformers(source, tmp_path, stride):
-    words = "the cat sat on a mat, née 漢字\nand counted 123 of them twice " * 3
+    words = "the cat sat on a mat, née 漢字\nand counted 123 of them twice " * 2
     (tmp_path / "a.txt").write_text(words)
     ids = Tokenizer(source).encode(words).tolist()
     arguments = [source, f"--dataset={tmp_path / 'a.txt'}", f"--data_dir={tmp_path / 'd'}", "--block_size=24", f"--stride={stride}", "--json"]
-    alone, shared = (json.loads(script("eval.py", *arguments, ranks=ranks).splitlines()[-1]) for ranks in (1, 2))
+    alone, shared = (script("eval.py", *arguments, ranks=ranks) for ranks in (1, 2))
     expected = perplexity_by_hand(source, ids, 24, stride)
     for found in (alone, shared):
         assert found["nll"] == pytest.approx(expected, rel=1e-5)
@@ -206,21 +214,19 @@ def test_a_split_is_evaluated_without_touching_the_others(tuned, tmp_path):
     (folder / "valid.txt").write_text("the cat sat " * 9)
     (folder / "test.txt").write_text("on a mat")
     line = [tuned, f"--dataset={folder}", f"--data_dir={tmp_path / 'd'}", "--json"]
-    valid, test = (json.loads(script("eval.py", *line, f"--split={s}").splitlines()[-1]) for s in ("valid", "test"))
+    valid, test = (script("eval.py", *line, f"--split={s}") for s in ("valid", "test"))
     assert valid["words"] == 27 and test["words"] == 3
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--dataset=x.txt"], "Name a model"), (["RUN"], "Name a model and a text"), (["RUN", "--dataset=nowhere.txt"], "no dataset nowhere"),
+    (["--dataset=x.txt"], "Name a model"), (["RUN", "--dataset=nowhere.txt"], "no dataset nowhere"),
     (["RUN", "--dataset=TEXT", "--block_size=300"], "--block_size=300 exceeds the model's"),
     (["RUN", "--dataset=TEXT", "--block_size=8", "--stride=9"], "--stride=9 exceeds the window of 8"),
     (["RUN", "--dataset=TEXT", "--stride=0"], "at least 1"), (["/nowhere", "--dataset=TEXT"], "no folder /nowhere"),
     (["RUN", "--dataset=task:unit_conversion", "--split=test"], "no split test")])
 def test_eval_errors_are_one_sentence(tuned, text, tmp_path, arguments, words):
     arguments = [a.replace("RUN", str(tuned)).replace("TEXT", str(text)) for a in arguments]
-    done = forked.run([sys.executable, str(ROOT / "eval.py"), *arguments, f"--data_dir={tmp_path}"], env=environment(), text=True,
-                          capture_output=True)
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    refused(evaluation.main, words, *arguments, data_dir=tmp_path)
 
 
 # --- sample.py ---
@@ -233,29 +239,24 @@ def test_ranks_share_the_samples_and_print_the_same(tuned):
     assert alone.startswith(few)
 
 
-WILD = ["--temperature=2", "--seed=3", "--dtype=fp32"]                 # so that samples differ
-
-
 def test_sampling_errors_are_one_sentence_on_any_rank(tuned):
-    for ranks in (1, 2):
-        for option, words in (("--top_p=0", "can't be sampled from"), (f"--prompt={'the ' * 400}", "can't be continued")):
-            done = forked.run(command("", ranks, "sample.py", defaults={})[:-1] + [str(tuned), option], env=environment(), text=True,
-                                  capture_output=True)
-            assert done.returncode and done.stderr.count("error: ") == 1 and words in done.stderr, done.stderr
+    for option, words in (("--top_p=0", "can't be sampled from"), (f"--prompt={'the ' * 400}", "can't be continued")):
+        refused(sample.main, words, tuned, option)
+        done = start("sample.py", tuned, option, ranks=2)
+        assert done.returncode and done.stderr.count("error: ") == 1 and words in done.stderr, done.stderr
 
 
-def test_interactive_answers_line_by_line(tuned):
-    out = script("sample.py", tuned, "--interactive", "--max_new_tokens=12", *WILD, input="the cat\n\nthe cat\n")
-    whole = script("sample.py", tuned, "--prompt=the cat", "--max_new_tokens=12", *WILD).removeprefix("the cat").removesuffix("\n---\n")
+def test_interactive_answers_line_by_line_and_a_stop_text_ends_a_sample(tuned):
+    line = [tuned, "--max_new_tokens=12", "--temperature=2", "--seed=3", "--dtype=fp32"]   # samples differ
+
+    def completion(*more):
+        return script("sample.py", *line, "--prompt=the cat", *more).removeprefix("the cat").removesuffix("\n---\n")
+    whole = completion()
+    stop = whole[6:9]
+    ended = completion(f"--stop={stop}")
+    assert stop in ended and len(ended) < len(whole) and whole.startswith(ended)
+    out = script("sample.py", *line, "--interactive", input="the cat\n\nthe cat\n")
     assert len(whole) > 8 and out.startswith(whole) and out.rstrip("\n").endswith("\n" + whole)
-
-
-def test_a_stop_text_ends_a_sample(tuned):
-    line = [tuned, "--prompt=the", "--max_new_tokens=30", *WILD]
-    text = script("sample.py", *line).removeprefix("the").removesuffix("\n---\n")
-    stop = text[6:9]
-    ended = script("sample.py", *line, f"--stop={stop}").removeprefix("the").removesuffix("\n---\n")
-    assert stop in ended and len(ended) < len(text) and text.startswith(ended)
 
 
 LADDER = '''
@@ -275,8 +276,8 @@ def test_a_chat_model_runs_the_whole_pipeline(source, tmp_path):
     """Ask with worked examples and an instruction, train without them, by the recipe for SmolLM2."""
     task, out = tmp_path / "letters.py", tmp_path / "rft.json"
     task.write_text(LADDER)
-    about = json.loads(script("datagen.py", f"--init_from={source}", f"--task={task}", f"--output={out}", "--num_questions=12", "--oversample=4",
-                              "--temperature=1", "--max_new_tokens=60", "--dtype=fp32", "--json").splitlines()[-1])
+    about = script("datagen.py", f"--init_from={source}", f"--task={task}", f"--output={out}", "--num_questions=12", "--oversample=4",
+                              "--temperature=1", "--max_new_tokens=60", "--dtype=fp32", "--json")
     rows, tokenizer = json.loads(out.read_text()), Tokenizer(source)
     assert about["kept"] == len(rows) > 12 and all(question.startswith("train ") for question, _, _ in rows)
     header = json.loads((tmp_path / "rft.attempts.jsonl").read_text().splitlines()[0])
@@ -285,8 +286,8 @@ def test_a_chat_model_runs_the_whole_pipeline(source, tmp_path):
             dtype="fp32")
     kept = json.loads((tmp_path / "tuned/config.json").read_text())
     assert (kept["batch_size"], kept["gradient_accumulation_steps"], kept["lora_rank"], kept["learning_rate"]) == (16, 4, 16, 2e-4)
-    figures = json.loads(script("eval.py", tmp_path / "tuned", source, f"--task={task}", "--num_questions=10", "--max_new_tokens=60", "--json",
-                                "--few_shot=0").splitlines()[-1])
+    figures = script("eval.py", tmp_path / "tuned", source, f"--task={task}", "--num_questions=10", "--max_new_tokens=60", "--json",
+                     "--few_shot=0")
     assert [m["questions"] for m in figures["models"]] == [10, 10] and "difference" in figures["models"][1]
 
 
@@ -335,7 +336,7 @@ def test_the_quickstarts_summary(tmp_path):
     done = forked.run([sys.executable, "-m", "runs.summary", tmp_path], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "50.0%" in done.stdout, done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["stages"] == [{"name": "base", "greedy": 0.5, "sampled": 0.5, "pass_at_8": 0.9, "seconds": 60.0},
-                                 {"name": "rft", "greedy": 0.7, "sampled": 0.7, "pass_at_8": 0.9, "seconds": 70.0},
-                                 {"name": "grpo", "greedy": 0.8, "sampled": 0.8, "pass_at_8": 0.9, "seconds": 40.0}]
+    assert [list(stage.values()) for stage in summary["stages"]] == [
+        ["base", 0.5, 0.5, 0.9, 60.0], ["rft", 0.7, 0.7, 0.9, 70.0], ["grpo", 0.8, 0.8, 0.9, 40.0]]
+    assert [*summary["stages"][0]] == ["name", "greedy", "sampled", "pass_at_8", "seconds"]
     assert summary["total_seconds"] == 195.0 and summary["device"] and (tmp_path / "summary.png").stat().st_size > 5000

@@ -211,33 +211,20 @@ def attempts_path(output):
     return Path(output).with_suffix(".attempts.jsonl")
 
 
-HEADER = {"config", "tokenizer", "model", "prompt", "code", "questions"}
-
-
 def line_of(row):
     """Return the line of a header or record of the log, with a checksum."""
     return json.dumps(row | {"checksum": checksum(row)}) + "\n"
 
 
-def record_of(line):
-    """Return the record in a line of the log. ValueError if the line is damaged."""
+def row_of(line, key):
+    """Return the object in a line of the log, a header (key: prompt) or a record (key: number). ValueError if
+    the line is damaged or of the other kind."""
     row = parse_json(line, dict)
     if row.pop("checksum", None) != checksum(row):
         raise ValueError("it fails its checksum")
+    if key not in row:
+        raise ValueError(f"it has no {key}")
     return row
-
-
-def header_of(line):
-    """Return the header in the first line of the log. ValueError if it is damaged."""
-    header = parse_json(line, dict)
-    if "checksum" in header:                             # until 25 November headers had none
-        header = record_of(line)
-    if unknown := header.keys() - HEADER:                # "checksum" too, if one of its bits has flipped
-        raise ValueError(f"it has a {min(unknown)}")
-    form = header.get("prompt", "{}")
-    if not isinstance(form, str) or "{}" not in form:
-        raise ValueError(f"its prompt is {form!r}")
-    return header
 
 
 def log_beside(dataset):
@@ -248,7 +235,7 @@ def log_beside(dataset):
     try:
         lines = path.read_bytes().splitlines() or [b""]
         for number, line in enumerate(lines, 1):
-            yield record_of(line) if number > 1 else header_of(line)
+            yield row_of(line, "number" if number > 1 else "prompt")
     except FileNotFoundError:
         return
     except (OSError, ValueError) as e:

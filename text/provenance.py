@@ -7,11 +7,6 @@ from runtime.config import BadInput
 from text import examples
 
 
-def provenance(cfg):
-    """Return the entries of model.json about task file and prompt template."""
-    return {"task": own_task(cfg), "prompt": prompt_form(cfg)}
-
-
 def own_task(cfg):
     """Return {file, sha256} of the user's task file that a run executes (joined for the files of a mixture),
     or None."""
@@ -25,18 +20,25 @@ def own_task(cfg):
 
 
 def prompt_form(cfg):
-    """Return a run's prompt template, with {} for the question; None if it has none, or several."""
+    """Return the prompt template of a run of train.py, with {} for the question; None if it has none, or
+    several."""
     try:
-        if hasattr(cfg, "task"):
-            return tasks.load(cfg.task).prompt
         kind, _, name = cfg.dataset.partition(":")
         if kind in ("task", "examples"):
-            return tasks.load(name).prompt
+            return common_prompt(tasks.load(name))
     except (LookupError, OSError, ValueError):                # raised again where it is needed
         return None
     if Path(cfg.dataset).suffix.lower() != ".json":
         return None
     return cfg.prompt or examples.read_form(cfg.dataset)
+
+
+def common_prompt(task):
+    """Return the prompt template of a task; None for a mixture of tasks with several."""
+    try:
+        return task.prompt
+    except ValueError:
+        return None
 
 
 def check_task(cfg, argv):
@@ -48,13 +50,11 @@ def check_task(cfg, argv):
     found = own_task(cfg) if resumes else None
     if not found:
         return
-    model = checkpoint.read_model(cfg.out_dir)
+    recorded = checkpoint.read_model(cfg.out_dir).get("task")
     file = found["file"]
     option = "--task=" if hasattr(cfg, "task") else "--dataset=task:"
     about = "unchanged since the run recorded it"
-    if "task" not in model:
-        about = "of which the run recorded no digest"
-    elif not isinstance(model["task"], dict) or model["task"].get("sha256") != found["sha256"]:
+    if not isinstance(recorded, dict) or recorded.get("sha256") != found["sha256"]:
         about = f"changed since the run recorded it, because {option} names it"
         if not any(arg.startswith(option) for arg in argv):
             raise BadInput(f"{file} has changed since the run in {cfg.out_dir} recorded it: restore it, "

@@ -204,7 +204,7 @@ class Tokenizer:
 
 def check_described(about, path):
     """Return the ids in a saved describe(); BadInput if malformed."""
-    about = check_type(about, dict, f"{path}: tokenizer")
+    check_type(about, dict, f"{path}: tokenizer")
     for key, hint in DESCRIBED.items():
         check_type(about.get(key), hint, f"{path}: tokenizer: {key}")
     ids = [about["eos"], about["pad"], *about["stop"], about.get("bos") or 0]

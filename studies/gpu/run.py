@@ -25,25 +25,25 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from measure.report import outcome
 from measure.runs import ROOT
 from runtime import config, guard
-from runtime.config import BadInput
+from runtime.config import BadInput, PositiveFloat
 from runtime.progress import ProgressLine, clear
 from studies.gpu.table import heading, shown, table
 
 
 @dataclass
 class Config:
-    seconds: float = 480.0                   # for all stages together
+    seconds: PositiveFloat = 480.0           # for all stages together
     only: str | None = None                  # comma-separated stages; None: all
     output: str = "bench_results/gpu.jsonl"  # appended to; the processes' output goes to a .log next to it
     table: str | None = None                 # a gpu.jsonl: only print the table of its last run
-    device: str = "cuda"                     # cpu: tiny stages, to test this script
+    device: Literal["cuda", "cpu"] = "cuda"  # cpu: tiny stages, to test this script
 
 
 class Stage(NamedTuple):
@@ -363,9 +363,6 @@ def chosen(names):
 
 def check(cfg):
     """Raise BadInput if this machine or PyTorch can't run the suite."""
-    config.at_least(cfg, 1, "seconds")
-    if cfg.device not in ("cuda", "cpu"):
-        raise BadInput(f"--device={cfg.device} is not known here: use cuda, or cpu to test the stages.")
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("PyTorch sees no CUDA GPU: use a machine with one and a CUDA build of PyTorch, or "
                        "measure the CPU with python bench.py.")
