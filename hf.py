@@ -18,7 +18,7 @@ from model import GPTConfig, blank, scale_rope
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
-from text import hub
+from text import gguf_files, hub
 from text.tokenizer import Tokenizer
 
 # Masks and rotary frequencies, which older files store with the weights.
@@ -324,6 +324,8 @@ def find(path_or_name, step=None):
     elif (folder / "checkpoints").is_dir():
         raise BadInput(f"{folder} is a run folder without model.json: restore it, or give another run.")
     else:
+        if folder.suffix == ".gguf" and not folder.is_dir():
+            folder = gguf_files.convert(folder)
         folder = folder if folder.is_dir() else download(str(path_or_name))
         refuse_checkpoint_or_adapter(folder)
         about = read_json(folder / "config.json", "give the folder of a model")
