@@ -88,13 +88,13 @@ def write(gguf, path, digest, folder):
                        "llama-gguf-split --merge.")
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = hf_config(fields, stored)
+    tokenizer, settings = tokenizer_files(fields)
     config["converted_from"] = {"file": path.name, "sha256": digest}
     shapes = {}
     for name, tensor in stored.items():
         shapes[hf_name(name)] = torch.empty(*tensor.shape.tolist()[::-1], device="meta")
     contents = (read_tensor(gguf, tensor, config) for tensor in stored.values())
     checkpoint.write_tensors(folder / "model.safetensors", shapes, contents)
-    tokenizer, settings = tokenizer_files(fields)
     for name, content in (("config.json", config), (FILE, tokenizer), ("tokenizer_config.json", settings)):
         (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
