@@ -215,12 +215,11 @@ def write_config(config):
 
 
 def readers(hf_config):
-    """Return the names of the programs that compute an exported model rightly. llama.cpp has SiLU in the
-    graphs of Llama and Qwen, and the tanh form of GELU in GPT-2's, whatever config.json says."""
-    activation = hf_config.get("hidden_act") or hf_config["activation_function"]
-    if activation == "relu":
-        return "transformers alone (train.py --mlp=swiglu makes models for vLLM, llama.cpp and Ollama too)"
-    return "transformers and vLLM" if activation == "gelu" else "transformers, vLLM, llama.cpp and Ollama"
+    """Return the names of the programs that compute an exported model rightly. llama.cpp computes SiLU in a
+    Llama or Qwen, whatever config.json says; vLLM refuses another activation."""
+    if hf_config.get("hidden_act") == "relu":
+        return "transformers alone (--mlp=swiglu in train.py makes models for vLLM, llama.cpp and Ollama too)"
+    return "transformers, vLLM, llama.cpp and Ollama"
 
 
 # --- weights ---

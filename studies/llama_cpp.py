@@ -4,6 +4,7 @@
     python -m studies.llama_cpp MODEL FILE.gguf FOLDER --rows=20
 """
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -39,7 +40,8 @@ def main(argv):
     source = hf.find(model)
     tokenizer = source.tokenizer()
     task = tasks.load("unit_conversion")
-    prompts = [request.ids for request in requests_of(tokenizer, task, questions_of(task, "test", cfg.num_questions))]
+    questions = questions_of(task, "test", cfg.num_questions)
+    prompts = [request.ids for request in requests_of(tokenizer, task, questions)]
     context = max(map(len, prompts)) + cfg.max_new_tokens
     engine = Engine(source.load(), cfg.rows, context, Sampling(temperature=0, stop=tokenizer.stop))
     began = time.perf_counter()
@@ -54,19 +56,19 @@ def main(argv):
         with open(Path(__file__).with_suffix(".mjs")) as script:
             done = subprocess.run(command, cwd=node, stdin=script, capture_output=True, text=True)
     if done.returncode:
-        raise BadInput(f"llama.cpp failed ({done.stderr.strip().splitlines()[-1:]}): run npm install node-llama-cpp in {node}.")
+        reason = done.stderr.strip().splitlines()[-1:]
+        raise BadInput(f"llama.cpp failed ({reason}): check {gguf}, or run `npm install node-llama-cpp` in "
+                       f"{node}.")
     theirs = json.loads(done.stdout.splitlines()[-1])
-    common = []
-    for i, ids in enumerate(theirs["ids"]):
-        pairs = zip(ours[i], ids)
-        common.append(next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ours[i]), len(ids))))
-    equal = sum(ours[i] == ids for i, ids in enumerate(theirs["ids"]))
-    for name, ids, taken in (("here", ours.values(), seconds), ("llama.cpp", theirs["ids"], theirs["seconds"])):
+    pairs = [(ours[i], ids) for i, ids in enumerate(theirs["ids"])]
+    for name, ids, taken in (("here", [a for a, _ in pairs], seconds),
+                             ("llama.cpp", [b for _, b in pairs], theirs["seconds"])):
         tokens = sum(map(len, ids))
         print(f"{name}: {tokens:,} tokens in {taken:.1f} s, {tokens / taken:.1f} tokens/s")
-    total = sum(map(len, ours.values())) / len(prompts)
-    print(f"{equal} of {len(prompts)} completions agree; the first {sum(common) / len(prompts):.1f} tokens of "
-          f"{total:.1f} agree on average")
+    common = [len(os.path.commonprefix(pair)) for pair in pairs]
+    equal = sum(a == b for a, b in pairs)
+    print(f"{equal} of {len(pairs)} completions are equal; of {tokens / len(pairs):.1f} tokens the first "
+          f"{sum(common) / len(pairs):.1f} are, on average")
     return 0
 
 

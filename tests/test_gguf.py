@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf
+from model import GPTConfig
 from runtime.config import BadInput
 from text.tokenizer import byte_letters
 
@@ -19,7 +20,7 @@ HEADS = 4
 KEYS = 2
 WIDTH = 64
 HIDDEN = 96
-TOKENS = ["<|im_start|>", "<|im_end|>", *byte_letters(), "ĠĠ", "Ġa", "[PAD]", "[PAD]"]
+TOKENS = ["<|im_start|>", "<|im_end|>", *byte_letters(), "ĠĠ", "Ġa", "[PAD260]", "[PAD261]"]
 CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
@@ -167,6 +168,15 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(monkeypatch):
     with pytest.raises(BadInput, match="pip install gguf"):
         hf.find("small.gguf")
     assert not os.listdir("data")
+
+
+def test_export_says_where_it_can_be_used(capsys):
+    expected = write_gguf("small.gguf", quantised="Q8_0")
+    assert hf.main(["small.gguf", "exported"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("for transformers, vLLM, llama.cpp and Ollama")
+    check_weights(hf.find("exported"), expected)
+    default = hf.write_config(GPTConfig())
+    assert default["hidden_act"] == "relu" and hf.readers(default).startswith("transformers alone")
 
 
 @pytest.mark.real
