@@ -44,7 +44,7 @@ from text import examples
 
 @dataclass
 class Config:
-    init_from: str = "out/base"              # run folder, Hugging Face folder or hub name
+    init_from: str = "out/base"              # run folder, Hugging Face folder, GGUF file or hub name
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
     task: str | dict = "unit_conversion"     # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:

@@ -39,8 +39,8 @@ from text.perplexity import evaluation_line, text_loss
 
 @dataclass
 class Config:
-    models: tuple = ()                       # run folders, Hugging Face folders or hub names, first on the
-                                             # command line
+    models: tuple = ()                       # run folders, Hugging Face folders, GGUF files or hub names,
+                                             # first on the command line
     split: Literal["auto", "test", "valid", "train"] = "auto"   # auto: test for a task, valid for a text
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one

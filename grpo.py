@@ -52,8 +52,8 @@ class Config(RunOptions):
     # the run
     out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, samples.txt,
                                              # training.log
-    init_from: str = "out/rft"               # run folder, Hugging Face folder or hub name; resume: the run in
-                                             # out_dir
+    init_from: str = "out/rft"               # run folder, Hugging Face folder, GGUF file or hub name; resume:
+                                             # the run in out_dir
     resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
                                              # new one from the flags
     overwrite: bool = False                  # replace the run in out_dir

@@ -1,4 +1,5 @@
-"""Import and export models as Hugging Face files (GPT-2, Llama, SmolLM2, Qwen2.5, Qwen3), adapters as PEFT's.
+"""Import and export models as Hugging Face files (GPT-2, Llama, SmolLM2, Qwen2.5, Qwen3), adapters as PEFT's;
+import GGUF files.
 
     python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
 """
@@ -19,7 +20,7 @@ from model import GPTConfig, blank, scale_rope
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
-from text import hub
+from text import gguf_files, hub
 from text.tokenizer import Tokenizer
 
 # Masks and rotary frequencies, which older files store with the weights.
@@ -174,6 +175,7 @@ def write_gpt2(config):
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": config.vocab_size,
         "n_positions": config.block_size,
+        "n_ctx": config.block_size,                           # llama.cpp's converter reads this name
         "n_layer": config.n_layer,
         "n_head": config.n_head,
         "n_embd": config.n_embd,
@@ -210,6 +212,14 @@ def write_llama(config, kind):
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tied_head,
     }
+
+
+def readers(hf_config):
+    """Return the names of the programs that compute an exported model rightly. llama.cpp computes SiLU in a
+    Llama or Qwen, whatever config.json says; vLLM refuses another activation."""
+    if hf_config.get("hidden_act") == "relu":
+        return "transformers alone (--mlp=swiglu in train.py makes models for vLLM, llama.cpp and Ollama too)"
+    return "transformers, vLLM, llama.cpp and Ollama"
 
 
 # --- weights ---
@@ -316,7 +326,7 @@ class ModelSource:
 
 def find(path_or_name, step=None):
     """Return the ModelSource of a run folder (at its best checkpoint, or at `step`), a folder of Hugging Face
-    files, or a name on the hub."""
+    files, a GGUF file, or a name on the hub."""
     folder = Path(path_or_name)
     is_run = (folder / "model.json").exists()
     if is_run:
@@ -324,6 +334,8 @@ def find(path_or_name, step=None):
     elif (folder / "checkpoints").is_dir():
         raise BadInput(f"{folder} is a run folder without model.json: restore it, or give another run.")
     else:
+        if folder.suffix == ".gguf" and not folder.is_dir():
+            folder = gguf_files.convert(folder)
         folder = folder if folder.is_dir() else download(str(path_or_name))
         refuse_checkpoint_or_adapter(folder)
         about = read_json(folder / "config.json", "give the folder of a model")
@@ -366,15 +378,15 @@ def to_resume(out_dir, weights_suffice=False):
 
 
 def load(path_or_name, *args, device="cpu"):
-    """Return GPT(config, *args) in fp32 from a run folder, a Hugging Face folder or a name on the hub."""
+    """Return GPT(config, *args) in fp32 from whatever find() takes."""
     return find(path_or_name).load(*args, device=device)
 
 
 def download(name):
     """Download a model from the hub with huggingface_hub and return its folder."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, or "
-                       "a name on the hub.")
+        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, a "
+                       "GGUF file, or a name on the hub.")
     try:
         import huggingface_hub
         patterns = ["*.json", "*.safetensors", "*.jinja"]
@@ -440,7 +452,7 @@ def read_tensors(folder):
     shards = {"": "model.safetensors"}
     if not (folder / "model.safetensors").exists():
         if not index.exists():
-            others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".gguf")]
+            others = [path.name for path in sorted(folder.iterdir()) if path.suffix == ".bin"]
             others = f" ({others[0]} is not supported)" if others else ""
             raise BadInput(f"{folder} lacks model.safetensors{others}: get that file, or write it with "
                            "transformers' save_pretrained().")
@@ -565,7 +577,7 @@ def main(argv):
     except OSError as e:
         raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
     step = "" if source.step is None else f" of step {source.step}"
-    print(f"{out}: {model.n_params():,} parameters{step}")
+    print(f"{out}: {model.n_params():,} parameters{step}, for {readers(write_config(model.config))}")
     return 0
 
 

