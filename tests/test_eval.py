@@ -250,6 +250,9 @@ def test_all_answers_are_kept_in_a_file(model, exported, task, tmp_path, capsys)
     again = json.loads(path.read_text().splitlines()[0])["samples"]
     evaluate(capsys, model, f"--task={task}", f"--output={path}", *SAMPLED)              # which replaces what it wrote itself
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:24] and rows[0]["samples"] == again
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": q, "answer": q.split()[1][:-1]}) + "\n" for q in asked))
+    evaluate(capsys, model, f"--task={task}", f"--output={path}", f"--dataset={tmp_path / 'asked.jsonl'}", *SAMPLED)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:24]
     for name, content, words in (("mine.txt", "precious", "not eval.py's answers"), ("none/a.jsonl", None, "There is no folder")):
         if content:
             (tmp_path / name).write_text(content)
@@ -314,7 +317,7 @@ def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["RUN"], "Name a model and a text or a task"), (["--task=TASK"], "Name a model"), (["RUN", "--task=TASK", "--dataset=x"], "leave out"),
+    (["RUN"], "Name a model and a text or a task"), (["--task=TASK"], "Name a model"), (["RUN", "--task=TASK", "--dataset=x"], "can't be read"),
     (["RUN", "RUN", "--dataset=x"], "compared only on a task"), (["RUN", "--task=TASK", "--num_samples=2"], "At temperature 0"),
     (["RUN", "--task=nothing"], "no task nothing"), (["RUN", "--task=TASK", "--split=valid", "--num_questions=none"], "no valid questions"),
     (["RUN", "--task=TASK", "--num_questions=25"], "lower --num_questions"), (["RUN", "--task=TASK", "--few_shot=20", "--num_questions=9"], "lower --few_shot"),

@@ -15,13 +15,16 @@ import forked
 import hf
 import hub
 import sample
+import tasks
 import train
 from conftest import ROOT, command, environment, flags, largest_difference, metrics, trained, weights
 from hf import find, load
+from rollouts.pipeline import requests_of
 from runs import summary
 from runtime import checkpoint, guard
 from runtime.config import BadInput
 from test_tokenizer import SMOL, write
+from text import examples
 from text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -291,6 +294,32 @@ def test_a_chat_model_runs_the_whole_pipeline(source, tmp_path):
     assert [m["questions"] for m in figures["models"]] == [10, 10] and "difference" in figures["models"][1]
 
 
+def test_a_chat_model_is_told_the_instruction_wherever_it_is_asked_or_trained(source, tmp_path):
+    (tmp_path / "letters.py").write_text(LADDER)
+    name, tokenizer = str(tmp_path / "letters.py"), Tokenizer(source)
+    task = tasks.load(name)
+    told = tokenizer.prompt_ids("train 3", "Write.")
+    (request,) = requests_of(tokenizer, task, [{"question": "train 3", "answer": "7"}])
+    assert request.ids == told != tokenizer.prompt_ids("train 3")
+    (few_shot,) = requests_of(tokenizer, task, [{"question": "train 3", "answer": "7"}], few_shot=2)
+    assert few_shot.ids == tokenizer.prompt_ids("train 3", "Write.", task.examples(2))
+
+    def prompt(example):
+        assert tokenizer.decode(example.ids[example.is_target].tolist()) == "the cat e<|im_end|>"
+        return example.ids[:example.is_target.argmax()].tolist()
+    worked = examples.read(f"examples:{name}", tokenizer)
+    assert len(worked) == 20 and prompt(worked[3]) == told and examples.is_examples_file(f"examples:{name}")
+    rft = tmp_path / "rft.json"
+    start("datagen.py", f"--init_from={source}", f"--task={name}", f"--output={rft}", "--num_questions=4", "--oversample=1",
+          "--max_new_tokens=4", "--dtype=fp32", "--few_shot=0", "--temperature=1")
+    rft.write_text(json.dumps([["train 3", 7, "the cat e"], ["another", 7, "the cat e"]]))
+    assert [prompt(example) for example in examples.read(rft, tokenizer)] == [told, tokenizer.prompt_ids("another")]
+    assert prompt(examples.read(rft, tokenizer, instruction="Run.")[0]) == tokenizer.prompt_ids("train 3", "Run.")
+    shown = script("sample.py", source, f"--task={name}", "--prompt=train 3", "--temperature=0", "--dtype=fp32", "--max_new_tokens=9")
+    same = script("sample.py", source, "--system=Write.", "--stop=e", "--prompt=train 3", "--temperature=0", "--dtype=fp32", "--max_new_tokens=9")
+    assert shown == same != script("sample.py", source, "--prompt=train 3", "--temperature=0", "--dtype=fp32", "--max_new_tokens=9")
+
+
 @pytest.mark.parametrize("option, words", [
     ("--out_dir=", "is empty"), ("--data_dir=", "is empty"), ("--out_dir={}", "summary.json is there"),
     ("--out_dir={}/other", "seconds is there")])
@@ -320,7 +349,7 @@ def test_an_earlier_quickstart_is_replaced_and_nothing_else(tmp_path):
 
 
 def test_another_summary_is_not_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, []))
+    monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, {}, []))
     (tmp_path / "summary.json").write_text("precious")
     with pytest.raises(BadInput, match="summary.json exists"):
         summary.main(tmp_path)
@@ -328,7 +357,8 @@ def test_another_summary_is_not_overwritten(tmp_path, monkeypatch):
 
 
 def test_the_quickstarts_summary(tmp_path):
-    rows = [{"model": f"out/{name}", "accuracy": a, "accuracy_low": a - 0.1, "accuracy_high": a + 0.1, "pass_at_k": {"1": a, "8": 0.9}}
+    rows = [{"model": f"out/{name}", "accuracy": a, "accuracy_low": a - 0.1, "accuracy_high": a + 0.1, "pass_at_k": {"1": a, "8": 0.9},
+             "num_samples": 8}
             for name, a in (("base", 0.5), ("rft", 0.7), ("grpo", 0.8))]
     for name in ("greedy", "sampled"):
         (tmp_path / f"{name}.txt").write_text("a table\n" + json.dumps({"models": rows}) + "\n")

@@ -226,6 +226,19 @@ def test_trying_a_micro_batch(terminal):
     assert len(said) == 1 and terminal.rows() == []
 
 
+def test_a_line_is_written_to_a_file_now_and_then(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "INTERVAL", 0.05)
+    with ProgressLine("sampling", 4, "answers", note=lambda: "50% verified") as line:
+        line.add()
+        time.sleep(0.06)
+        line.add()
+        line.add()
+    with ProgressLine("reading", unit="rows") as line:
+        time.sleep(0.06)
+        line.add(7)
+    assert capfd.readouterr().err == "sampling: 50% of 4 answers, 50% verified, 0s, ETA 0s\nreading: 7 rows, 0s\n"
+
+
 @pytest.fixture
 def graded(monkeypatch, tmp_path):
     """Return the path of a task that accepts every answer."""

@@ -65,7 +65,7 @@ def read(dataset, tokenizer, form=None, instruction=None):
     form: prompt form for a model without a chat template; None: the task's or the log's, else prompts.PROMPT.
     instruction: system message for a chat model; None: the task's or the log's, else the template's.
     """
-    if dataset.startswith(WORKED):
+    if str(dataset).startswith(WORKED):
         return worked_examples(dataset.removeprefix(WORKED), tokenizer, form, instruction)
     path = Path(dataset)
     is_json = suffix_of(path) == ".json"
