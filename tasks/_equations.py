@@ -106,8 +106,7 @@ def forms_of(number):
     if number:
         yield 1 / number
     if float(number).is_integer() and abs(number) < 1e15:
-        digits = str(abs(int(number)))
-        yield from (int(digit) * 10**i for i, digit in enumerate(reversed(digits)) if digit != "0")
+        yield from _numbers.digits(abs(int(number)))
 
 
 def near(a, b, step=0.0):

@@ -145,6 +145,14 @@ def plain_number(text):
     return -value if found["sign"] == "-" else value
 
 
+def digits(n):
+    """Return the values of an integer's digits without zeros, 400 and 7 for 407; n itself below 10."""
+    text = str(n)
+    if n < 10:
+        return [n]
+    return [int(digit) * 10 ** (len(text) - 1 - i) for i, digit in enumerate(text) if digit != "0"]
+
+
 def ungrouped(digits):
     """Return a number's digits without thousands separators."""
     return re.sub(rf"[, {SPACES}]", "", digits)

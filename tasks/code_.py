@@ -150,21 +150,12 @@ KINDS = {
 
 # --- the task ---
 
-def solution(question):
-    return _steps.solution(worked, question)
-
-
 def invites_mistake(question):
     return question["kind"] == "list"
 
 
-def wrong_solution(question, rng):
-    """Return a worked completion with a mistake that makes the answer wrong."""
-    if invites_mistake(question):
-        return _steps.solution(worked, question, 1)      # list indices counted from 1
-    return _steps.with_slip(worked, question, rng)
-
-
+# the mistake: list indices counted from 1
+solution, wrong_solution = _steps.completions(worked, invites_mistake, 1)
 check, questions, documents = _questions.with_levels("code", draw, solution, wrong_solution, invites_mistake)
 
 

@@ -134,21 +134,12 @@ KINDS = {
 
 # --- the task ---
 
-def solution(question):
-    return _steps.solution(worked, question)
-
-
 def invites_mistake(question):
     return question["kind"] == "stack"
 
 
-def wrong_solution(question, rng):
-    """Return a worked completion with a mistake that makes the answer wrong."""
-    if invites_mistake(question):
-        return _steps.solution(worked, question, 0)      # pop takes from the bottom
-    return _steps.with_slip(worked, question, rng)
-
-
+# the mistake: pop takes from the bottom
+solution, wrong_solution = _steps.completions(worked, invites_mistake, 0)
 check, questions, documents = _questions.with_levels(
     "simulation", draw, solution, wrong_solution, invites_mistake)
 
