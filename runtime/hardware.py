@@ -263,8 +263,7 @@ def attention_order(attention, capability, dtype, fixed_shapes):
     attention: auto or a kernel, which falls back to math where it has no implementation, such as lengths 0
     and 1. capability: the card's. dtype: bf16 | fp16 | fp32. fixed_shapes: all batches have one shape; cuDNN
     builds a plan for each new shape (about a second in a public report, forward and backward; not measured
-    here).
-    """
+    here)."""
     has_flash = capability >= (8, 0) and dtype != "fp32"
     if attention in ("flash", "cudnn") and not has_flash:
         raise BadInput(f"--attention={attention} needs bf16 or fp16 on a GPU of compute capability 8.0, and "

@@ -83,8 +83,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
     where the kernel kills a process that takes too much, an estimate comes first. inputs: arguments of
     token_logprobs for grpo.py, with about as many positions. Sets model.rehearsed_s: seconds of the last
-    micro-step, None if unknown. Every rank must call.
-    """
+    micro-step, None if unknown. Every rank must call."""
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
         needed = CPU_SLACK * sum(step_bytes.values())

@@ -165,8 +165,7 @@ class Task:
     """A task's module with its argument.
 
     name: the spec. prompt: form of a plain prompt. instruction: system message of a chat prompt with
-    examples. stop: text that ends a completion.
-    """
+    examples. stop: text that ends a completion."""
 
     def __init__(self, name, module, argument=None):
         self.name = name

@@ -3,8 +3,7 @@
 An equation has numbers and + - * / ( ) on both sides of an equals sign. Numbers may have a currency before
 them and a unit after them, as in `3 boxes * $2 per box = $6`. Every link of a chain (`6 * 2 = 12 = 3 * 4`) is
 an equation. Known units are converted if the plain numbers differ: `6 kg = 6 * 1000 gram` and `1 kg = 1000
-gram` are true. Other statements (2x + 3 = 7, 2^3 = 8) are not equations, and neither true nor false.
-"""
+gram` are true. Other statements (2x + 3 = 7, 2^3 = 8) are not equations, and neither true nor false."""
 import math
 import re
 from collections import namedtuple

@@ -1,8 +1,7 @@
 """Parse numbers as people and models write them, for all tasks; docs/tasks.md lists the accepted
 forms.
 
-Model output is never evaluated, and parsing takes time linear in the length of a text.
-"""
+Model output is never evaluated, and parsing takes time linear in the length of a text."""
 import math
 import re
 from fractions import Fraction

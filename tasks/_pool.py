@@ -4,8 +4,7 @@ unless it fails for all of the first FIRST completions.
 `python -m tasks._pool SPEC` is a worker. Each line of its standard input is a JSON list of [number, question,
 completion]. Its standard output is null once the task is loaded (or an error message), then one line [number,
 score, parts, signature, error] per completion. multiprocessing would import the caller, and torch with it,
-into each worker.
-"""
+into each worker."""
 import contextlib
 import functools
 import json
@@ -229,8 +228,7 @@ class Pool:
     workers. The first error is printed at once. Raises ValueError, LookupError or OSError with one sentence
     if the task can't be loaded; submit, collect and score raise BrokenReward if the first FIRST items have
     all failed or a finite score is outside [0, 1]. Use from one thread, and close it; an open pool ends with
-    the program.
-    """
+    the program."""
 
     def __init__(self, spec, workers=None, timeout=10.0, kind="process"):
         self.n = default_workers() if workers is None else workers
