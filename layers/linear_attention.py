@@ -289,8 +289,7 @@ class PromptMixing:
 
 def state_shape(config):
     """Return (K, M, E) of a layer's state."""
-    columns = config.head_dim + (config.mixer_rule == "sum")
-    return config.n_kv_head, n_features(config), columns
+    return config.n_kv_head, n_features(config), config.head_dim + (config.mixer_rule == "sum")
 
 
 def flops_per_token(config):

@@ -32,10 +32,8 @@ def add_lora(model, rank, alpha=None, linears=LINEARS):
     alpha None: 2 rank, as in TRL, torchtune and LLaMA-Factory. B is zero, so the function is unchanged at
     first. The adapters stay fp32, so cast a model before, not after. Embeddings and head (tied or not) are
     not adapted. ValueError for rank < 1, unknown linears or a model that already has adapters."""
-    chosen = []
-    for name, module in model.blocks.named_modules():
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in linears:
-            chosen.append(module)
+    chosen = [module for name, module in model.blocks.named_modules()
+              if isinstance(module, nn.Linear) and name.split(".")[-1] in linears]
     if rank < 1:
         raise ValueError(f"An adapter rank of {rank} is too small: give a rank of 1 or more.")
     if rank > model.config.n_embd:
@@ -88,8 +86,7 @@ def load_adapters(model, tensors):
     """Copy tensors from `adapters` into a model with such adapters; ValueError for other shapes."""
     own = adapters(model)
     wrong = sorted(own.keys() ^ tensors.keys())
-    if not wrong:
-        wrong = [name for name in own if own[name].shape != tensors[name].shape]
+    wrong = wrong or [name for name in own if own[name].shape != tensors[name].shape]
     if wrong:
         raise ValueError(f"{wrong[0]} is missing, unexpected or of another shape: "
                          "call add_lora with the rank and linears of the saved adapters.")
@@ -115,10 +112,7 @@ def merged_weights(model, dtype=None, prefix=""):
         if name in own or not name.startswith(prefix):
             continue
         module = adapted.get(name)
-        if module and module.enabled:
-            yield name, merged_weight(module)
-        else:
-            yield name, full_tensor(value, dtype)
+        yield name, merged_weight(module) if module and module.enabled else full_tensor(value, dtype)
 
 
 def merged_weight(module):

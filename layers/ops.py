@@ -158,11 +158,8 @@ def repeat_heads(x, n_head):
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-ATTENTION = {
-    "sdpa": sdpa_attention,
-    "sdpa_repeated": partial(sdpa_attention, repeat=True),
-    "math": math_attention,
-}
+ATTENTION = {"sdpa": sdpa_attention, "sdpa_repeated": partial(sdpa_attention, repeat=True),
+             "math": math_attention}
 
 
 # --- norm and activation ---

@@ -139,13 +139,9 @@ def word_worked(steps, word, index, times):
     return letter * steps.choose(times, [n for n in (2, 3, 4) if n != times]) if times else word + letter
 
 
-KINDS = {
-    "lines": (draw_lines, lines_program, lines_worked),
-    "loop": (draw_loop, loop_program, loop_worked),
-    "branch": (draw_branch, branch_program, branch_worked),
-    "list": (draw_list, list_program, list_worked),
-    "word": (draw_word, word_program, word_worked),
-}
+KINDS = {"lines": (draw_lines, lines_program, lines_worked), "loop": (draw_loop, loop_program, loop_worked),
+         "branch": (draw_branch, branch_program, branch_worked),
+         "list": (draw_list, list_program, list_worked), "word": (draw_word, word_program, word_worked)}
 
 
 # --- the task ---

@@ -32,24 +32,18 @@ GROUPS = {
     "simulation": ["ab", "color_cube_rotation", "largest_island", "manipulate_matrix", "maze",
                    "rotate_matrix", "rotten_oranges", "spiral_matrix"],
 }
-# generators that passed the audit but are in no group: too long, too hard or too few questions for a small
-# model
+# generators that passed the audit but are in no group: too long, hard or few questions for a small model
 OTHERS = ["arc_1d", "arc_agi", "calendar_arithmetic", "count_primes", "cryptarithm", "decimal_arithmetic",
           "dice", "emoji_mystery", "figlet_font", "group_anagrams", "mahjong_puzzle", "modulo_grid",
           "needle_haystack", "number_format", "path_star", "power_function", "rearc", "rectangle_count",
           "self_reference", "sentence_reordering", "string_manipulation", "sudoku", "tsumego"]
-# generators with a single well-defined answer whose scorer overpays, raises or calls eval (bf: prints);
-# compared as text
+# compared as text: generators with a single answer whose scorer overpays, raises or calls eval (bf: prints)
 EXACT = ("bf", "knights_knaves", "number_sorting", "prime_factorization", "spiral_matrix", "time_intervals",
          "word_sorting")
 # changes to the library's defaults
-SETTINGS = {
-    "manipulate_matrix": {"max_rows": 5, "max_cols": 5, "max_transforms": 3},
-    "rotate_matrix": {"max_n": 5, "max_rotations": 4},
-    "rotten_oranges": {"min_n": 4, "max_n": 7},
-    "spiral_matrix": {"max_n": 5},
-    "string_manipulation": {"max_num_rules": 4},
-}
+SETTINGS = {"manipulate_matrix": {"max_rows": 5, "max_cols": 5, "max_transforms": 3},
+            "rotate_matrix": {"max_n": 5, "max_rotations": 4}, "rotten_oranges": {"min_n": 4, "max_n": 7},
+            "spiral_matrix": {"max_n": 5}, "string_manipulation": {"max_num_rules": 4}}
 # {generator: finding of the audit}
 EXCLUDED = {
     "acre": "constructing it makes all of its items at once and takes over a minute",
@@ -90,8 +84,8 @@ EXCLUDED |= {name: finding for finding, names in {
 def check(argument):
     names = ", ".join(GROUPS)
     if not argument:
-        raise ValueError(f"The task gym needs the name of a group or generator: gym:NAME, with one of {names}, "
-                         "or of docs/tasks.md.")
+        raise ValueError("The task gym needs the name of a group or generator: gym:NAME, with one of "
+                         f"{names}, or of docs/tasks.md.")
     if argument in EXCLUDED:
         raise ValueError(f"The generator {argument} is left out of gym ({EXCLUDED[argument]}): choose "
                          f"another, or one of {names}.")

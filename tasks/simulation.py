@@ -123,13 +123,8 @@ def cups(steps, ball, swaps):
     return ball
 
 
-KINDS = {
-    "robot": (draw_robot, robot),
-    "stack": (draw_stack, stack),
-    "lamps": (draw_lamps, lamps),
-    "counter": (draw_counter, counter),
-    "cups": (draw_cups, cups),
-}
+KINDS = {"robot": (draw_robot, robot), "stack": (draw_stack, stack), "lamps": (draw_lamps, lamps),
+         "counter": (draw_counter, counter), "cups": (draw_cups, cups)}
 
 
 # --- the task ---

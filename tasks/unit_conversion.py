@@ -24,12 +24,10 @@ from tasks._units import UNITS, canonical
 
 INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = "
                "6000. Then give the number alone within <answer></answer>.")
-TO_CELSIUS = {
-    "celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]], "kelvin": [[("-", Fraction("273.15"))]],
-}
-FROM_CELSIUS = {
-    "celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]], "kelvin": [[("+", Fraction("273.15"))]],
-}
+TO_CELSIUS = {"celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]],
+              "kelvin": [[("-", Fraction("273.15"))]]}
+FROM_CELSIUS = {"celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]],
+                "kelvin": [[("+", Fraction("273.15"))]]}
 PHRASINGS = (        # level 1 has the first five
     "How many {to} are there per {n} {frm}?",
     "Express {n} {frm} as a quantity of {to}.",
