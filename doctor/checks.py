@@ -152,8 +152,8 @@ def never_ends(run):
     elif first < 0.25 and (run.mean("reward") or 0) <= first_value(run, "reward"):
         why = f", {first:.0%} did at the first step, and the reward has not improved: {restart_advice(run)}"
     else:
-        why = (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, or "
-               "set the task's STOP to a text that the model writes")
+        why = (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, "
+               "or set the task's STOP to a text that the model writes")
     return f"{share:.0%} of the completions reach --max_new_tokens={limit} without ending{why}."
 
 
@@ -356,9 +356,9 @@ def part_always_paid(run):
     if reward is None or right is None or right > 0.5 or reward < right + 0.05 or run.samples() < MIN_SAMPLES:
         return None
     part = part_with_mean(run, 1)
-    return part and (f'The reward\'s part "{part}" is true for all of the last {run.samples():,} samples, but '
-                     f"only {right:.0%} are correct, so this part teaches nothing: give it less weight, or make "
-                     "it harder to reach.")
+    return part and (f'The reward\'s part "{part}" is true for all of the last {run.samples():,} samples, '
+                     f"but only {right:.0%} are correct, so this part teaches nothing: give it less weight, "
+                     "or make it harder to reach.")
 
 
 def few_questions(run):

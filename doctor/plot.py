@@ -95,8 +95,8 @@ def draw(runs, x, output, figures=None, dpi=120):
     of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
     panels = GRPO_PANELS if of_grpo else PANELS
     columns = len(panels) // 2
-    size = (11 if columns == 2 else 18, 7)
-    figure = Figure(figsize=size, layout="constrained")        # without pyplot and its notebook backend
+    # without pyplot and its notebook backend
+    figure = Figure(figsize=(11 if columns == 2 else 18, 7), layout="constrained")
     axes = figure.subplots(2, columns, sharex=True)
     for (title, curves, y_scale), axis in zip(panels, axes.flat):
         axis.set_title(title, loc="left", fontsize=10)

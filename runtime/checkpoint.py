@@ -260,9 +260,9 @@ def loading(subject):
                        "choose another.") from None
 
 
-def load_weights(out_dir, step, device="cpu"):
+def load_weights(out_dir, step):
     """Return the weights of a checkpoint, {name: tensor}."""
-    return load_file(step_folder(out_dir, step) / "model.safetensors", device=str(device))
+    return load_file(step_folder(out_dir, step) / "model.safetensors")
 
 
 def save_base(out_dir, weights, values=None):

@@ -92,7 +92,6 @@ def grade(question, completion):
     completion = completion[:_numbers.LONGEST_TEXT]
     value = answer(completion, asked_unit(question))
     right = Fraction(question["answer"].replace(",", ""))
-    parts = {"answered": value is not None,
-             "correct": value == right,
+    parts = {"answered": value is not None, "correct": value == right,
              "reasoned": reasoned(question, completion, value)}
     return float(parts["correct"]), parts

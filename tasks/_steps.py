@@ -49,12 +49,11 @@ class Steps:
 
 def completions(worked, invites_mistake, mistake):
     """Return (solution, wrong_solution) of a task whose worked(question, steps) writes Steps and returns the
-    answer. If invites_mistake(question), the wrong solution is worked(question, steps, mistake), else a slip makes
-    the answer wrong."""
+    answer. If invites_mistake(question), the wrong solution is worked(question, steps, mistake), else one
+    with a slip that makes the answer wrong."""
     def solution(question, *options):
         steps = Steps()
-        answer = worked(question, steps, *options)
-        return completion(steps, answer)
+        return completion(steps, worked(question, steps, *options))
 
     def wrong_solution(question, rng):
         if invites_mistake(question):

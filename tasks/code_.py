@@ -87,8 +87,7 @@ def draw_branch(rng, level):
     most = 49 * level or 19
     x = rng.randint(2, most)
     sign = rng.choice("<>")
-    bound = rng.randint(2, most)
-    return [x, sign, bound, *rng.sample(range(2, 20 * level or 10), 2)]
+    return [x, sign, rng.randint(2, most), *rng.sample(range(2, 20 * level or 10), 2)]
 
 
 def branch_program(x, sign, bound, more, less):

@@ -115,9 +115,9 @@ def entry(generator, index):
     return dataset(generator)[index]
 
 
-def draw(rng, generators):
-    """Return (key, question) of a random generator."""
-    generator = rng.choice(generators)
+def draw(rng, argument):
+    """Return (key, question) of a random generator of a group, or of the generator with this name."""
+    generator = rng.choice(GROUPS.get(argument, [argument]))
     while True:
         index = rng.randrange(N_ITEMS)
         with contextlib.redirect_stdout(io.StringIO()):          # bf prints
@@ -129,8 +129,7 @@ def draw(rng, generators):
 
 
 def questions(split, seed=0, n=None, argument=None):
-    generators = GROUPS.get(argument, [argument])
-    return _questions.distinct(lambda rng: draw(rng, generators), split, seed, n)
+    return _questions.distinct(lambda rng: draw(rng, argument), split, seed, n)
 
 
 def solution(question):
@@ -138,8 +137,7 @@ def solution(question):
 
 
 def documents(split, seed=0, argument=None):
-    generators = GROUPS.get(argument, [argument])
-    found = _questions.draw_documents(lambda rng: draw(rng, generators), split, seed)
+    found = _questions.draw_documents(lambda rng: draw(rng, argument), split, seed)
     return [_questions.document(q, solution(q)) for q in found]
 
 

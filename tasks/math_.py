@@ -113,8 +113,7 @@ def draw(rng, level):
     kind = rng.choice(list(KINDS) if level else TINY)
     form = rng.randrange(len(KINDS[kind]) if level else 2)
     wordings, ranges, shown, _ = KINDS[kind][form]
-    drawn = [rng.randint(low, largest(high, level)) for low, high in ranges]
-    numbers = list(shown(*drawn))
+    numbers = list(shown(*(rng.randint(low, largest(high, level)) for low, high in ranges)))
     text = rng.choice(wordings).format(*numbers)
     question = {"question": text, "kind": kind, "form": form, "numbers": numbers}
     key = f"{kind} {form} {sorted(numbers) if kind in UNORDERED else numbers}"

@@ -49,7 +49,7 @@ def draw(rng, level=1):
 
 
 def worked(question, steps, converts=True):
-    """Write the steps and return the answer. converts: without, a sum of two units adds the numbers as given."""
+    """Write the steps and return the answer. converts: False adds the numbers of a sum as they are given."""
     if not converts:
         n, _, rest, _ = question["given"]
         return steps.equation(n, "+", rest)

@@ -117,8 +117,7 @@ def draw_cups(rng, level):
 
 def cups(steps, ball, swaps):
     for a, b in swaps:
-        right = {a: b, b: a}.get(ball, ball)
-        ball = steps.choose(right, (1, 2, 3))
+        ball = steps.choose({a: b, b: a}.get(ball, ball), (1, 2, 3))
         steps.texts.append(f"swap {a} {b}: {ball}.")
     return ball
 

@@ -158,13 +158,12 @@ def reward(question, completion):
     if question.get("kind") == "which":
         value = _answers.words(completion)
         right = question["answer"]
-        parts = {"answered": value != "", "correct": value == right}
     else:
         value = _answers.answer(completion, _answers.asked_unit(question))
         right = int(question["answer"])
-        parts = {"answered": value is not None, "correct": value == right}
     short = len(_answers.before_answer(completion)) <= LONGEST
-    parts["reasoned"] = short and "kind" in question and reasoned(question, completion, value)
+    parts = {"answered": value not in (None, ""), "correct": value == right,
+             "reasoned": short and "kind" in question and reasoned(question, completion, value)}
     return float(parts["correct"]), parts
 
 
