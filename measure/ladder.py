@@ -1,5 +1,4 @@
-"""Measure the effect of each optimisation: from plain fp32 training to the fastest, or each one switched
-off."""
+"""Measure the effect of each optimisation: from plain fp32 to the fastest, or each one switched off."""
 import platform
 import statistics
 from typing import NamedTuple
@@ -101,39 +100,30 @@ def rows_of(chosen, ladder):
 
 def print_rows(table, unit, ladder, losses, log):
     """Log the table of bench_ladder. losses: whether losses can be compared between rows."""
-    columns = {
-        "name": "",
-        "step": "s/step (min-max)",
-        "rate": unit,
-        "fastest": "fastest",
-        "gain": "gain",
-        "turns": "by turn",
-        "in_all": "in all",
-        "peak_memory_gb": "peak GiB",
-        "loss": "loss",
-        "off_fp32": "off fp32",
-    }
-    formats = {
-        "rate": ",.1f",
-        "fastest": ",.1f",
-        "gain": ".2f",
-        "in_all": ".2f",
-        "peak_memory_gb": ".2f",
-        "loss": ".4f",
-        "off_fp32": "+.2%",
+    columns = {                              # {figure: (heading, format)}
+        "name": ("", ""),
+        "step": ("s/step (min-max)", ""),
+        "rate": (unit, ",.1f"),
+        "fastest": ("fastest", ",.1f"),
+        "gain": ("gain", ".2f"),
+        "turns": ("by turn", ""),
+        "in_all": ("in all", ".2f"),
+        "peak_memory_gb": ("peak GiB", ".2f"),
+        "loss": ("loss", ".4f"),
+        "off_fp32": ("off fp32", "+.2%"),
     }
     if not ladder:
         del columns["in_all"]
     if not losses:
         del columns["loss"]
         del columns["off_fp32"]
-    lines = [list(columns.values())]
+    lines = [[heading for heading, _ in columns.values()]]
     for row in table:
         seconds = [run["step_s"] for run in row["repeats"]]
         step = f"{row['step_s']:.3f} ({min(seconds):.3f}-{max(seconds):.3f})"
         turns = row["turns"] and f"{min(row['turns']):.2f}-{max(row['turns']):.2f}"
         row = row | {"step": step, "turns": turns}
-        line = ["-" if row[key] is None else format(row[key], formats.get(key, "")) for key in columns]
+        line = ["-" if row[key] is None else format(row[key], spec) for key, (_, spec) in columns.items()]
         if abs(row["off_fp32"] or 0) > 0.05:
             line[-1] += " !"
         lines.append(line)
@@ -181,11 +171,9 @@ def table_row(name, options, runs, before, first, ladder):
     gain = None
     turns = None
     if before:
-        gain = fastest / before["fastest"]
-        turns = [run["fastest"] / other["fastest"] for run, other in zip(runs, before["repeats"])]
-        if not ladder:
-            gain = 1 / gain
-            turns = [1 / turn for turn in turns]
+        power = 1 if ladder else -1          # --ablate: the speed with everything on, over the row's
+        gain = (fastest / before["fastest"])**power
+        turns = [(run["fastest"] / other["fastest"])**power for run, other in zip(runs, before["repeats"])]
     micro_batch = settings.get("micro_batch", 0)
     expected = options.get("batch_size", micro_batch)
     if micro_batch != expected:

@@ -87,10 +87,8 @@ def sft_work(cfg, hw, folder, script_args):
     questions = task.questions("train", n=script.sequences * (WARM_UP + cfg.steps))
     rows = [[q["question"], q["answer"], task.solution(q)] for q in questions]
     path.write_text(json.dumps(rows))
-    if cfg.ladder or cfg.ablate:
-        schedule = as_flags(learning_rate=1e-3, warmup_steps=2)
-    else:
-        schedule = as_flags(learning_rate=1e-4)
+    in_rows = cfg.ladder or cfg.ablate
+    schedule = as_flags(learning_rate=1e-3, warmup_steps=2) if in_rows else as_flags(learning_rate=1e-4)
     arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
     arguments += as_flags(init_from=folder, tokenizer="bytes", dataset=path, num_epochs=None, patience=0)
     arguments += as_flags(eval_interval=10**9, dtype=hw.dtype)
@@ -111,10 +109,9 @@ def bench_training(cfg, hw, folder, script_args, log):
     def ours():
         runs.append(run_script(work))
         return runs[-1]["rate"]
-
-    def theirs(peer):
-        return peer_rate(cfg, hw, folder, work, peer, runs[-1])
-    sides = {"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in cfg.peers}
+    sides = {"nanoRFT": ours}
+    for name in cfg.peers:
+        sides[name] = functools.partial(peer_rate, cfg, hw, folder, work, name, runs)
     rates = alternate(sides, cfg.repeats, work.unit, log)
     saved = checkpoint.read_model(work.out)
     model = on_meta(GPTConfig(**saved["architecture"]))
@@ -137,9 +134,9 @@ def bench_training(cfg, hw, folder, script_args, log):
     }
 
 
-def peer_rate(cfg, hw, folder, work, peer, run):
+def peer_rate(cfg, hw, folder, work, peer, runs):
     """Return the tokens a second of a peer, with the micro-batch size of nanoRFT's last run."""
-    settings = run["settings"]
+    settings = runs[-1]["settings"]
     micro_batch = settings["micro_batch"]
     architecture = checkpoint.read_model(work.out)["architecture"]
     if peer == "nanogpt" and not peers.is_gpt2(architecture):
@@ -160,4 +157,4 @@ def peer_rate(cfg, hw, folder, work, peer, run):
         "batch_size": micro_batch,
         "accumulation": work.sequences // micro_batch,
     }
-    return run_peer(cfg, hw, work, peer, run["units"], **job)
+    return run_peer(cfg, hw, work, peer, runs[-1]["units"], **job)

@@ -112,8 +112,7 @@ def write_teachers(cfg):
 # --- the pipeline ---
 
 def read_teachers(path):
-    """Return the figures of teachers() from its file, with the unsolved problems as {question: its
-    record}."""
+    """Return the figures of teachers() from its file, with the unsolved problems as {question: record}."""
     known = json.loads(path.read_text())
     return known | {"unsolved": {question["question"]: question for question in known["unsolved"]}}
 
@@ -199,8 +198,7 @@ def side_by_side(greedy, again, unsolved, n=12):
 
 
 def gains(path):
-    """Return {model: accuracy minus the base's, with its 95% interval} from the output of eval.py
-    --compare."""
+    """Return {model: accuracy minus the base's, with its 95% interval} from eval.py --compare's output."""
     keys = "difference", "difference_low", "difference_high"
     base, *others = pipeline.last_line(path)["models"]
     return {Path(row["model"]).name: {key: row[key] for key in keys} for row in others}

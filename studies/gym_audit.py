@@ -184,8 +184,7 @@ def make_items(name, data):
 
 
 def grade_junk(items):
-    """Grade completions that must not be paid. Return (most kinds of them for an item, seconds of the slowest
-    grade)."""
+    """Grade junk, which must not be paid. Return (most kinds for an item, seconds of the slowest grade)."""
     slowest = 0.0
     kinds = 0
     for i, q in enumerate(items[:JUNKED]):

@@ -83,8 +83,7 @@ def favor_error(q, k, n):
 
 @torch.no_grad()
 def queries_and_keys(run, text):
-    """Return (queries, keys), each [H, T, D], of each layer of a model on the first tokens of a text, T <=
-    512."""
+    """Return (queries, keys), each [H, T, D], of each layer on the first tokens of a text, T <= 512."""
     found = hf.find(run)
     model = found.load()
     if found.config.mixer != "softmax":

@@ -305,8 +305,7 @@ def knee(rows):
 
 
 def chosen(cfg):
-    """Return the names of the rows to run, in the order of ROWS: those of --rows and those they take a rate
-    from."""
+    """Return the names of the rows to run, as in ROWS: those of --rows and those they take a rate from."""
     asked = list(ROWS) if cfg.rows == "all" else cfg.rows.split(",")
     if unknown := sorted(set(asked) - set(ROWS)):
         raise BadInput(f"--rows={unknown[0]} is not a row: choose from {', '.join(ROWS)}.")
@@ -347,9 +346,9 @@ def main(argv):
     for name in names:
         row = ROWS[name]
         runs = [found for job, found in zip(wanted, results) if job[0] == name]
-        rate = best(losses[row.rate_of or name])
-        at_edge = beyond(losses[row.rate_of or name]) is not None
-        rows[name] = summary(row.title, runs, rate, at_edge, row.published, row.source)
+        tried = losses[row.rate_of or name]
+        at_edge = beyond(tried) is not None
+        rows[name] = summary(row.title, runs, best(tried), at_edge, row.published, row.source)
     lines = table(rows, "byte" if cfg.tokenizer == "bytes" else "token")
     lines += ["", *filter(None, [knee(rows)])]
     print("\n".join(lines), flush=True)
