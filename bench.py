@@ -220,9 +220,9 @@ def bench_overview(cfg, hw, folder, script_args, log):
         our_rates = [rates for name, rates in figures["rates"].items() if "nanoRFT" in name][0]
         speed = f"{statistics.median(our_rates):,.0f} {figures['unit']}"
         log(f"{stage:9} {speed:>28} {figures['limit']:14,.0f} {figures['share']:7.1%}  {figures['also']}")
-    log("\nThe limit is computed: training's FLOPs at the measured speed of a large matrix product; the bytes "
-        "of weights and\nKV cache that sampling reads at the measured bandwidth; grading on all cores. A model of "
-        "a million parameters stays\nfar below it, because dispatching operations takes time.")
+    log("\nThe limit is computed: training's FLOPs at the measured speed of a large matrix product; the "
+        "bytes of weights and\nKV cache that sampling reads at the measured bandwidth; grading on all cores. "
+        "A model of a million parameters stays\nfar below it, because dispatching operations takes time.")
     shares = {stage: [100 * figures["share"]] for stage, figures in stages.items()}
     return {"unit": "% of the limit", "peaks": peaks, "bandwidth": bandwidth, "stages": stages,
             "rates": shares}

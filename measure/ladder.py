@@ -78,16 +78,13 @@ def training_optimisations(hw, script, compilation):
 
 
 def rows_of(chosen, ladder):
-    """Return [(name, options)] for Optimisations: with ladder, off, then one more on in each row; else all
-    on, then each one off."""
+    """Return [(name, options)]: with ladder, off, then one more on each; else all on, then each one off."""
     off = {option: values[0] for one in chosen for option, values in one.options.items()}
     on = {option: values[1] for one in chosen for option, values in one.options.items()}
     if ladder:
-        options = off
         rows = [("plain, fp32", off)]
         for one in chosen:
-            options = options | {option: on[option] for option in one.options}
-            rows.append((f"+ {one.name}", options))
+            rows.append((f"+ {one.name}", rows[-1][1] | {option: on[option] for option in one.options}))
         return rows
     rows = [("everything on", on)]
     for one in chosen:
@@ -178,19 +175,16 @@ def table_row(name, options, runs, before, first, ladder):
     expected = options.get("batch_size", micro_batch)
     if micro_batch != expected:
         name += f" (micro-batch {micro_batch}: {expected} does not fit)"
-    return {
-        "name": name,
+    figures = ("step_s", "rate", "peak_memory_gb", "loss")
+    medians = {figure: statistics.median(run[figure] for run in runs) for figure in figures}
+    return {"name": name} | medians | {
         "knobs": options,
         "settings": settings,
-        "step_s": statistics.median(run["step_s"] for run in runs),
-        "rate": statistics.median(run["rate"] for run in runs),
         "rates": [run["rate"] for run in runs],
         "fastest": fastest,
         "gain": gain,
         "turns": turns,
         "in_all": fastest / first["fastest"] if before and ladder else None,
-        "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
-        "loss": statistics.median(run["loss"] for run in runs),
         "repeats": recorded(runs),
     }
 
@@ -224,10 +218,5 @@ def bench_ladder(cfg, hw, work, script_args, log):
     for row in table:
         row["off_fp32"] = row["loss"] / fp32_loss - 1 if comparable and fp32_loss is not None else None
     print_rows(table, work.unit, cfg.ladder, comparable, log)
-    return {
-        "what": work.description,
-        "unit": work.unit,
-        "rows": table,
-        "failed": failed,
-        "rates": {row["name"]: row["rates"] for row in table},
-    }
+    rates = {row["name"]: row["rates"] for row in table}
+    return {"what": work.description, "unit": work.unit, "rows": table, "failed": failed, "rates": rates}

@@ -303,8 +303,7 @@ def trainer(job, hw):
 
 
 def grpo_trainer(job, hw):
-    """Train with TRL's GRPOTrainer, in one process or several, with grpo.py's default loss, clipping, groups
-    and optimizer."""
+    """Train with TRL's GRPOTrainer with grpo.py's default loss, clipping, groups and optimizer."""
     transformers = import_transformers()
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer

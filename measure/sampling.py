@@ -159,8 +159,8 @@ def bench_case(cfg, hw, folder, case, sides, bandwidth, log):
     times, failed = race(case, sides, cfg.repeats, hw)
     figures, line = engine_figures(case, sides[0].engine, statistics.median(times["engine"]), bandwidth, hw)
     if "generate_batch" in cfg.peers:
+        job = dict(prompts=case.prompts, samples=case.samples, max_new_tokens=case.new)
         try:
-            job = dict(prompts=case.prompts, samples=case.samples, max_new_tokens=case.new)
             seconds = time_peer("generate_batch", cfg, hw, folder, **job)
             times["generate_batch"] = seconds[1:]                      # the first is a warm-up
         except guard.Failure as e:
@@ -208,17 +208,11 @@ def bench_generate(cfg, hw, folder, script_args, log):
             rates[f"{figures['work']} {side}"] = [case.tokens / seconds for seconds in times]
         gc.collect()                         # frees the engine's memory for the next one
     first = cases[0]
-    return {
-        "what": f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens",
-        "unit": "tokens/s",
-        "rates": rates,
-        "limit": first["limit"],
-        "share": first["tokens_per_s"] / first["limit"],
-        "cases": cases,
-        "bandwidth": bandwidth,
-        "flops": flops,
-        "also": f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms",
-    }
+    description = f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens"
+    also = f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms"
+    return {"what": description, "unit": "tokens/s", "rates": rates, "limit": first["limit"],
+            "share": first["tokens_per_s"] / first["limit"], "cases": cases, "bandwidth": bandwidth,
+            "flops": flops, "also": also}
 
 
 # --- datagen.py against a loop over transformers' generate ---

@@ -40,8 +40,7 @@ class Config:
 # --- the teachers ---
 
 def random_search(question, longest, rng):
-    """Return whether depth-first search in random order finds the target within `longest` bytes: the baseline
-    for length alone."""
+    """Return whether depth-first search in random order, a baseline, finds the target in `longest` bytes."""
     at_random = ("depth", lambda state, target: rng.random(), None)
     return countdown_search.completion(at_random, question, longest)[1]
 
@@ -205,8 +204,7 @@ def gains(path):
 
 
 def summarise(folder, known, again):
-    """Return (summary, intervals of greedy and sampled accuracy of each stage). known: from read_teachers().
-    again: see beyond()."""
+    """Return (summary, intervals of greedy and sampled accuracy of each stage); see beyond()."""
     summary, intervals = pipeline.summarise(folder)
     return summary | {
         "questions": known["questions"],

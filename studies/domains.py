@@ -96,18 +96,17 @@ def transfer(folder, how):
 
 
 def cosines(folder):
-    """Return ({pair of domains: {step: cosine of their gradients}}, {step: share of conflicting pairs}),
-    means over the PCGrad runs."""
+    """Return ({pair: {step: mean cosine of gradients}}, {step: mean share of conflicts}) of PCGrad runs."""
+    prefix = "surgery/cosine/"
     found = {}                               # {key: {step: values of the runs}}
     for run in sorted(folder.glob("pcgrad*/")):
         for line in read_lines(run):
             for key, value in line.items():
-                if key.startswith("surgery/"):
+                if key.startswith((prefix, "surgery/conflicts")):
                     found.setdefault(key, {}).setdefault(line["step"], []).append(value)
     means = {key: {step: fmean(values) for step, values in steps.items()} for key, steps in found.items()}
-    conflicts = means.get("surgery/conflicts", {})
-    prefix = "surgery/cosine/"
-    return {key.removeprefix(prefix): row for key, row in means.items() if key.startswith(prefix)}, conflicts
+    conflicts = means.pop("surgery/conflicts", {})
+    return {key.removeprefix(prefix): row for key, row in means.items()}, conflicts
 
 
 def cost(folder):

@@ -128,8 +128,7 @@ def shape_of(cfg, kind, T):
     mixer, _, rule = kind.partition("-")
     rule = "sum" if mixer == "softmax" else rule
     return GPTConfig(vocab_size=257, block_size=T, n_layer=cfg.n_layer, n_head=cfg.n_head,
-                     n_embd=D * cfg.n_head, mixer=mixer, mixer_rule=rule,
-                     mixer_features=cfg.features)
+                     n_embd=D * cfg.n_head, mixer=mixer, mixer_rule=rule, mixer_features=cfg.features)
 
 
 def layer_pass(cfg, hw, shape, T):

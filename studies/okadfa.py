@@ -191,17 +191,14 @@ def run_all(cfg, text, out, wanted, run=run):
             raise
 
 
-def rates_of(cfg, row):
-    """Return the learning rates to try first for a row."""
-    optimizer = row.options.get("optimizer", cfg.optimizer)
-    return numbers(cfg.rates or RATES[optimizer], float, "rates")
-
-
 def tune(cfg, text, out, names, seed):
     """Return {row: {rate: loss}} after a third of the steps."""
     steps = max(1, cfg.max_steps // 3)
     losses = {name: {} for name in names if ROWS[name].rate_of is None}
-    wanted = [(name, rate) for name in losses for rate in rates_of(cfg, ROWS[name])]
+    wanted = []
+    for name in losses:
+        optimizer = ROWS[name].options.get("optimizer", cfg.optimizer)
+        wanted += [(name, rate) for rate in numbers(cfg.rates or RATES[optimizer], float, "rates")]
     for _ in range(1 + MOST_BEYOND):
         runs = run_all(cfg, text, out, [(*pair, seed, steps) for pair in wanted], try_rate)
         for (name, rate), found in zip(wanted, runs):
@@ -352,16 +349,17 @@ def main(argv):
     lines = table(rows, "byte" if cfg.tokenizer == "bytes" else "token")
     lines += ["", *filter(None, [knee(rows)])]
     print("\n".join(lines), flush=True)
-    about = {
+    record = {
         "command": ["python", "-m", "studies.okadfa", *argv],
         "machine": f"{os.cpu_count()} cores, {cpu_name()}, torch {torch.__version__}",
         "commit": git_commit(),
         "date": datetime.date.today().isoformat(),
         "knobs": asdict(cfg),
         "tuning": losses,
+        "rows": rows,
     }
     write_atomically(Path(out) / "table.md", ("\n".join(lines) + "\n").encode())
-    write_atomically(Path(out) / "table.json", json.dumps(about | {"rows": rows}, indent=1).encode())
+    write_atomically(Path(out) / "table.json", json.dumps(record, indent=1).encode())
     return 0
 
 

@@ -169,12 +169,8 @@ def time_attention(hw, shape):
         inputs, dy = random_inputs(hw, (B, max(1, T * part // 4), H, K, D))
         varied += time_calls(attend, hw, inputs, dy, CALLS + 1)
     flops = 14 * B * H * T * T * D / 2       # two products forward and five backward, the causal half
-    return {
-        "ms": 1e3 * steady,
-        "first_call_s": seconds[0],
-        "varied_ms": 1e3 * statistics.fmean(varied[1:]),
-        "tflops": flops / steady / 1e12,
-    }
+    return {"ms": 1e3 * steady, "first_call_s": seconds[0], "varied_ms": 1e3 * statistics.fmean(varied[1:]),
+            "tflops": flops / steady / 1e12}
 
 
 def check_attention(cfg, hw):
