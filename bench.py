@@ -48,11 +48,11 @@ import torch
 
 import hf
 from measure import peers
-from measure.ceilings import formats, free_cached_memory, machine, matmul_peak, read_bandwidth
+from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
 from measure.ladder import bench_ladder
 from measure.profiling import bench_profile
 from measure.reinforcement import bench_grpo, bench_rewards, grpo_case, grpo_work
-from measure.runs import chart
+from measure.runs import chart, check_writable
 from measure.sampling import bench_datagen, bench_generate
 from measure.synthetic import SHAPES, suppress_eos, random_model, write_tokenizer
 from measure.training import bench_training, sft_work, train_work
@@ -166,8 +166,7 @@ def split_arguments(argv):
 
 
 def parse_script_args(stage, arguments):
-    """Return the ScriptArgs of a stage. Raises BadInput for an option that its Config refuses or that
-    bench.py sets."""
+    """Return the ScriptArgs of a stage. Raises BadInput for invalid options and those that bench.py sets."""
     script_config = config.load(script_config_class(stage), arguments)
     files = [arg for arg in arguments if not arg.startswith("--")]
     flags = [arg for arg in arguments if arg.startswith("--")]
@@ -186,10 +185,6 @@ def log_line(line):
     """Print a line after clearing the progress line."""
     clear()
     print(line, flush=True)
-
-
-def log_nothing(line):
-    """Drop a line."""
 
 
 def bench_overview(cfg, hw, folder, script_args, log):
@@ -216,8 +211,8 @@ def bench_overview(cfg, hw, folder, script_args, log):
             stage_args = parse_script_args(stage, flags)
         try:
             with tempfile.TemporaryDirectory(dir=folder) as stage_folder:
-                export_random_weights(stage_cfg, hw, stage_folder, log_nothing)
-                figures = STAGES[stage](stage_cfg, hw, stage_folder, stage_args, log_nothing)
+                export_random_weights(stage_cfg, hw, stage_folder, log=lambda line: None)
+                figures = STAGES[stage](stage_cfg, hw, stage_folder, stage_args, log=lambda line: None)
         except (BadInput, guard.Failure) as e:
             log(f"{stage:9} left out: {e}")
             continue
@@ -225,16 +220,12 @@ def bench_overview(cfg, hw, folder, script_args, log):
         our_rates = [rates for name, rates in figures["rates"].items() if "nanoRFT" in name][0]
         speed = f"{statistics.median(our_rates):,.0f} {figures['unit']}"
         log(f"{stage:9} {speed:>28} {figures['limit']:14,.0f} {figures['share']:7.1%}  {figures['also']}")
-    log("\nThe limit is computed: training's FLOPs at the measured speed of a large matrix product; the bytes "
-        "of weights and\nKV cache that sampling reads at the measured bandwidth; grading on all cores. A model of "
-        "a million parameters stays\nfar below it, because dispatching operations takes time.")
-    return {
-        "unit": "% of the limit",
-        "peaks": peaks,
-        "bandwidth": bandwidth,
-        "stages": stages,
-        "rates": {stage: [100 * figures["share"]] for stage, figures in stages.items()},
-    }
+    log("\nThe limit is computed: training's FLOPs at the measured speed of a large matrix product; the "
+        "bytes of weights and\nKV cache that sampling reads at the measured bandwidth; grading on all cores. "
+        "A model of a million parameters stays\nfar below it, because dispatching operations takes time.")
+    shares = {stage: [100 * figures["share"]] for stage, figures in stages.items()}
+    return {"unit": "% of the limit", "peaks": peaks, "bandwidth": bandwidth, "stages": stages,
+            "rates": shares}
 
 
 STAGES = {
@@ -269,11 +260,7 @@ def with_defaults(cfg):
     """Return the Config with defaults filled in by stage."""
     overview = cfg.stage == "overview"
     in_rows = cfg.ladder or cfg.ablate
-    repeats = 3
-    if overview:
-        repeats = 1
-    elif in_rows:
-        repeats = 5
+    repeats = 1 if overview else 5 if in_rows else 3
     steps = 3 if cfg.profile else STEPS.get(cfg.stage)
     verifier_ms = cfg.verifier_ms
     if verifier_ms is None and not overview:
@@ -308,8 +295,8 @@ def check(cfg):
         raise BadInput("--profile profiles one run: leave --repeats out.")
     one_case = cfg.stage == "grpo"
     work = cfg.work or "8x8"
-    further_cases = "" if one_case else r"(,[1-9]\d*x[1-9]\d*)*"
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*" + further_cases, work):
+    cases = [work] if one_case else work.split(",")
+    if not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", case) for case in cases):
         raise BadInput(f"--work={work} is not prompts x samples: write for example "
                        f"--work={'8x8' if one_case else '2x10,32x1'}.")
     if one_case and work.endswith("x1"):
@@ -322,18 +309,16 @@ def check_context(cfg, script_args):
     """Raise BadInput if prompt and completion exceed the model's context."""
     if cfg.stage not in ("generate", "grpo"):
         return
-    prompt_tokens = cfg.prompt_tokens
-    max_new_tokens = cfg.max_new_tokens
+    lengths = cfg.max_new_tokens, cfg.prompt_tokens
     if cfg.stage == "grpo":
-        _, _, max_new_tokens, prompt_tokens = grpo_case(cfg, script_args)
+        _, _, *lengths = grpo_case(cfg, script_args)
     block_size = GPTConfig(**SHAPES[cfg.model]).block_size
-    if max_new_tokens + prompt_tokens > block_size:
+    if sum(lengths) > block_size:
         raise BadInput(f"{cfg.model} has {block_size} positions: lower --prompt_tokens or --max_new_tokens.")
 
 
 def check_output(path):
-    """Raise BadInput if the output, its chart or its trace would overwrite a file that bench.py did not
-    write."""
+    """Raise BadInput if the output, its chart or its trace would overwrite a file that is not bench.py's."""
     try:
         record = config.parse_json(path.read_bytes(), dict)
         ours = record["command"].startswith("python bench.py")
@@ -346,21 +331,8 @@ def check_output(path):
             raise config.would_overwrite(file, "bench.py's")
 
 
-def check_writable(path):
-    """Make the output's folder, before measuring. Raises BadInput if the file can't be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        if not path.stat().st_size:
-            path.unlink()
-    except OSError as e:
-        raise BadInput(f"{path} can't be written ({e.strerror}): name another file with "
-                       "--output=.") from None
-
-
 def export_random_weights(cfg, hw, folder, log):
-    """Export random weights of the shape to the folder, if the stage starts from a model; for grpo also a
-    tokenizer."""
+    """Export random weights to the folder if the stage starts from a model; for grpo also a tokenizer."""
     if cfg.stage in ("train", "rewards", "overview") or cfg.run or cfg.stage == "generate" and not cfg.peers:
         return
     torch.manual_seed(cfg.seed)
@@ -372,16 +344,7 @@ def export_random_weights(cfg, hw, folder, log):
     hf.export(model, folder)
     log(f"{cfg.model}, {model.n_params():,} parameters, random weights")
     del model
-    free_cached_memory(hw)
-
-
-def measured_model(cfg, script_args):
-    """Return the name of the measured model for messages; "" if there is none."""
-    if cfg.run:
-        return cfg.run
-    if cfg.stage == "rewards":
-        return ""
-    return cfg.model if cfg.model != "auto" else " ".join(script_args.files)
+    torch.cuda.empty_cache()                 # for the measured processes
 
 
 def main(argv):
@@ -390,12 +353,10 @@ def main(argv):
     check(cfg)
     cfg.peers = peers.chosen(cfg.stage, cfg.peers)
     script_args = parse_script_args(cfg.stage, others) if cfg.stage in SCRIPTS else ScriptArgs()
+    tf32 = getattr(script_args.config, "tf32", True)
     dtype = cfg.dtype
-    tf32 = True
-    if hasattr(script_args.config, "tf32"):
-        tf32 = script_args.config.tf32
-        if dtype == "auto":
-            dtype = script_args.config.dtype
+    if dtype == "auto" and hasattr(script_args.config, "tf32"):
+        dtype = script_args.config.dtype
     hw = hardware.setup(cfg.device, dtype, tf32, compile=False)
     if cfg.stage != "train" or not script_args.files or cfg.model != "auto":
         cfg.model = choose_model(cfg, hw)
@@ -408,7 +369,9 @@ def main(argv):
     cfg.output = Path(cfg.output or f"{FOLDER}/{name}.json")
     check_output(cfg.output)
     check_writable(cfg.output)
-    model_name = measured_model(cfg, script_args)
+    model_name = cfg.run or (" ".join(script_args.files) if cfg.model == "auto" else cfg.model)
+    if cfg.stage == "rewards":
+        model_name = ""
     subject = f"{model_name}; " if model_name else ""
     mode_suffix = f", {mode}" if mode else ""
     print(f"{cfg.stage}{mode_suffix}: {subject}{facts['hardware']}, torch {facts['torch']}", flush=True)
@@ -420,15 +383,9 @@ def main(argv):
             figures = bench_mode(cfg, hw, work, script_args, log_line)
         else:
             figures = STAGES[cfg.stage](cfg, hw, folder, script_args, log_line)
-    record = {
-        "stage": cfg.stage,
-        "mode": mode,
-        "model": model_name,
-        "command": shlex.join(["python", "bench.py", *argv]),
-        "device": hw.name,
-        "dtype": hw.dtype,
-    }
-    record |= facts | figures
+    command = shlex.join(["python", "bench.py", *argv])
+    record = {"stage": cfg.stage, "mode": mode, "model": model_name, "command": command, "device": hw.name,
+              "dtype": hw.dtype} | facts | figures
     if "rates" in figures:
         title = f"bench.py {' '.join(argv)}\n{facts['hardware']}, {facts['date'][:10]}"
         path = cfg.output.with_suffix(".png")

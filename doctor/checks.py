@@ -83,10 +83,10 @@ def number(value):
     return float(value)
 
 
-def excerpt(text, limit=160):
+def excerpt(text):
     """Return the beginning of a sample's text, quoted, on one line."""
     text = " ".join(str(text).split())
-    return f'"{text[:limit]}{"..." if len(text) > limit else ""}"'
+    return f'"{text[:160]}{"..." if len(text) > 160 else ""}"'
 
 
 # --- reinforcement learning ---
@@ -152,8 +152,8 @@ def never_ends(run):
     elif first < 0.25 and (run.mean("reward") or 0) <= first_value(run, "reward"):
         why = f", {first:.0%} did at the first step, and the reward has not improved: {restart_advice(run)}"
     else:
-        why = (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, or set "
-               "the task's STOP to a text that the model writes")
+        why = (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, "
+               "or set the task's STOP to a text that the model writes")
     return f"{share:.0%} of the completions reach --max_new_tokens={limit} without ending{why}."
 
 
@@ -243,10 +243,9 @@ def stale_engine(run):
 def rate_too_small(run):
     """Steps hardly change the weights."""
     peak = run.config.get("learning_rate") or 0
-    at_full_rate = []                        # neither in warm-up nor at the end of the schedule
-    for line in run.recent:
-        if (number(line.get("lr")) or 0) >= peak / 2 and line.get("grad_norm"):
-            at_full_rate.append(line)
+    # neither in warm-up nor at the end of the schedule
+    at_full_rate = [line for line in run.recent
+                    if (number(line.get("lr")) or 0) >= peak / 2 and line.get("grad_norm")]
     moved = run.values("moved", at_full_rate)
     if len(moved) < MIN_LINES or fmean(moved) > 1e-6:
         return None
@@ -336,16 +335,18 @@ def lengths_run_away(run):
     return None
 
 
+def part_with_mean(run, mean):
+    """Return the first part of the reward with this mean over the recent lines, None without one."""
+    keys = [key for key in run.recent[-1] if key.startswith("parts/") and run.mean(key) == mean]
+    return keys[0].removeprefix("parts/") if keys else None
+
+
 def part_never_paid(run):
     """One part of the reward is true for no sample, although the reward is not zero."""
-    if not run.recent or run.samples() < MIN_SAMPLES:
+    if not run.recent or run.samples() < MIN_SAMPLES or not run.mean("reward") or not part_with_mean(run, 0):
         return None
-    for key in run.recent[-1]:
-        if key.startswith("parts/") and run.mean(key) == 0 and run.mean("reward"):
-            return (f'The reward\'s part "{key.removeprefix("parts/")}" is true for none of the last '
-                    f'{run.samples():,} samples, so it gives no signal: check how it is computed, or make it '
-                    'easier to reach.')
-    return None
+    return (f'The reward\'s part "{part_with_mean(run, 0)}" is true for none of the last {run.samples():,} '
+            "samples, so it gives no signal: check how it is computed, or make it easier to reach.")
 
 
 def part_always_paid(run):
@@ -354,12 +355,10 @@ def part_always_paid(run):
     right = run.mean("pass_at_1")
     if reward is None or right is None or right > 0.5 or reward < right + 0.05 or run.samples() < MIN_SAMPLES:
         return None
-    for key in run.recent[-1]:
-        if key.startswith("parts/") and run.mean(key) == 1:
-            return (f'The reward\'s part "{key.removeprefix("parts/")}" is true for all of the last '
-                    f'{run.samples():,} samples, but only {right:.0%} are correct, so this part teaches '
-                    'nothing: give it less weight, or make it harder to reach.')
-    return None
+    part = part_with_mean(run, 1)
+    return part and (f'The reward\'s part "{part}" is true for all of the last {run.samples():,} samples, '
+                     f"but only {right:.0%} are correct, so this part teaches nothing: give it less weight, "
+                     "or make it harder to reach.")
 
 
 def few_questions(run):
@@ -510,15 +509,11 @@ def low_mfu(run):
             "--compile, and run `python bench.py --ladder` to see the effect of each option.")
 
 
-RL = (
-    never_right, never_ends, other_prompts, groups_alike, broken_verifier, stale_engine, engine_differs,
-    rate_too_small, rate_too_large, reward_fell, same_samples, memorised, lengths_run_away, part_never_paid,
-    part_always_paid, few_questions, slower_than_before,
-)
-TRAINING = (
-    bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
-    slower_than_before, waits_for_data, low_mfu,
-)
+RL = (never_right, never_ends, other_prompts, groups_alike, broken_verifier, stale_engine, engine_differs,
+      rate_too_small, rate_too_large, reward_fell, same_samples, memorised, lengths_run_away, part_never_paid,
+      part_always_paid, few_questions, slower_than_before)
+TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
+            slower_than_before, waits_for_data, low_mfu)
 
 # {finding: findings that it explains, which are suppressed}
 EXPLAINS = {
@@ -529,13 +524,9 @@ EXPLAINS = {
     "stale_engine": ("engine_differs", "rate_too_large"),
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "never_right": ("groups_alike", "part_never_paid"),
-    "same_samples": ("groups_alike",),
-    "reward_fell": ("lengths_run_away",),
-    "bad_start": ("not_learning",),
-    "loss_spikes": ("not_learning", "validation_rises"),
-    "loss_rises": ("loss_spikes", "not_learning"),
-    "rate_too_small": ("not_learning",),
-    "validation_rises": ("text_repeated",),
+    "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away",), "bad_start": ("not_learning",),
+    "loss_spikes": ("not_learning", "validation_rises"), "loss_rises": ("loss_spikes", "not_learning"),
+    "rate_too_small": ("not_learning",), "validation_rises": ("text_repeated",),
 }
 
 

@@ -83,11 +83,11 @@ def show_curves(out_dir):
         display(Image(png.getvalue()))
 
 
-def follow(out_dir, lines=LINES):
+def follow(out_dir):
     """Show the present last lines and curves of a run, which may run elsewhere."""
     log = Path(out_dir) / "training.log"
     text = log.read_text(errors="replace") if log.exists() else f"There is no run in {out_dir} yet."
-    display(Pretty("\n".join(text.splitlines()[-lines:])))
+    display(Pretty("\n".join(text.splitlines()[-LINES:])))
     show_curves(out_dir)
 
 

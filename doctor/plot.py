@@ -37,10 +37,7 @@ LEARNING_RATE = ("learning rate", {"lr": "-"}, "linear")
 SPEED = ("tokens/s", {"tokens_per_s": "-"}, "linear")
 PANELS = (
     ("loss, nats per token", {"loss": "-", "val_loss": "o--"}, "linear"),
-    ("validation perplexity per token", {"val_ppl_token": "o-"}, "log"),
-    LEARNING_RATE,
-    SPEED,
-)
+    ("validation perplexity per token", {"val_ppl_token": "o-"}, "log"), LEARNING_RATE, SPEED)
 # If all runs are grpo.py's; its loss is not informative.
 GRPO_PANELS = (
     ("mean reward of a step", {"reward": "-"}, "linear"),
@@ -48,10 +45,7 @@ GRPO_PANELS = (
     ("tokens per completion", {"completion_tokens": "-"}, "linear"),
     ("entropy, nats per token", {"entropy": "-"}, "linear"),
     ("fraction of zero-variance groups", {"zero_variance": "-"}, "linear"),
-    ("gradient norm", {"grad_norm": "-"}, "linear"),
-    LEARNING_RATE,
-    SPEED,
-)
+    ("gradient norm", {"grad_norm": "-"}, "linear"), LEARNING_RATE, SPEED)
 
 
 def points(lines, key, x_key):
@@ -101,8 +95,8 @@ def draw(runs, x, output, figures=None, dpi=120):
     of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
     panels = GRPO_PANELS if of_grpo else PANELS
     columns = len(panels) // 2
-    size = (11 if columns == 2 else 18, 7)
-    figure = Figure(figsize=size, layout="constrained")        # without pyplot and its notebook backend
+    # without pyplot and its notebook backend
+    figure = Figure(figsize=(11 if columns == 2 else 18, 7), layout="constrained")
     axes = figure.subplots(2, columns, sharex=True)
     for (title, curves, y_scale), axis in zip(panels, axes.flat):
         axis.set_title(title, loc="left", fontsize=10)
@@ -123,8 +117,7 @@ def draw(runs, x, output, figures=None, dpi=120):
         axis.spines[["top", "right"]].set_visible(False)
         if y_scale == "log":
             for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-                formatter = ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4))
-                set_formatter(formatter)
+                set_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4)))
     for axis in axes[1]:
         axis.set_xlabel(x_label)
     axes.flat[-1].yaxis.set_major_formatter(ticker.EngFormatter(sep=""))

@@ -11,8 +11,7 @@ feedback at three points: the residual stream after attention, the MLP's activat
 The last block's output, the final norm and the head have true gradients. The embeddings get the gradient that
 the first block backpropagates from its feedback (feedback_micro: its attention does).
 
-e is taken before the vocabulary head, so that M is C x C instead of V x C.
-"""
+e is taken before the vocabulary head, so that M is C x C instead of V x C."""
 import torch
 
 from layers.ops import drop_out
@@ -142,8 +141,7 @@ class ForwardPass:
     block.
 
     The wire carries the error from the top to the lower blocks through autograd: a second output of each
-    block's InjectFeedback, which takes no memory and is an input of the next block's.
-    """
+    block's InjectFeedback, which takes no memory and is an input of the next block's."""
 
     def __init__(self, feedback, is_spread):
         self.feedback = feedback

@@ -17,8 +17,7 @@ Rules for updating the state S at a position:
 
 Shapes: B sequences of T positions, H query heads, K key/value heads, G = H / K, D channels a head, M
 features, N chunks of C positions, E columns of a state: D for delta, D + 1 for sum, whose last column sums
-f(k). Features, products and states are always fp32.
-"""
+f(k). Features, products and states are always fp32."""
 from contextlib import nullcontext
 from itertools import accumulate
 
@@ -45,8 +44,7 @@ def initial_qk_gain(config):
     products of features approximate softmax's weights: with 256 features and D = 64 the error is 0.1 instead
     of 1.9 times the weight at a gain of 1. Training adapts the gain (533 steps of studies/okadfa.py: 1.66
     instead of 1.71 nats). With delta, whose weights are not softmax's, such similar features would leave a
-    fifth of the output.
-    """
+    fifth of the output."""
     return config.head_dim**-0.25 if (config.mixer, config.mixer_rule) == ("favor", "sum") else 1.0
 
 
@@ -54,8 +52,7 @@ def orthogonal_vectors(n, D):
     """Draw n vectors [n, D], orthogonal in groups of D, with lengths as of standard normal vectors.
 
     Each is distributed like an independent vector, but they overlap less. They are rounded to bf16, so that
-    casting a model to bf16 and back keeps its features.
-    """
+    casting a model to bf16 and back keeps its features."""
     blocks = []
     for _ in range(-(-n // D)):
         q, r = torch.linalg.qr(torch.randn(D, D))
@@ -72,8 +69,7 @@ def favor_features(x, vectors, own_maximum, gain=None):
     weight, and a maximum over all keys would leak later positions into earlier ones.
     gain: [D] of the norm that produced x, or None. It gives the keys' usual length, so that |x|^2 / 2 can be
     removed from all exponents alike, which cancels for a query. At a gain of 3 and 64 channels it is 36, and
-    MIN_FEATURE would be more than half of the weight.
-    """
+    MIN_FEATURE would be more than half of the weight."""
     x = x.float() * x.shape[-1]**-0.25
     exponents = x @ vectors.float().T
     if own_maximum:
@@ -94,8 +90,7 @@ class Mixer(nn.Module):
 
     Queries and keys are already rotated, as in softmax attention. FAVOR+ therefore weighs by distance as
     softmax does, all features stay positive, and a position's features depend only on that position: they are
-    the same in decoding and in a full sequence.
-    """
+    the same in decoding and in a full sequence."""
 
     def __init__(self, config):
         super().__init__()
@@ -116,8 +111,7 @@ class Mixer(nn.Module):
     def forward(self, x, q, k, v, gain=None):
         """Return features of q [B, T, H, D] and k [B, T, K, D], v, and for delta write strengths [B, T, K].
 
-        x [B, T, C]: the input of the projections. gain [D]: of the keys' norm, or None.
-        """
+        x [B, T, C]: the input of the projections. gain [D]: of the keys' norm, or None."""
         with without_autocast(x):
             q = self.features(q, own_maximum=True)
             # For delta, dividing by the sum cancels a key's own factor too.
@@ -148,8 +142,7 @@ def mix(q, k, v, write=None, state=None, lengths=None):
     q [B, T, H, M] and k [B, T, K, M] are features, v is [B, T, K, D].
     write: [B, T, K], strengths of the delta rule; None: the sum rule.
     state: after the preceding positions; None: zero.
-    lengths: [B]; later positions are padding and don't change the state.
-    """
+    lengths: [B]; later positions are padding and don't change the state."""
     B, T, H, M = q.shape
     K = k.shape[2]
     D = v.shape[3]
@@ -204,8 +197,7 @@ def sum_chunks(q, k, v, state):
     """Return the queries' results [B, K, N, G C, E] and the last state [B, K, M, E].
 
     q [B, K, N, G C, M], k [B, K, N, C, M], v [B, K, N, C, E]. A query reads the state before its chunk and
-    the causal weights within it.
-    """
+    the causal weights within it."""
     states = running_sums(state, k.mT @ v)
     y = causal_weights(q, k) @ v + q @ states[:, :, :-1]
     return y, states[:, :, -1]
@@ -216,8 +208,7 @@ def running_sums(state, written):
 
     state [B, K, M, E]; written [B, K, N, M, E]: each chunk's sum. A GPU's cumsum is not deterministic. A
     CPU's cumsum strides by M E numbers: forward and backward it takes 2 to 4 times as long as this loop (4
-    heads, 256 features, 4 to 256 chunks, one Zen 5 core).
-    """
+    heads, 256 features, 4 to 256 chunks, one Zen 5 core)."""
     if torch.are_deterministic_algorithms_enabled() or not (written.is_cuda or torch.compiler.is_compiling()):
         return torch.stack(list(accumulate((state, *written.unbind(2)))), 2)
     return torch.cat((state[:, :, None], written), 2).cumsum(2)
@@ -229,8 +220,7 @@ def delta_chunks(q, k, v, write, state):
     Position t writes u_t = beta_t (v_t - k_t S), where S is the state before its chunk plus the chunk's
     earlier writes. So U solves (1 + beta L) U = beta (V - K S_before), where L holds the products k_t . k_s
     below the diagonal: a triangular system (Yang et al. 2024). It is linear in S_before, so it is solved for
-    V and K in all chunks at once, and only products remain sequential.
-    """
+    V and K in all chunks at once, and only products remain sequential."""
     below = (write * (k @ k.mT)).tril(-1)
     right = write * torch.cat((v, k), -1)
     solved = torch.linalg.solve_triangular(below, right, upper=False, unitriangular=True)
@@ -244,8 +234,7 @@ def move_state(q, k, weights, value_solution, state_solution, state):
     """Return the results of delta_chunks from the solutions for V [B, K, N, C, D] and K [B, K, N, C, M].
 
     The tensors are unbound once: the gradient of each x[:, :, n] would be as large as x, a cost that grows
-    with T squared (4.3 times as long for a layer at 16,384 positions).
-    """
+    with T squared (4.3 times as long for a layer at 16,384 positions)."""
     y = []
     chunks = zip(*(x.unbind(2) for x in (q, k, weights, value_solution, state_solution)))
     for q, k, weights, value_solution, state_solution in chunks:
@@ -260,8 +249,7 @@ def move_state(q, k, weights, value_solution, state_solution, state):
 def mix_step(q, k, v, write=None, *, state):
     """Return [B, 1, H, D] of the next position and update the state [B, K, M, E] in place.
 
-    q [B, 1, H, M], k [B, 1, K, M], v [B, 1, K, D] and write [B, 1, K] are as in `mix`.
-    """
+    q [B, 1, H, M], k [B, 1, K, M], v [B, 1, K, D] and write [B, 1, K] are as in `mix`."""
     B, _, H, M = q.shape
     K, D = v.shape[2:]
     dtype = v.dtype
@@ -301,15 +289,13 @@ class PromptMixing:
 
 def state_shape(config):
     """Return (K, M, E) of a layer's state."""
-    columns = config.head_dim + (config.mixer_rule == "sum")
-    return config.n_kv_head, n_features(config), columns
+    return config.n_kv_head, n_features(config), config.head_dim + (config.mixer_rule == "sum")
 
 
 def flops_per_token(config):
     """Return FLOPs per token of forward and backward pass of a layer's features and `mix`, for any T.
 
-    They are not halved for causality, as in GPT.flops_per_token.
-    """
+    They are not halved for causality, as in GPT.flops_per_token."""
     K, M, E = state_shape(config)
     H = config.n_head
     # Weights and weighted sums within a chunk; reading and writing the state.

@@ -13,8 +13,7 @@ class LoRA(nn.Linear):
     """W x + alpha / rank * B A x with W frozen.
 
     `add_lora` converts an nn.Linear in place, so W keeps its name. qkv is one matrix: queries, keys and
-    values share one A [rank, in] and have separate rows of B [out, rank].
-    """
+    values share one A [rank, in] and have separate rows of B [out, rank]."""
 
     @property
     def scale(self):
@@ -32,12 +31,9 @@ def add_lora(model, rank, alpha=None, linears=LINEARS):
 
     alpha None: 2 rank, as in TRL, torchtune and LLaMA-Factory. B is zero, so the function is unchanged at
     first. The adapters stay fp32, so cast a model before, not after. Embeddings and head (tied or not) are
-    not adapted. ValueError for rank < 1, unknown linears or a model that already has adapters.
-    """
-    chosen = []
-    for name, module in model.blocks.named_modules():
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in linears:
-            chosen.append(module)
+    not adapted. ValueError for rank < 1, unknown linears or a model that already has adapters."""
+    chosen = [module for name, module in model.blocks.named_modules()
+              if isinstance(module, nn.Linear) and name.split(".")[-1] in linears]
     if rank < 1:
         raise ValueError(f"An adapter rank of {rank} is too small: give a rank of 1 or more.")
     if rank > model.config.n_embd:
@@ -68,8 +64,7 @@ def lora_modules(model):
 def adapters_off(model):
     """Disable adapters: within, the model is bitwise the one before add_lora (GRPO's reference).
 
-    Run a backward pass in the same context as its forward pass: gradient checkpointing recomputes blocks.
-    """
+    Run a backward pass in the same context as its forward pass: gradient checkpointing recomputes blocks."""
     modules = lora_modules(model)
     before = [module.enabled for module in modules]
     try:
@@ -91,8 +86,7 @@ def load_adapters(model, tensors):
     """Copy tensors from `adapters` into a model with such adapters; ValueError for other shapes."""
     own = adapters(model)
     wrong = sorted(own.keys() ^ tensors.keys())
-    if not wrong:
-        wrong = [name for name in own if own[name].shape != tensors[name].shape]
+    wrong = wrong or [name for name in own if own[name].shape != tensors[name].shape]
     if wrong:
         raise ValueError(f"{wrong[0]} is missing, unexpected or of another shape: "
                          "call add_lora with the rank and linears of the saved adapters.")
@@ -103,8 +97,7 @@ def merged(model):
     """Return {name: tensor} of an equivalent GPT without adapters (within adapters_off: the base).
 
     Adapted weights are new and fp32, since a sum in bf16 would lose about 5% of the update. Others are the
-    model's own.
-    """
+    model's own."""
     return dict(merged_weights(model))
 
 
@@ -112,18 +105,14 @@ def merged(model):
 def merged_weights(model, dtype=None, prefix=""):
     """Yield the (name, tensor) pairs of `merged` whose names start with prefix.
 
-    Sharded weights are gathered one at a time, in dtype unless adapted. Every rank must iterate over all.
-    """
+    Sharded weights are gathered one at a time, in dtype unless adapted. Every rank must iterate over all."""
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRA)}
     own = adapters(model)
     for name, value in model.state_dict().items():
         if name in own or not name.startswith(prefix):
             continue
         module = adapted.get(name)
-        if module and module.enabled:
-            yield name, merged_weight(module)
-        else:
-            yield name, full_tensor(value, dtype)
+        yield name, merged_weight(module) if module and module.enabled else full_tensor(value, dtype)
 
 
 def merged_weight(module):

@@ -4,8 +4,7 @@ Dropout draws bytes on a CPU; ATTENTION holds the attention kernels; the norm an
 backward passes on a CPU; the head computes its loss in chunks.
 
 Shapes: B sequences of T positions, C channels, V ids; in attention H query heads, K key/value heads of S
-positions, D channels a head.
-"""
+positions, D channels a head."""
 from contextlib import nullcontext
 from functools import partial
 
@@ -47,8 +46,7 @@ def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
 
     Without a mask it is causal, and S is T. A mask [B, 1, T, S] of 0 and -inf is added to the scores and must
     be causal itself: the last key is at the last position.
-    repeat: repeat key heads for a kernel without grouped-query attention (runtime/hardware.py).
-    """
+    repeat: repeat key heads for a kernel without grouped-query attention (runtime/hardware.py)."""
     H = q.shape[2]
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
@@ -69,8 +67,7 @@ def sdpa_attention(q, k, v, mask=None, dropout=0.0, repeat=False):
 def math_attention(q, k, v, mask=None, dropout=0.0):
     """Return sdpa_attention's result with the two products written out.
 
-    On a CPU in bf16 this is several times faster at short lengths (docs/notes.md).
-    """
+    On a CPU in bf16 this is several times faster at short lengths (docs/notes.md)."""
     if not dropout and not torch.compiler.is_compiling():
         return AttentionInParts.apply(q, k, v, mask)
     B, T, H, D = q.shape
@@ -92,8 +89,7 @@ class AttentionInParts(torch.autograd.Function):
 
     The scores stay in the CPU's cache, and most masked scores are never computed. Query heads with the same
     key head are rows of one product. Forward and backward, 5 x 800 positions, 4 heads of 32 with one key
-    head, in bf16: 33 instead of 54 ms (a Zen 5 core; docs/notes.md).
-    """
+    head, in bf16: 33 instead of 54 ms (a Zen 5 core; docs/notes.md)."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
@@ -162,11 +158,8 @@ def repeat_heads(x, n_head):
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-ATTENTION = {
-    "sdpa": sdpa_attention,
-    "sdpa_repeated": partial(sdpa_attention, repeat=True),
-    "math": math_attention,
-}
+ATTENTION = {"sdpa": sdpa_attention, "sdpa_repeated": partial(sdpa_attention, repeat=True),
+             "math": math_attention}
 
 
 # --- norm and activation ---
@@ -174,8 +167,7 @@ ATTENTION = {
 def rms_norm(x, gain, eps):
     """Return x [..., D] over its root mean square, times gain [D] (or [H, D]: one per head).
 
-    Inference mode uses F.rms_norm, whose forward pass is as fast on a CPU.
-    """
+    Inference mode uses F.rms_norm, whose forward pass is as fast on a CPU."""
     # Dynamo doesn't support is_inference_mode_enabled.
     in_engine = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     if x.device.type == "cpu" and not in_engine:
@@ -198,8 +190,7 @@ class NormOnCPU(torch.autograd.Function):
     """Compute rms_norm in few passes over memory.
 
     F.rms_norm's backward pass takes twenty on a CPU. Forward and backward, 8192 x 128 in bf16: 1.3 instead of
-    2.5 ms (two Zen 5 cores).
-    """
+    2.5 ms (two Zen 5 cores)."""
 
     @staticmethod
     def forward(ctx, x, gain, eps):
@@ -230,8 +221,7 @@ class NormOnCPU(torch.autograd.Function):
 class SquaredReLU(torch.autograd.Function):
     """relu(x)^2 (So et al. 2021), whose backward pass reads memory once instead of three times.
 
-    Forward and backward, 8192 x 512 in bf16: 1.2 instead of 2.3 ms (two Zen 5 cores).
-    """
+    Forward and backward, 8192 x 512 in bf16: 1.2 instead of 2.3 ms (two Zen 5 cores)."""
 
     @staticmethod
     def forward(ctx, x):
@@ -255,15 +245,13 @@ class HeadAndLoss(torch.autograd.Function):
 
     The gradient of a summed cross entropy is softmax - onehot, so the forward pass computes it while a
     chunk's logits exist. Nothing is recomputed, and only [B*T, C] and [V, C] are kept. At 32 x 1024 x 50304
-    the fp32 logits and their gradient would take 6,288 MiB each; chunks of 2**27 logits take 512 MiB each.
-    """
+    the fp32 logits and their gradient would take 6,288 MiB each; chunks of 2**27 logits take 512 MiB each."""
 
     @staticmethod
     def forward(ctx, h, weight, targets, vocab_size, softcap, rows, chunk_loss):
         """Return nats as fp32 [] for h [B*T, C], weight [V padded, C] and targets [B*T] (or IGNORE).
 
-        chunk_loss: the function below, eager or compiled.
-        """
+        chunk_loss: the function below, eager or compiled."""
         ctx.h_dtype = h.dtype
         ctx.weight_dtype = weight.dtype
         w = weight.to(h.dtype)
@@ -304,8 +292,7 @@ def chunk_loss(logits, y, vocab_size, softcap, needs_gradient):
     """Return the nats of targets y [N], fp32 [N], and their gradient by logits [N, V padded], in its dtype.
 
     The nats are log(sum(exp(logits))) - logits[y] and the gradient is softmax - onehot. Compiled, this reads
-    bf16 logits twice and writes the gradient once: 6 bytes a logit instead of 18 in eager mode.
-    """
+    bf16 logits twice and writes the gradient once: 6 bytes a logit instead of 18 in eager mode."""
     if torch.compiler.is_compiling():
         return fused_loss(logits, y, vocab_size, softcap, needs_gradient)
     dtype = logits.dtype

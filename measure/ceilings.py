@@ -51,19 +51,13 @@ def best_time(function, hw):
     return min(seconds)
 
 
-def free_cached_memory(hw):
-    """Release the caching allocator's free GPU memory, so that measured processes can use it."""
-    if hw.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def read_bandwidth(hw):
     """Return the bytes/s of reading 1 GiB."""
     if (hw.device, "bytes") not in MEASURED:
         big = torch.zeros(2**28, dtype=torch.int32, device=hw.device)
         MEASURED[hw.device, "bytes"] = big.nbytes / best_time(big.max, hw)
         del big
-        free_cached_memory(hw)
+        torch.cuda.empty_cache()             # for the measured processes
     return MEASURED[hw.device, "bytes"]
 
 
@@ -83,7 +77,7 @@ def matmul_peak(hw, format=None):
         MEASURED[hw.device, format] = 2 * n**3 / seconds
         torch.set_float32_matmul_precision(precision)
         del a, products
-        free_cached_memory(hw)
+        torch.cuda.empty_cache()
     return MEASURED[hw.device, format]
 
 

@@ -1,5 +1,4 @@
-"""Measure the effect of each optimisation: from plain fp32 training to the fastest, or each one switched
-off."""
+"""Measure the effect of each optimisation: from plain fp32 to the fastest, or each one switched off."""
 import platform
 import statistics
 from typing import NamedTuple
@@ -79,16 +78,13 @@ def training_optimisations(hw, script, compilation):
 
 
 def rows_of(chosen, ladder):
-    """Return [(name, options)] for Optimisations: with ladder, off, then one more on in each row; else all
-    on, then each one off."""
+    """Return [(name, options)]: with ladder, off, then one more on each; else all on, then each one off."""
     off = {option: values[0] for one in chosen for option, values in one.options.items()}
     on = {option: values[1] for one in chosen for option, values in one.options.items()}
     if ladder:
-        options = off
         rows = [("plain, fp32", off)]
         for one in chosen:
-            options = options | {option: on[option] for option in one.options}
-            rows.append((f"+ {one.name}", options))
+            rows.append((f"+ {one.name}", rows[-1][1] | {option: on[option] for option in one.options}))
         return rows
     rows = [("everything on", on)]
     for one in chosen:
@@ -101,39 +97,30 @@ def rows_of(chosen, ladder):
 
 def print_rows(table, unit, ladder, losses, log):
     """Log the table of bench_ladder. losses: whether losses can be compared between rows."""
-    columns = {
-        "name": "",
-        "step": "s/step (min-max)",
-        "rate": unit,
-        "fastest": "fastest",
-        "gain": "gain",
-        "turns": "by turn",
-        "in_all": "in all",
-        "peak_memory_gb": "peak GiB",
-        "loss": "loss",
-        "off_fp32": "off fp32",
-    }
-    formats = {
-        "rate": ",.1f",
-        "fastest": ",.1f",
-        "gain": ".2f",
-        "in_all": ".2f",
-        "peak_memory_gb": ".2f",
-        "loss": ".4f",
-        "off_fp32": "+.2%",
+    columns = {                              # {figure: (heading, format)}
+        "name": ("", ""),
+        "step": ("s/step (min-max)", ""),
+        "rate": (unit, ",.1f"),
+        "fastest": ("fastest", ",.1f"),
+        "gain": ("gain", ".2f"),
+        "turns": ("by turn", ""),
+        "in_all": ("in all", ".2f"),
+        "peak_memory_gb": ("peak GiB", ".2f"),
+        "loss": ("loss", ".4f"),
+        "off_fp32": ("off fp32", "+.2%"),
     }
     if not ladder:
         del columns["in_all"]
     if not losses:
         del columns["loss"]
         del columns["off_fp32"]
-    lines = [list(columns.values())]
+    lines = [[heading for heading, _ in columns.values()]]
     for row in table:
         seconds = [run["step_s"] for run in row["repeats"]]
         step = f"{row['step_s']:.3f} ({min(seconds):.3f}-{max(seconds):.3f})"
         turns = row["turns"] and f"{min(row['turns']):.2f}-{max(row['turns']):.2f}"
         row = row | {"step": step, "turns": turns}
-        line = ["-" if row[key] is None else format(row[key], formats.get(key, "")) for key in columns]
+        line = ["-" if row[key] is None else format(row[key], spec) for key, (_, spec) in columns.items()]
         if abs(row["off_fp32"] or 0) > 0.05:
             line[-1] += " !"
         lines.append(line)
@@ -181,28 +168,23 @@ def table_row(name, options, runs, before, first, ladder):
     gain = None
     turns = None
     if before:
-        gain = fastest / before["fastest"]
-        turns = [run["fastest"] / other["fastest"] for run, other in zip(runs, before["repeats"])]
-        if not ladder:
-            gain = 1 / gain
-            turns = [1 / turn for turn in turns]
+        power = 1 if ladder else -1          # --ablate: the speed with everything on, over the row's
+        gain = (fastest / before["fastest"])**power
+        turns = [(run["fastest"] / other["fastest"])**power for run, other in zip(runs, before["repeats"])]
     micro_batch = settings.get("micro_batch", 0)
     expected = options.get("batch_size", micro_batch)
     if micro_batch != expected:
         name += f" (micro-batch {micro_batch}: {expected} does not fit)"
-    return {
-        "name": name,
+    figures = ("step_s", "rate", "peak_memory_gb", "loss")
+    medians = {figure: statistics.median(run[figure] for run in runs) for figure in figures}
+    return {"name": name} | medians | {
         "knobs": options,
         "settings": settings,
-        "step_s": statistics.median(run["step_s"] for run in runs),
-        "rate": statistics.median(run["rate"] for run in runs),
         "rates": [run["rate"] for run in runs],
         "fastest": fastest,
         "gain": gain,
         "turns": turns,
         "in_all": fastest / first["fastest"] if before and ladder else None,
-        "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
-        "loss": statistics.median(run["loss"] for run in runs),
         "repeats": recorded(runs),
     }
 
@@ -236,10 +218,5 @@ def bench_ladder(cfg, hw, work, script_args, log):
     for row in table:
         row["off_fp32"] = row["loss"] / fp32_loss - 1 if comparable and fp32_loss is not None else None
     print_rows(table, work.unit, cfg.ladder, comparable, log)
-    return {
-        "what": work.description,
-        "unit": work.unit,
-        "rows": table,
-        "failed": failed,
-        "rates": {row["name"]: row["rates"] for row in table},
-    }
+    rates = {row["name"]: row["rates"] for row in table}
+    return {"what": work.description, "unit": work.unit, "rows": table, "failed": failed, "rates": rates}

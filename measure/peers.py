@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 import tasks
 from measure.synthetic import GPT2
@@ -227,9 +228,11 @@ def step_clock(transformers, hw):
     return Clock(), seconds
 
 
-def common_options(hw):
-    """Return the options shared by all trainers."""
+def common_options(job, hw, folder):
+    """Return the options shared by all trainers, which write to `folder` within the job's."""
     return {
+        "output_dir": f"{job['folder']}/{folder}",
+        "max_steps": job["steps"],
         "optim": "adamw_torch_fused",
         "bf16": hw.dtype == "bf16",
         "fp16": hw.dtype == "fp16",
@@ -237,19 +240,6 @@ def common_options(hw):
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
-    }
-
-
-def trainer_options(job, hw):
-    return common_options(hw) | {
-        "output_dir": f"{job['folder']}/trainer",
-        "per_device_train_batch_size": job["batch_size"],
-        "gradient_accumulation_steps": job["accumulation"],
-        "max_steps": job["steps"],
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 10,
-        "remove_unused_columns": False,
     }
 
 
@@ -268,25 +258,17 @@ def training_rows(job):
 
 def collate(batch):
     """Return the tensors [B, T] of rows, padded on the right."""
-    T = max(len(row["input_ids"]) for row in batch)
-    input_ids = []
-    labels = []
-    attention_mask = []
-    for row in batch:
-        n = len(row["input_ids"])
-        padding = T - n
-        input_ids.append(row["input_ids"] + [0] * padding)
-        labels.append(row["labels"] + [-100] * padding)
-        attention_mask.append([1] * n + [0] * padding)
+    ids = [torch.tensor(row["input_ids"]) for row in batch]
+    labels = [torch.tensor(row["labels"]) for row in batch]
     return {
-        "input_ids": torch.tensor(input_ids),
-        "labels": torch.tensor(labels),
-        "attention_mask": torch.tensor(attention_mask),
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
     }
 
 
-def run_trainer(job, hw, make):
-    """Train and return the seconds of the steps. make: (transformers, model, rows, callback) -> trainer."""
+def trainer(job, hw):
+    """Train with transformers' Trainer, or with TRL's SFTTrainer if the peer is "trl"."""
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     if job.get("lora_rank"):
@@ -295,39 +277,33 @@ def run_trainer(job, hw, make):
         adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
         model = peft.get_peft_model(model, adapters)
     rows = training_rows(job)
+    options = common_options(job, hw, "trainer") | {
+        "per_device_train_batch_size": job["batch_size"],
+        "gradient_accumulation_steps": job["accumulation"],
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 10,
+        "remove_unused_columns": False,
+    }
     clock, seconds = step_clock(transformers, hw)
-    make(transformers, model, rows, clock).train()
+    if job["peer"] == "trainer":
+        args = transformers.TrainingArguments(**options)
+        transformers.Trainer(model, args, collate, rows, callbacks=[clock]).train()
+        return seconds()
+    import tokenizers
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    args = SFTConfig(**options, dataset_kwargs={"skip_prepare_dataset": True}, gradient_checkpointing=False)
+    # SFTTrainer requires a tokenizer even for tokenized rows
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))
+    unused = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", pad_token="<e>")
+    dataset = Dataset.from_list(rows)
+    SFTTrainer(model, args, collate, dataset, callbacks=[clock], processing_class=unused).train()
     return seconds()
 
 
-def trainer(job, hw):
-    """Train with transformers' Trainer."""
-    def make(transformers, model, rows, clock):
-        args = transformers.TrainingArguments(**trainer_options(job, hw))
-        return transformers.Trainer(model, args, collate, rows, callbacks=[clock])
-    return run_trainer(job, hw, make)
-
-
-def sft_trainer(job, hw):
-    """Train with TRL's SFTTrainer."""
-    def make(transformers, model, rows, clock):
-        import tokenizers
-        from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
-        args = SFTConfig(**trainer_options(job, hw), dataset_kwargs={"skip_prepare_dataset": True},
-                         gradient_checkpointing=False)
-        # SFTTrainer requires a tokenizer even for tokenized rows
-        word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0}, "<e>"))
-        unused = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=word_level, eos_token="<e>", pad_token="<e>")
-        dataset = Dataset.from_list(rows)
-        return SFTTrainer(model, args, collate, dataset, callbacks=[clock], processing_class=unused)
-    return run_trainer(job, hw, make)
-
-
 def grpo_trainer(job, hw):
-    """Train with TRL's GRPOTrainer, in one process or several, with grpo.py's default loss, clipping, groups
-    and optimizer."""
+    """Train with TRL's GRPOTrainer with grpo.py's default loss, clipping, groups and optimizer."""
     transformers = import_transformers()
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -338,12 +314,10 @@ def grpo_trainer(job, hw):
     def score(completions, completion_ids, **_):
         lengths.update(map(len, completion_ids))
         return [task.score(None, completion) for completion in completions]
-    options = common_options(hw) | {
-        "output_dir": f"{job['folder']}/trl",
+    options = common_options(job, hw, "trl") | {
         "per_device_train_batch_size": job["prompts"] * job["samples"] // distributed.world_size(),
         "num_generations": job["samples"],
         "max_completion_length": job["max_new_tokens"],
-        "max_steps": job["steps"],
         "beta": 0.0,
         "epsilon": 0.2,
         "epsilon_high": 0.28,
@@ -364,8 +338,7 @@ def grpo_trainer(job, hw):
     prompts = [json.loads(line)["prompt"] for line in Path(job["data"]).read_text().splitlines()]
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
-    trl_trainer = GRPOTrainer(
-        model, score, args, callbacks=[clock], train_dataset=dataset, processing_class=tokenizer)
+    trl_trainer = GRPOTrainer(model, score, args, dataset, processing_class=tokenizer, callbacks=[clock])
     trl_trainer.train()
     expected = {job["max_new_tokens"]}
     assert lengths == expected, f"completions have {lengths} tokens instead of {expected}"
@@ -396,7 +369,7 @@ PROCESS_PEERS = {
     "generate_batch": generate_batch,
     "nanogpt": nanogpt,
     "trainer": trainer,
-    "trl": sft_trainer,
+    "trl": trainer,
     "trl_fp32": grpo_trainer,
     "trl_bf16": grpo_trainer,
 }

@@ -70,12 +70,9 @@ def bench_profile(cfg, hw, work, script_args, log):
     ms_per_step = total / 1e3 / work.steps
     consumers = []
     for event in events[:15]:
-        consumers.append({
-            "name": event.key,
-            "calls": event.count,
-            "ms_a_step": self_time(event, cuda) / 1e3 / work.steps,
-            "share": self_time(event, cuda) / max(1, total),
-        })
+        own = self_time(event, cuda)
+        consumers.append({"name": event.key, "calls": event.count, "ms_a_step": own / 1e3 / work.steps,
+                          "share": own / max(1, total)})
     kinds = "kernels" if cuda else "operations, without their children"
     log(f"\n{work.description}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: "
         f"{ms_per_step:,.1f} ms a step in {kinds}")

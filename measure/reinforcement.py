@@ -1,5 +1,4 @@
-"""Measure whole steps of grpo.py (rollout, reward, update) against their limit and TRL, and its verifiers
-alone."""
+"""Measure steps of grpo.py (rollout, reward, update) against their limit and TRL, and verifiers alone."""
 import functools
 import json
 import os
@@ -101,16 +100,9 @@ def bench_grpo(cfg, hw, folder, script_args, log):
         return run["rate"]
 
     def theirs(peer):
-        job = {
-            "dtype": peer.removeprefix("trl_"),
-            "model": str(folder),
-            "max_new_tokens": new,
-            "task": f"{folder}/score.py",
-            "data": f"{folder}/questions.jsonl",
-            "prompts": prompts,
-            "samples": samples,
-        }
-        return run_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, **job)
+        return run_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"),
+                        model=str(folder), task=f"{folder}/score.py", data=f"{folder}/questions.jsonl",
+                        prompts=prompts, samples=samples, max_new_tokens=new)
     sides = {"nanoRFT": ours} | {PEER_NAMES[peer]: functools.partial(theirs, peer) for peer in cfg.peers}
     rates = alternate(sides, cfg.repeats, work.unit, log)
     c = GPTConfig(**SHAPES[cfg.model])
@@ -147,8 +139,8 @@ def bench_rewards(cfg, hw, folder, script_args, log):
     path = Path(folder) / "slow.py"
     write_verifier(path, cfg.verifier_ms)
     pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
-    workers = processes(cfg.reward_workers)
-    description = f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, {workers}"
+    description = (f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, "
+                   f"{processes(cfg.reward_workers)}")
     log(description)
     with Pool(str(path), cfg.reward_workers) as workers, Pool(str(path), 1, kind="serial") as serial:
         sides = {
@@ -158,11 +150,5 @@ def bench_rewards(cfg, hw, folder, script_args, log):
         rates = alternate(sides, cfg.repeats, "completions/s", log, warm_up=1)
     limit = min(cfg.reward_workers, os.cpu_count()) * statistics.median(rates["one after the other"])
     share = statistics.median(rates["nanoRFT"]) / limit
-    return {
-        "what": description,
-        "unit": "completions/s",
-        "rates": rates,
-        "limit": limit,
-        "share": share,
-        "also": description,
-    }
+    return {"what": description, "unit": "completions/s", "rates": rates, "limit": limit, "share": share,
+            "also": description}

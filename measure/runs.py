@@ -56,6 +56,17 @@ def is_small(c):
     return c.n_layer * c.n_embd**2 < 2e6
 
 
+def check_writable(path):
+    """Make the output's folder, before measuring. Raises BadInput if the file can't be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        if not path.stat().st_size:
+            path.unlink()
+    except OSError as e:
+        raise BadInput(f"{path} can't be written ({e.strerror}): name another file with --output=.") from None
+
+
 def processes(n):
     return f"{n} process{'es' * (n != 1)}"
 
@@ -142,15 +153,9 @@ def recorded(runs):
     return [{key: value for key, value in run.items() if key not in left_out} for run in runs]
 
 
-def median_parts(runs, parts):
-    """Return the median seconds of the parts of a step, from the script's log."""
-    counted = [step for run in runs for step in run["steps"][WARM_UP:]]
-    return {part: statistics.median(step[part] for step in counted) for part in parts}
-
-
 def shared_figures(work, rates, runs, limit, parts):
-    """Return the figures that records of training and reinforcement learning share. parts: keys of a step's
-    log."""
+    """Return the figures that records of train.py and grpo.py share. parts: seconds in a step's log."""
+    counted = [step for run in runs for step in run["steps"][WARM_UP:]]
     return {
         "what": work.description,
         "unit": work.unit,
@@ -158,7 +163,7 @@ def shared_figures(work, rates, runs, limit, parts):
         "limit": limit,
         "share": statistics.median(rates["nanoRFT"]) / limit,
         "step_s": statistics.median(run["step_s"] for run in runs),
-        "parts": median_parts(runs, parts),
+        "parts": {part: statistics.median(step[part] for step in counted) for part in parts},
         "settings": runs[0]["settings"],
         "repeats": recorded(runs),
     }
@@ -192,8 +197,7 @@ def alternate(sides, repeats, unit, log, warm_up=0):
 
 
 def run_peer(cfg, hw, work, peer, units, ranks=1, **job):
-    """Return the units a second of a training peer: units of a step over the median of its seconds after the
-    warm-up."""
+    """Return the units a second of a training peer after the warm-up. units: of a step."""
     seconds = time_peer(peer, cfg, hw, work.folder, ranks, steps=WARM_UP + work.steps, **job)
     return units / statistics.median(seconds[WARM_UP:])
 
@@ -207,14 +211,8 @@ def time_peer(peer, cfg, hw, folder, ranks=1, **job):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpu = visible.split(",")[hw.device.index] if visible else str(hw.device.index)
         env = {"CUDA_VISIBLE_DEVICES": gpu}
-    common = {
-        "peer": peer,
-        "folder": str(folder),
-        "device": hw.device.type,
-        "dtype": hw.dtype,
-        "tf32": hw.tf32,
-        "seed": cfg.seed,
-    }
+    common = {"peer": peer, "folder": str(folder), "device": hw.device.type, "dtype": hw.dtype,
+              "tf32": hw.tf32, "seed": cfg.seed}
     path.write_text(json.dumps(common | job))
     printed = process(["-m", "measure.peers"], [path], ranks, peer, env=env)
     return json.loads(printed.splitlines()[-1])["seconds"]

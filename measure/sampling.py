@@ -61,13 +61,6 @@ def median_seconds(function, hw, calls):
     return statistics.median(clock(function, hw)[0] for _ in range(calls))
 
 
-def time_draw(engine, rows, hw):
-    """Return the median seconds of drawing a token for each row."""
-    logits = torch.randn(rows, engine.config.vocab_size, device=hw.device)
-    noise = engine.noise[:rows, 0]
-    return median_seconds(lambda: draw(logits, noise, engine.sampling), hw, 5)
-
-
 @torch.inference_mode()
 def time_products(engine, rows, length, hw):
     """Return the median seconds of the matrix products of a step on a CPU, with `length` positions a row; the
@@ -95,14 +88,17 @@ def time_products(engine, rows, length, hw):
 def split_time(case, engine, shape, hw):
     """Return ({part: seconds of a run}, seconds of a step of this shape (B, RowGroups)). The parts, each
     timed on its own, are prefill, decode, and draw where it is not in the step's CUDA graph."""
+    rows = shape[0]
     prompts = [(i % engine.slots, prompt[:-1]) for i, prompt in enumerate(case.prompts)]
     prefill, _ = clock(lambda: engine.prefill(prompts), hw)
     run_step(engine, shape)
     step = median_seconds(lambda: run_step(engine, shape), hw, 15)
-    one_draw = time_draw(engine, shape[0], hw)
-    steps = case.tokens / shape[0]
+    steps = case.tokens / rows
     if engine.cuda_graphs:
         return {"prefill": prefill, "decode": steps * step}, step
+    logits = torch.randn(rows, engine.config.vocab_size, device=hw.device)
+    noise = engine.noise[:rows, 0]
+    one_draw = median_seconds(lambda: draw(logits, noise, engine.sampling), hw, 5)
     return {"prefill": prefill, "decode": steps * (step - one_draw), "draw": steps * one_draw}, step
 
 
@@ -147,16 +143,9 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
         products = time_products(engine, shape[0], shape[1][0].length, hw)
         overhead = 1e3 * (step - products)
         in_step += f", products alone {1e3 * products:.2f}"
-    figures = {
-        "work": f"{P}x{case.samples}",
-        "tokens_per_s": case.tokens / seconds,
-        "limit": case.tokens / limit,
-        "mbu": mbu,
-        "step_ms": 1e3 * step,
-        "floor_ms": 1e3 * floor,
-        "overhead_ms": overhead,
-        "decoding": engine.decoding,
-    }
+    figures = {"work": f"{P}x{case.samples}", "tokens_per_s": case.tokens / seconds,
+               "limit": case.tokens / limit, "mbu": mbu, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
+               "overhead_ms": overhead, "decoding": engine.decoding}
     figures |= {f"{part}_s": value for part, value in parts.items()}
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
     line = (f"{P} prompts x {case.samples}: {case.tokens / seconds:,.0f} tokens/s, "
@@ -170,8 +159,8 @@ def bench_case(cfg, hw, folder, case, sides, bandwidth, log):
     times, failed = race(case, sides, cfg.repeats, hw)
     figures, line = engine_figures(case, sides[0].engine, statistics.median(times["engine"]), bandwidth, hw)
     if "generate_batch" in cfg.peers:
+        job = dict(prompts=case.prompts, samples=case.samples, max_new_tokens=case.new)
         try:
-            job = dict(prompts=case.prompts, samples=case.samples, max_new_tokens=case.new)
             seconds = time_peer("generate_batch", cfg, hw, folder, **job)
             times["generate_batch"] = seconds[1:]                      # the first is a warm-up
         except guard.Failure as e:
@@ -219,17 +208,11 @@ def bench_generate(cfg, hw, folder, script_args, log):
             rates[f"{figures['work']} {side}"] = [case.tokens / seconds for seconds in times]
         gc.collect()                         # frees the engine's memory for the next one
     first = cases[0]
-    return {
-        "what": f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens",
-        "unit": "tokens/s",
-        "rates": rates,
-        "limit": first["limit"],
-        "share": first["tokens_per_s"] / first["limit"],
-        "cases": cases,
-        "bandwidth": bandwidth,
-        "flops": flops,
-        "also": f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms",
-    }
+    description = f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens"
+    also = f"MBU {first['mbu']:.1%}, a step {first['step_ms']:,.1f} ms"
+    return {"what": description, "unit": "tokens/s", "rates": rates, "limit": first["limit"],
+            "share": first["tokens_per_s"] / first["limit"], "cases": cases, "bandwidth": bandwidth,
+            "flops": flops, "also": also}
 
 
 # --- datagen.py against a loop over transformers' generate ---
@@ -300,12 +283,6 @@ def bench_datagen(cfg, hw, folder, script_args, log):
     rate = statistics.median(rates["nanoRFT"])
     limit = count_samples(cfg, last) / least
     log(f"{tokens:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")
-    return {
-        "what": description,
-        "unit": unit,
-        "rates": rates,
-        "limit": limit,
-        "share": rate / limit,
-        "tokens_per_s": last["tokens_per_s"],
-        "also": f"{last['tokens_per_s']:,.0f} new tokens/s, {processes(ranks)}",
-    }
+    also = f"{last['tokens_per_s']:,.0f} new tokens/s, {processes(ranks)}"
+    return {"what": description, "unit": unit, "rates": rates, "limit": limit, "share": rate / limit,
+            "tokens_per_s": last["tokens_per_s"], "also": also}

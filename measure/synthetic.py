@@ -59,19 +59,15 @@ def write_text(folder, n_vocab, seed, tokens=2**20):
 
 
 def write_tokenizer(folder, n_vocab):
-    """Write a tokenizer.json for both sides: bytes, words that only decoding produces, the end-of-text
-    token."""
+    """Write a tokenizer.json: bytes, words that only decoding produces, the end-of-text token."""
     folder = Path(folder)
     all_words = ("".join(letters) for n in (2, 3, 4) for letters in product(ascii_lowercase, repeat=n))
     words = islice(all_words, n_vocab - 257)
     vocab = {token: i for i, token in enumerate([*byte_letters(), *words, END_OF_TEXT])}
     content = byte_level(vocab, [], n_vocab - 1, use_regex=False)
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT,
+                "pad_token": END_OF_TEXT}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -103,15 +99,9 @@ def reward(question, completion):
 
 def write_verifier(path, milliseconds):
     """Write VERIFIER as a task file whose reward takes about so many milliseconds on an idle core."""
-    Path(path).write_text(VERIFIER.replace("ROUNDS", str(hash_rounds(milliseconds))))
-
-
-def hash_rounds(milliseconds):
-    """Return the number of hash rounds that take about so many milliseconds on an idle core."""
-    if not milliseconds:
-        return 1
-    seconds = min(time_hash(10_000) for _ in range(5))
-    return max(1, int(10_000 * milliseconds / 1000 / seconds))
+    seconds = min(time_hash(10_000) for _ in range(5)) if milliseconds else 1
+    rounds = max(1, int(10_000 * milliseconds / 1000 / seconds))
+    Path(path).write_text(VERIFIER.replace("ROUNDS", str(rounds)))
 
 
 def time_hash(rounds):

@@ -57,8 +57,7 @@ def shape_options(script, shape):
 
 
 def write_data(cfg, folder, script_args, shape):
-    """Write synthetic ids, and a tokenizer if the script's has another vocabulary or needs a download.
-    Returns their flags."""
+    """Write synthetic ids, and a tokenizer if the script's does not fit or needs a download. Return flags."""
     named = script_args.config.tokenizer or "bytes"
     tokenizer_given = "tokenizer" in script_args.given
     if named == "gpt2":
@@ -77,8 +76,7 @@ def write_data(cfg, folder, script_args, shape):
 
 
 def sft_work(cfg, hw, folder, script_args):
-    """Return the Work of train.py on unit-conversion examples, each seen once, from the random weights
-    exported to the folder."""
+    """Return the Work of train.py on unit-conversion examples, each seen once, from the folder's weights."""
     folder = Path(folder)
     recipe = [] if script_args.files else [str(ROOT / "config/rft.py")]
     script = config.load(type(script_args.config), recipe + script_args.files + script_args.flags)
@@ -87,10 +85,8 @@ def sft_work(cfg, hw, folder, script_args):
     questions = task.questions("train", n=script.sequences * (WARM_UP + cfg.steps))
     rows = [[q["question"], q["answer"], task.solution(q)] for q in questions]
     path.write_text(json.dumps(rows))
-    if cfg.ladder or cfg.ablate:
-        schedule = as_flags(learning_rate=1e-3, warmup_steps=2)
-    else:
-        schedule = as_flags(learning_rate=1e-4)
+    in_rows = cfg.ladder or cfg.ablate
+    schedule = as_flags(learning_rate=1e-3, warmup_steps=2) if in_rows else as_flags(learning_rate=1e-4)
     arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
     arguments += as_flags(init_from=folder, tokenizer="bytes", dataset=path, num_epochs=None, patience=0)
     arguments += as_flags(eval_interval=10**9, dtype=hw.dtype)
@@ -111,10 +107,9 @@ def bench_training(cfg, hw, folder, script_args, log):
     def ours():
         runs.append(run_script(work))
         return runs[-1]["rate"]
-
-    def theirs(peer):
-        return peer_rate(cfg, hw, folder, work, peer, runs[-1])
-    sides = {"nanoRFT": ours} | {name: functools.partial(theirs, name) for name in cfg.peers}
+    sides = {"nanoRFT": ours}
+    for name in cfg.peers:
+        sides[name] = functools.partial(peer_rate, cfg, hw, folder, work, name, runs)
     rates = alternate(sides, cfg.repeats, work.unit, log)
     saved = checkpoint.read_model(work.out)
     model = on_meta(GPTConfig(**saved["architecture"]))
@@ -129,17 +124,14 @@ def bench_training(cfg, hw, folder, script_args, log):
     step_ms = 1e3 * figures["step_s"]
     log(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {step_ms:,.1f} ms; "
         f"limit at the speed of a large product {limit:,.0f} tokens/s")
-    return figures | {
-        "mfu": mfu,
-        "flops_per_token": flops,
-        "peak_memory_gb": statistics.median(run["peak_memory_gb"] for run in runs),
-        "also": f"MFU {mfu:.1%}, a step {step_ms:,.0f} ms",
-    }
+    memory = statistics.median(run["peak_memory_gb"] for run in runs)
+    return figures | {"mfu": mfu, "flops_per_token": flops, "peak_memory_gb": memory,
+                      "also": f"MFU {mfu:.1%}, a step {step_ms:,.0f} ms"}
 
 
-def peer_rate(cfg, hw, folder, work, peer, run):
+def peer_rate(cfg, hw, folder, work, peer, runs):
     """Return the tokens a second of a peer, with the micro-batch size of nanoRFT's last run."""
-    settings = run["settings"]
+    settings = runs[-1]["settings"]
     micro_batch = settings["micro_batch"]
     architecture = checkpoint.read_model(work.out)["architecture"]
     if peer == "nanogpt" and not peers.is_gpt2(architecture):
@@ -151,13 +143,7 @@ def peer_rate(cfg, hw, folder, work, peer, run):
         if not model.exists():
             weights = random_model(GPTConfig(**architecture), hardware.setup("cpu", compile=False))
             hf.export(weights, model)
-    job = {
-        "architecture": architecture,
-        "model": str(model),
-        "data": str(Path(folder) / ("text" if cfg.stage == "train" else "rft.json")),
-        "lora_rank": settings["lora_rank"],
-        "block_size": settings["block_size"],
-        "batch_size": micro_batch,
-        "accumulation": work.sequences // micro_batch,
-    }
-    return run_peer(cfg, hw, work, peer, run["units"], **job)
+    data = Path(folder) / ("text" if cfg.stage == "train" else "rft.json")
+    return run_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=architecture, model=str(model),
+                    data=str(data), lora_rank=settings["lora_rank"], block_size=settings["block_size"],
+                    batch_size=micro_batch, accumulation=work.sequences // micro_batch)

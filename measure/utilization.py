@@ -13,8 +13,7 @@ WINDOW = 2.0                                 # seconds over which utilisation is
 
 
 class Utilization:
-    """Context manager whose thread queries nvidia-smi four times a second; then see figures(). Does nothing
-    without nvidia-smi."""
+    """Context manager whose thread queries nvidia-smi, if it is installed; then see figures()."""
 
     def __init__(self):
         self.samples = []                    # (time, one number or None for each of FIELDS)

@@ -14,7 +14,6 @@ from runtime.run import non_default_options
 from runtime.vitals import fingerprint, moved
 from text.provenance import common_prompt
 
-
 UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
 PHASES = ("rollout", "reward", "reference", "update", "sync")          # timed phases of a step
 
@@ -26,7 +25,7 @@ def start_up(cfg, run, stream, pipeline, about):
     pool = pipeline.pool
     trainable = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     reference = f"beta {cfg.beta:g}" if cfg.beta else "no reference"
-    lines = [
+    return "\n".join([
         f"{run.model.n_params():,} parameters, {trainable:,} trainable, from {cfg.init_from}; {about}.",
         f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "
         f"{hw.attention_name(run.model.config)}, compile {'on' if hw.compile else 'off'}, {engine.slots} "
@@ -36,8 +35,7 @@ def start_up(cfg, run, stream, pipeline, about):
         f"{cfg.mini_batches} optimizer steps each; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
         f"learning rate {cfg.learning_rate:g}, {reference}.",
         f"Non-default options: {non_default_options(cfg)}",
-    ]
-    return "\n".join(lines)
+    ])
 
 
 def flops(model, completions):
@@ -46,9 +44,7 @@ def flops(model, completions):
     head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
     plain = model.flops_per_token(0) - head
     by_length = model.flops_per_token(1) - model.flops_per_token(0)
-    total = 0
-    for length in map(len, {c.prefix for c in completions}):
-        total += length * (plain + by_length * length)
+    total = sum(len(prefix) * (plain + by_length * len(prefix)) for prefix in {c.prefix for c in completions})
     for c in completions:
         total += len(c.ids) * (plain + by_length * (len(c.prefix) + len(c.ids)) + head)
     return total

@@ -49,8 +49,7 @@ STALE_FILES = (*TEMPORARY_FILES, "base.partial*", "checkpoints/partial*",
 # Everything that a run writes into its folder, except wandb's own folder. --overwrite removes only these.
 RUN_FILES = (*IDENTITY_FILES, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json",
              "base.safetensors", "base.sha256", "retry.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
-             "checkpoints/step_" + 8 * "[0-9]",
-             "tensorboard/events.out.tfevents.*", *STALE_FILES)
+             "checkpoints/step_" + 8 * "[0-9]", "tensorboard/events.out.tfevents.*", *STALE_FILES)
 
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
                torch.int64: "I64"}
@@ -173,8 +172,7 @@ def save(out_dir, step, weights, state=None, moments=None, val_loss=None, config
         raise write_error(f"The checkpoint of step {step} in {folder}", e,
                           "resume with --init_from=resume; earlier checkpoints are intact") from None
     keep_last = (config or {}).get("keep_last", 2)
-    newest = [other for other in steps(out_dir) if other <= step][-keep_last:]
-    kept = [*newest, best(out_dir, step)]
+    kept = [*[other for other in steps(out_dir) if other <= step][-keep_last:], best(out_dir, step)]
     for other in steps(out_dir):              # later steps were damaged or rolled back
         if other not in kept:
             shutil.rmtree(step_folder(out_dir, other), ignore_errors=True)
@@ -262,9 +260,9 @@ def loading(subject):
                        "choose another.") from None
 
 
-def load_weights(out_dir, step, device="cpu"):
+def load_weights(out_dir, step):
     """Return the weights of a checkpoint, {name: tensor}."""
-    return load_file(step_folder(out_dir, step) / "model.safetensors", device=str(device))
+    return load_file(step_folder(out_dir, step) / "model.safetensors")
 
 
 def save_base(out_dir, weights, values=None):
@@ -285,8 +283,7 @@ def load_base(out_dir, device="cpu"):
     """Return the weights that save_base wrote, {name: tensor}; BadInput if the file is damaged."""
     file = Path(out_dir) / "base.safetensors"
     try:
-        intact = sha256(file) == file.with_suffix(".sha256").read_text()
-        problem = None if intact else "it fails its checksum"
+        problem = sha256(file) != file.with_suffix(".sha256").read_text() and "it fails its checksum"
     except (OSError, ValueError) as e:
         problem = getattr(e, "strerror", None) or e
     if problem:

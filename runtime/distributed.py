@@ -20,10 +20,8 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")    # compile modes that can't 
 SAVE_TIMEOUT = 60.0                  # seconds for a rank to save after its torchrun was killed
 STEP_TIMEOUT = datetime.timedelta(hours=1)           # of collectives in a step
 
-# process group with a long timeout, for the work of rank 0 alone: tokenization may take hours
-patient = None
-# torchrun's key-value store
-store = None
+patient = None      # process group with a long timeout, for the work of rank 0 alone, such as tokenization
+store = None        # torchrun's key-value store
 
 
 def init():
@@ -234,9 +232,7 @@ class TrainedModel(nn.Module):
         """Yield the micro-batches of an optimizer step. Gradients are reduced in the last backward pass only;
         with a sharded model in each, unless sum_locally is set. empty: yielded while other ranks have more
         micro-batches."""
-        n = len(micro_batches)
-        if self.is_sharded:
-            n = most(n)
+        n = most(len(micro_batches)) if self.is_sharded else len(micro_batches)
         for i in range(n):
             is_last = i == n - 1
             if self.ddp:

@@ -40,12 +40,8 @@ PEAKS = {
 # Variants with a listed card's name but another speed
 UNLISTED_VARIANTS = ("Laptop", "Ti", "SUPER", "RTX 4090 D", "MIG")
 
-SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 # Up to this version cuDNN's attention has given NaN gradients at some lengths.
 CUDNN_VERSION = 91500
 PROCESS_WIDE = contextlib.ExitStack()        # contexts that last until the process ends
@@ -110,12 +106,7 @@ class Hardware:
     @property
     def settings(self):
         """Return the resolved settings for the log."""
-        return {
-            "device": self.name,
-            "dtype": self.dtype,
-            "tf32": self.tf32,
-            "compile": self.compile,
-        }
+        return {"device": self.name, "dtype": self.dtype, "tf32": self.tf32, "compile": self.compile}
 
     def attention_name(self, config):
         """Return the attention kernels or the mixer of a GPTConfig, for the log."""
@@ -165,8 +156,7 @@ class Hardware:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss      # bytes on a Mac, KiB elsewhere
         in_use = None
         with contextlib.suppress(OSError):
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            in_use = pages * resource.getpagesize() / 2**30
+            in_use = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
         return in_use, peak / (2**30 if sys.platform == "darwin" else 2**20)
 
     def memory_size_gb(self):
@@ -182,11 +172,8 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     unavailable. keep_memory: see keep_freed_memory (CPU only). fixed_shapes: see attention_order."""
     kind = device.split(":")[0]
     if kind == "auto":
-        if torch.cuda.is_available():
-            kind = "cuda"
-        else:
-            kind = "mps" if torch.backends.mps.is_available() else "cpu"
-        device = kind
+        kind = "mps" if torch.backends.mps.is_available() else "cpu"
+        device = kind = "cuda" if torch.cuda.is_available() else kind
     if kind not in ("cuda", "mps", "cpu"):
         raise BadInput(f"--device={device} is unknown: use auto, cuda, cuda:1, mps or cpu.")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -263,8 +250,7 @@ def attention_order(attention, capability, dtype, fixed_shapes):
     attention: auto or a kernel, which falls back to math where it has no implementation, such as lengths 0
     and 1. capability: the card's. dtype: bf16 | fp16 | fp32. fixed_shapes: all batches have one shape; cuDNN
     builds a plan for each new shape (about a second in a public report, forward and backward; not measured
-    here).
-    """
+    here)."""
     has_flash = capability >= (8, 0) and dtype != "fp32"
     if attention in ("flash", "cudnn") and not has_flash:
         raise BadInput(f"--attention={attention} needs bf16 or fp16 on a GPU of compute capability 8.0, and "

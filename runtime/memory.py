@@ -41,12 +41,9 @@ def n_params(config):
     qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
     up = config.mlp_hidden * (2 if config.mlp == "swiglu" else 1)
     norm = channels * (2 if config.norm == "layernorm" else 1)
-    linears = [                              # inputs, outputs, bias
-        (channels, qkv, config.qkv_bias),
-        (heads, channels, config.o_bias),
-        (channels, up, config.mlp_bias),
-        (config.mlp_hidden, channels, config.mlp_bias),
-    ]
+    # (inputs, outputs, bias)
+    linears = [(channels, qkv, config.qkv_bias), (heads, channels, config.o_bias),
+               (channels, up, config.mlp_bias), (config.mlp_hidden, channels, config.mlp_bias)]
     block = sum((n_in + bias) * n_out for n_in, n_out, bias in linears)
     block += 2 * norm + 2 * config.head_dim * config.qk_norm
     if config.mixer == "favor":
@@ -83,8 +80,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
     where the kernel kills a process that takes too much, an estimate comes first. inputs: arguments of
     token_logprobs for grpo.py, with about as many positions. Sets model.rehearsed_s: seconds of the last
-    micro-step, None if unknown. Every rank must call.
-    """
+    micro-step, None if unknown. Every rank must call."""
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
         needed = CPU_SLACK * sum(step_bytes.values())
@@ -99,10 +95,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         for _ in model.micro_steps([None] * passes):
             clock = time.perf_counter()
             with hardware.autocast():
-                if inputs:
-                    loss = model.token_logprobs(*inputs)[0].sum()
-                else:
-                    loss = model.loss(x, y)
+                loss = model.token_logprobs(*inputs)[0].sum() if inputs else model.loss(x, y)
             loss.backward()
             hardware.wait()
             model.rehearsed_s = time.perf_counter() - clock

@@ -40,8 +40,7 @@ class Config:
 # --- the teachers ---
 
 def random_search(question, longest, rng):
-    """Return whether depth-first search in random order finds the target within `longest` bytes: the baseline
-    for length alone."""
+    """Return whether depth-first search in random order, a baseline, finds the target in `longest` bytes."""
     at_random = ("depth", lambda state, target: rng.random(), None)
     return countdown_search.completion(at_random, question, longest)[1]
 
@@ -112,8 +111,7 @@ def write_teachers(cfg):
 # --- the pipeline ---
 
 def read_teachers(path):
-    """Return the figures of teachers() from its file, with the unsolved problems as {question: its
-    record}."""
+    """Return the figures of teachers() from its file, with the unsolved problems as {question: record}."""
     known = json.loads(path.read_text())
     return known | {"unsolved": {question["question"]: question for question in known["unsolved"]}}
 
@@ -199,16 +197,14 @@ def side_by_side(greedy, again, unsolved, n=12):
 
 
 def gains(path):
-    """Return {model: accuracy minus the base's, with its 95% interval} from the output of eval.py
-    --compare."""
+    """Return {model: accuracy minus the base's, with its 95% interval} from eval.py --compare's output."""
     keys = "difference", "difference_low", "difference_high"
     base, *others = pipeline.last_line(path)["models"]
     return {Path(row["model"]).name: {key: row[key] for key in keys} for row in others}
 
 
 def summarise(folder, known, again):
-    """Return (summary, intervals of greedy and sampled accuracy of each stage). known: from read_teachers().
-    again: see beyond()."""
+    """Return (summary, intervals of greedy and sampled accuracy of each stage); see beyond()."""
     summary, intervals = pipeline.summarise(folder)
     return summary | {
         "questions": known["questions"],

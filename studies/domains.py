@@ -51,8 +51,7 @@ def ladder(folder, how):
 
 
 def methods(folder, how):
-    """Print and return the comparison over seeds of mixed and PCGrad with the fine-tuned model and each
-    other."""
+    """Print and return the comparison over seeds of the fine-tuned model, mixed and PCGrad."""
     seeds = [read(path) for path in sorted(folder.glob(f"seed*.{how}.json"))]
     if not seeds:
         return None
@@ -83,8 +82,7 @@ def methods(folder, how):
 
 
 def transfer(folder, how):
-    """Print the change of all domains' accuracy by training on one; return {trained on: {tested on:
-    difference}}."""
+    """Print and return {trained on: {tested on: change of accuracy}} of training on a single domain."""
     if not (folder / f"single.{how}.json").exists():
         return None
     rows = read(folder / f"single.{how}.json")
@@ -98,20 +96,17 @@ def transfer(folder, how):
 
 
 def cosines(folder):
-    """Return ({pair of domains: {step: cosine of their gradients}}, {step: share of conflicting pairs}),
-    means over the PCGrad runs."""
-    by_pair = {}
-    conflicts = {}
+    """Return ({pair: {step: mean cosine of gradients}}, {step: mean share of conflicts}) of PCGrad runs."""
+    prefix = "surgery/cosine/"
+    found = {}                               # {key: {step: values of the runs}}
     for run in sorted(folder.glob("pcgrad*/")):
         for line in read_lines(run):
             for key, value in line.items():
-                if key.startswith("surgery/cosine/"):
-                    steps = by_pair.setdefault(key.removeprefix("surgery/cosine/"), {})
-                    steps.setdefault(line["step"], []).append(value)
-            if "surgery/conflicts" in line:
-                conflicts.setdefault(line["step"], []).append(line["surgery/conflicts"])
-    mean = {pair: {step: fmean(values) for step, values in steps.items()} for pair, steps in by_pair.items()}
-    return mean, {step: fmean(values) for step, values in conflicts.items()}
+                if key.startswith((prefix, "surgery/conflicts")):
+                    found.setdefault(key, {}).setdefault(line["step"], []).append(value)
+    means = {key: {step: fmean(values) for step, values in steps.items()} for key, steps in found.items()}
+    conflicts = means.pop("surgery/conflicts", {})
+    return {key.removeprefix(prefix): row for key, row in means.items()}, conflicts
 
 
 def cost(folder):

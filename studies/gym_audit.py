@@ -115,10 +115,9 @@ def record_compilation(event, arguments):
 
 
 def clocked(stage, function, *given):
-    """Return (seconds, result) of a call. A call slower than MOST_SECONDS[stage] is timed twice, since other
-    processes share the cores."""
+    """Return (seconds, result) of a call, the faster of two if the first exceeds MOST_SECONDS[stage]."""
     seconds = math.inf
-    for _ in range(2):
+    for _ in range(2):                       # since other processes share the cores
         if seconds > MOST_SECONDS[stage]:
             start = time.perf_counter()
             result = function(*given)
@@ -184,8 +183,7 @@ def make_items(name, data):
 
 
 def grade_junk(items):
-    """Grade completions that must not be paid. Return (most kinds of them for an item, seconds of the slowest
-    grade)."""
+    """Grade junk, which must not be paid. Return (most kinds for an item, seconds of the slowest grade)."""
     slowest = 0.0
     kinds = 0
     for i, q in enumerate(items[:JUNKED]):

@@ -19,16 +19,16 @@ from engine import Engine, Request, Sampling
 from rollouts.pipeline import requests_of
 from rollouts.questions import questions_of
 from runtime import config, guard
-from runtime.config import BadInput
+from runtime.config import BadInput, PositiveInt
 
 
 @dataclass
 class Config:
     paths: tuple = ()                        # model, GGUF file, folder of node-llama-cpp
-    num_questions: int = 50                  # of unit_conversion's test questions
-    max_new_tokens: int = 60
-    rows: int = 1                            # sequences in flight
-    threads: int = 1
+    num_questions: PositiveInt = 50                  # of unit_conversion's test questions
+    max_new_tokens: PositiveInt = 60
+    rows: PositiveInt = 1                            # sequences in flight
+    threads: PositiveInt = 1
 
 
 def main(argv):

@@ -83,8 +83,7 @@ def favor_error(q, k, n):
 
 @torch.no_grad()
 def queries_and_keys(run, text):
-    """Return (queries, keys), each [H, T, D], of each layer of a model on the first tokens of a text, T <=
-    512."""
+    """Return (queries, keys), each [H, T, D], of each layer on the first tokens of a text, T <= 512."""
     found = hf.find(run)
     model = found.load()
     if found.config.mixer != "softmax":
@@ -129,8 +128,7 @@ def shape_of(cfg, kind, T):
     mixer, _, rule = kind.partition("-")
     rule = "sum" if mixer == "softmax" else rule
     return GPTConfig(vocab_size=257, block_size=T, n_layer=cfg.n_layer, n_head=cfg.n_head,
-                     n_embd=D * cfg.n_head, mixer=mixer, mixer_rule=rule,
-                     mixer_features=cfg.features)
+                     n_embd=D * cfg.n_head, mixer=mixer, mixer_rule=rule, mixer_features=cfg.features)
 
 
 def layer_pass(cfg, hw, shape, T):

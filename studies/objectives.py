@@ -53,8 +53,7 @@ def train(cfg, model, out, name, seed):
 
 
 def evaluate(cfg, model, folder, seed):
-    """Return {objective: figures of eval.py}, compared with the first objective; "before": the initial
-    model."""
+    """Return {objective, or "before" for the initial model: figures of eval.py, compared with the first}."""
     path = folder / f"seed{seed}.json"
     if not path.exists():
         models = [folder / f"{name}{seed}" for name in OBJECTIVES] + [model]

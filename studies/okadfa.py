@@ -191,17 +191,14 @@ def run_all(cfg, text, out, wanted, run=run):
             raise
 
 
-def rates_of(cfg, row):
-    """Return the learning rates to try first for a row."""
-    optimizer = row.options.get("optimizer", cfg.optimizer)
-    return numbers(cfg.rates or RATES[optimizer], float, "rates")
-
-
 def tune(cfg, text, out, names, seed):
     """Return {row: {rate: loss}} after a third of the steps."""
     steps = max(1, cfg.max_steps // 3)
     losses = {name: {} for name in names if ROWS[name].rate_of is None}
-    wanted = [(name, rate) for name in losses for rate in rates_of(cfg, ROWS[name])]
+    wanted = []
+    for name in losses:
+        optimizer = ROWS[name].options.get("optimizer", cfg.optimizer)
+        wanted += [(name, rate) for rate in numbers(cfg.rates or RATES[optimizer], float, "rates")]
     for _ in range(1 + MOST_BEYOND):
         runs = run_all(cfg, text, out, [(*pair, seed, steps) for pair in wanted], try_rate)
         for (name, rate), found in zip(wanted, runs):
@@ -305,8 +302,7 @@ def knee(rows):
 
 
 def chosen(cfg):
-    """Return the names of the rows to run, in the order of ROWS: those of --rows and those they take a rate
-    from."""
+    """Return the names of the rows to run, as in ROWS: those of --rows and those they take a rate from."""
     asked = list(ROWS) if cfg.rows == "all" else cfg.rows.split(",")
     if unknown := sorted(set(asked) - set(ROWS)):
         raise BadInput(f"--rows={unknown[0]} is not a row: choose from {', '.join(ROWS)}.")
@@ -347,22 +343,23 @@ def main(argv):
     for name in names:
         row = ROWS[name]
         runs = [found for job, found in zip(wanted, results) if job[0] == name]
-        rate = best(losses[row.rate_of or name])
-        at_edge = beyond(losses[row.rate_of or name]) is not None
-        rows[name] = summary(row.title, runs, rate, at_edge, row.published, row.source)
+        tried = losses[row.rate_of or name]
+        at_edge = beyond(tried) is not None
+        rows[name] = summary(row.title, runs, best(tried), at_edge, row.published, row.source)
     lines = table(rows, "byte" if cfg.tokenizer == "bytes" else "token")
     lines += ["", *filter(None, [knee(rows)])]
     print("\n".join(lines), flush=True)
-    about = {
+    record = {
         "command": ["python", "-m", "studies.okadfa", *argv],
         "machine": f"{os.cpu_count()} cores, {cpu_name()}, torch {torch.__version__}",
         "commit": git_commit(),
         "date": datetime.date.today().isoformat(),
         "knobs": asdict(cfg),
         "tuning": losses,
+        "rows": rows,
     }
     write_atomically(Path(out) / "table.md", ("\n".join(lines) + "\n").encode())
-    write_atomically(Path(out) / "table.json", json.dumps(about | {"rows": rows}, indent=1).encode())
+    write_atomically(Path(out) / "table.json", json.dumps(record, indent=1).encode())
     return 0
 
 

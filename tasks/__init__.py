@@ -164,9 +164,8 @@ def can_be_json(value):
 class Task:
     """A task's module with its argument.
 
-    name: the spec. prompt: form of a plain prompt. instruction: system message for a chat model. stop:
-    text that ends a completion.
-    """
+    name: the spec. prompt: form of a plain prompt. instruction: system message for a chat model. stop: text
+    that ends a completion."""
 
     def __init__(self, name, module, argument=None):
         self.name = name

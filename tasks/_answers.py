@@ -77,8 +77,7 @@ def grade_steps(worked, question, completion, answer, correct, form=NUMBERED):
     """Return (score, parts) of a completion that must reproduce the steps of worked(question, steps).
 
     answer: the completion's, "" without one; correct: whether it is right; form: see _steps.follows. The
-    parts are answered, correct, and reasoned: whether exactly these steps, in order, precede the answer.
-    """
+    parts are answered, correct, and reasoned: whether exactly these steps, in order, precede the answer."""
     steps = Steps()
     worked(question, steps)
     reasoning = before_answer(completion[:LONGEST_STEPS])
@@ -93,7 +92,6 @@ def grade(question, completion):
     completion = completion[:_numbers.LONGEST_TEXT]
     value = answer(completion, asked_unit(question))
     right = Fraction(question["answer"].replace(",", ""))
-    parts = {"answered": value is not None,
-             "correct": value == right,
+    parts = {"answered": value is not None, "correct": value == right,
              "reasoned": reasoned(question, completion, value)}
     return float(parts["correct"]), parts

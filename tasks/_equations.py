@@ -3,8 +3,7 @@
 An equation has numbers and + - * / ( ) on both sides of an equals sign. Numbers may have a currency before
 them and a unit after them, as in `3 boxes * $2 per box = $6`. Every link of a chain (`6 * 2 = 12 = 3 * 4`) is
 an equation. Known units are converted if the plain numbers differ: `6 kg = 6 * 1000 gram` and `1 kg = 1000
-gram` are true. Other statements (2x + 3 = 7, 2^3 = 8) are not equations, and neither true nor false.
-"""
+gram` are true. Other statements (2x + 3 = 7, 2^3 = 8) are not equations, and neither true nor false."""
 import math
 import re
 from collections import namedtuple
@@ -106,8 +105,7 @@ def forms_of(number):
     if number:
         yield 1 / number
     if float(number).is_integer() and abs(number) < 1e15:
-        digits = str(abs(int(number)))
-        yield from (int(digit) * 10**i for i, digit in enumerate(reversed(digits)) if digit != "0")
+        yield from _numbers.digits(abs(int(number)))
 
 
 def near(a, b, step=0.0):

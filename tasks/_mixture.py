@@ -41,8 +41,7 @@ def next_task(weights, counts):
 class Mixture:
     """Several tasks with the interface of tasks.Task. Each question has its task's spec as "domain".
 
-    weights: {spec: share of the training questions}. Validation and test use equal shares.
-    """
+    weights: {spec: share of the training questions}. Validation and test use equal shares."""
 
     def __init__(self, spec, tasks):
         self.name = spec

@@ -1,8 +1,7 @@
 """Parse numbers as people and models write them, for all tasks; docs/tasks.md lists the accepted
 forms.
 
-Model output is never evaluated, and parsing takes time linear in the length of a text.
-"""
+Model output is never evaluated, and parsing takes time linear in the length of a text."""
 import math
 import re
 from fractions import Fraction
@@ -143,6 +142,14 @@ def plain_number(text):
     if abs(value) > MOST:
         return None
     return -value if found["sign"] == "-" else value
+
+
+def digits(n):
+    """Return the values of an integer's digits without zeros, 400 and 7 for 407; n itself below 10."""
+    text = str(n)
+    if n < 10:
+        return [n]
+    return [int(digit) * 10 ** (len(text) - 1 - i) for i, digit in enumerate(text) if digit != "0"]
 
 
 def ungrouped(digits):

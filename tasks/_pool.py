@@ -4,8 +4,7 @@ unless it fails for all of the first FIRST completions.
 `python -m tasks._pool SPEC` is a worker. Each line of its standard input is a JSON list of [number, question,
 completion]. Its standard output is null once the task is loaded (or an error message), then one line [number,
 score, parts, signature, error] per completion. multiprocessing would import the caller, and torch with it,
-into each worker.
-"""
+into each worker."""
 import contextlib
 import functools
 import json
@@ -34,8 +33,7 @@ MEMORY = 4 * 2**30                   # bytes of address space of a worker
 LIMIT = f"(a reward worker may have {MEMORY / 2**30:g} GiB of memory)"
 LOADING = 120.0                      # seconds, limit for loading a task
 MOST_AT_ONCE = 16                    # maximum items per batch of a worker
-# seconds an item; slower workers get single items, so that idle workers can take the others
-QUICK = 0.005
+QUICK = 0.005                        # seconds an item; slower workers get single items
 HAND_OVER = 32                       # completions passed to the workers together,
 PATIENCE = 1.0                       # or after this many seconds
 FIRST = 32                           # the run ends if this many first grades are all errors
@@ -229,8 +227,7 @@ class Pool:
     workers. The first error is printed at once. Raises ValueError, LookupError or OSError with one sentence
     if the task can't be loaded; submit, collect and score raise BrokenReward if the first FIRST items have
     all failed or a finite score is outside [0, 1]. Use from one thread, and close it; an open pool ends with
-    the program.
-    """
+    the program."""
 
     def __init__(self, spec, workers=None, timeout=10.0, kind="process"):
         self.n = default_workers() if workers is None else workers
@@ -243,15 +240,12 @@ class Pool:
         self.kind = kind
         self.folder = os.getcwd()
         self.counts = {"errors": 0, "timeouts": 0, "restarts": 0}
-        # (question, completion) not yet passed to the workers
-        self.outbox = deque()
+        self.outbox = deque()                                # (question, completion) not yet passed on
         self.handed_over = time.monotonic()                  # time when the outbox was last emptied
-        # futures not collected; (future, item) without a worker
-        self.pending = deque()
-        self.waiting = deque()
-        # failed: an error has occurred
+        self.pending = deque()                               # futures not collected
+        self.waiting = deque()                               # (future, item) without a worker
         self.submitted = 0
-        self.failed = False
+        self.failed = False                                  # an error has occurred
         self.first = {}                                      # {number: Grade} of the first FIRST submitted
         self.changed = threading.Condition()
         self.loaded = kind != "process"
@@ -304,9 +298,7 @@ class Pool:
 
     def score(self, pairs):
         """Return the Grades of [(question, completion)]; earlier submissions still need collect()."""
-        futures = []
-        for question, completion in pairs:
-            futures.append(self._put(question, completion))
+        futures = [self._put(question, completion) for question, completion in pairs]
         return [self._take(future) for future in track(futures, "verifying", "answers")]
 
     def close(self):

@@ -61,8 +61,7 @@ def with_levels(name, draw, solution, wrong_solution, invites_mistake):
 
     draw(rng, level) returns (key, question); solution(question) and wrong_solution(question, rng) return
     completions. Like text from the web, some documents are wrong: the share COMMON of those for which
-    invites_mistake(question) is true, WRONG of the others.
-    """
+    invites_mistake(question) is true, WRONG of the others."""
     def check(argument):
         if argument not in (None, "0", "1", "2"):
             raise ValueError(f"The argument of {name} is a level, 0 to 2, not {argument or 'nothing'}.")

@@ -42,28 +42,30 @@ class Steps:
 
     def add(self, a, b):
         """Write the sum of a and b digit by digit, and return it."""
-        for place, digit in reversed(list(enumerate(reversed(str(b))))):
-            if digit != "0":
-                a = self.equation(a, "+", int(digit) * 10**place)
+        for part in _numbers.digits(b) if b else ():
+            a = self.equation(a, "+", part)
         return a
 
 
-def solution(worked, question, *options):
-    """Return the completion of worked(question, steps, *options), which returns the answer."""
-    steps = Steps()
-    answer = worked(question, steps, *options)
-    return completion(steps, answer)
+def completions(worked, invites_mistake, mistake):
+    """Return (solution, wrong_solution) of a task whose worked(question, steps) writes Steps and returns the
+    answer. If invites_mistake(question), the wrong solution is worked(question, steps, mistake), else one
+    with a slip that makes the answer wrong."""
+    def solution(question, *options):
+        steps = Steps()
+        return completion(steps, worked(question, steps, *options))
 
-
-def with_slip(worked, question, rng):
-    """Return a completion of worked(question, steps) with a slip that makes the answer wrong."""
-    right = Steps()
-    worked(question, right)
-    while True:
-        steps = Steps(rng.randrange(right.taken), rng)
-        answer = str(worked(question, steps))
-        if answer != question["answer"]:
-            return completion(steps, answer)
+    def wrong_solution(question, rng):
+        if invites_mistake(question):
+            return solution(question, mistake)
+        right = Steps()
+        worked(question, right)
+        while True:
+            steps = Steps(rng.randrange(right.taken), rng)
+            answer = str(worked(question, steps))
+            if answer != question["answer"]:
+                return completion(steps, answer)
+    return solution, wrong_solution
 
 
 def follows(steps, reasoning, answer, form=NUMBERED):

@@ -1,6 +1,6 @@
 """Integer arithmetic in one or two steps, `What is 12 * 34 - 5?`, with solutions digit by digit. The argument
 is the number of digits, 1 to 9 (default 2)."""
-from tasks import _answers, _questions, _steps
+from tasks import _answers, _numbers, _questions, _steps
 
 INSTRUCTION = ("Work the question out digit by digit in short equations such as 12 * 30 = 360. Then give "
                "the number alone within <answer></answer>.")
@@ -35,9 +35,7 @@ def steps(signs, numbers):
     lines = []
     value = numbers[0]
     for sign, other in zip(signs, numbers[1:]):
-        text = str(other)
-        parts = [int(digit) * 10 ** (len(text) - 1 - i) for i, digit in enumerate(text) if digit != "0"]
-        parts = parts or [0]
+        parts = _numbers.digits(other)
         if sign == "*":
             lines += [f"{value} * {part} = {value * part}." for part in parts]
             value, *parts = [value * part for part in parts]

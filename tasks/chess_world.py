@@ -18,8 +18,7 @@ with and without Stockfish.
 
 Positions come from games of random moves and games with three in four moves greedy. Moves are in UCI
 notation. A FEN names an en passant square only if the capture is legal. Requires the packages chess and
-rapidfuzz.
-"""
+rapidfuzz."""
 import contextlib
 import random
 import re
@@ -291,8 +290,7 @@ def reward(question, completion):
     `blind_fens`, 0.4 for the right FEN, 0.2 for reward and flags, a third each, if the FEN is a valid
     position. Parts: formatted, legal_fen, fen, flags. P: 0.05 for the format, up to 0.15 for legal moves, 0.3
     for their evaluations, 0.5 for a choice as good as the best. Parts: formatted, legal (all moves legal and
-    distinct, the choice among them), evaluations (mean error at most NEAR), best.
-    """
+    distinct, the choice among them), evaluations (mean error at most NEAR), best."""
     text = completion[:LONGEST_TEXT].partition(STOP)[0].strip()
     return (grade_step if question["kind"] == "A" else grade_policy)(question, text)
 

@@ -87,8 +87,7 @@ def draw_branch(rng, level):
     most = 49 * level or 19
     x = rng.randint(2, most)
     sign = rng.choice("<>")
-    bound = rng.randint(2, most)
-    return [x, sign, bound, *rng.sample(range(2, 20 * level or 10), 2)]
+    return [x, sign, rng.randint(2, most), *rng.sample(range(2, 20 * level or 10), 2)]
 
 
 def branch_program(x, sign, bound, more, less):
@@ -139,32 +138,19 @@ def word_worked(steps, word, index, times):
     return letter * steps.choose(times, [n for n in (2, 3, 4) if n != times]) if times else word + letter
 
 
-KINDS = {
-    "lines": (draw_lines, lines_program, lines_worked),
-    "loop": (draw_loop, loop_program, loop_worked),
-    "branch": (draw_branch, branch_program, branch_worked),
-    "list": (draw_list, list_program, list_worked),
-    "word": (draw_word, word_program, word_worked),
-}
+KINDS = {"lines": (draw_lines, lines_program, lines_worked), "loop": (draw_loop, loop_program, loop_worked),
+         "branch": (draw_branch, branch_program, branch_worked),
+         "list": (draw_list, list_program, list_worked), "word": (draw_word, word_program, word_worked)}
 
 
 # --- the task ---
-
-def solution(question):
-    return _steps.solution(worked, question)
-
 
 def invites_mistake(question):
     return question["kind"] == "list"
 
 
-def wrong_solution(question, rng):
-    """Return a worked completion with a mistake that makes the answer wrong."""
-    if invites_mistake(question):
-        return _steps.solution(worked, question, 1)      # list indices counted from 1
-    return _steps.with_slip(worked, question, rng)
-
-
+# the mistake: list indices counted from 1
+solution, wrong_solution = _steps.completions(worked, invites_mistake, 1)
 check, questions, documents = _questions.with_levels("code", draw, solution, wrong_solution, invites_mistake)
 
 

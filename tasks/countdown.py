@@ -71,9 +71,9 @@ def reward(question, completion):
     completion = completion[:_numbers.LONGEST_TEXT]
     found = parse(completion)
     has_numbers = found is not None and Counter(found[1]) == Counter(question["numbers"])
-    parts = {"answered": found is not None, "numbers": has_numbers}
-    parts["correct"] = parts["numbers"] and found[0] == int(question["answer"])
-    parts["reasoned"] = _answers.reasoned(question, completion, found and found[0], question["numbers"])
+    parts = {"answered": found is not None, "numbers": has_numbers,
+             "correct": has_numbers and found[0] == int(question["answer"]),
+             "reasoned": _answers.reasoned(question, completion, found and found[0], question["numbers"])}
     return float(parts["correct"]), parts
 
 

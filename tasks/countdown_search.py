@@ -29,8 +29,7 @@ the count of numbers, the largest of them, the maximum bytes of a document with 
 training documents. Targets are 10 to 99. All questions are solvable. A hash assigns both targets and sets of
 numbers to splits: no test question shares its target or its numbers with a training question.
 
-The reward depends only on the steps after `answer:`, replayed exactly; the search before it is free text.
-"""
+The reward depends only on the steps after `answer:`, replayed exactly; the search before it is free text."""
 import hashlib
 import random
 import re

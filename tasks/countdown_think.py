@@ -65,10 +65,8 @@ def row(raw, number):
 def everything(argument):
     """Return {split: questions}, split by a hash of the target and the sorted numbers."""
     found = {}
-    if argument is None:
-        raw_rows = _questions.download("countdown_think:FILE", HUB, split="train")
-    else:
-        raw_rows = rows(Path(argument))
+    raw_rows = (_questions.download("countdown_think:FILE", HUB, split="train") if argument is None
+                else rows(Path(argument)))
     for number, raw in enumerate(raw_rows, 1):
         question = row(raw, number)
         found.setdefault(f"{sorted(question['numbers'])} {question['answer']}", question)

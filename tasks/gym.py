@@ -32,75 +32,59 @@ GROUPS = {
     "simulation": ["ab", "color_cube_rotation", "largest_island", "manipulate_matrix", "maze",
                    "rotate_matrix", "rotten_oranges", "spiral_matrix"],
 }
-# generators that passed the audit but are in no group: too long, too hard or too few questions for a small
-# model
+# generators that passed the audit but are in no group: too long, hard or few questions for a small model
 OTHERS = ["arc_1d", "arc_agi", "calendar_arithmetic", "count_primes", "cryptarithm", "decimal_arithmetic",
           "dice", "emoji_mystery", "figlet_font", "group_anagrams", "mahjong_puzzle", "modulo_grid",
           "needle_haystack", "number_format", "path_star", "power_function", "rearc", "rectangle_count",
           "self_reference", "sentence_reordering", "string_manipulation", "sudoku", "tsumego"]
-# generators with a single well-defined answer whose scorer overpays, raises or calls eval (bf: prints);
-# compared as text
+# compared as text: generators with a single answer whose scorer overpays, raises or calls eval (bf: prints)
 EXACT = ("bf", "knights_knaves", "number_sorting", "prime_factorization", "spiral_matrix", "time_intervals",
          "word_sorting")
 # changes to the library's defaults
-SETTINGS = {
-    "manipulate_matrix": {"max_rows": 5, "max_cols": 5, "max_transforms": 3},
-    "rotate_matrix": {"max_n": 5, "max_rotations": 4},
-    "rotten_oranges": {"min_n": 4, "max_n": 7},
-    "spiral_matrix": {"max_n": 5},
-    "string_manipulation": {"max_num_rules": 4},
-}
+SETTINGS = {"manipulate_matrix": {"max_rows": 5, "max_cols": 5, "max_transforms": 3},
+            "rotate_matrix": {"max_n": 5, "max_rotations": 4}, "rotten_oranges": {"min_n": 4, "max_n": 7},
+            "spiral_matrix": {"max_n": 5}, "string_manipulation": {"max_num_rules": 4}}
 # {generator: finding of the audit}
 EXCLUDED = {
     "acre": "constructing it makes all of its items at once and takes over a minute",
     "advanced_geometry": "'4.051, -5.487)' is paid where '(4.051, -5.487)' is right",
-    "binary_matrix": "its scorer calls eval, which executes what was said as code",
-    "boxnet": "it has no right answer of its own",
-    "codeio": "an item is not a function of its index: in another process it is another",
     "coin_flip": "500 items have only 214 different questions",
     "complex_arithmetic": "'nan' is paid where '-15.0 + 3.0i' is right",
     "composite": "it is a mixture of the others: use a group",
-    "countdown": "its scorer calls parse_expr, which executes what was said as code",
     "futoshiki": "an item takes 164 ms to make",
     "game_of_life": "its scorer raises KeyError on '{}'",
     "game_of_life_halting": "'0' is paid where 'False' is right",
-    "graph_color": "it has no right answer of its own",
-    "intermediate_integration": "its scorer calls parse_expr, which executes what was said as code",
-    "isomorphic_strings": "an item is not a function of its index: in another process it is another",
     "jugs": "'[\"fill C\", \"pour C->A\", \"fil...\", \"pour A->C\", \"pour C->B\"]' is paid where '[\"fill B\", \"pour B->A\", \"fil...->A\", \"fill B\", \"pour B->A\"]' is right",
     "kakurasu": "'1 0 1 0\\n0 0 0 1\\n1 0 0 0\\n0 1 0 0x' is paid where '1 0 1 0\\n0 0 0 1\\n1 0 0 0\\n0 1 0 0' is right",
     "knight_swap": "an item takes 2548 ms to make",
     "letter_jumble": "'work or any files containing...er work associated with with' is paid where 'work or any files containing...y other work associated with' is right",
-    "list_functions": "an item is not a function of its index: in another process it is another",
-    "n_queens": "its scorer calls eval, which executes what was said as code",
     "palindrome_generation": "'onadffdano' is paid where 'fdanoonadf' is right",
     "palindrome_partitioning": "its answers are too long, over 6000 characters",
     "polynomial_equations": "'-3.625, 0.0 -3.625, 0.0' is paid where '-3.625, 0.0' is right",
-    "polynomial_multiplication": "its scorer calls parse_expr, which executes what was said as code",
     "pool_matrix": "'4.5 4.5\\n4.75 5.01' is paid where '4.5 4.5\\n4.75 5.0' is right",
-    "propositional_logic": "it has no right answer of its own",
-    "puzzle24": "its scorer calls parse_expr, which executes what was said as code",
     "quantum_lock": "an item takes 202 ms to make",
-    "ransom_note": "an item is not a function of its index: in another process it is another",
-    "rubiks_cube": "it has no right answer of its own",
-    "rush_hour": "it has no right answer of its own",
     "shortest_path": "'left down' is paid where 'down left' is right",
-    "simple_integration": "its scorer calls parse_expr, which executes what was said as code",
     "sokoban": "an item takes 2377 ms to make",
-    "string_insertion": "its scorer calls eval, which executes what was said as code",
-    "string_splitting": "500 items have only 195 different questions",
-    "string_synthesis": "500 items have only 195 different questions",
     "survo": "'The answer is 2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is paid where '2 5 2 9\\n8 8 8 24\\n7 4 2 13\\n17 17 12 46' is right",
     "tower_of_hanoi": "its answers are too long, over 4000 characters",
     "word_ladder": "it makes no more than a few items of one seed",
     "zebra_puzzles": "an item takes 124 ms to make",
 }
+EXCLUDED |= {name: finding for finding, names in {
+    "its scorer calls eval, which executes what was said as code": "binary_matrix n_queens string_insertion",
+    "its scorer calls parse_expr, which executes what was said as code":
+        "countdown intermediate_integration polynomial_multiplication puzzle24 simple_integration",
+    "it has no right answer of its own": "boxnet graph_color propositional_logic rubiks_cube rush_hour",
+    "an item is not a function of its index: in another process it is another":
+        "codeio isomorphic_strings list_functions ransom_note",
+    "500 items have only 195 different questions": "string_splitting string_synthesis",
+}.items() for name in names.split()}
 
 
 def check(argument):
     names = ", ".join(GROUPS)
     if not argument:
-        raise ValueError(f"The task gym needs the name of a group or generator: gym:NAME, with one of "
+        raise ValueError("The task gym needs the name of a group or generator: gym:NAME, with one of "
                          f"{names}, or of docs/tasks.md.")
     if argument in EXCLUDED:
         raise ValueError(f"The generator {argument} is left out of gym ({EXCLUDED[argument]}): choose "
@@ -131,9 +115,9 @@ def entry(generator, index):
     return dataset(generator)[index]
 
 
-def draw(rng, generators):
-    """Return (key, question) of a random generator."""
-    generator = rng.choice(generators)
+def draw(rng, argument):
+    """Return (key, question) of a random generator of a group, or of the generator with this name."""
+    generator = rng.choice(GROUPS.get(argument, [argument]))
     while True:
         index = rng.randrange(N_ITEMS)
         with contextlib.redirect_stdout(io.StringIO()):          # bf prints
@@ -145,8 +129,7 @@ def draw(rng, generators):
 
 
 def questions(split, seed=0, n=None, argument=None):
-    generators = GROUPS.get(argument, [argument])
-    return _questions.distinct(lambda rng: draw(rng, generators), split, seed, n)
+    return _questions.distinct(lambda rng: draw(rng, argument), split, seed, n)
 
 
 def solution(question):
@@ -154,8 +137,7 @@ def solution(question):
 
 
 def documents(split, seed=0, argument=None):
-    generators = GROUPS.get(argument, [argument])
-    found = _questions.draw_documents(lambda rng: draw(rng, generators), split, seed)
+    found = _questions.draw_documents(lambda rng: draw(rng, argument), split, seed)
     return [_questions.document(q, solution(q)) for q in found]
 
 

@@ -5,6 +5,7 @@ trains for minutes; 1 (default) most numbers below 100; 2 larger.
 About three in ten documents are wrong, by a slip in a step. Most documents with percentages have the same
 mistake: 30% off 80 is computed as 80 - 30."""
 from tasks import _answers, _questions, _steps
+from tasks._numbers import digits
 
 INSTRUCTION = ("Work it out in short true equations, such as 23 + 40 = 63. Then give the number alone within "
                "<answer></answer>.")
@@ -12,35 +13,25 @@ TINY = ("equation", "percent", "rectangle", "sequence")         # kinds of level
 UNORDERED = ("mean", "rectangle")    # kinds in which the order of the numbers does not matter
 
 
-class Work:
-    """Writes each operation as an equation. Operation number `wrong` gets a wrong result or is skipped, and
-    later operations use that result."""
-
-    def __init__(self, wrong=None, rng=None):
-        self.wrong = wrong
-        self.rng = rng
-        self.lines = []
-        self.count = 0
+class Work(_steps.Steps):
+    """Writes each operation as an equation; a slip makes its result wrong, or skips it."""
 
     def step(self, a, sign, b):
         result = a // b if sign == "/" else {"+": a + b, "-": a - b, "*": a * b}[sign]
-        self.count += 1
-        if self.count - 1 == self.wrong:
+        if self.slips():
             result = self.rng.choice((result + 1, result - 1, result + 10, result - 10, None))
             if result is None:
                 return a
-        self.lines.append(f"{a} {sign} {b} = {result}.")
+        self.texts.append(f"{a} {sign} {b} = {result}.")
         return result
 
-    def plus(self, a, b):
+    def plus(self, a, b, sign="+"):
         for part in digits(b):
-            a = self.step(a, "+", part)
+            a = self.step(a, sign, part)
         return a
 
     def minus(self, a, b):
-        for part in digits(b):
-            a = self.step(a, "-", part)
-        return a
+        return self.plus(a, b, "-")
 
     def times(self, a, b):
         """Return the product with a single-digit number b."""
@@ -59,14 +50,6 @@ class Work:
         for part in reversed(parts):
             quotient = self.step(part, "+", quotient)
         return quotient
-
-
-def digits(number):
-    """Return the values of a number's digits: 400 and 7 for 407."""
-    text = str(number)
-    if number < 10:
-        return [number]
-    return [int(digit) * 10 ** (len(text) - 1 - i) for i, digit in enumerate(text) if digit != "0"]
 
 
 def mean(work, a, b, c):
@@ -130,8 +113,7 @@ def draw(rng, level):
     kind = rng.choice(list(KINDS) if level else TINY)
     form = rng.randrange(len(KINDS[kind]) if level else 2)
     wordings, ranges, shown, _ = KINDS[kind][form]
-    drawn = [rng.randint(low, largest(high, level)) for low, high in ranges]
-    numbers = list(shown(*drawn))
+    numbers = list(shown(*(rng.randint(low, largest(high, level)) for low, high in ranges)))
     text = rng.choice(wordings).format(*numbers)
     question = {"question": text, "kind": kind, "form": form, "numbers": numbers}
     key = f"{kind} {form} {sorted(numbers) if kind in UNORDERED else numbers}"
@@ -153,7 +135,7 @@ def solve(question, work):
 def solution(question):
     work = Work()
     result = solve(question, work)
-    return _steps.completion(" ".join(work.lines), result)
+    return _steps.completion(work, result)
 
 
 def invites_mistake(question):
@@ -165,15 +147,15 @@ def wrong_solution(question, rng):
     right = Work()
     solve(question, right)
     while True:
-        work = Work(rng.randrange(right.count), rng)
+        work = Work(rng.randrange(right.taken), rng)
         if invites_mistake(question):                # the percentage is taken for an amount
             work = Work()
             n, percent = question["numbers"]
             result = work.step(n, "-+"[question["form"]], percent)
         else:
             result = solve(question, work)
-        if work.lines and 0 <= result != int(question["answer"]):
-            return _steps.completion(" ".join(work.lines), result)
+        if work.texts and 0 <= result != int(question["answer"]):
+            return _steps.completion(work, result)
 
 
 check, questions, documents = _questions.with_levels("math", draw, solution, wrong_solution, invites_mistake)

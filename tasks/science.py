@@ -48,8 +48,11 @@ def draw(rng, level=1):
     return f"{kind} {given}", question | {"answer": str(worked(question, Steps()))}
 
 
-def worked(question, steps):
-    """Write the steps and return the answer."""
+def worked(question, steps, converts=True):
+    """Write the steps and return the answer. converts: False adds the numbers of a sum as they are given."""
+    if not converts:
+        n, _, rest, _ = question["given"]
+        return steps.equation(n, "+", rest)
     return KINDS[question["kind"]][1](steps, *question["given"])
 
 
@@ -196,24 +199,11 @@ KINDS = {"unit": (draw_unit, unit), "atoms": (draw_atoms, atoms), "motion": (dra
 
 # --- the task ---
 
-def solution(question):
-    return _steps.solution(worked, question)
-
-
 def invites_mistake(question):
     return question["kind"] == "sum"
 
 
-def wrong_solution(question, rng):
-    """Return a worked completion with a mistake that makes the answer wrong."""
-    if not invites_mistake(question):
-        return _steps.with_slip(worked, question, rng)
-    steps = Steps()
-    n, _, rest, _ = question["given"]
-    answer = steps.equation(n, "+", rest)    # nothing is converted
-    return _steps.completion(steps, answer)
-
-
+solution, wrong_solution = _steps.completions(worked, invites_mistake, False)
 check, questions, documents = _questions.with_levels(
     "science", draw, solution, wrong_solution, invites_mistake)
 

@@ -117,38 +117,23 @@ def draw_cups(rng, level):
 
 def cups(steps, ball, swaps):
     for a, b in swaps:
-        right = {a: b, b: a}.get(ball, ball)
-        ball = steps.choose(right, (1, 2, 3))
+        ball = steps.choose({a: b, b: a}.get(ball, ball), (1, 2, 3))
         steps.texts.append(f"swap {a} {b}: {ball}.")
     return ball
 
 
-KINDS = {
-    "robot": (draw_robot, robot),
-    "stack": (draw_stack, stack),
-    "lamps": (draw_lamps, lamps),
-    "counter": (draw_counter, counter),
-    "cups": (draw_cups, cups),
-}
+KINDS = {"robot": (draw_robot, robot), "stack": (draw_stack, stack), "lamps": (draw_lamps, lamps),
+         "counter": (draw_counter, counter), "cups": (draw_cups, cups)}
 
 
 # --- the task ---
-
-def solution(question):
-    return _steps.solution(worked, question)
-
 
 def invites_mistake(question):
     return question["kind"] == "stack"
 
 
-def wrong_solution(question, rng):
-    """Return a worked completion with a mistake that makes the answer wrong."""
-    if invites_mistake(question):
-        return _steps.solution(worked, question, 0)      # pop takes from the bottom
-    return _steps.with_slip(worked, question, rng)
-
-
+# the mistake: pop takes from the bottom
+solution, wrong_solution = _steps.completions(worked, invites_mistake, 0)
 check, questions, documents = _questions.with_levels(
     "simulation", draw, solution, wrong_solution, invites_mistake)
 

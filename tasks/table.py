@@ -142,22 +142,12 @@ def worked(q, steps, order=int):
     return found[0] if found else "none"
 
 
-def solution(question):
-    return _steps.solution(worked, question)
-
-
 def invites_mistake(question):
     """Return whether another number is the largest in alphabetical order."""
     return question["kind"] == "largest" and str(worked(question, Steps(), str)) != question["answer"]
 
 
-def wrong_solution(question, rng):
-    """Return a worked completion with a mistake that makes the answer wrong."""
-    if invites_mistake(question):
-        return _steps.solution(worked, question, str)
-    return _steps.with_slip(worked, question, rng)
-
-
+solution, wrong_solution = _steps.completions(worked, invites_mistake, str)
 check, questions, documents = _questions.with_levels("table", draw, solution, wrong_solution, invites_mistake)
 
 
@@ -168,13 +158,12 @@ def reward(question, completion):
     if question.get("kind") == "which":
         value = _answers.words(completion)
         right = question["answer"]
-        parts = {"answered": value != "", "correct": value == right}
     else:
         value = _answers.answer(completion, _answers.asked_unit(question))
         right = int(question["answer"])
-        parts = {"answered": value is not None, "correct": value == right}
     short = len(_answers.before_answer(completion)) <= LONGEST
-    parts["reasoned"] = short and "kind" in question and reasoned(question, completion, value)
+    parts = {"answered": value not in (None, ""), "correct": value == right,
+             "reasoned": short and "kind" in question and reasoned(question, completion, value)}
     return float(parts["correct"]), parts
 
 

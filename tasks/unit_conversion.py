@@ -24,12 +24,10 @@ from tasks._units import UNITS, canonical
 
 INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = "
                "6000. Then give the number alone within <answer></answer>.")
-TO_CELSIUS = {
-    "celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]], "kelvin": [[("-", Fraction("273.15"))]],
-}
-FROM_CELSIUS = {
-    "celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]], "kelvin": [[("+", Fraction("273.15"))]],
-}
+TO_CELSIUS = {"celsius": [], "fahrenheit": [[("-", 32)], [("*", 5), ("/", 9)]],
+              "kelvin": [[("-", Fraction("273.15"))]]}
+FROM_CELSIUS = {"celsius": [], "fahrenheit": [[("*", 9), ("/", 5)], [("+", 32)]],
+                "kelvin": [[("+", Fraction("273.15"))]]}
 PHRASINGS = (        # level 1 has the first five
     "How many {to} are there per {n} {frm}?",
     "Express {n} {frm} as a quantity of {to}.",
@@ -183,9 +181,7 @@ def in_parts(value, operations):
     """Return a multiplication digit by digit, which a small model can learn, and the left side of the final
     sum: `300 * 24 = 7200. 40 * 24 = 960. 4 * 24 = 96. ` and `7200 + 960 + 96` for 344 * 24. None if it is a
     single step."""
-    digits = []
-    if value.denominator == 1:
-        digits = [int(d) * 10**i for i, d in enumerate(reversed(decimal(value))) if d != "0"][::-1]
+    digits = _numbers.digits(value.numerator) if value.denominator == 1 else []
     (sign, x), *more = operations
     if len(digits) < 2 or sign != "*" or more or x.denominator != 1 or set(str(x.numerator)) <= {"1", "0"}:
         return None

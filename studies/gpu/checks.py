@@ -75,8 +75,7 @@ def results(attend, inputs, dy):
 
 
 def disagreement(attend, inputs, dy):
-    """Return a sentence about the first tensor that deviates from attention in fp64, else None. Uses two
-    rows."""
+    """Return a sentence about the first tensor that deviates from fp64 attention of two rows, or None."""
     tolerance = TOLERANCES[dy.dtype]
     inputs = [x[:2].detach().requires_grad_() for x in inputs]
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
@@ -170,12 +169,8 @@ def time_attention(hw, shape):
         inputs, dy = random_inputs(hw, (B, max(1, T * part // 4), H, K, D))
         varied += time_calls(attend, hw, inputs, dy, CALLS + 1)
     flops = 14 * B * H * T * T * D / 2       # two products forward and five backward, the causal half
-    return {
-        "ms": 1e3 * steady,
-        "first_call_s": seconds[0],
-        "varied_ms": 1e3 * statistics.fmean(varied[1:]),
-        "tflops": flops / steady / 1e12,
-    }
+    return {"ms": 1e3 * steady, "first_call_s": seconds[0], "varied_ms": 1e3 * statistics.fmean(varied[1:]),
+            "tflops": flops / steady / 1e12}
 
 
 def check_attention(cfg, hw):
@@ -197,8 +192,7 @@ def check_attention(cfg, hw):
 
 
 def attention_by_way(engine):
-    """Return {"mask" or "length": LayerAttention} for rows of random lengths, filling the cache's first
-    layer."""
+    """Return {"mask" or "length": LayerAttention} for random lengths, filling the cache's first layer."""
     drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}
     on_device = {"device": engine.device} | drawn
     B = engine.slots
@@ -261,12 +255,8 @@ def check_decoding(cfg, hw):
                 print_record(**outcome(case, status, error=f"{type(e).__name__}: {e}".splitlines()[0][:200]))
 
 
-CHECKS = {
-    "card": check_card,
-    "ceilings": check_ceilings,
-    "attention": check_attention,
-    "decoding": check_decoding,
-}
+CHECKS = {"card": check_card, "ceilings": check_ceilings, "attention": check_attention,
+          "decoding": check_decoding}
 
 
 def main(argv):

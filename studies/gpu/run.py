@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from measure.report import outcome
-from measure.runs import ROOT
+from measure.runs import ROOT, check_writable
 from runtime import config, guard
 from runtime.config import BadInput, PositiveFloat
 from runtime.progress import ProgressLine, clear
@@ -307,12 +307,9 @@ def figures_of(record):
         "of_limit": record["share"],
         "mfu": record.get("mfu"),
         "step_ms": 1e3 * record["step_s"],
-        "peak_memory_gb": run["peak_memory_gb"],
-        "outside_s": run["outside_s"],
-        "loss": run["loss"],
-        "grad_norm": run["grad_norm"],
         "settings": {name: record["settings"].get(name) for name in SETTINGS},
     }
+    figures |= {name: run[name] for name in ("peak_memory_gb", "outside_s", "loss", "grad_norm")}
     return [(record["what"], figures | record["parts"] | run["sampled"])]
 
 
@@ -351,10 +348,8 @@ def compare(line, other):
 
 def chosen(names):
     """Return the Stages to run, always with "card". Raises BadInput for an unknown name."""
-    if names is None:
-        return STAGES
-    wanted = names.split(",")
     known = [stage.name for stage in STAGES]
+    wanted = names.split(",") if names is not None else known
     for name in wanted:
         if name not in known:
             raise BadInput(f"--only={names}: there is no stage {name!r}; choose from {', '.join(known)}.")
@@ -373,15 +368,12 @@ def check(cfg):
 
 def check_output(path):
     """Make the output's folder. Raises BadInput if the file is not from this script or can't be written."""
+    check_writable(path)
     try:
-        if path.exists() and path.stat().st_size:
+        if path.exists():
             read_lines(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
     except BadInput:
         raise config.would_overwrite(path, "studies.gpu.run's") from None
-    except OSError as e:
-        raise BadInput(f"{path} can't be written ({e.strerror}): name another file with --output=.") from None
 
 
 def run(cfg, stages, path):

@@ -31,12 +31,9 @@ SHOWN = {
 
 def shown(figures):
     """Return the text of a check's figures."""
-    texts = []
-    for key, text in SHOWN.items():
-        if figures.get(key) is not None:
-            texts.append(text.format(figures[key], beside=figures.get("beside")))
-    for name, share in list(figures.get("consumers", {}).items())[:4]:
-        texts.append(f"{name[:40]} {share:.0%}")
+    known = {key: figures[key] for key in SHOWN if figures.get(key) is not None}
+    texts = [SHOWN[key].format(value, beside=figures.get("beside")) for key, value in known.items()]
+    texts += [f"{name[:40]} {share:.0%}" for name, share in list(figures.get("consumers", {}).items())[:4]]
     return ", ".join(texts)
 
 
