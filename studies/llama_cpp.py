@@ -25,9 +25,9 @@ from runtime.config import BadInput, PositiveInt
 @dataclass
 class Config:
     paths: tuple = ()                        # model, GGUF file, folder of node-llama-cpp
-    num_questions: PositiveInt = 50                  # of unit_conversion's test questions
+    num_questions: PositiveInt = 50          # of unit_conversion's test questions
     max_new_tokens: PositiveInt = 60
-    rows: PositiveInt = 1                            # sequences in flight
+    rows: PositiveInt = 1                    # sequences in flight
     threads: PositiveInt = 1
 
 

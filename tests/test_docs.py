@@ -53,6 +53,7 @@ RUN = {
     "python grpo.py --init_from=resume --out_dir=out/grpo": RL + " --max_steps=2",
     "python grpo.py --init_from=out/rft --task=my_reward.py --dataset=questions.jsonl --out_dir=out/mine": RL,
     "python sample.py out/book --prompt=\"Once upon\" --num_samples=4 --temperature=0.7 --top_p=0.95": "--max_new_tokens=3 --device=cpu",
+    "python sample.py out/rft --task=unit_conversion --prompt=\"Convert 6 kg to gram.\"": "--max_new_tokens=3 --device=cpu",
     "torchrun --nproc_per_node=8 sample.py out/book --num_samples=1000": "--num_samples=2 --max_new_tokens=3 --device=cpu",
     "python eval.py out/book --dataset=other.txt": "--device=cpu",
     "torchrun --nproc_per_node=8 eval.py out/book --dataset=other.txt": "--device=cpu",
