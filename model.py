@@ -387,13 +387,19 @@ class GPT(nn.Module):
         Targets that are IGNORE don't count. Divide by the number of targets in the optimizer step.
         """
         h = self.hidden(x).flatten(0, 1)
+        y = y.flatten()
+        if h.device.type == "cpu":           # on a GPU it would synchronize
+            targets = (y != IGNORE).nonzero()[:, 0]
+            if 0 < len(targets) < len(y):    # fine-tuning: the head is a fifth of SmolLM2-135M's products
+                h = h.index_select(0, targets)
+                y = y[targets]
         chunks = self.loss_chunks or -(-len(h) // self.rows_per_chunk(h.device))
         rows = -(-len(h) // chunks)
         weight = self.head_weight
         if not torch.is_grad_enabled():
             weight = weight.detach()         # otherwise evaluation would compute its gradient
         c = self.config
-        return HeadAndLoss.apply(h, weight, y.flatten(), c.vocab_size, c.logit_softcap, rows, self.parts.loss)
+        return HeadAndLoss.apply(h, weight, y, c.vocab_size, c.logit_softcap, rows, self.parts.loss)
 
     def token_logprobs(self, x, y, temperature=1.0, prompts=None, target_index=None):
         """Return logprobs of targets y [B, T] after x [B, T], and entropies of their distributions.
