@@ -155,7 +155,7 @@ def write_config(config):
     if config.mixer != "softmax":
         raise BadInput(f"transformers has no architecture with mixer={config.mixer}: export a model with "
                        "softmax attention.")
-    config = dataclasses.replace(config, dropout=0.0)
+    config = dataclasses.replace(config, dropout=0.0, mixer_features=GPTConfig.mixer_features)
     wide_heads = config.head_dim != config.n_embd // config.n_head
     for kind in ("gpt2", "llama", "qwen3") if wide_heads else ("gpt2", "llama", "qwen2", "qwen3"):
         written = write_gpt2(config) if kind == "gpt2" else write_llama(config, kind)

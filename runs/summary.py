@@ -11,13 +11,22 @@ from runtime import config, guard, hardware
 COLORS = ("#c4c4c4", "#a9c2de", "#6b98c9", "#1f5a99")
 
 
+def figures_of(summary):
+    """Return {key of a figure: its name} of the stages."""
+    names = {"greedy": "greedy", "sampled": "one sample, T = 1"}
+    for key in summary["stages"][0]:
+        if key.startswith("pass_at_"):
+            names[key] = f"best of {key.removeprefix('pass_at_')} samples"
+    return names
+
+
 def last_line(path):
     """Return the JSON object in the last line of eval.py --json."""
     return json.loads(path.read_text().strip().splitlines()[-1])
 
 
 def summarise(folder):
-    """Return (summary, {figure: its name}, [the intervals of greedy and sampled accuracy] of each stage)."""
+    """Return (summary, [the intervals of greedy and sampled accuracy] of each stage)."""
     seconds = {}
     for line in (folder / "seconds").read_text().splitlines():
         name, end, begin = line.split()
@@ -26,7 +35,6 @@ def summarise(folder):
     intervals = []
     rows = [last_line(folder / f"{name}.txt")["models"] for name in ("greedy", "sampled")]
     k = rows[1][0]["num_samples"]
-    figures = {"greedy": "greedy", "sampled": "one sample, T = 1", f"pass_at_{k}": f"best of {k} samples"}
     for greedy, sampled in zip(*rows):
         name = Path(greedy["model"]).stem
         took = seconds.get(name, 0.0) + (seconds["datagen"] if name == "rft" else 0.0)
@@ -35,14 +43,15 @@ def summarise(folder):
         intervals.append([(row["accuracy_low"], row["accuracy_high"]) for row in (greedy, sampled)])
     total = round(sum(seconds.values()), 1)
     device = hardware.setup().name
-    return {"stages": stages, "total_seconds": total, "device": device, "seconds": seconds}, figures, intervals
+    return {"stages": stages, "total_seconds": total, "device": device, "seconds": seconds}, intervals
 
 
-def draw(summary, figures, intervals, path):
+def draw(summary, intervals, path):
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axis = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figures = figures_of(summary)
     n = len(summary["stages"])
     width = 0.84 / n
     for i, (stage, bounds) in enumerate(zip(summary["stages"], intervals)):
@@ -63,7 +72,8 @@ def draw(summary, figures, intervals, path):
     figure.savefig(path, dpi=140)
 
 
-def print_stages(summary, figures):
+def print_stages(summary):
+    figures = figures_of(summary)
     names = [key.replace("_at_", "@") for key in figures]
     width = max(6, *(len(stage["name"]) + 2 for stage in summary["stages"]))
     print(f"\n{'':{width}}{''.join(f'{name:>9}' for name in names)}{'seconds':>10}")
@@ -73,16 +83,16 @@ def print_stages(summary, figures):
 
 
 def main(folder):
-    summary, figures, intervals = summarise(folder)
+    summary, intervals = summarise(folder)
     path = folder / "summary.json"
     if path.exists() and b"total_seconds" not in path.read_bytes():
         raise config.would_overwrite(path, "the quickstart's", "folder")
     plot.check_output(folder / "summary.png")
     path.write_text(json.dumps(summary, indent=1))
-    print_stages(summary, figures)
+    print_stages(summary)
     print(f"{summary['total_seconds']:.0f} s in all. {folder / 'summary.json'}", end="")
     try:
-        draw(summary, figures, intervals, folder / "summary.png")
+        draw(summary, intervals, folder / "summary.png")
         print(f", {folder / 'summary.png'}")
     except ImportError as e:
         print(f"; summary.png is not drawn, since matplotlib can't be imported ({e}).")

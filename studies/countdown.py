@@ -18,7 +18,6 @@ from doctor import plot
 from rollouts.accuracy import interval
 from rollouts.questions import task_errors
 from runs import summary as pipeline
-from runs.summary import FIGURES
 from runtime import config, guard
 from runtime.config import BadInput, PositiveInt
 from runtime.metrics import read_lines
@@ -225,9 +224,10 @@ def draw(summary, intervals, curve, path):
     ends = []
     for stage in summary["stages"]:
         ends.append((ends[-1] if ends else 0.0) + stage["seconds"] / 60)
-    for k, (key, color) in enumerate(zip(FIGURES, ("#1f5a99", "#7fa8d1", "#b0b0b0"))):
+    figures = pipeline.figures_of(summary)
+    for k, (key, color) in enumerate(zip(figures, ("#1f5a99", "#7fa8d1", "#b0b0b0"))):
         heights = [100 * stage[key] for stage in summary["stages"]]
-        axis.plot(ends, heights, "o-", color=color, label=FIGURES[key])
+        axis.plot(ends, heights, "o-", color=color, label=figures[key])
         if k < 2:                                        # pass@8 has no interval
             low = [height - 100 * bounds[k][0] for height, bounds in zip(heights, intervals)]
             high = [100 * bounds[k][1] - height for height, bounds in zip(heights, intervals)]

@@ -1,10 +1,10 @@
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,8 +25,7 @@ def test_a_killed_preparation_starts_again_and_its_old_temporary_files_are_remov
     monkeypatch.setattr(sources, "CHUNK", 1000)
     monkeypatch.setattr(data, "SHARD", 4)
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        written = iter(range(3))
-        killed.setattr(data, "fsync", lambda path: next(written, None) is None and signal.raise_signal(signal.SIGINT))
+        killed.setattr(data, "fsync", Mock(side_effect=[None, None, None, KeyboardInterrupt]))
         data.prepare(str(text), Tokenizer("bytes"), tmp_path)
     (left,) = tmp_path.glob("cats-*")
     assert sorted(path.name for path in left.iterdir()) == [f"train_0000{i}.bin" for i in range(3)]

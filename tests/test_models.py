@@ -315,9 +315,9 @@ def test_a_chat_model_is_told_the_instruction_wherever_it_is_asked_or_trained(so
     rft.write_text(json.dumps([["train 3", 7, "the cat e"], ["another", 7, "the cat e"]]))
     assert [prompt(example) for example in examples.read(rft, tokenizer)] == [told, tokenizer.prompt_ids("another")]
     assert prompt(examples.read(rft, tokenizer, instruction="Run.")[0]) == tokenizer.prompt_ids("train 3", "Run.")
-    shown = script("sample.py", source, f"--task={name}", "--prompt=train 3", "--temperature=0", "--dtype=fp32", "--max_new_tokens=9")
-    same = script("sample.py", source, "--system=Write.", "--stop=e", "--prompt=train 3", "--temperature=0", "--dtype=fp32", "--max_new_tokens=9")
-    assert shown == same != script("sample.py", source, "--prompt=train 3", "--temperature=0", "--dtype=fp32", "--max_new_tokens=9")
+    line = ["sample.py", source, "--prompt=train 3", "--num_samples=8", "--dtype=fp32", "--max_new_tokens=9"]
+    shown = script(*line, f"--task={name}")
+    assert shown == script(*line, "--system=Write.", "--stop=e") != script(*line, "--stop=e")
 
 
 @pytest.mark.parametrize("option, words", [
@@ -349,7 +349,7 @@ def test_an_earlier_quickstart_is_replaced_and_nothing_else(tmp_path):
 
 
 def test_another_summary_is_not_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, {}, []))
+    monkeypatch.setattr(summary, "summarise", lambda folder: ({"stages": [], "total_seconds": 1.0}, []))
     (tmp_path / "summary.json").write_text("precious")
     with pytest.raises(BadInput, match="summary.json exists"):
         summary.main(tmp_path)

@@ -196,7 +196,7 @@ def test_a_text_that_changed_is_refused_and_a_damaged_token_file_made_again(tmp_
         damaged[1000] ^= 1
         file.write_bytes(damaged)
     here(out, own, init_from="resume", **SHORT)
-    assert "train_00000.bin is damaged and is written again" in capsys.readouterr().out
+    assert "train_00000.bin is damaged: the text is tokenised again" in capsys.readouterr().out
     assert largest_difference(weights(out, 8), whole) == 0
 
 
