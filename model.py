@@ -381,19 +381,19 @@ class GPT(nn.Module):
         """Return fp32 logits [B, T, V] of token ids x [B, T]."""
         return self.logits(self.hidden(x))
 
-    def loss(self, x, y):
+    def loss(self, x, y, target_index=None):
         """Return the *sum* of the cross entropies of targets y [B, T] after x [B, T]: nats, fp32 [].
 
         Targets that are IGNORE don't count. Divide by the number of targets in the optimizer step.
+        target_index: [N] of the other targets in y.flatten(), for which alone the head is computed then (a
+        fifth of SmolLM2-135M's products); None: the head is computed for all positions.
         """
         h = self.hidden(x).flatten(0, 1)
         y = y.flatten()
-        if h.device.type == "cpu":           # on a GPU it would synchronize
-            targets = (y != IGNORE).nonzero()[:, 0]
-            if 0 < len(targets) < len(y):    # fine-tuning: the head is a fifth of SmolLM2-135M's products
-                h = h.index_select(0, targets)
-                y = y[targets]
-        chunks = self.loss_chunks or -(-len(h) // self.rows_per_chunk(h.device))
+        if target_index is not None:
+            h = h.index_select(0, target_index)
+            y = y.index_select(0, target_index)
+        chunks = self.loss_chunks or max(1, -(-len(h) // self.rows_per_chunk(h.device)))
         rows = -(-len(h) // chunks)
         weight = self.head_weight
         if not torch.is_grad_enabled():

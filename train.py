@@ -277,22 +277,22 @@ def train(cfg, run, model, dataset, held_out):
 
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
-        # Micro-batches: x [micro_batch, T] token ids, y the next ids. num_targets counts all micro-steps and
-        # ranks.
+        # Micro-batches: x [micro_batch, T] token ids, y the next ids, of examples also the index of targets.
+        # num_targets counts all micro-steps and ranks.
         micro_batches = []
-        for x, y in next(loader):
-            micro_batches.append((x.to(hw.device, non_blocking=True), y.to(hw.device, non_blocking=True)))
+        for batch in next(loader):
+            micro_batches.append([tensor.to(hw.device, non_blocking=True) for tensor in batch])
         num_tokens, num_targets = dataset.tokens(run.step)
         run.end_phase("data")
 
         # Gradients of the mean loss over all targets.
         loss_sum = torch.zeros((), device=hw.device)
-        for i, (x, y) in enumerate(model.micro_steps(micro_batches, empty=nothing)):
+        for i, batch in enumerate(model.micro_steps(micro_batches, empty=nothing)):
             if cfg.dropout:
                 # Seeded by step, so that a resumed run repeats the same masks.
                 torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))
             with hw.autocast():
-                loss = model.loss(x, y)
+                loss = model.loss(*batch)
             run.scaler.scale(loss / num_targets).backward()
             loss_sum += loss.detach()
         loss_sum = loss_sum.item()           # synchronizes, so that the next phase times the optimizer

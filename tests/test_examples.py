@@ -62,7 +62,7 @@ def test_what_is_trained_on_is_the_completion_and_its_end_and_it_follows_the_pro
             prompt = prompts.prompt_ids(tokenizer, question)
             assert e.ids.tolist() == prompt + tokenizer.encode(reasoning).tolist() + [tokenizer.end]
             assert np.flatnonzero(e.is_target).tolist() == list(range(len(prompt), len(e.ids)))
-            x, y = examples.padded([e, e], e.length)
+            x, y, _ = examples.padded([e, e], e.length)
             assert x[0, len(prompt) - 1] == prompt[-1] and y[0, :len(prompt) - 1].eq(IGNORE).all()
             assert y[1, len(prompt) - 1:].tolist() == e.ids[len(prompt):].tolist()       # each id is the target of the one before
 
@@ -71,7 +71,7 @@ def test_an_end_is_trained_on_though_it_is_the_padding_too(rft):
     tokenizer = Tokenizer("bytes")
     assert tokenizer.pad == tokenizer.end
     for micro_batch in batches(rft)[0]:
-        for x, y in zip(*micro_batch):
+        for x, y in zip(*micro_batch[:2]):
             targets = y[y != IGNORE].tolist()
             assert targets.count(tokenizer.end) == 1 and targets[-1] == tokenizer.end and bytes(targets[:-1]).endswith(b"</answer>")
 
@@ -100,7 +100,8 @@ def test_ranks_and_micro_batches_share_a_step(rft, world):
         for rank in range(world):
             mine = batches(rft, rank=rank, world_size=world)
             mine.micro_batch = 2
-            for x, y in mine[step]:
+            for x, y, index in mine[step]:
+                assert index.tolist() == (y.flatten() != IGNORE).nonzero()[:, 0].tolist()
                 assert len(x) <= 8 and x.numel() <= 2 * mine.longest        # micro_batch counts the longest examples
                 assert x.shape[1] % 8 == 0 or x.shape[1] in (1, mine.longest)
                 got += [tuple(row[row != IGNORE].tolist()) for row in y]

@@ -280,8 +280,8 @@ def hold_out(examples, share, seed):
 # --- batches ---
 
 class Batches(torch.utils.data.Dataset):
-    """self[step] is this rank's share of a step's batch: a list of micro-batches x, y [rows, T], sorted by
-    length to waste few positions on padding.
+    """self[step] is this rank's share of a step's batch: a list of micro-batches x, y [rows, T] and index of the
+    targets, sorted by length to waste few positions on padding.
 
     Depends only on (seed, step): an epoch visits every example once, in random order, in steps of nearly
     equal size, at most `per_step` examples. A micro-batch has at most `rows` examples and at most
@@ -342,8 +342,8 @@ class Batches(torch.utils.data.Dataset):
 
 
 def empty_batch():
-    """Return x, y [1, 1] of a micro-batch without targets."""
-    return torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE)
+    """Return x, y [1, 1] and the index [0] of a micro-batch without targets."""
+    return torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), IGNORE), torch.zeros(0, dtype=torch.long)
 
 
 def width(length, longest, multiple=1):
@@ -355,10 +355,11 @@ def width(length, longest, multiple=1):
 
 
 def padded(examples, T):
-    """Return x, y [rows, T]; y is IGNORE for prompts and for positions past an example's end."""
+    """Return x, y [rows, T] and the index of the targets in y.flatten(); the rest of y, prompts and positions
+    past an example's end, is IGNORE."""
     x = np.zeros((len(examples), T), np.int64)
     y = np.full((len(examples), T), IGNORE)
     for row, example in enumerate(examples):
         x[row, :example.length] = example.ids[:-1]
         y[row, :example.length] = np.where(example.is_target[1:], example.ids[1:], IGNORE)
-    return torch.from_numpy(x), torch.from_numpy(y)
+    return torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(np.flatnonzero(y != IGNORE))

@@ -47,16 +47,17 @@ def examples_loss(model, held_out, batch_size, hardware):
 
 @torch.no_grad()
 def loss_of(model, batches, hardware, targets):
-    """Return {loss, nll, tokens, ppl_token} of batches (x, y) over all ranks. targets: estimate."""
+    """Return {loss, nll, tokens, ppl_token} of batches (x, y) or (x, y, index of targets) over all ranks.
+    targets: estimate."""
     training = model.training
     model.eval()
     nll = 0.0
     n_tokens = 0
     with ProgressLine("evaluating", targets, "tokens") as line:
-        for x, y in distributed.in_step(model, batches, examples.empty_batch()):
+        for batch in distributed.in_step(model, batches, examples.empty_batch()):
             with hardware.autocast():
-                nll += model.loss(x.to(hardware.device), y.to(hardware.device)).item()
-            n = int((y != data.IGNORE).sum())
+                nll += model.loss(*[tensor.to(hardware.device) for tensor in batch]).item()
+            n = int((batch[1] != data.IGNORE).sum())
             n_tokens += n
             line.add(n)
     model.train(training)
