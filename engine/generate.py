@@ -10,6 +10,7 @@ rows decode together, one token per step. The host launches steps and reads the 
 Past keys and values (or recurrent states) live in a cache (engine/kv_cache.py, engine/state_cache.py).
 Shapes: B running rows, T tokens of a prompt.
 """
+import os
 import platform
 import time
 from collections import Counter, deque
@@ -33,6 +34,7 @@ from layers.ops import SDPA_WITH_MASK
 from model import GPT, on_meta
 from runtime import hardware, memory, vitals
 
+MIN_PREFIX = 16                              # shortest common beginning of prompts that is computed once
 SORT_EVERY = 32                              # on a CPU: polls between two sorts of the rows by position
 DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests
 
@@ -181,6 +183,7 @@ class Engine:
         weights.
         """
         self.progress = None                 # Progress of the generate() that owns the slots
+        self.prefix = []                     # ids at which prompts begin, see find_prefix
         model = getattr(model, "_orig_mod", model)            # unwrap a compiled model
         setters = {name: parameter.copy_ for name, parameter in self.model.named_parameters()}
         for name, module in self.model.named_modules():
@@ -203,6 +206,7 @@ class Engine:
         self.slots = slots
         self.graphs = {}
         self.cache = None
+        self.prefix = []
         device = self.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -250,22 +254,44 @@ class Engine:
     # --- on the device ---
 
     def prefill(self, prompts):
-        """Compute keys and values of prompts (slot, ids), in batches of similar length."""
+        """Compute keys and values of prompts (slot, ids), in batches of similar length. Those of their common
+        beginning, such as a system message or worked examples, are computed once."""
         self.cache.clear([slot for slot, _ in prompts])
         prompts = sorted((prompt for prompt in prompts if prompt[1]), key=lambda prompt: len(prompt[1]))
+        P = self.find_prefix([ids for _, ids in prompts])
         while prompts:
-            T = len(prompts[-1][1])
+            T = len(prompts[-1][1]) - P
             n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.kind] // T)
             batch = prompts[-n:]
             prompts = prompts[:-n]
-            padded = [ids + [0] * (T - len(ids)) for _, ids in batch]  # causal attention ignores padding
-            x = torch.tensor(padded, device=self.device)
+            padded = [ids[P:] + [0] * (P + T - len(ids)) for _, ids in batch]  # causal attention ignores it
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
             lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
-            attentions = self.cache.prefill(slots, lengths)
-            # Training may have set other kernels, for another dtype.
-            with hardware.sdpa_order() if self.kind == "cuda" else nullcontext():
-                self.model.hidden(x, None, attentions)
+            self.forward(padded, P, self.cache.prefill(slots, lengths, P, T))
+
+    def find_prefix(self, prompts):
+        """Return the number of ids at which all prompts begin alike and whose keys and values the cache keeps:
+        at least MIN_PREFIX, or 0. They are kept until load(), fewer once a prompt begins otherwise."""
+        if not prompts or self.deterministic or self.config.mixer != "softmax":
+            return 0
+        alike = os.path.commonprefix(prompts)[:min(map(len, prompts)) - 1]
+        kept = os.path.commonprefix([self.prefix, alike])
+        if len(kept) < MIN_PREFIX <= len(alike) and len(prompts) > 1:
+            kept = alike
+            self.forward([kept], 0, self.cache.keep_prefix())
+        if len(kept) < MIN_PREFIX:
+            return 0
+        self.prefix = kept
+        return len(kept)
+
+    def forward(self, ids, first, attentions):
+        """Run the model on ids [B][T] at positions from `first` on, for their keys and values."""
+        x = torch.tensor(ids, device=self.device)
+        positions = torch.arange(first, first + x.shape[1], device=self.device)
+        # Training may have set other kernels, for another dtype; after a prefix there is a mask.
+        kernels = sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if first else hardware.sdpa_order()
+        with kernels if self.kind == "cuda" else nullcontext():
+            self.model.hidden(x, positions, attentions)
 
     def decode_step(self, B, groups, sampling):
         """Draw one more token of rows 0 ... B-1, in RowGroups, without waiting for the device."""

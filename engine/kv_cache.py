@@ -128,14 +128,38 @@ class KVCache:
 
     # --- prompts ---
 
-    def prefill(self, slots, lengths):
-        """Return each layer's attention function for GPT.hidden; it writes the prompts to slots [B]."""
-        return [partial(self.prefill_layer, layer, slots) for layer in zip(self.k, self.v)]
+    def prefill(self, slots, lengths, P, T):
+        """Return each layer's attention function for GPT.hidden; it writes the prompts to slots [B]. They begin
+        with the first P positions of the kept prefix, and T more are computed."""
+        layers = zip(self.k, self.v)
+        if not P:
+            return [partial(self.prefill_layer, layer, slots) for layer in layers]
+        mask = self.storage.new_full((T, P + T), -math.inf).triu(P + 1)[None, None]
+        return [partial(self.prefill_after, layer, slots, kept[:, :, :, :P], mask)
+                for layer, kept in zip(layers, self.prefix)]
 
     def prefill_layer(self, layer, slots, q, k, v):
         """Write k and v [B, T, K, D] to a layer's (keys, values) and attend with q [B, T, H, D]."""
         for cache, new in zip(layer, (k, v)):
             cache[slots, :, :new.shape[1]] = new.transpose(1, 2)
+        return self.attention(q, k, v)
+
+    def prefill_after(self, layer, slots, prefix, mask, q, k, v):
+        """As prefill_layer, behind a prefix [2, 1, K, P, D] that all rows share."""
+        both = []
+        for cache, first, new in zip(layer, prefix, (k, v)):
+            z = torch.cat((first.expand(len(new), -1, -1, -1), new.transpose(1, 2)), 2)
+            cache[slots, :, :z.shape[2]] = z
+            both.append(z.transpose(1, 2))
+        return self.attention(q, *both, mask=mask)
+
+    def keep_prefix(self):
+        """Return each layer's attention function for GPT.hidden; it keeps the keys and values of x [1, P]."""
+        self.prefix = []                     # [2, 1, K, P, D] of each layer
+        return [self.keep_layer] * self.config.n_layer
+
+    def keep_layer(self, q, k, v):
+        self.prefix.append(torch.stack((k, v)).transpose(2, 3))
         return self.attention(q, k, v)
 
     # --- the next token ---

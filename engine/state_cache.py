@@ -45,7 +45,7 @@ class StateCache:
         """Copy a slot's state after n positions to other slots."""
         self.storage[:, slots] = self.storage[:, source, None].clone()
 
-    def prefill(self, slots, lengths):
+    def prefill(self, slots, lengths, P, T):
         """Return each layer's function for GPT.hidden; it writes the prompts' states to slots [B]."""
         return [partial(self.prefill_layer, layer, slots, lengths) for layer in self.storage]
 

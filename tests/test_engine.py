@@ -332,6 +332,27 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
         ids_of(engine, asked)
 
 
+@pytest.mark.parametrize("acting", [None, "cuda"], indirect=True)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_common_beginning_of_prompts_is_computed_once(shape, acting, monkeypatch):
+    model, begin = make(**SHAPES[shape]), prompts(9)[8][:30]
+    assert len(begin) == 30
+    asked = [Request(begin[:30 if i < 7 else 20] + prompt[:1 + i], 2, i, 12) for i, prompt in enumerate(prompts(12))]
+    engine, computed, hidden = Engine(model, slots=6), [], GPT.hidden
+    monkeypatch.setattr("engine.generate.MIN_PREFIX", 999)
+    expected = sampled(engine, asked)
+    monkeypatch.setattr("engine.generate.MIN_PREFIX", 16)
+    monkeypatch.setattr(GPT, "hidden", lambda self, x, *more: (computed.append(x.numel() * (x.shape[1] > 1)), hidden(self, x, *more))[1])
+    for _ in range(2):                       # the second call finds it in the cache
+        assert_same(sampled(engine, asked), expected)
+    assert engine.prefix == begin[:20] and sum(computed) < sum(len(request.ids) for request in asked)
+    with torch.no_grad():
+        model.token_embedding.weight.mul_(1.1)
+    engine.load(model)
+    assert_same(sampled(engine, asked), sampled(Engine(model, slots=6, deterministic=True), asked))
+    assert sampled(engine, [Request(begin[:20], 1, 0, 12)])[0, 0].ids == ids_of(Engine(model, slots=1), [Request(begin[:20], 1, 0, 12)])[0, 0]
+
+
 def test_slots_follow_the_free_memory(monkeypatch):
     model = make()
     each = cache_bytes(model.config, 0, 192, torch.float32)
