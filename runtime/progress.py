@@ -79,7 +79,7 @@ class ProgressLine:
         seconds = self.written - self.began
         share = self.count / self.total if self.total else 0
         total = f"{share:.0%} of {self.total:,} {self.unit}" if share else f"{self.count:,} {self.unit}"
-        left = f", ETA {duration(seconds / share - seconds)}" if share else ""
+        left = f", ETA {duration(seconds / share - seconds)}" if share > 0.02 else ""      # too early before
         note = f", {self.note()}" if self.note else ""
         with contextlib.suppress(OSError, ValueError):        # the file was closed
             print(f"{self.name}: {total}{note}, {duration(seconds)}{left}", file=sys.stderr, flush=True)
