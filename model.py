@@ -393,8 +393,8 @@ class GPT(nn.Module):
         if target_index is not None:
             h = h.index_select(0, target_index)
             y = y.index_select(0, target_index)
-        chunks = self.loss_chunks or max(1, -(-len(h) // self.rows_per_chunk(h.device)))
-        rows = -(-len(h) // chunks)
+        chunks = self.loss_chunks or -(-len(h) // self.rows_per_chunk(h.device))
+        rows = -(-len(h) // chunks) if len(h) else 1         # no target: an empty micro-batch
         weight = self.head_weight
         if not torch.is_grad_enabled():
             weight = weight.detach()         # otherwise evaluation would compute its gradient

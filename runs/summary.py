@@ -34,7 +34,7 @@ def summarise(folder):
     stages = []
     intervals = []
     rows = [last_line(folder / f"{name}.txt")["models"] for name in ("greedy", "sampled")]
-    k = rows[1][0]["num_samples"]
+    k = max(map(int, rows[1][0]["pass_at_k"]))
     for greedy, sampled in zip(*rows):
         name = Path(greedy["model"]).stem
         took = seconds.get(name, 0.0) + (seconds["datagen"] if name == "rft" else 0.0)

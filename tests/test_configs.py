@@ -164,7 +164,7 @@ def test_qwen_of_half_a_billion_on_one_card():
     need = scaling.needed(shape, 1, cfg.tokens_per_micro_batch // 1024, cfg.gradient_checkpointing, sampling)
     assert stated[2] == pytest.approx(sum(need.values()) / 2**30, rel=0.02)
     assert f"{cfg.slots} slots" in header and f"micro-batches of {cfg.tokens_per_micro_batch:,} tokens" in header
-    assert cfg.max_steps == -(-6700 // cfg.prompts_per_step) and "Not run here" in header and "that run's figures" in header
+    assert cfg.max_steps == -(-6700 // cfg.prompts_per_step) and "Not run here" in header and "its prompts and grading" in header
 
 
 def test_countdown_s_files_belong_together():
