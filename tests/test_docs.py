@@ -70,6 +70,8 @@ LONG = "minutes; tests/test_bench.py runs all that bench.py has"
 EXCUSED = {
     "bash runs/quickstart.sh": ".ci/run does",
     "bash runs/test.sh": "it runs this",
+    "bash runs/own_reward.sh": "it downloads a model; tests/test_models.py has it with a small one",
+    "bash runs/smollm2.sh": "the same",
     "python sample.py out/quickstart/grpo --num_samples=4": "the quickstart's own folder; a sample of another is above",
     "python eval.py --compare out/quickstart/rft out/quickstart/grpo --task=unit_conversion": "the same",
     "python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --optimizer=adamw --learning_rate=2e-5": HUB,
