@@ -183,7 +183,6 @@ class Engine:
         weights.
         """
         self.progress = None                 # Progress of the generate() that owns the slots
-        self.prefix = []                     # ids at which prompts begin, see find_prefix
         model = getattr(model, "_orig_mod", model)            # unwrap a compiled model
         setters = {name: parameter.copy_ for name, parameter in self.model.named_parameters()}
         for name, module in self.model.named_modules():
@@ -206,7 +205,7 @@ class Engine:
         self.slots = slots
         self.graphs = {}
         self.cache = None
-        self.prefix = []
+        self.prefix = []                     # ids whose keys and values the cache keeps, see find_prefix
         device = self.device
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -271,7 +270,7 @@ class Engine:
 
     def find_prefix(self, prompts):
         """Return the number of ids at which all prompts begin alike and whose keys and values the cache keeps:
-        at least MIN_PREFIX, or 0. They are kept until load(), fewer once a prompt begins otherwise."""
+        at least MIN_PREFIX, or 0. They are kept during a generate(), fewer once a prompt begins otherwise."""
         if not prompts or self.deterministic or self.config.mixer != "softmax":
             return 0
         alike = os.path.commonprefix(prompts)[:min(map(len, prompts)) - 1]
@@ -349,6 +348,7 @@ class Engine:
         waiting = deque()                    # WaitingRequests
         rows = []                            # rows[i]: the Sample in slot i, or None
         done = Counter()                     # {unfinished request: number of finished samples}
+        self.prefix = []                     # none of an earlier call, so that a resumed run repeats this one
         counters = Progress(self.slots, in_flight=partial(self.in_flight, rows))
         self.progress = counters
         self.polls = 0

@@ -343,9 +343,8 @@ def test_a_common_beginning_of_prompts_is_computed_once(shape, acting, monkeypat
     expected = sampled(engine, asked)
     monkeypatch.setattr("engine.generate.MIN_PREFIX", 16)
     monkeypatch.setattr(GPT, "hidden", lambda self, x, *more: (computed.append(x.numel() * (x.shape[1] > 1)), hidden(self, x, *more))[1])
-    for _ in range(2):                       # the second call finds it in the cache
-        assert_same(sampled(engine, asked), expected)
-    assert engine.prefix == begin[:20] and sum(computed) < sum(len(request.ids) for request in asked)
+    assert_same(sampled(engine, asked), expected)
+    assert engine.prefix == begin[:20] and sum(computed) < 0.7 * sum(len(request.ids) for request in asked)
     with torch.no_grad():
         model.token_embedding.weight.mul_(1.1)
     engine.load(model)
