@@ -345,6 +345,9 @@ def test_a_common_beginning_of_prompts_is_computed_once(shape, acting, monkeypat
     monkeypatch.setattr(GPT, "hidden", lambda self, x, *more: (computed.append(x.numel() * (x.shape[1] > 1)), hidden(self, x, *more))[1])
     assert_same(sampled(engine, asked), expected)
     assert engine.prefix == begin[:20] and sum(computed) < 0.7 * sum(len(request.ids) for request in asked)
+    fresh = Engine(model, slots=6)
+    ids_of(fresh, asked[9:])                 # an earlier call, with a shorter beginning, leaves no trace
+    assert_same(sampled(fresh, asked[:7]), sampled(Engine(model, slots=6), asked[:7]), tolerance=0)
     with torch.no_grad():
         model.token_embedding.weight.mul_(1.1)
     engine.load(model)
