@@ -269,8 +269,9 @@ class Engine:
             self.forward(padded, P, self.cache.prefill(slots, lengths, P, T))
 
     def find_prefix(self, prompts):
-        """Return the number of ids at which all prompts begin alike and whose keys and values the cache keeps:
-        at least MIN_PREFIX, or 0. They are kept during a generate(), fewer once a prompt begins otherwise."""
+        """Return the number of ids at which all prompts begin alike and whose keys and values the cache
+        keeps: at least MIN_PREFIX, or 0. They are kept during a generate(), fewer once a prompt begins
+        otherwise."""
         if not prompts or self.deterministic or self.config.mixer != "softmax":
             return 0
         alike = os.path.commonprefix(prompts)[:min(map(len, prompts)) - 1]

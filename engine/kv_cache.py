@@ -129,8 +129,8 @@ class KVCache:
     # --- prompts ---
 
     def prefill(self, slots, lengths, P, T):
-        """Return each layer's attention function for GPT.hidden; it writes the prompts to slots [B]. They begin
-        with the first P positions of the kept prefix, and T more are computed."""
+        """Return each layer's attention function for GPT.hidden; it writes the prompts to slots [B]. They
+        begin with the first P positions of the kept prefix, and T more are computed."""
         layers = zip(self.k, self.v)
         if not P:
             return [partial(self.prefill_layer, layer, slots) for layer in layers]

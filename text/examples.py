@@ -35,7 +35,8 @@ class Example:
 # --- reading ---
 
 def is_examples_file(dataset, text_key="text"):
-    """Return whether a dataset holds examples: a task's, or a .json file, or .jsonl with prompts or messages."""
+    """Return whether a dataset holds examples: a task's, or a .json file, or .jsonl with prompts or
+    messages."""
     if dataset.startswith(WORKED):
         return True
     path = Path(dataset)
@@ -98,10 +99,12 @@ def worked_examples(name, tokenizer, form=None, instruction=None):
     examples = []
     try:
         task = _pool.load(name)
-        for question in track(task.questions("train", n=NUM_WORKED, fewer=True), f"solving {name}", "questions"):
+        questions = task.questions("train", n=NUM_WORKED, fewer=True)
+        for question in track(questions, f"solving {name}", "questions"):
             own = task.of(question)
             system = own.instruction if instruction is None else instruction
-            prompt = prompts.prompt_ids(tokenizer, question["question"], form or own.prompt, instruction=system)
+            prompt = prompts.prompt_ids(tokenizer, question["question"], form or own.prompt,
+                                        instruction=system)
             answer = tokenizer.answer_ids(task.solution(question))
             examples.append(example_of_parts([(prompt, False), (answer, True)], question["question"]))
     except (LookupError, ValueError, OSError) as e:
@@ -250,8 +253,8 @@ def read_form(dataset):
 
 
 def read_log(path, tokenizer):
-    """Return (prompt form, {(question, completion): sampled ids}, {question: system message}) from datagen.py's
-    log; None and no entries without one. Encoding a completion again could give other ids. Excluded: other
+    """Return (prompt form, {(question, completion): sampled ids}, {question: system message}) from
+    datagen.py's log; None and no entries without one. Encoding a completion again could give other ids. Excluded: other
     tokenizers, and ids that do not decode to the completion (such as a stop token)."""
     header, *attempts = list(log_beside(path)) or [{}]
     is_own = header.get("tokenizer") == tokenizer.describe()
