@@ -349,7 +349,7 @@ class Engine:
         waiting = deque()                    # WaitingRequests
         rows = []                            # rows[i]: the Sample in slot i, or None
         done = Counter()                     # {unfinished request: number of finished samples}
-        self.prefix = []                     # none of an earlier call, so that a resumed run repeats this one
+        self.prefix = []                     # an earlier call must not change this one's last bits
         counters = Progress(self.slots, in_flight=partial(self.in_flight, rows))
         self.progress = counters
         self.polls = 0
