@@ -5,9 +5,11 @@ positions for every row as the longest row has; variable-length attention reads 
 rows, K key heads of T positions in the cache, G queries a key head, D channels.
 """
 import contextlib
-import inspect
 
 import torch
+
+# torch.nn.attention.varlen's operator: unlike 2.13's varlen_attn, 2.11's does not pass it the used lengths
+FLASH_ATTENTION = torch.ops.aten._flash_attention_forward
 
 
 class CUDAGraph:
@@ -47,12 +49,8 @@ class CUDAGraph:
 
 
 def has_varlen_attention():
-    """Return whether PyTorch's variable-length attention supports a cache: 2.13 does, 2.11 does not."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "seqused_k" in inspect.signature(varlen_attn).parameters
+    """Return whether PyTorch's flash attention can read a part of each sequence of keys (2.11 and newer)."""
+    return "seqused_k" in str(FLASH_ATTENTION.default._schema)
 
 
 class VarlenAttention:
@@ -71,11 +69,10 @@ class VarlenAttention:
 
     def attend(self, q, keys, values):
         """Return [B, 1, H, D] for q [B, 1, H, D] over a layer's keys and values [B, K, T, D]."""
-        from torch.nn.attention.varlen import varlen_attn
         B, K, _, D = keys.shape
         q = q.reshape(B * K, -1, D)
         keys = keys.view(-1, 1, D)
         values = values.view(-1, 1, D)
-        y = varlen_attn(q, keys, values, self.query_offsets, self.key_offsets, max_q=1, max_k=self.longest,
-                        enable_gqa=True, seqused_k=self.lengths)
+        y, *_ = FLASH_ATTENTION(q, keys, values, self.query_offsets, self.key_offsets, 1, self.longest, 0.0,
+                                False, False, seqused_k=self.lengths)
         return y.view(B, 1, -1, D)

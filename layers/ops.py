@@ -112,7 +112,7 @@ class AttentionInParts(torch.autograd.Function):
                 by_position[..., start:].masked_fill_(future[:, None], float("-inf"))
             else:
                 by_position += mask[:, :, start:end, None, :seen]
-            weights = scores.softmax(-1)
+            weights = scores.softmax(-1, dtype=q.dtype)      # a GPU's autocast would return fp32
             torch.bmm(weights, v[:, :seen], out=y[:, rows])
             parts.append(weights)
         ctx.save_for_backward(q, k, v, *parts)

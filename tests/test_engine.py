@@ -249,23 +249,22 @@ def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fail
     assert ids_of(engine, requests(5, 4, 12)) == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
 
 
-def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, enable_gqa, seqused_k):
-    """Compute the documented result of torch.nn.attention.varlen for one query a sequence, without
-    synchronizing."""
+def flash_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, dropout, is_causal, debug_mask, *, seqused_k):
+    """Compute the result of aten::_flash_attention_forward for one query a sequence, without synchronizing."""
     N, G, D = q.shape
-    assert (k.shape[1:], max_q, enable_gqa) == ((1, D), 1, True)
+    assert (k.shape[1:], max_q, dropout, is_causal, debug_mask) == ((1, D), 1, 0, False, False)
     assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (cu_seq_q, cu_seq_k, seqused_k))
     at = cu_seq_k[:-1, None].long() + torch.arange(max_k)
     unused = torch.arange(max_k) >= seqused_k[:, None]
     scores = torch.einsum("ngd,ntd->ngt", q, k[:, 0][at]) * D**-0.5
-    return torch.einsum("ngt,ntd->ngd", scores.masked_fill(unused[:, None], -torch.inf).softmax(-1), v[:, 0][at])
+    return torch.einsum("ngt,ntd->ngd", scores.masked_fill(unused[:, None], -torch.inf).softmax(-1), v[:, 0][at]), None
 
 
 @on_a_gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_varlen_attention_equals_masked_attention(monkeypatch, shape):
     """Check the kernel's arguments, in graphs and with refilled rows; the kernel itself needs a GPU."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr("engine.gpu.FLASH_ATTENTION", flash_attention)
     model, found = make(**SHAPES[shape]), []
     for decoding in ("mask", "length"):
         engine = Engine(model, slots=6)
