@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ import torch.nn as nn
 from torch.nn.attention import sdpa_kernel
 
 from engine import kv_cache
-from engine.gpu import CUDAGraph, has_varlen_attention
+from engine.gpu import CUDAGraph
 from engine.kv_cache import PREFILL_TOKENS, KVCache, slots_that_fit
 from engine.sampler import Sampling, StopStrings, draw, stream, uniform
 from engine.state_cache import StateCache
@@ -132,7 +133,7 @@ class Engine:
     decode: Callable | None = None           # ids -> text, needed for stop strings
     poll: int | None = None                  # steps between two reads of results; None: 8 on a GPU, else 1
     cuda_graphs: bool = True                 # on a GPU
-    decoding: str = "mask"                   # mask | length (engine/gpu.py; mask if PyTorch can't)
+    by_length: bool = True                   # decode by engine/triton_attention.py where it runs
 
     @torch.inference_mode(False)
     def __post_init__(self, model):
@@ -150,12 +151,20 @@ class Engine:
             raise ValueError(f"slots={self.slots} and poll={self.poll} must be at least 1, "
                              f"and context={self.context} at least 2.")
         self.cuda_graphs = self.cuda_graphs and self.kind == "cuda"
-        by_length = self.kind == "cuda" and self.dtype != torch.float32 and self.config.mixer == "softmax"
-        if not by_length or self.deterministic or not has_varlen_attention():
-            self.decoding = "mask"
+        self.by_length = self.by_length and self.can_attend_by_length()
         self.build_model()
         self.load(model)
         self.allocate(self.slots or slots_that_fit(self.config, self.context, self.dtype, self.device))
+
+    def can_attend_by_length(self):
+        """Return whether the kernel of engine/triton_attention.py can be used: not for fp32, whose products
+        tensor cores round, nor where Triton is not installed."""
+        if self.device.type != "cuda" or self.dtype == torch.float32 or self.config.mixer != "softmax":
+            return False
+        if self.deterministic or not find_spec("triton"):
+            return False
+        from engine.triton_attention import can_attend
+        return can_attend(self.device, self.config.head_dim)
 
     def build_model(self):
         """Build the engine's own model; load() fills in its weights."""
@@ -212,7 +221,8 @@ class Engine:
         try:
             if self.config.mixer == "softmax":
                 self.cache = KVCache(self.model, slots, self.context, kind=self.kind,
-                                     deterministic=self.deterministic, graphs=self.cuda_graphs)
+                                     deterministic=self.deterministic, graphs=self.cuda_graphs,
+                                     by_length=self.by_length)
             else:
                 self.cache = StateCache(self.config, slots, device)
         except Exception as e:
@@ -296,7 +306,7 @@ class Engine:
     def decode_step(self, B, groups, sampling):
         """Draw one more token of rows 0 ... B-1, in RowGroups, without waiting for the device."""
         tokens, positions = self.state[:, :B]
-        attentions = self.cache.decode(positions, groups, self.decoding)
+        attentions = self.cache.decode(positions, groups)
         # On a GPU this selects the fused kernel that takes a mask.
         with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
             h = self.model.hidden(tokens[:, None], positions[:, None], attentions)[:, 0]

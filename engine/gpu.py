@@ -1,15 +1,7 @@
-"""Decoding on a GPU: CUDA graphs, and optionally variable-length attention instead of a mask.
-
-A CUDA graph launches all kernels of a step without Python between them. A kernel with a mask reads as many
-positions for every row as the longest row has; variable-length attention reads each row's own. Shapes: B
-rows, K key heads of T positions in the cache, G queries a key head, D channels.
-"""
+"""A decoding step as a CUDA graph, which launches all of its kernels without Python between them."""
 import contextlib
 
 import torch
-
-# torch.nn.attention.varlen's operator: unlike 2.13's varlen_attn, 2.11's does not pass it the used lengths
-FLASH_ATTENTION = torch.ops.aten._flash_attention_forward
 
 
 class CUDAGraph:
@@ -46,33 +38,3 @@ class CUDAGraph:
     def replay(self):
         with torch.cuda.device(self.device):
             self.graph.replay()
-
-
-def has_varlen_attention():
-    """Return whether PyTorch's flash attention can read a part of each sequence of keys (2.11 and newer)."""
-    return "seqused_k" in str(FLASH_ATTENTION.default._schema)
-
-
-class VarlenAttention:
-    """Attention of cache rows over the first `lengths` [B K] positions of each row and key head.
-
-    Each row and key head is one sequence; its G queries are heads that share the keys.
-    """
-
-    def __init__(self, cache, positions, longest):
-        """Take positions [B] of the newest tokens, on the device, and a bound of all lengths."""
-        _, _, K, T, _ = cache.k.shape
-        self.lengths = (positions + 1).repeat_interleave(K).int()
-        self.query_offsets = torch.arange(len(self.lengths) + 1, dtype=torch.int32, device=positions.device)
-        self.key_offsets = self.query_offsets * T
-        self.longest = longest
-
-    def attend(self, q, keys, values):
-        """Return [B, 1, H, D] for q [B, 1, H, D] over a layer's keys and values [B, K, T, D]."""
-        B, K, _, D = keys.shape
-        q = q.reshape(B * K, -1, D)
-        keys = keys.view(-1, 1, D)
-        values = values.view(-1, 1, D)
-        y, *_ = FLASH_ATTENTION(q, keys, values, self.query_offsets, self.key_offsets, 1, self.longest, 0.0,
-                                False, False, seqused_k=self.lengths)
-        return y.view(B, 1, -1, D)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.gpu import VarlenAttention
 from engine.state_cache import state_bytes
 from layers.linear_attention import n_features
 from layers.ops import ATTENTION
@@ -64,16 +63,18 @@ class RowGroup(NamedTuple):
 class KVCache:
     """Keys and values k, v [L, slots + 1, K, T, D]; the last row holds a prompt with waiting samples.
 
-    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. On a CPU the cache `grows`:
+    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. by_length: each row reads its
+    own positions, by engine/triton_attention.py, in place of a mask. On a CPU the cache `grows`:
     T follows the positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
     """
 
-    def __init__(self, model, slots, context, *, kind, deterministic, graphs):
+    def __init__(self, model, slots, context, *, kind, deterministic, graphs, by_length=False):
         self.config = config = model.config
         self.attention = ATTENTION[model.backend]            # of prefill
         self.kind = kind
         self.deterministic = deterministic
         self.graphs = graphs
+        self.by_length = by_length
         self.grows = kind == "cpu" and not deterministic
         self.longest = bucket(context, 64)
         weight = model.token_embedding.weight                # has the cache's dtype and device
@@ -170,7 +171,7 @@ class KVCache:
         On a CPU attention dominates a small model's step, so a group reads only as far as its longest row.
         """
         T = self.length
-        if self.deterministic:
+        if self.deterministic or self.by_length:
             return (RowGroup(0, B, T),)
         if self.graphs:
             return (RowGroup(0, B, min(T, bucket(int(lengths.max()), 64))),)
@@ -184,28 +185,30 @@ class KVCache:
             groups.append(RowGroup(first, last, T if whole else length))
         return tuple(groups)
 
-    def decode(self, positions, groups, decoding):
+    def decode(self, positions, groups):
         """Return each layer's attention function for next tokens at positions [B]; see `reading`."""
         readings = []
         for first, last, length in groups:
-            readings.append((slice(first, last), self.reading(positions[first:last], length, decoding)))
+            readings.append((slice(first, last), self.reading(positions[first:last], length)))
         write_at = (self.row_starts[:len(positions)] + positions[:, None]).flatten()
         layers = zip(self.k, self.v)
         return [partial(self.decode_layer, layer, write_at, readings) for layer in layers]
 
-    def reading(self, positions, length, decoding):
-        """Return the additive mask of rows at positions [B], or a VarlenAttention if decoding is length.
+    def reading(self, positions, length):
+        """Return the attention function of rows at positions [B], which read at most `length` positions.
 
-        The mask is -inf for keys past a row's position, else 0: [B, K, G, length], on a CPU [B K, G, length].
+        It takes q [B, 1, H, D], keys and values [B, K, T, D]. The additive mask is -inf for keys past a row's
+        position, else 0: [B, K, G, length], on a CPU [B K, G, length].
         """
-        if decoding == "length":
-            return VarlenAttention(self, positions, length)
+        if self.by_length:
+            from engine.triton_attention import decode_attention
+            return partial(decode_attention, positions=positions)
         K = self.config.n_kv_head
         G = self.config.n_head // K
         zero, minus_infinity = self.mask_values
         mask = torch.where(self.positions[:length] > positions[:, None], minus_infinity, zero)
         mask = mask[:, None, None].expand(-1, K, G, -1)
-        return mask.flatten(0, 1) if self.kind == "cpu" else mask
+        return partial(self.attend, mask=mask.flatten(0, 1) if self.kind == "cpu" else mask)
 
     def decode_layer(self, layer, write_at, readings, q, k, v):
         """Write k and v [B, 1, K, D] to a layer's (keys, values) and attend with q [B, 1, H, D]."""
@@ -213,19 +216,16 @@ class KVCache:
             D = new.shape[3]
             cache.view(-1, D).index_copy_(0, write_at, new.reshape(-1, D))
         keys, values = layer
-        parts = [self.attend(q[rows], keys[rows], values[rows], reading) for rows, reading in readings]
+        parts = [attend(q[rows], keys[rows], values[rows]) for rows, attend in readings]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def attend(self, q, keys, values, reading):
-        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D], under a mask or by VarlenAttention.
+    def attend(self, q, keys, values, mask):
+        """Attend to keys and values [B, K, T, D] with q [B, 1, H, D], under a mask.
 
         The G queries of a key head are rows of one product, so that its keys and values are read once and not
         repeated. On a CPU the products are written out, in bf16 at least twice as fast as PyTorch's fused
         kernel (docs/notes.md).
         """
-        if isinstance(reading, VarlenAttention):
-            return reading.attend(q, keys, values)
-        mask = reading
         keys, values = (x[:, :, :mask.shape[-1]] for x in (keys, values))
         B, K, _, D = keys.shape
         q = q.reshape(B, K, -1, D)

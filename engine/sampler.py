@@ -70,8 +70,9 @@ def draw(logits, u, sampling):
     if sampling.temperature == 0:
         p, ids = logits.softmax(-1).max(-1)
         return ids, p.log()
-    logits = logits - logits.amax(-1, keepdim=True)
-    logits = logits / sampling.temperature                   # at most 0 at any temperature
+    if sampling.temperature != 1:
+        logits = logits - logits.amax(-1, keepdim=True)
+        logits = logits / sampling.temperature               # at most 0 at any temperature
     candidates = None
     if sampling.top_k or sampling.top_p < 1:
         logits, candidates = top_candidates(logits, sampling.top_k, sampling.top_p)
@@ -111,7 +112,9 @@ def invert(p, u):
     if p.shape[-1] <= 512:
         sums = p.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(sums, u[:, None] * sums[:, -1:])[:, 0]
-    p = F.pad(p, (0, -p.shape[-1] % 256)).unflatten(1, (-1, 256))
+    if p.shape[-1] % 256:
+        p = F.pad(p, (0, -p.shape[-1] % 256))
+    p = p.unflatten(1, (-1, 256))
     sums = p.sum(-1).double().cumsum(-1)                     # up to the end of each block
     target = (u * sums[:, -1])[:, None]
     block = torch.searchsorted(sums, target)

@@ -57,6 +57,6 @@ class StateCache:
         """Return no RowGroups: all rows read the same amount."""
         return ()
 
-    def decode(self, positions, groups, decoding):
+    def decode(self, positions, groups):
         """Return each layer's function for GPT.hidden, for next tokens at positions [B]."""
         return [partial(mix_step, state=layer[:len(positions)]) for layer in self.storage]

@@ -145,7 +145,7 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
         in_step += f", products alone {1e3 * products:.2f}"
     figures = {"work": f"{P}x{case.samples}", "tokens_per_s": case.tokens / seconds,
                "limit": case.tokens / limit, "mbu": mbu, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
-               "overhead_ms": overhead, "decoding": engine.decoding}
+               "overhead_ms": overhead, "by_length": engine.by_length}
     figures |= {f"{part}_s": value for part, value in parts.items()}
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
     line = (f"{P} prompts x {case.samples}: {case.tokens / seconds:,.0f} tokens/s, "

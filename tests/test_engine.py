@@ -1,6 +1,7 @@
 """The engine samples the same ids as the plain model, in any batch."""
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,41 +250,26 @@ def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fail
     assert ids_of(engine, requests(5, 4, 12)) == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
 
 
-def flash_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, dropout, is_causal, debug_mask, *, seqused_k):
-    """Compute the result of aten::_flash_attention_forward for one query a sequence, without synchronizing."""
-    N, G, D = q.shape
-    assert (k.shape[1:], max_q, dropout, is_causal, debug_mask) == ((1, D), 1, 0, False, False)
-    assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (cu_seq_q, cu_seq_k, seqused_k))
-    at = cu_seq_k[:-1, None].long() + torch.arange(max_k)
-    unused = torch.arange(max_k) >= seqused_k[:, None]
-    scores = torch.einsum("ngd,ntd->ngt", q, k[:, 0][at]) * D**-0.5
-    return torch.einsum("ngt,ntd->ngd", scores.masked_fill(unused[:, None], -torch.inf).softmax(-1), v[:, 0][at]), None
+def attend_by_length(q, keys, values, positions):
+    """Compute what engine/triton_attention.py does, without synchronizing."""
+    B, K, T, D = keys.shape
+    scores = torch.einsum("bkgd,bktd->bkgt", q.view(B, K, -1, D), keys) * D**-0.5
+    unused = torch.arange(T) > positions[:, None, None, None]
+    return torch.einsum("bkgt,bktd->bkgd", scores.masked_fill(unused, -torch.inf).softmax(-1), values).reshape(B, 1, -1, D)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("shape", SHAPES)
-def test_varlen_attention_equals_masked_attention(monkeypatch, shape):
+def test_attention_by_lengths_equals_masked_attention(monkeypatch, shape):
     """Check the kernel's arguments, in graphs and with refilled rows; the kernel itself needs a GPU."""
-    monkeypatch.setattr("engine.gpu.FLASH_ATTENTION", flash_attention)
+    monkeypatch.setitem(sys.modules, "engine.triton_attention", SimpleNamespace(decode_attention=attend_by_length))
     model, found = make(**SHAPES[shape]), []
-    for decoding in ("mask", "length"):
+    for by_length in (False, True):
+        monkeypatch.setattr(Engine, "can_attend_by_length", lambda engine: by_length)
         engine = Engine(model, slots=6)
-        engine.decoding = decoding                         # the real kernel needs 16 bits
         found.append(sampled(engine, requests(12, new=lambda i: (7 * i) % 20 + 1)))
+        assert by_length == engine.by_length == (len({groups for _, groups, _ in engine.graphs}) == len({B for B, *_ in engine.graphs}))
     assert_same(*found)
-
-
-@on_a_gpu
-def test_decoding_by_length_needs_16_bits(monkeypatch):
-    model = make(n_head=4, n_kv_head=2)
-
-    def chosen(**options):
-        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | options).decoding
-    monkeypatch.setattr("engine.generate.has_varlen_attention", lambda: True)
-    assert chosen() == "mask" and chosen(decoding="length") == "length"
-    assert chosen(decoding="length", deterministic=True) == chosen(decoding="length", dtype=torch.float32) == "mask"
-    monkeypatch.setattr("engine.generate.has_varlen_attention", lambda: False)
-    assert chosen(decoding="length") == "mask"
 
 
 # operations without a kernel: views, dropout in evaluation and `to` without a conversion

@@ -130,6 +130,28 @@ def loss_of(model, device):
     return model.loss(*inputs(device))
 
 
+@pytest.mark.parametrize("heads, kv_heads, D", [(6, 6, 64), (6, 2, 128), (5, 1, 32)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_by_lengths(dtype, heads, kv_heads, D, card, record_property):
+    """One query a row, over as many positions as the row has, from a cache with more rows and positions."""
+    pytest.importorskip("triton")
+    if card.type != "cuda":
+        pytest.skip("Triton needs a GPU")
+    from engine.triton_attention import can_attend, decode_attention
+    assert can_attend(card, D)
+    torch.manual_seed(0)
+    positions = torch.tensor([0, 63, 64, 299, 17], device=card)
+    cache = torch.randn(2, 7, kv_heads, 300, D).to(card, DTYPES[dtype])
+    q = torch.randn(5, 1, heads + 2, D).to(card, DTYPES[dtype])[:, :, :heads]
+    keys, values = cache[:, :5]
+    found = decode_attention(q, keys, values, positions)
+    future = torch.arange(300, device=card) > positions[:, None]
+    mask = torch.zeros(5, 300, dtype=torch.float64, device=card).masked_fill(future, -math.inf)[:, None, None]
+    expected = exact_attention(q.double(), keys.transpose(1, 2).double(), values.transpose(1, 2).double(), mask)
+    record_property("error", off(found, expected))
+    assert off(found, expected) < ATTENTION_OFF[dtype]
+
+
 def logprobs_of(model, device):
     """The one place where tests that are marked gpu ask for log-probabilities: of rows that continue two prompts."""
     x, y = inputs(device)

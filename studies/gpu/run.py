@@ -315,7 +315,7 @@ def figures_of(record):
 
 def case_figures(case):
     """Return the figures of a case of bench.py --stage=generate."""
-    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "decoding")
+    names = ("tokens_per_s", "mbu", "step_ms", "floor_ms", "over_generate", "by_length")
     figures = {name: case[name] for name in names if name in case}
     figures["of_limit"] = case["tokens_per_s"] / case["limit"]
     parts = {part: case.get(f"{part}_s", 0.0) for part in ("prefill", "decode", "draw", "host")}
