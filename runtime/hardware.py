@@ -327,3 +327,9 @@ def keep_freed_memory():
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_TOP_PAD, 64 << 20)
     mallopt(M_ARENA_MAX, 1)              # else autograd's thread gets its own arena
+
+
+def return_freed_memory():
+    """Return the memory of freed tensors to the system; glibc keeps it after keep_freed_memory()."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):            # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime import distributed, parallel
 from runtime.config import BadInput
 from runtime.guard import Failure
+from runtime.hardware import return_freed_memory
 from runtime.progress import ProgressLine
 
 GIB = 2**30
@@ -120,6 +121,8 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     if hardware.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    elif hardware.device.type == "cpu":
+        return_freed_memory()                # else the engine finds no memory for its slots
     return failure
 
 
