@@ -88,6 +88,8 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         free = available(hardware.device)
         if distributed.any(needed > free):    # decide together before any rank allocates
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
+        if inputs and not hardware.compile:
+            return None                      # the trial takes as long as two steps: minutes for a real model
     x = torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device)
     y = torch.zeros_like(x)
     failure = None

