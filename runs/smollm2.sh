@@ -24,10 +24,10 @@ also="matplotlib transformers gguf"; source runs/setup.sh
 if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
     # the sizes of the guide this recipe comes from
     : "${sft:=200}" "${asked:=1000}" "${grpo:=200}" "${questions:=500}"
-    batch="--batch_size=32" rollout="--prompts_per_step=32 --k_samples=16" oversample=10 samples=8
+    batch="--batch_size=32" rollout="--prompts_per_step=32 --k_samples=16 --learning_rate=2e-4" oversample=10 samples=8
 else
     : "${sft:=48}" "${asked:=300}" "${grpo:=24}" "${questions:=500}"
-    batch="--batch_size=8" rollout="--prompts_per_step=12 --k_samples=8" oversample=6 samples=2
+    batch="--batch_size=8" rollout="--prompts_per_step=12 --k_samples=8 --learning_rate=4e-4" oversample=6 samples=2
 fi
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
 flags="--seed=$seed --model=$model --task=$task --sft_steps=$sft --asked=$asked --grpo_steps=$grpo"
@@ -56,7 +56,7 @@ stage datagen "$python" datagen.py --init_from="$out/sft" $ask --output="$out/rf
 stage rft "$python" train.py --init_from="$out/sft" --dataset="$out/rft.json" --out_dir="$out/rft" $adapters \
     $batch --num_epochs=1 --block_size=256 --learning_rate=5e-4 --lr_schedule=cosine --warmup_steps=5
 stage grpo "$python" grpo.py --init_from="$out/rft" $ask --out_dir="$out/grpo" --seed="$seed" --resume=auto \
-    --lora_rank=16 $rollout --max_steps="$grpo" --learning_rate=2e-4 --temperature=1.2 --eval_interval=0 \
+    --lora_rank=16 $rollout --max_steps="$grpo" --temperature=1.2 --eval_interval=0 \
     --save_interval=8
 stage greedy evaluate greedy
 stage sampled evaluate sampled --num_samples=$samples --temperature=1

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import hf
@@ -170,6 +171,21 @@ def test_checkpointing_gives_the_same_gradients_to_every_adapter(kind, autocast)
     model.gradient_checkpointing = True
     for name, grad in gradients(model, autocast).items():
         assert torch.equal(grad, plain[name]) and grad.abs().max() > 0
+
+
+def test_under_autocast_a_layer_is_rounded_as_in_the_engine():
+    """An update that is small beside the spacing of bf16 numbers must not exist in the trainer alone."""
+    torch.manual_seed(0)
+    model = adapted()
+    layer = model.blocks[0].mlp.up
+    with torch.no_grad():
+        layer.lora_b.normal_(std=1e-4)
+    x = torch.randn(50, layer.in_features).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        apart = F.linear(x, layer.weight) + layer.scale * F.linear(F.linear(x, layer.lora_a), layer.lora_b)
+    engine = F.linear(x, merged(model)["blocks.0.mlp.up.weight"].bfloat16())
+    assert torch.equal(y, engine) and not torch.equal(y, apart)
 
 
 @kinds
