@@ -63,8 +63,8 @@ class RowGroup(NamedTuple):
 class KVCache:
     """Keys and values k, v [L, slots + 1, K, T, D]; the last row holds a prompt with waiting samples.
 
-    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. by_length: each row reads its
-    own positions, by engine/triton_attention.py, in place of a mask. On a CPU the cache `grows`:
+    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. by_length: a row reads its
+    own positions by engine/triton_attention.py, without a mask. On a CPU the cache `grows`:
     T follows the positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
     """
 

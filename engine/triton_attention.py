@@ -18,14 +18,15 @@ def can_attend(device, head_dim):
 
 
 def decode_attention(q, keys, values, positions):
-    """Return attention [B, 1, H, D] of q [B, 1, H, D] over keys and values [B, K, T, D] up to positions [B]."""
+    """Return attention [B, 1, H, D] of q [B, 1, H, D] over keys and values [B, K, T, D] up to positions
+    [B]."""
     B, K, _, D = keys.shape
     H = q.shape[2]
     G = H // K
     y = torch.empty(B, 1, H, D, dtype=q.dtype, device=q.device)
     padded = max(MIN_ROWS, triton.next_power_of_2(G))
-    attend[(B, K)](q, keys, values, y, positions, q.stride(0), q.stride(2), keys.stride(0), keys.stride(1), D**-0.5,
-                   G, padded, D, BLOCK)
+    strides = q.stride(0), q.stride(2), keys.stride(0), keys.stride(1)
+    attend[(B, K)](q, keys, values, y, positions, *strides, D**-0.5, G, padded, D, BLOCK)
     return y
 
 
