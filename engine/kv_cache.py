@@ -186,37 +186,36 @@ class KVCache:
         return tuple(groups)
 
     def decode(self, positions, groups):
-        """Return each layer's attention function for next tokens at positions [B]; see `reading`."""
-        readings = []
-        for first, last, length in groups:
-            readings.append((slice(first, last), self.reading(positions[first:last], length)))
-        write_at = (self.row_starts[:len(positions)] + positions[:, None]).flatten()
+        """Return each layer's attention function for next tokens at positions [B]; see decode_layer."""
         layers = zip(self.k, self.v)
-        return [partial(self.decode_layer, layer, write_at, readings) for layer in layers]
-
-    def reading(self, positions, length):
-        """Return the attention function of rows at positions [B], which read at most `length` positions.
-
-        It takes q [B, 1, H, D], keys and values [B, K, T, D]. The additive mask is -inf for keys past a row's
-        position, else 0: [B, K, G, length], on a CPU [B K, G, length].
-        """
         if self.by_length:
             from engine.triton_attention import decode_attention
-            return partial(decode_attention, positions=positions)
+            return [partial(decode_attention, cache=layer, positions=positions) for layer in layers]
+        masks = []
+        for first, last, length in groups:
+            masks.append((slice(first, last), self.mask(positions[first:last], length)))
+        write_at = (self.row_starts[:len(positions)] + positions[:, None]).flatten()
+        return [partial(self.decode_layer, layer, write_at, masks) for layer in layers]
+
+    def mask(self, positions, length):
+        """Return the additive mask of rows at positions [B], which read at most `length` positions.
+
+        It is -inf for keys past a row's position, else 0: [B, K, G, length], on a CPU [B K, G, length].
+        """
         K = self.config.n_kv_head
         G = self.config.n_head // K
         zero, minus_infinity = self.mask_values
         mask = torch.where(self.positions[:length] > positions[:, None], minus_infinity, zero)
         mask = mask[:, None, None].expand(-1, K, G, -1)
-        return partial(self.attend, mask=mask.flatten(0, 1) if self.kind == "cpu" else mask)
+        return mask.flatten(0, 1) if self.kind == "cpu" else mask
 
-    def decode_layer(self, layer, write_at, readings, q, k, v):
+    def decode_layer(self, layer, write_at, masks, q, k, v):
         """Write k and v [B, 1, K, D] to a layer's (keys, values) and attend with q [B, 1, H, D]."""
         for cache, new in zip(layer, (k, v)):
             D = new.shape[3]
             cache.view(-1, D).index_copy_(0, write_at, new.reshape(-1, D))
         keys, values = layer
-        parts = [attend(q[rows], keys[rows], values[rows]) for rows, attend in readings]
+        parts = [self.attend(q[rows], keys[rows], values[rows], mask) for rows, mask in masks]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def attend(self, q, keys, values, mask):

@@ -17,41 +17,49 @@ def can_attend(device, head_dim):
     return torch.cuda.get_device_capability(device) >= (8, 0) and head_dim in (16, 32, 64, 128, 256)
 
 
-def decode_attention(q, keys, values, positions):
-    """Return attention [B, 1, H, D] of q [B, 1, H, D] over keys and values [B, K, T, D] up to positions
-    [B]."""
-    B, K, _, D = keys.shape
+def decode_attention(q, k, v, cache, positions):
+    """Write k and v [B, 1, K, D] to a layer's cache (keys, values [>= B, K, T, D]) at positions [B], and return
+    attention [B, 1, H, D] of q [B, 1, H, D] up to there."""
+    keys, values = cache
+    B, _, K, D = k.shape
     H = q.shape[2]
-    G = H // K
     y = torch.empty(B, 1, H, D, dtype=q.dtype, device=q.device)
-    padded = max(MIN_ROWS, triton.next_power_of_2(G))
-    strides = q.stride(0), q.stride(2), keys.stride(0), keys.stride(1)
-    attend[(B, K)](q, keys, values, y, positions, *strides, D**-0.5, G, padded, D, BLOCK)
+    rows = max(MIN_ROWS, triton.next_power_of_2(H // K))
+    strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))]
+    attend[(B, K)](q, k, v, keys, values, y, positions, *strides, keys.stride(0), keys.stride(1), D**-0.5,
+                   H // K, rows, D, BLOCK)
     return y
 
 
 @triton.jit
-def attend(Q, K, V, Y, positions, q_row, q_head, kv_row, kv_head, scale,
-           G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Attend with the G queries of a row and key head, padded to ROWS, by an online softmax."""
+def attend(Q, NEW_K, NEW_V, K, V, Y, positions, q_row, q_head, k_row, k_head, v_row, v_head, cache_row,
+           cache_head, scale, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Attend with the G queries of a row and key head, padded to ROWS, by an online softmax that begins with
+    the new position."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    length = tl.load(positions + row) + 1
+    position = tl.load(positions + row)
+    channels = tl.arange(0, D)
+    new_k = tl.load(NEW_K + row * k_row + head * k_head + channels)
+    new_v = tl.load(NEW_V + row * v_row + head * v_head + channels)
+    first = row * cache_row + head * cache_head
+    tl.store(K + first + position * D + channels, new_k)
+    tl.store(V + first + position * D + channels, new_v)
+
     g = tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, D)[None, :]
     is_query = g < G
-    q = tl.load(Q + row * q_row + (head * G + g) * q_head + d, mask=is_query, other=0.0)
-    start_of_head = row * kv_row + head * kv_head
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    y = tl.zeros([ROWS, D], tl.float32)
-    for start in range(0, length, BLOCK):
+    q = tl.load(Q + row * q_row + (head * G + g) * q_head + channels[None, :], mask=is_query, other=0.0)
+    highest = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+    total = tl.full([ROWS], 1.0, tl.float32)
+    y = tl.zeros([ROWS, D], tl.float32) + new_v.to(tl.float32)[None, :]
+    for start in range(0, position, BLOCK):
         t = start + tl.arange(0, BLOCK)
-        at = start_of_head + t[:, None] * D + d
-        k = tl.load(K + at, mask=t[:, None] < length, other=0.0)
-        v = tl.load(V + at, mask=t[:, None] < length, other=0.0)
+        is_past = t < position
+        at = first + t[:, None] * D + channels[None, :]
+        k = tl.load(K + at, mask=is_past[:, None], other=0.0)
+        v = tl.load(V + at, mask=is_past[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(t[None, :] < length, scores, float("-inf"))
+        scores = tl.where(is_past[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - new_highest[:, None])
         rescale = tl.exp(highest - new_highest)
@@ -60,4 +68,4 @@ def attend(Q, K, V, Y, positions, q_row, q_head, kv_row, kv_head, scale,
         highest = new_highest
     y = y / total[:, None]
     heads = tl.num_programs(1) * G
-    tl.store(Y + (row * heads + head * G + g) * D + d, y.to(Y.dtype.element_ty), mask=is_query)
+    tl.store(Y + (row * heads + head * G + g) * D + channels[None, :], y.to(Y.dtype.element_ty), mask=is_query)

@@ -250,9 +250,13 @@ def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fail
     assert ids_of(engine, requests(5, 4, 12)) == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
 
 
-def attend_by_length(q, keys, values, positions):
+def attend_by_length(q, k, v, cache, positions):
     """Compute what engine/triton_attention.py does, without synchronizing."""
-    B, K, T, D = keys.shape
+    B, _, K, D = k.shape
+    for past, new in zip(cache, (k, v)):
+        past[torch.arange(B), :, positions] = new[:, 0]
+    keys, values = (past[:B] for past in cache)
+    T = keys.shape[2]
     scores = torch.einsum("bkgd,bktd->bkgt", q.view(B, K, -1, D), keys) * D**-0.5
     unused = torch.arange(T) > positions[:, None, None, None]
     return torch.einsum("bkgt,bktd->bkgd", scores.masked_fill(unused, -torch.inf).softmax(-1), values).reshape(B, 1, -1, D)

@@ -142,9 +142,12 @@ def test_decoding_by_lengths(dtype, heads, kv_heads, D, card, record_property):
     torch.manual_seed(0)
     positions = torch.tensor([0, 63, 64, 299, 17], device=card)
     cache = torch.randn(2, 7, kv_heads, 300, D).to(card, DTYPES[dtype])
-    q = torch.randn(5, 1, heads + 2, D).to(card, DTYPES[dtype])[:, :, :heads]
-    keys, values = cache[:, :5]
-    found = decode_attention(q, keys, values, positions)
+    q, k, v = torch.randn(5, 1, heads + 2 * kv_heads, D).to(card, DTYPES[dtype]).split((heads, kv_heads, kv_heads), 2)
+    keys, values = cache[:, :5].clone()
+    for past, new in ((keys, k), (values, v)):
+        past[torch.arange(5), :, positions] = new[:, 0]
+    found = decode_attention(q, k, v, cache, positions)
+    assert torch.equal(cache[:, :5], torch.stack((keys, values)))
     future = torch.arange(300, device=card) > positions[:, None]
     mask = torch.zeros(5, 300, dtype=torch.float64, device=card).masked_fill(future, -math.inf)[:, None, None]
     expected = exact_attention(q.double(), keys.transpose(1, 2).double(), values.transpose(1, 2).double(), mask)

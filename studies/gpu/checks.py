@@ -199,13 +199,16 @@ def attention_by_way(engine):
     B = engine.slots
     c = engine.config
     positions = torch.randint(engine.context, (B,), **on_device)
-    q = torch.randn(B, 1, c.n_head, c.head_dim, dtype=engine.dtype, **on_device)
-    keys, values = (cache[0, :B].normal_(**drawn) for cache in (engine.cache.k, engine.cache.v))
+    q, k, v = (torch.randn(B, 1, heads, c.head_dim, dtype=engine.dtype, **on_device)
+               for heads in (c.n_head, c.n_kv_head, c.n_kv_head))
+    for cache in (engine.cache.k, engine.cache.v):
+        cache[0].normal_(**drawn)
     ways = {}
     for way in ("mask", "length") if engine.by_length else ("mask",):
         engine.cache.by_length = way == "length"
-        reading = engine.cache.reading(positions, engine.cache.length)
-        ways[way] = LayerAttention(engine.device, partial(reading, q, keys, values))
+        groups = engine.cache.groups(B, positions.cpu().numpy() + 1)
+        attend, *_ = engine.cache.decode(positions, groups)
+        ways[way] = LayerAttention(engine.device, partial(attend, q, k, v))
     return ways
 
 
