@@ -271,11 +271,9 @@ def trainer(job, hw):
     """Train with transformers' Trainer, or with TRL's SFTTrainer if the peer is "trl"."""
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    if job.get("lora_rank"):
+    if job["lora_rank"]:
         import peft
-        rank = job["lora_rank"]
-        adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        model = peft.get_peft_model(model, adapters)
+        model = peft.get_peft_model(model, lora_config(job))
     rows = training_rows(job)
     options = common_options(job, hw, "trainer") | {
         "per_device_train_batch_size": job["batch_size"],
@@ -300,6 +298,13 @@ def trainer(job, hw):
     dataset = Dataset.from_list(rows)
     SFTTrainer(model, args, collate, dataset, callbacks=[clock], processing_class=unused).train()
     return seconds()
+
+
+def lora_config(job):
+    """Return PEFT's configuration of the job's adapters, which are on the same layers as nanoRFT's."""
+    import peft
+    rank = job["lora_rank"]
+    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
 def grpo_trainer(job, hw):
@@ -338,8 +343,9 @@ def grpo_trainer(job, hw):
     prompts = [json.loads(line)["prompt"] for line in Path(job["data"]).read_text().splitlines()]
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
-    trl_trainer = GRPOTrainer(model, score, args, dataset, processing_class=tokenizer, callbacks=[clock])
-    trl_trainer.train()
+    adapters = lora_config(job) if job["lora_rank"] else None
+    GRPOTrainer(model, score, args, dataset, processing_class=tokenizer, callbacks=[clock],
+                peft_config=adapters).train()
     expected = {job["max_new_tokens"]}
     assert lengths == expected, f"completions have {lengths} tokens instead of {expected}"
     return seconds()

@@ -102,7 +102,8 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     def theirs(peer):
         return run_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"),
                         model=str(folder), task=f"{folder}/score.py", data=f"{folder}/questions.jsonl",
-                        prompts=prompts, samples=samples, max_new_tokens=new)
+                        prompts=prompts, samples=samples, max_new_tokens=new,
+                        lora_rank=script_args.config.lora_rank)
     sides = {"nanoRFT": ours} | {PEER_NAMES[peer]: functools.partial(theirs, peer) for peer in cfg.peers}
     rates = alternate(sides, cfg.repeats, work.unit, log)
     c = GPTConfig(**SHAPES[cfg.model])

@@ -18,6 +18,8 @@ MILLION = dict(vocab_size=257, block_size=256, n_layer=4, n_head=2, n_embd=128)
 SHAPES = {
     "smollm2-360m": dict(vocab_size=49152, block_size=8192, n_layer=32, n_head=15, n_kv_head=5, n_embd=960,
                          mlp="swiglu", mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
+    "smollm2-135m": dict(vocab_size=49152, block_size=8192, n_layer=30, n_head=9, n_kv_head=3, n_embd=576,
+                         mlp="swiglu", mlp_hidden=1536, qk_norm=False, tied_head=True, rope_theta=1e5),
     "gpt2": GPT2,
     "gpt2-1m": GPT2 | MILLION,
     "1m": MILLION,                           # train.py's default
