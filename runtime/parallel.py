@@ -88,7 +88,7 @@ def ranks_that_share(parallel):
 def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
     """Shard every tensor of a model by rows, in place, if `shards(parallel)`; with hybrid over the ranks of a
     node, and gradients are summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes
-    in it, else in fp32. Gradients are reduced in fp32 at each micro-step, or with sum_locally only at the
+    in it, else or with adapters in fp32. Gradients are reduced in fp32 at each micro-step, or with sum_locally only at the
     last, which keeps a full gradient on each rank. The first rank's model has the weights; they are freed
     tensor by tensor."""
     if not shards(parallel):
@@ -99,7 +99,8 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
     weights = dict(model.named_parameters())
     model.to("meta")
     model.sum_locally = sum_locally
-    dtype = torch.bfloat16 if hw.dtype == "bf16" else None    # fp16's range is too narrow
+    # fp16's range is too narrow, and adapters are merged with weights that are not rounded yet
+    dtype = torch.bfloat16 if hw.dtype == "bf16" and not has_frozen_weights(model) else None
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     mesh = mesh_of(hw.device.type, parallel)
     for block in model.blocks:
@@ -143,6 +144,11 @@ def broadcast(weights, model, device):
         fill(p, values, name)
 
 
+def has_frozen_weights(model):
+    """Tell whether only adapters are trained."""
+    return not all(p.requires_grad for p in model.parameters())
+
+
 def gathered_bytes(model, dtype):
     """Return the bytes that a step of a sharded model gathers beyond this rank's share (0 if unsharded): two
     blocks, since the next is prefetched, and all weights outside blocks, in the compute dtype; and fp32
@@ -150,6 +156,7 @@ def gathered_bytes(model, dtype):
     if not distributed.is_spread(model):
         return 0
     sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    dtype = torch.float32 if has_frozen_weights(model) else dtype
     return gathered(model, dtype, sum(sizes) if model.sum_locally else 0)
 
 

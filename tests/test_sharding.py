@@ -121,6 +121,15 @@ def test_adapters(both, tmp_path, text):
     assert largest_difference(adapters, weights(tmp_path / "two", 10)) == 0
 
 
+def test_adapters_are_merged_with_whole_weights(both, tmp_path, text):
+    """In bf16 the merged weights are rounded once, as in one process."""
+    one, _ = both("muon")
+    knobs = KNOBS | dict(init_from=one, lora_rank=4, dtype="bf16", learning_rate=3e-4, max_steps=8, save_interval=8)
+    trained(tmp_path / "one", text, **knobs)
+    trained(tmp_path / "two", text, ranks=2, parallel="fsdp", **knobs)
+    assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), abs=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_other_precisions(tmp_path, text, dtype):
     """Rounding differs from one process's: weights are gathered in bf16, and each rank sums its own part."""
