@@ -88,9 +88,9 @@ def ranks_that_share(parallel):
 def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
     """Shard every tensor of a model by rows, in place, if `shards(parallel)`; with hybrid over the ranks of a
     node, and gradients are summed over the nodes. Blocks are gathered one at a time, in bf16 if hw computes
-    in it, else or with adapters in fp32. Gradients are reduced in fp32 at each micro-step, or with sum_locally only at the
-    last, which keeps a full gradient on each rank. The first rank's model has the weights; they are freed
-    tensor by tensor."""
+    in it, else (or with adapters) in fp32. Gradients are reduced in fp32 at each micro-step, or with
+    sum_locally only at the last, which keeps a full gradient on each rank. The first rank's model has the
+    weights; they are freed tensor by tensor."""
     if not shards(parallel):
         return model
     # Imported here: it takes half a second, and most runs don't need it.
