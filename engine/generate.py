@@ -159,7 +159,7 @@ class Engine:
     def can_attend_by_length(self):
         """Return whether the kernel of engine/triton_attention.py can be used: not for fp32, whose products
         tensor cores round, nor where Triton is not installed."""
-        if self.device.type != "cuda" or self.dtype == torch.float32 or self.config.mixer != "softmax":
+        if self.kind != "cuda" or self.dtype == torch.float32 or self.config.mixer != "softmax":
             return False
         if self.deterministic or not find_spec("triton"):
             return False

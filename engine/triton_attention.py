@@ -14,12 +14,14 @@ BLOCK = 64                                   # positions
 
 def can_attend(device, head_dim):
     """Return whether the kernel runs on this device for this number of channels a head."""
-    return torch.cuda.get_device_capability(device) >= (8, 0) and head_dim in (16, 32, 64, 128, 256)
+    if device.type != "cuda" or head_dim not in (16, 32, 64, 128, 256):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def decode_attention(q, k, v, cache, positions):
-    """Write k and v [B, 1, K, D] to a layer's cache (keys, values [>= B, K, T, D]) at positions [B], and return
-    attention [B, 1, H, D] of q [B, 1, H, D] up to there."""
+    """Write k and v [B, 1, K, D] at positions [B] of a layer's cache, and return attention [B, 1, H, D] of
+    q [B, 1, H, D] up to there. cache: keys and values [at least B, K, T, D]."""
     keys, values = cache
     B, _, K, D = k.shape
     H = q.shape[2]
@@ -68,4 +70,5 @@ def attend(Q, NEW_K, NEW_V, K, V, Y, positions, q_row, q_head, k_row, k_head, v_
         highest = new_highest
     y = y / total[:, None]
     heads = tl.num_programs(1) * G
-    tl.store(Y + (row * heads + head * G + g) * D + channels[None, :], y.to(Y.dtype.element_ty), mask=is_query)
+    at = (row * heads + head * G + g) * D + channels[None, :]
+    tl.store(Y + at, y.to(Y.dtype.element_ty), mask=is_query)

@@ -49,6 +49,7 @@ class MergedLinear(torch.autograd.Function):
         x, weight, a, b = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
+            # merged again, since a copy of every W until the backward pass would double the weights' memory
             dx = (dy @ merge(weight, a, b, ctx.scale).to(dy.dtype)).to(ctx.dtype)
         x = x.flatten(0, -2)
         dy = dy.flatten(0, -2)

@@ -271,9 +271,10 @@ def trainer(job, hw):
     """Train with transformers' Trainer, or with TRL's SFTTrainer if the peer is "trl"."""
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    if job["lora_rank"]:
-        import peft
-        model = peft.get_peft_model(model, lora_config(job))
+    adapters = lora_config(job)
+    if adapters:
+        from peft import get_peft_model
+        model = get_peft_model(model, adapters)
     rows = training_rows(job)
     options = common_options(job, hw, "trainer") | {
         "per_device_train_batch_size": job["batch_size"],
@@ -301,10 +302,12 @@ def trainer(job, hw):
 
 
 def lora_config(job):
-    """Return PEFT's configuration of the job's adapters, which are on the same layers as nanoRFT's."""
-    import peft
+    """Return PEFT's configuration of the job's adapters, on the same layers as nanoRFT's; None for rank 0."""
     rank = job["lora_rank"]
-    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    if not rank:
+        return None
+    from peft import LoraConfig
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
 def grpo_trainer(job, hw):
@@ -343,9 +346,8 @@ def grpo_trainer(job, hw):
     prompts = [json.loads(line)["prompt"] for line in Path(job["data"]).read_text().splitlines()]
     dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
-    adapters = lora_config(job) if job["lora_rank"] else None
     GRPOTrainer(model, score, args, dataset, processing_class=tokenizer, callbacks=[clock],
-                peft_config=adapters).train()
+                peft_config=lora_config(job)).train()
     expected = {job["max_new_tokens"]}
     assert lengths == expected, f"completions have {lengths} tokens instead of {expected}"
     return seconds()

@@ -24,10 +24,12 @@ also="matplotlib transformers gguf"; source runs/setup.sh
 if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
     # the sizes of the guide this recipe comes from
     : "${sft:=200}" "${asked:=1000}" "${grpo:=200}" "${questions:=500}"
-    batch="--batch_size=32" rollout="--prompts_per_step=32 --k_samples=16 --learning_rate=2e-4" oversample=10 samples=8
+    batch="--batch_size=32" oversample=10 samples=8
+    rollout="--prompts_per_step=32 --k_samples=16 --learning_rate=2e-4"
 else
     : "${sft:=48}" "${asked:=300}" "${grpo:=24}" "${questions:=500}"
-    batch="--batch_size=8" rollout="--prompts_per_step=12 --k_samples=8 --learning_rate=4e-4" oversample=6 samples=2
+    batch="--batch_size=8" oversample=6 samples=2
+    rollout="--prompts_per_step=12 --k_samples=8 --learning_rate=4e-4"
 fi
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
 flags="--seed=$seed --model=$model --task=$task --sft_steps=$sft --asked=$asked --grpo_steps=$grpo"

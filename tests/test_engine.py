@@ -276,6 +276,21 @@ def test_attention_by_lengths_equals_masked_attention(monkeypatch, shape):
     assert_same(*found)
 
 
+@on_a_gpu
+def test_attention_by_lengths_needs_16_bits(monkeypatch):
+    model = make(n_head=4, n_kv_head=2)
+    kernel = SimpleNamespace(can_attend=lambda device, head_dim: True, decode_attention=attend_by_length)
+    monkeypatch.setitem(sys.modules, "engine.triton_attention", kernel)
+
+    def chosen(**options):
+        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | options).by_length
+    monkeypatch.setattr("engine.generate.find_spec", lambda name: name)
+    assert chosen() and not chosen(by_length=False)
+    assert not chosen(deterministic=True) and not chosen(dtype=torch.float32)
+    monkeypatch.setattr("engine.generate.find_spec", lambda name: None)
+    assert not chosen()
+
+
 # operations without a kernel: views, dropout in evaluation and `to` without a conversion
 FREE = "view transpose split split_with_sizes slice select expand unsqueeze chunk unbind flatten reshape dropout to".split()
 

@@ -254,8 +254,8 @@ def read_form(dataset):
 
 def read_log(path, tokenizer):
     """Return (prompt form, {(question, completion): sampled ids}, {question: system message}) from
-    datagen.py's log; None and no entries without one. Encoding a completion again could give other ids. Excluded: other
-    tokenizers, and ids that do not decode to the completion (such as a stop token)."""
+    datagen.py's log; None and no entries without one. Encoding a completion again could give other ids.
+    Excluded: other tokenizers, and ids that do not decode to the completion (such as a stop token)."""
     header, *attempts = list(log_beside(path)) or [{}]
     is_own = header.get("tokenizer") == tokenizer.describe()
     sampled_ids = {}
