@@ -70,7 +70,7 @@ class Config:
                                              # a shape, with random weights. auto: generate smollm2-360m;
                                              # train the config file's, if given; else gpt2 on a GPU and
                                              # llama-1m on a CPU (train 1m, or gpt2-1m with --peers)
-    run: str = ""                            # datagen: a trained model instead of random weights
+    run: str = ""                            # sft, datagen, grpo: a trained model, instead of random weights
     ladder: bool = False                     # train, sft, grpo: plain fp32, then one more optimisation a row
     ablate: bool = False                     # train, sft, grpo: all optimisations, then each one switched off
     profile: bool = False                    # train, sft, grpo: the operations that take most of a few steps'
@@ -106,7 +106,7 @@ SCRIPTS = {"train": "train", "sft": "train", "datagen": "datagen", "grpo": "grpo
 STEPS = {"train": 12, "sft": 6, "grpo": 6}
 # bench.py's options that apply to some stages only
 STAGES_OF_OPTION = {
-    "run": "datagen",
+    "run": "sft datagen grpo",
     "ranks": "train sft datagen grpo",
     "peer_ranks": "grpo",
     "steps": "overview train sft grpo",
@@ -314,7 +314,7 @@ def check_context(cfg, script_args):
     if cfg.stage == "grpo":
         _, _, *lengths = grpo_case(cfg, script_args)
     block_size = GPTConfig(**SHAPES[cfg.model]).block_size
-    if sum(lengths) > block_size:
+    if sum(lengths) > block_size and not cfg.run:
         raise BadInput(f"{cfg.model} has {block_size} positions: lower --prompt_tokens or --max_new_tokens.")
 
 

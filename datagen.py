@@ -471,14 +471,14 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
-def header_of(cfg, hw, tokenizer, model, task, form, questions, requests):
+def header_of(cfg, engine, tokenizer, model, task, form, questions, requests):
     """Return the log's header: everything the attempts depend on. It must be equal for a resume."""
     options = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in MAY_CHANGE}
     if not cfg.deterministic:
         del options["slots"]
     asked = json.dumps([questions, [request.ids for request in requests]])
     return {
-        "config": options | {"dtype": hw.dtype},
+        "config": options | {"dtype": engine.format},
         "tokenizer": tokenizer.describe(),
         "model": fingerprint(model),
         "prompt": form,
@@ -510,14 +510,15 @@ def main(argv):
                             stop_strings_of(task))
         context = context_for(cfg, requests, cfg.few_shot, source)
         engine = Engine(model, cfg.slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
-                        device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode)
+                        device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode,
+                        half_weights=cfg.dtype == "auto")
         engine.check(max(requests, key=lambda request: len(request.ids)))
-    header = header_of(cfg, hw, tokenizer, model, task, form, questions, requests)
+    header = header_of(cfg, engine, tokenizer, model, task, form, questions, requests)
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))
     if distributed.is_main():
         logged = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
         print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked "
-              f"examples in each prompt; {hw.dtype} on {hw.name}, {engine.slots} samples in flight{logged}.",
+              f"examples in each prompt; {engine.format} on {hw.name}, {engine.slots} samples in flight{logged}.",
               flush=True)
 
     stop = guard.StopSignal()

@@ -200,7 +200,7 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
     slots = 64 if cfg.deterministic else None
     engine = Engine(candidate.source.load(device=hw.device), slots, candidate.context, sampling,
                     seed=cfg.seed, dtype=hw.sampling_dtype, deterministic=cfg.deterministic,
-                    decode=tokenizer.decode)
+                    decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
     began = time.perf_counter()
     pipeline = Pipeline(engine, pool, tokenizer, task)
     grades, texts = ask(pipeline, questions, candidate.requests, shown=len(questions) if cfg.output else 0,
@@ -213,7 +213,7 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
         "num_samples": cfg.num_samples,
         "temperature": cfg.temperature,
         "few_shot": candidate.few_shot,
-        "dtype": hw.sampling_format,
+        "dtype": engine.format,
         "seconds": seconds,
         "tokens": int(tokens),
         "tokens_per_s": tokens / seconds,

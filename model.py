@@ -381,14 +381,16 @@ class GPT(nn.Module):
         """Return fp32 logits [B, T, V] of token ids x [B, T]."""
         return self.logits(self.hidden(x))
 
-    def loss(self, x, y, target_index=None):
+    def loss(self, x, y, target_index=None, prefix=None):
         """Return the *sum* of the cross entropies of targets y [B, T] after x [B, T]: nats, fp32 [].
 
         Targets that are IGNORE don't count. Divide by the number of targets in the optimizer step.
         target_index: [N] of the other targets in y.flatten(), for which alone the head is computed then (a
         fifth of SmolLM2-135M's products); None: the head is computed for all positions.
+        prefix: [P] ids that all rows of x continue, computed once, without attention dropout.
         """
-        h = self.hidden(x).flatten(0, 1)
+        h = self.hidden(x) if prefix is None else self.hidden_after_prompts(x, Prompts.shared(prefix, len(x)))
+        h = h.flatten(0, 1)
         y = y.flatten()
         if target_index is not None:
             h = h.index_select(0, target_index)
@@ -551,6 +553,11 @@ class Prompts(NamedTuple):
     ids: torch.Tensor                        # [G, P]
     lengths: torch.Tensor                    # [G]; ids past them are padding. 0 is allowed
     prompt_index: torch.Tensor               # [B], the prompt (0 ... G - 1) of each row
+
+    @classmethod
+    def shared(cls, ids, n_rows):
+        """Return the Prompts of rows that all continue the same ids [P]."""
+        return cls(ids[None], ids.new_full((1,), len(ids)), ids.new_zeros(n_rows))
 
     def mask(self, T, dtype):
         """Return the mask [B, 1, T, P + T] of rows of T positions over their prompts and themselves.

@@ -54,7 +54,7 @@ def make_engine(cfg, model, tokenizer, hw, context, slots):
     stop_strings = (cfg.stop,) if cfg.stop else ()
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), stop_strings)
     return Engine(model, slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
-                  deterministic=cfg.deterministic, decode=tokenizer.decode)
+                  deterministic=cfg.deterministic, decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
 
 
 class Printer:

@@ -34,7 +34,7 @@ from runtime.distributed import CUDA_GRAPHS
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
 from text import data, examples
-from text.datasets import is_text, number_of_steps, open_data, validation_loss, workers
+from text.datasets import computed_share, is_text, number_of_steps, open_data, validation_loss, workers
 from text.perplexity import evaluation_line
 from text.provenance import check_task, own_task, prompt_form
 from text.report import facts, log_step, log_validation, start_up
@@ -250,7 +250,9 @@ def compile_and_fit(cfg, run, dataset):
         if passes > 1 and mode in CUDA_GRAPHS:
             mode = "default"
         model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
-        return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.bytes_to_come())
+        prefix = None if is_text(dataset) else dataset.prefix
+        return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.bytes_to_come(),
+                                      prefix=prefix)
 
     def smaller(micro_batch):
         return memory.smaller(micro_batch, share) if micro_batch > 1 else None
@@ -267,7 +269,7 @@ def train(cfg, run, model, dataset, held_out):
     dataset.multiple = hw.length_multiple
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
-    flops_per_token = run.model.flops_per_token(dataset.longest)
+    flops_per_token = run.model.flops_per_token(dataset.longest) * computed_share(dataset)
     nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
     if held_out:
         run.evaluate = partial(validate, cfg, run, model, held_out)
@@ -277,8 +279,8 @@ def train(cfg, run, model, dataset, held_out):
 
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
-        # Micro-batches: x [micro_batch, T] token ids, y the next ids, of examples also the index of targets.
-        # num_targets counts all micro-steps and ranks.
+        # Micro-batches: x [micro_batch, T] token ids, y the next ids, of examples also the index of targets
+        # and the beginning that all of them share. num_targets counts all micro-steps and ranks.
         micro_batches = []
         for batch in next(loader):
             micro_batches.append([tensor.to(hw.device, non_blocking=True) for tensor in batch])

@@ -36,6 +36,7 @@ from model import GPT, on_meta
 from runtime import hardware, memory, vitals
 
 MIN_PREFIX = 16                              # shortest common beginning of prompts that is computed once
+HALF_WEIGHTS_FROM = 2**24                    # weights; fewer than 64 MiB stay in a CPU's cache
 SORT_EVERY = 32                              # on a CPU: polls between two sorts of the rows by position
 DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests
 
@@ -97,6 +98,7 @@ class Packed(nn.Module):
         self.bias = bias
 
     def pack(self, weight):
+        self.in_features = weight.shape[1]
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def forward(self, x):
@@ -109,6 +111,26 @@ class Packed(nn.Module):
             return False
         bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return bf16 or dtype == torch.float32
+
+
+class HalfPacked(Packed):
+    """A linear layer with its weight in fp16 and products in fp32 (FBGEMM).
+
+    It reads half the memory of fp32. Weights of a bf16 checkpoint are exact in fp16 from 6e-5 on.
+    """
+
+    def pack(self, weight):
+        self.in_features = weight.shape[1]
+        self.weight = torch.ops.quantized.linear_prepack_fp16(weight, None)
+
+    def forward(self, x):
+        y = torch.ops.quantized.linear_dynamic_fp16(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+    @staticmethod
+    def works(device_type, dtype):
+        return (Packed.works(device_type, dtype) and dtype == torch.float32
+                and "fbgemm" in torch.backends.quantized.supported_engines)
 
 
 # --- the engine ---
@@ -134,6 +156,7 @@ class Engine:
     poll: int | None = None                  # steps between two reads of results; None: 8 on a GPU, else 1
     cuda_graphs: bool = True                 # on a GPU
     by_length: bool = True                   # decode by engine/triton_attention.py where it runs
+    half_weights: bool = False               # on an x86 CPU in fp32: keep a large model's matrices in fp16
 
     @torch.inference_mode(False)
     def __post_init__(self, model):
@@ -152,6 +175,8 @@ class Engine:
                              f"and context={self.context} at least 2.")
         self.cuda_graphs = self.cuda_graphs and self.kind == "cuda"
         self.by_length = self.by_length and self.can_attend_by_length()
+        self.half_weights = (self.half_weights and model.n_params() > HALF_WEIGHTS_FROM
+                             and HalfPacked.works(self.kind, self.dtype))
         self.build_model()
         self.load(model)
         self.allocate(self.slots or slots_that_fit(self.config, self.context, self.dtype, self.device))
@@ -166,6 +191,12 @@ class Engine:
         from engine.triton_attention import can_attend
         return can_attend(self.device, self.config.head_dim)
 
+    @property
+    def format(self):
+        """Return the number formats for the log."""
+        (name,) = [name for name, dtype in hardware.DTYPES.items() if dtype == self.dtype]
+        return f"{name} with fp16 weights" if self.half_weights else name
+
     def build_model(self):
         """Build the engine's own model; load() fills in its weights."""
         attention = "sdpa"
@@ -175,12 +206,13 @@ class Engine:
             capability = torch.cuda.get_device_capability(self.device)
             attention = "sdpa" if hardware.shares_heads(capability, self.dtype) else "sdpa_repeated"
         self.model = on_meta(self.config, attention)
-        self.head = Packed() if Packed.works(self.kind, self.dtype) else None
+        packed = HalfPacked if self.half_weights else Packed
+        self.head = packed() if packed.works(self.kind, self.dtype) else None
         if self.head:
             self.model.head = None
             for name, module in list(self.model.named_modules()):
                 if isinstance(module, nn.Linear):
-                    self.model.set_submodule(name, Packed(module.bias))
+                    self.model.set_submodule(name, packed(module.bias))
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
         self.model.fill_rope_tables(self.dtype)
 
@@ -202,7 +234,7 @@ class Engine:
         for name, weight in merged_weights(model, self.dtype):
             weight = weight.to(self.dtype)
             if name.startswith("blocks.") or name == head:
-                self.weight_bytes += weight.nbytes
+                self.weight_bytes += weight.nbytes // (2 if self.half_weights else 1)
             if name in setters:
                 setters[name](weight)
             if self.head and name == head:

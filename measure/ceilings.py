@@ -147,16 +147,16 @@ def git_commit():
     return result.stdout.strip() or None if result and result.returncode == 0 else None
 
 
-def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512):
+def sampling_limit(c, hw, prompts, prompt_tokens, samples, new, slots=512, weight_size=None):
     """Return (least seconds of sampling, of these the decoding steps' seconds, samples in flight). Prefill is
     counted as FLOPs at the measured matmul speed; each decoding step as bytes of weights and KV cache at the
-    measured bandwidth. new: tokens of each sample."""
+    measured bandwidth. new: tokens of each sample. weight_size: bytes; None: of hw's format."""
     model = on_meta(c)
     in_flight = min(slots, prompts * samples)
     dtype = hw.sampling_dtype
     format = hw.product_format(hw.sampling_format)
     block_params = sum(p.numel() for p in model.blocks.parameters())
-    weight_bytes = (block_params + model.head_weight.numel()) * dtype.itemsize
+    weight_bytes = (block_params + model.head_weight.numel()) * (weight_size or dtype.itemsize)
     bytes_per_token = cache_bytes(c, 0, 64, dtype) / 64
     context = prompt_tokens + new / 2                    # on average
     step = (weight_bytes + in_flight * context * bytes_per_token) / read_bandwidth(hw)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+import hf
 import tasks
 from measure.synthetic import GPT2
 from runtime import distributed, hardware
@@ -245,12 +246,14 @@ def common_options(job, hw, folder):
 
 def training_rows(job):
     """Return rows {input_ids, labels}: random windows of a text, one for each sequence of the run, or the
-    examples of job["data"] with the labels that train.py uses."""
+    examples of job["data"] with the ids and labels that train.py uses; job["source"]: the model whose tokenizer
+    encodes them, or ""."""
     if Path(job["data"]).is_dir():
         x, _ = windows(job)(job["steps"] * job["batch_size"] * job["accumulation"])
         return [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
     rows = []
-    for example in examples.read(job["data"], Tokenizer("bytes")):
+    tokenizer = hf.find(job["source"]).tokenizer(None) if job["source"] else Tokenizer("bytes")
+    for example in examples.read(job["data"], tokenizer):
         labels = [int(i) if is_trained else -100 for i, is_trained in zip(example.ids, example.is_target)]
         rows.append({"input_ids": example.ids.tolist(), "labels": labels})
     return rows
@@ -319,9 +322,10 @@ def grpo_trainer(job, hw):
     lengths = set()                          # tokens of completions
     clock, seconds = step_clock(transformers, hw)
 
-    def score(completions, completion_ids, **_):
+    def score(completions, completion_ids, question=None, **_):
         lengths.update(map(len, completion_ids))
-        return [task.score(None, completion) for completion in completions]
+        pairs = zip(question or [None] * len(completions), completions)
+        return [task.reward(*pair)[0] for pair in pairs]
     options = common_options(job, hw, "trl") | {
         "per_device_train_batch_size": job["prompts"] * job["samples"] // distributed.world_size(),
         "num_generations": job["samples"],
@@ -343,13 +347,15 @@ def grpo_trainer(job, hw):
     }
     args = GRPOConfig(**options)
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    prompts = [json.loads(line)["prompt"] for line in Path(job["data"]).read_text().splitlines()]
-    dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
+    if not job["source"]:
+        rows = [{"prompt": row["prompt"]} for row in rows]
+    dataset = Dataset.from_list(rows)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     GRPOTrainer(model, score, args, dataset, processing_class=tokenizer, callbacks=[clock],
                 peft_config=lora_config(job)).train()
     expected = {job["max_new_tokens"]}
-    assert lengths == expected, f"completions have {lengths} tokens instead of {expected}"
+    assert job["source"] or lengths == expected, f"completions have {lengths} tokens instead of {expected}"
     return seconds()
 
 

@@ -11,11 +11,15 @@ from string import ascii_lowercase
 
 import torch
 
+import hf
+import tasks
 from measure.ceilings import devices, matmul_peak, sampling_limit
 from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, processes, run_peer, run_script,
                           shared_figures, steps_alone)
 from measure.synthetic import SHAPES, write_verifier
 from model import GPTConfig, on_meta
+from rollouts.pipeline import requests_of
+from rollouts.questions import questions_of
 from runtime import guard
 from tasks._pool import Pool
 
@@ -40,10 +44,41 @@ def grpo_case(cfg, script_args):
 
 
 def grpo_work(cfg, hw, folder, script_args):
-    """Return the Work of grpo.py on random prompts with a verifier that grades by a hash. Prompts have one
-    length, or with varied_prompts a quarter of it to all; samples never end before max_new_tokens."""
+    """Return the Work of grpo.py, with --run on a trained model and questions of unit_conversion, else on
+    random weights and prompts."""
     folder = Path(folder)
     prompts, samples, new, prompt_tokens = grpo_case(cfg, script_args)
+    if cfg.run:
+        source = as_flags(init_from=cfg.run, task="unit_conversion", dataset=None, few_shot=0)
+        description = f"{prompts} questions of unit conversion x {samples} samples of at most {new} tokens"
+    else:
+        source = random_questions(cfg, folder, prompts, prompt_tokens)
+        at_most = "at most " if cfg.varied_prompts else ""
+        description = f"{prompts} prompts of {at_most}{prompt_tokens} tokens x {samples} samples of {new}"
+        if cfg.verifier_ms:
+            description += f", a verifier of {cfg.verifier_ms:g} ms"
+    ranks = cfg.ranks
+    if not ranks:
+        threads = torch.get_num_threads()
+        small_on_cpu = hw.device.type == "cpu" and is_small(shape_of(cfg))
+        ranks = threads if small_on_cpu and prompts % threads == 0 else 1
+    arguments = as_flags(learning_rate=1e-6, warmup_steps=0)
+    arguments += [*script_args.files, *script_args.flags, *steps_alone(cfg, folder), *source]
+    arguments += as_flags(num_questions=None, tokenizer=None)
+    arguments += as_flags(prompts_per_step=prompts, k_samples=samples, max_new_tokens=new)
+    arguments += as_flags(eval_interval=0, dtype=hw.dtype)
+    return Work("grpo.py", arguments, folder, description, "completions/s", cfg.steps, ranks,
+                prompts * samples, script_args.config)
+
+
+def shape_of(cfg):
+    """Return the GPTConfig of the measured model."""
+    return hf.find(cfg.run).config if cfg.run else GPTConfig(**SHAPES[cfg.model])
+
+
+def random_questions(cfg, folder, prompts, prompt_tokens):
+    """Write random prompts and a verifier that grades by a hash; return the flags that name them. Prompts
+    have one length, or with varied_prompts a quarter of it to all; samples never end before max_new_tokens."""
     rng = random.Random(cfg.seed)
     letters = ascii_lowercase + " 0123456789"
     num_questions = prompts * (WARM_UP + cfg.steps)
@@ -54,23 +89,20 @@ def grpo_work(cfg, hw, folder, script_args):
     rows = [json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts]
     (folder / "questions.jsonl").write_text("".join(rows))
     write_verifier(folder / "score.py", cfg.verifier_ms)
-    ranks = cfg.ranks
-    if not ranks:
-        threads = torch.get_num_threads()
-        small_on_cpu = hw.device.type == "cpu" and is_small(GPTConfig(**SHAPES[cfg.model]))
-        ranks = threads if small_on_cpu and prompts % threads == 0 else 1
-    arguments = as_flags(learning_rate=1e-6, warmup_steps=0)
-    arguments += [*script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
-    arguments += as_flags(init_from=folder, task=folder / "score.py", dataset=folder / "questions.jsonl")
-    arguments += as_flags(num_questions=None, tokenizer=None, few_shot=None)
-    arguments += as_flags(prompts_per_step=prompts, k_samples=samples, max_new_tokens=new)
-    arguments += as_flags(eval_interval=0, dtype=hw.dtype)
-    at_most = "at most " if cfg.varied_prompts else ""
-    description = f"{prompts} prompts of {at_most}{prompt_tokens} tokens x {samples} samples of {new}"
-    if cfg.verifier_ms:
-        description += f", a verifier of {cfg.verifier_ms:g} ms"
-    return Work("grpo.py", arguments, folder, description, "completions/s", cfg.steps, ranks,
-                prompts * samples, script_args.config)
+    return as_flags(init_from=folder, task=folder / "score.py", dataset=folder / "questions.jsonl", few_shot=None)
+
+
+def write_for_peer(cfg, folder, n):
+    """Write --run's weights and tokenizer to folder/peer and the prompts of n questions to questions.jsonl."""
+    source = hf.find(cfg.run)
+    tokenizer = source.tokenizer()
+    hf.export(source.load(), folder / "peer", tokenizer)
+    task = tasks.load("unit_conversion")
+    questions = questions_of(task, "train", n, cfg.seed)
+    rows = []
+    for question, request in zip(questions, requests_of(tokenizer, task, questions)):
+        rows.append(json.dumps({"prompt": tokenizer.decode(request.ids), "question": question}) + "\n")
+    (folder / "questions.jsonl").write_text("".join(rows))
 
 
 def bench_grpo(cfg, hw, folder, script_args, log):
@@ -79,11 +111,14 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     grpo.py's seconds come from its log, those of TRL's GRPOTrainer from step callbacks, without its fetching
     of questions and logging; neither includes starting the process. Both have the same weights, prompts,
     reward, group size, learning rate and loss (dapo, same clipping, no KL, unscaled advantages) and one AdamW
-    step a rollout; completion lengths are checked on both sides. grpo.py would skip samples of zero
-    advantage: here there are none.
+    step a rollout. Completion lengths are checked on both sides, and grpo.py would skip samples of zero
+    advantage, but there are none; with --run lengths differ, and it skips them.
     """
+    folder = Path(folder)
     work = grpo_work(cfg, hw, folder, script_args)
-    prompts, samples, new, prompt_tokens = grpo_case(cfg, script_args)
+    prompts, samples, new, _ = grpo_case(cfg, script_args)
+    if cfg.run and cfg.peers:
+        write_for_peer(cfg, folder, prompts * (WARM_UP + cfg.steps))
     peer_processes = f", {cfg.peer_ranks} of TRL" if cfg.peers else ""
     log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; "
         f"{processes(work.ranks)} here{peer_processes}")
@@ -94,22 +129,24 @@ def bench_grpo(cfg, hw, folder, script_args, log):
         runs.append(run)
         keys = ("completion_tokens", "completion_tokens_max", "zero_variance")
         sampled = {tuple(step[key] for key in keys) for step in run["steps"]}
-        if sampled != {(new, new, 0)}:
+        if not cfg.run and sampled != {(new, new, 0)}:
             raise guard.Failure(f"grpo.py sampled completions of {sampled} tokens, not {new}: leave out "
                                 "options that change their length.")
         return run["rate"]
 
     def theirs(peer):
+        model, task = (folder / "peer", "unit_conversion") if cfg.run else (folder, folder / "score.py")
         return run_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"),
-                        model=str(folder), task=f"{folder}/score.py", data=f"{folder}/questions.jsonl",
+                        model=str(model), task=str(task), data=f"{folder}/questions.jsonl", source=cfg.run,
                         prompts=prompts, samples=samples, max_new_tokens=new,
                         lora_rank=script_args.config.lora_rank)
     sides = {"nanoRFT": ours} | {PEER_NAMES[peer]: functools.partial(theirs, peer) for peer in cfg.peers}
     rates = alternate(sides, cfg.repeats, work.unit, log)
-    c = GPTConfig(**SHAPES[cfg.model])
+    c = shape_of(cfg)
     n = devices(hw, work.ranks)
-    if cfg.varied_prompts:
-        prompt_tokens *= 5 / 8               # on average
+    last = runs[-1]["steps"][-1]
+    new = last["completion_tokens"]
+    prompt_tokens = last["tokens"] / last["questions"] / samples - new           # on average
     tokens = prompts * prompt_tokens + work.sequences * new
     update = tokens * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw) / n
     sampling, *_ = sampling_limit(c, hw, -(-prompts // n), prompt_tokens, samples, new)

@@ -108,7 +108,8 @@ def run_script(work, options=None):
     """Run the script once and return the figures of its log. seconds: of each measured step; step_s: their
     median; rate: median units a second; fastest: units a second of the fastest step; outside_s: seconds of
     the process outside of these steps (start, compiling, warm-up, end); sampled: from nvidia-smi; loss: of
-    the last step; grad_norm: of the first; settings: every option, with the value that auto resolved to."""
+    the last step; grad_norm: of the first; settings: every option, with the value that auto resolved to, and
+    facts about model and data."""
     options = dict(options or {})
     ranks = options.pop("ranks", work.ranks)
     start = time.perf_counter()
@@ -117,7 +118,7 @@ def run_script(work, options=None):
     wall = time.perf_counter() - start
     lines = read_run(work.out)
     steps = [line for line in lines if "lr" in line]
-    settings = next(line["config"] | line["settings"] for line in lines if "config" in line)
+    settings = next(line["config"] | line["settings"] | line["facts"] for line in lines if "config" in line)
     if "batch_size" in settings:             # replaced by the micro-batch that fitted
         settings["micro_batch"] = steps[-1]["micro_batch"]
         del settings["batch_size"], settings["gradient_accumulation_steps"]

@@ -41,7 +41,8 @@ class EngineSide:
     def __init__(self, model, cfg, hw, rows):
         slots = cfg.slots or min(rows, 512)
         context = cfg.prompt_tokens + cfg.max_new_tokens
-        self.engine = Engine(model, slots, context, Sampling(), seed=cfg.seed, dtype=hw.sampling_dtype)
+        self.engine = Engine(model, slots, context, Sampling(), seed=cfg.seed, dtype=hw.sampling_dtype,
+                             half_weights=cfg.dtype == "auto")
 
     def run(self, prompts, samples, new):
         """Sample `new` tokens for every completion, and return the total number of tokens."""
@@ -68,7 +69,7 @@ def time_products(engine, rows, length, hw):
     c = engine.config
     modules = [*engine.model.modules(), engine.head]
     linears = [module for module in modules if isinstance(module, Packed | torch.nn.Linear)]
-    inputs = [torch.randn(rows, 1, linear.weight.shape[1]).to(engine.dtype) for linear in linears]
+    inputs = [torch.randn(rows, 1, linear.in_features).to(engine.dtype) for linear in linears]
     queries = (rows * c.n_kv_head, c.n_head // c.n_kv_head)
     q = torch.randn(*queries, c.head_dim).to(engine.dtype)
     weights = torch.randn(*queries, length).to(engine.dtype)
@@ -129,7 +130,8 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
     P = len(case.prompts)
     prompt_tokens = len(case.prompts[0])
     limit, decode, in_flight = sampling_limit(
-        engine.config, hw, P, prompt_tokens, case.samples, case.new, engine.slots)
+        engine.config, hw, P, prompt_tokens, case.samples, case.new, engine.slots,
+        2 if engine.half_weights else None)
     nominal = hw.bandwidth * 1e12 if hw.bandwidth else bandwidth
     mbu = decode * bandwidth / nominal / seconds
     floor = decode * in_flight / case.tokens
@@ -148,7 +150,7 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
                "overhead_ms": overhead, "by_length": engine.by_length}
     figures |= {f"{part}_s": value for part, value in parts.items()}
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
-    line = (f"{P} prompts x {case.samples}: {case.tokens / seconds:,.0f} tokens/s, "
+    line = (f"{P} prompts x {case.samples}, {engine.format}: {case.tokens / seconds:,.0f} tokens/s, "
             f"{limit / seconds:.0%} of the limit of {case.tokens / limit:,.0f}, MBU {mbu:.0%}; {shares}; "
             f"a step of {in_flight} rows {1e3 * step:.2f} ms ({in_step})")
     return figures, line

@@ -16,6 +16,7 @@ from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig, on_meta
 from runtime import checkpoint, config, hardware
 from runtime.config import BadInput
+from text import examples
 from text.tokenizer import Tokenizer
 
 
@@ -76,20 +77,25 @@ def write_data(cfg, folder, script_args, shape):
 
 
 def sft_work(cfg, hw, folder, script_args):
-    """Return the Work of train.py on unit-conversion examples, each seen once, from the folder's weights."""
+    """Return the Work of train.py on unit-conversion examples, each seen once, from the folder's weights, or
+    with --run from a model's, in its chat template."""
     folder = Path(folder)
     recipe = [] if script_args.files else [str(ROOT / "config/rft.py")]
     script = config.load(type(script_args.config), recipe + script_args.files + script_args.flags)
-    task = tasks.load("unit_conversion")
-    path = folder / "rft.json"
-    questions = task.questions("train", n=script.sequences * (WARM_UP + cfg.steps))
-    rows = [[q["question"], q["answer"], task.solution(q)] for q in questions]
-    path.write_text(json.dumps(rows))
+    if cfg.run:
+        source = as_flags(init_from=cfg.run, dataset=f"{examples.WORKED}unit_conversion")
+    else:
+        task = tasks.load("unit_conversion")
+        path = folder / "rft.json"
+        questions = task.questions("train", n=script.sequences * (WARM_UP + cfg.steps))
+        rows = [[q["question"], q["answer"], task.solution(q)] for q in questions]
+        path.write_text(json.dumps(rows))
+        source = as_flags(init_from=folder, tokenizer="bytes", dataset=path)
     in_rows = cfg.ladder or cfg.ablate
     schedule = as_flags(learning_rate=1e-3, warmup_steps=2) if in_rows else as_flags(learning_rate=1e-4)
     arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
-    arguments += as_flags(init_from=folder, tokenizer="bytes", dataset=path, num_epochs=None, patience=0)
-    arguments += as_flags(eval_interval=10**9, dtype=hw.dtype)
+    arguments += source
+    arguments += as_flags(num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)
     description = f"{script.sequences} examples of unit conversion a step"
     return Work("train.py", arguments, folder, description, "tokens/s", cfg.steps, cfg.ranks or 1,
                 script.sequences, script)
@@ -116,7 +122,7 @@ def bench_training(cfg, hw, folder, script_args, log):
     if saved["lora"]:
         add_lora(model, **saved["lora"])
     # at the mean sequence length
-    flops = model.flops_per_token(runs[0]["units"] / work.sequences)
+    flops = model.flops_per_token(runs[0]["units"] / work.sequences) * runs[0]["settings"]["computed_share"]
     n = devices(hw, work.ranks)
     limit = n * matmul_peak(hw) / flops
     mfu = statistics.median(rates["nanoRFT"]) * flops / peak(hw) / n
@@ -138,12 +144,15 @@ def peer_rate(cfg, hw, folder, work, peer, runs):
         raise BadInput("--peers=nanogpt has GPT-2's architecture only: give --model=gpt2 or gpt2-1m, and no "
                        "option that changes it.")
     model = folder
-    if cfg.stage == "train" and peer == "trainer":
+    if cfg.run or cfg.stage == "train" and peer == "trainer":
         model = Path(folder) / "peer"
         if not model.exists():
-            weights = random_model(GPTConfig(**architecture), hardware.setup("cpu", compile=False))
+            cpu = hardware.setup("cpu", compile=False)
+            weights = hf.find(cfg.run).load() if cfg.run else random_model(GPTConfig(**architecture), cpu)
             hf.export(weights, model)
     data = Path(folder) / ("text" if cfg.stage == "train" else "rft.json")
+    if cfg.run:
+        data = settings["dataset"]
     return run_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=architecture, model=str(model),
-                    data=str(data), lora_rank=settings["lora_rank"], block_size=settings["block_size"],
+                    source=cfg.run, data=str(data), lora_rank=settings["lora_rank"], block_size=settings["block_size"],
                     batch_size=micro_batch, accumulation=work.sequences // micro_batch)

@@ -216,8 +216,8 @@ class TrainedModel(nn.Module):
                 gradient_as_bucket_view=True, **{sync: False})
             self.ddp.register_comm_hook(None, sum_gradients)
 
-    def loss(self, x, y, target_index=None):
-        return self.call("loss", x, y, target_index)
+    def loss(self, x, y, target_index=None, prefix=None):
+        return self.call("loss", x, y, target_index, prefix)
 
     def token_logprobs(self, x, y, temperature=1.0, prompts=None, target_index=None):
         return self.call("token_logprobs", x, y, temperature, prompts, target_index)

@@ -74,14 +74,14 @@ def smaller(micro_batch, share):
     return next(n for n in range(micro_batch // 2, 0, -1) if share % n == 0)
 
 
-def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None):
+def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None, prefix=None):
     """Try a training step with the longest sequences and (without `inputs`) an evaluation. Return None if
     they run and fit, else the exception; Failure if the model is sharded, since this process can't try again.
 
     Gradients accumulate over `passes` micro-steps, with memory reserved for the optimizers' state. On a CPU,
     where the kernel kills a process that takes too much, an estimate comes first. inputs: arguments of
-    token_logprobs for grpo.py, with about as many positions. Sets model.rehearsed_s: seconds of the last
-    micro-step, None if unknown. Every rank must call."""
+    token_logprobs for grpo.py, with about as many positions. prefix: ids [P] that the sequences begin with.
+    Sets model.rehearsed_s: seconds of the last micro-step, None if unknown. Every rank must call."""
     if hardware.device.type == "cpu":
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
         needed = CPU_SLACK * sum(step_bytes.values())
@@ -90,6 +90,9 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
         if inputs and not hardware.compile:
             return None                      # the trial takes as long as two steps: minutes for a real model
+    if prefix is not None:
+        block_size -= len(prefix)
+        prefix = prefix.to(hardware.device)
     x = torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device)
     y = torch.zeros_like(x)
     failure = None
@@ -98,7 +101,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         for _ in model.micro_steps([None] * passes):
             clock = time.perf_counter()
             with hardware.autocast():
-                loss = model.token_logprobs(*inputs)[0].sum() if inputs else model.loss(x, y)
+                loss = model.token_logprobs(*inputs)[0].sum() if inputs else model.loss(x, y, None, prefix)
             loss.backward()
             hardware.wait()
             model.rehearsed_s = time.perf_counter() - clock

@@ -22,6 +22,7 @@ from measure import ceilings, ladder, peers, runs, sampling, synthetic
 from model import GPT, GPTConfig
 from runtime import guard, hardware
 from runtime.config import BadInput
+from text import examples
 from text.tokenizer import Tokenizer
 
 TINY = dict(vocab_size=300, block_size=256, n_layer=2, n_head=2, n_embd=32, mlp="swiglu", qk_norm=False)
@@ -285,6 +286,17 @@ def test_train_beside_a_plain_loop(in_process, capsys):
         bench.main([*TRAIN, "--device=cpu", "--peers=nanogpt"])
 
 
+def test_fine_tuning_of_a_trained_model(in_process, capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("6 kg = 6000 gram. " * 200)
+    flags = runs.as_flags(dataset=tmp_path / "a.txt", out_dir=tmp_path / "run", n_layer=1, n_embd=32, max_steps=1, compile=False)
+    assert train.main([*flags, "--device=cpu"]) == 0
+    _, record = said(capsys, "--stage=sft", f"--run={tmp_path / 'run'}", "--steps=1", "--repeats=1", "--batch_size=4")
+    assert record["settings"]["dataset"] == "examples:unit_conversion" and record["settings"]["computed_share"] == 1
+    rows = peers.training_rows({"data": "examples:unit_conversion", "source": str(tmp_path / "run")})
+    expected = examples.read("examples:unit_conversion", Tokenizer("bytes"))
+    assert [row["input_ids"] for row in rows] == [example.ids.tolist() for example in expected]
+
+
 def test_sampling_beside_transformers(capsys):
     pytest.importorskip("transformers")
     out, figures = said(capsys, "--stage=generate", "--model=llama-1m", "--work=2x2,3x1", "--prompt_tokens=8", "--max_new_tokens=4",
@@ -349,7 +361,7 @@ def test_rewards(capsys):
 
 
 @pytest.mark.parametrize("argv, sentence", [
-    (["--stage=grpo", "--run=out/x"], "--run has no effect in --stage=grpo, only in datagen"),
+    (["--stage=train", "--run=out/x"], "--run has no effect in --stage=train, only in sft, datagen, grpo"),
     (["--stage=train", "--work=3x3"], "--work has no effect"), (["--stage=generate", "--ranks=2"], "--ranks has no effect"),
     (["--stage=train", "--profile", "--repeats=2"], "leave --repeats out"), (["--stage=sft", "--peers", "--ranks=2"], "leave --ranks out"),
     (["--stage=rewards", "--output=/dev/null/x.json"], "can't be written"), (["--stage=grpo", "--work=8x8,2x2"], "write for example --work=8x8"),

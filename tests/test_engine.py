@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from conftest import ROOT, environment
 from engine import Engine, Request, Sampling
+from engine.generate import HalfPacked
 from engine.kv_cache import cache_bytes
 from engine.sampler import draw, invert, stream, uniform
 from layers.lora import add_lora, merged
@@ -503,6 +504,32 @@ def test_adapters_are_merged_and_low_precision_is_the_engines_alone():
     rounded = make().bfloat16()
     exact = loaded({name: weight.float() for name, weight in rounded.state_dict().items()})
     assert logprobs(rounded, dtype=torch.float32) == logprobs(exact)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.skipif(not HalfPacked.works("cpu", torch.float32), reason="needs FBGEMM")
+def test_weights_in_fp16_are_the_only_thing_that_is_rounded(monkeypatch, shape):
+    """A model whose weights fp16 holds, such as a bf16 checkpoint, gives the same ids and log-probabilities."""
+    monkeypatch.setattr("engine.generate.HALF_WEIGHTS_FROM", 0)
+    model = make(**SHAPES[shape])
+    exact = Engine(model, 4, 128)
+    half = Engine(model, 4, 128, half_weights=True)
+    assert (exact.format, half.format) == ("fp32", "fp32 with fp16 weights") and half.weight_bytes == exact.weight_bytes // 2
+    rounded = sampled(half, requests(4, 2))
+    assert any(rounded[key].logprobs != sample.logprobs for key, sample in sampled(exact, requests(4, 2)).items())
+    model.load_state_dict({name: weight.bfloat16().float() for name, weight in model.state_dict().items()})
+    for engine in (exact, half):
+        engine.load(model)
+    halves = sampled(half, requests(4, 2))
+    for key, sample in sampled(exact, requests(4, 2)).items():
+        assert halves[key].ids == sample.ids
+        torch.testing.assert_close(torch.tensor(halves[key].logprobs), torch.tensor(sample.logprobs), rtol=0, atol=1e-5)
+
+
+@on_a_cpu
+def test_a_small_model_keeps_its_weights_as_they_are():
+    assert not Engine(make(), 1, 128, half_weights=True).half_weights
 
 
 def test_non_finite_weights_are_one_sentence_and_leave_no_trace():

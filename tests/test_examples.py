@@ -140,6 +140,66 @@ def test_the_logged_loss_is_the_mean_over_the_answers(rft, base, tmp_path):
     assert metrics(tmp_path / "a")[1] == pytest.approx(nats / n, abs=1e-5)
 
 
+def alike(path, n=21, before="You answer with one word, in capitals. ", rest=3):
+    """Examples that begin alike, as with a system message."""
+    rng = random.Random(0)
+    rows = [{"prompt": f"{before}{'on ' * rng.randrange(rest)}{i}?", "completion": f"{i} " * rng.randrange(1, 4)} for i in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("before, rest, expected", [
+    ("You answer with one word, in capitals. ", 3, 32),             # 39 ids, rounded down to a multiple of 8
+    ("You answer with one word, in capitals. ", 100, None),         # less than a quarter of the positions
+    ("In one word. ", 1, 8), ("", 3, None)])
+def test_examples_share_what_they_all_begin_with(tmp_path, before, rest, expected):
+    found = examples.read(alike(tmp_path / "a.jsonl", before=before, rest=rest), Tokenizer("bytes"))
+    prefix = examples.common_prefix(found)
+    assert (prefix if expected is None else len(prefix)) == expected
+    assert expected is None or bytes(prefix.tolist()).decode() == before[:expected]
+
+
+def test_a_shared_beginning_ends_before_the_first_target(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "The same question: ", "completion": "Yes."}) + "\n")
+    found = examples.read(tmp_path / "a.jsonl", Tokenizer("bytes")) * 8
+    found[5] = examples.example_of_parts([(list(b"The same quest"), False), (list(b"ion"), True)], "")
+    assert len(examples.common_prefix(found[:5])) == 16 and len(examples.common_prefix(found)) == 8
+    found[5] = examples.example_of_parts([(list(b"The same question: all of it"), True)], "")
+    assert examples.common_prefix(found) is None
+
+
+@pytest.mark.parametrize("kind", [{}, dict(mixer="linear"), dict(position="learned", norm="layernorm", mlp="gelu", n_kv_head=1)])
+def test_a_shared_beginning_changes_no_gradient(tmp_path, kind):
+    from model import GPT, GPTConfig
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=257, block_size=128, n_layer=2, n_head=2, n_embd=32, **kind))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    found = examples.read(alike(tmp_path / "a.jsonl"), Tokenizer("bytes"))
+    results = []
+    for prefix in (None, examples.common_prefix(found)):
+        dataset = examples.Batches(found, 16, 4, seed=0)
+        dataset.prefix = prefix
+        model.zero_grad()
+        loss = sum(model.loss(*batch) for batch in dataset[0])
+        loss.backward()
+        positions = sum(batch[0].numel() + len(batch[3] if prefix is not None else ()) for batch in dataset[0])
+        results.append((loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]), positions))
+    (plain, gradient, cells), (shared, other, fewer) = results
+    assert shared == pytest.approx(plain, rel=1e-5) and fewer < 0.6 * cells
+    assert (other - gradient).norm() < 1e-5 * gradient.norm()
+
+
+def test_a_run_shares_it_unless_dropout_could_tell_the_rows_apart(base, tmp_path):
+    path = alike(tmp_path / "a.jsonl")
+    knobs = dict(max_steps=2, num_epochs=None, batch_size=16, gradient_accumulation_steps=1)
+    assert ", the first 32 shared" in tune(tmp_path / "a", path, base, **knobs).stdout
+    assert "shared" not in tune(tmp_path / "b", path, base, dropout=1e-6, **knobs).stdout
+    a, b = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    assert metrics(tmp_path / "a", "tokens") == metrics(tmp_path / "b", "tokens")
+    assert all(a[step] == pytest.approx(b[step], rel=0.02) for step in (1, 2))     # a 256th is dropped at least
+
+
 @pytest.mark.parametrize("knobs", [{}, dict(lora_rank=2, gradient_checkpointing=True)], ids=["whole", "lora"])
 def test_resume_in_the_middle_of_an_epoch_is_exact(rft, base, tmp_path, knobs):
     tune(tmp_path / "a", rft, base, save_interval=3, **knobs)

@@ -25,8 +25,11 @@ def open_data(cfg, tokenizer):
     short = [example for example in found if example.length <= cfg.block_size]
     train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
     dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
+    if not cfg.dropout and cfg.backward == "backprop":       # neither is defined for positions that rows share
+        dataset.prefix = examples.common_prefix(train)
     targets = sum(int(example.is_target[1:].sum()) for example in train)
-    about = (f"{len(train):,} examples of {dataset.longest} tokens at most, {targets:,} trained on; "
+    shared = "" if dataset.prefix is None else f", the first {len(dataset.prefix)} shared"
+    about = (f"{len(train):,} examples of {dataset.longest} tokens at most{shared}, {targets:,} trained on; "
              f"{len(held_out):,} for validation; {len(found) - len(short):,} longer than "
              f"--block_size={cfg.block_size} left out")
     return dataset, held_out, about
@@ -41,6 +44,16 @@ def validation_loss(cfg, hw, model, held_out, micro_batch):
     if isinstance(held_out, data.TokenFile):
         return text_loss(model, held_out, cfg.block_size, micro_batch, hw, cfg.eval_tokens)
     return examples_loss(model, held_out, micro_batch, hw)
+
+
+def computed_share(dataset):
+    """Return the share of a step's positions that are computed: those that examples share are computed once,
+    or once a micro-batch."""
+    if is_text(dataset) or dataset.prefix is None:
+        return 1.0
+    n = len(dataset.examples)
+    positions = sum(example.length for example in dataset.examples)
+    return 1 - len(dataset.prefix) * (n - dataset.steps_per_epoch) / positions
 
 
 def number_of_steps(cfg, dataset):

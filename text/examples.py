@@ -283,8 +283,8 @@ def hold_out(examples, share, seed):
 # --- batches ---
 
 class Batches(torch.utils.data.Dataset):
-    """self[step] is this rank's share of a step's batch: a list of micro-batches x, y [rows, T] and index of the
-    targets, sorted by length to waste few positions on padding.
+    """self[step] is this rank's share of a step's batch: a list of micro-batches as `padded` returns them,
+    sorted by length to waste few positions on padding.
 
     Depends only on (seed, step): an epoch visits every example once, in random order, in steps of nearly
     equal size, at most `per_step` examples. A micro-batch has at most `rows` examples and at most
@@ -301,6 +301,7 @@ class Batches(torch.utils.data.Dataset):
         self.steps_per_epoch = -(-len(examples) // per_step)
         self.longest = max(example.length for example in examples)
         self.rows = rows
+        self.prefix = None                                    # see common_prefix
         self.multiple = 1                                     # T is a multiple of it, and of 8
         self.micro_batch = rows
         self.latest = (None, None)                            # cache: (epoch, order)
@@ -335,9 +336,10 @@ class Batches(torch.utils.data.Dataset):
         mine = self.of_step(step)[self.rank::self.world_size]
         parts = []
         while mine:
-            T = width(mine[0].length, self.longest, self.multiple)
-            n = max(1, min(self.rows, self.micro_batch * self.longest // T))
-            parts.append(padded(mine[:n], T))
+            P = 0 if self.prefix is None else len(self.prefix)
+            T = width(mine[0].length - P, self.longest - P, self.multiple)
+            n = max(1, min(self.rows, (self.micro_batch * self.longest - P) // T))
+            parts.append(padded(mine[:n], T, self.prefix))
             mine = mine[n:]
         if not parts:                                         # more ranks than examples
             parts.append(empty_batch())
@@ -357,12 +359,33 @@ def width(length, longest, multiple=1):
     return min(longest, -(-length // multiple) * multiple)
 
 
-def padded(examples, T):
-    """Return x, y [rows, T] and the index of the targets in y.flatten(); the rest of y, prompts and positions
-    past an example's end, is IGNORE."""
+def common_prefix(examples):
+    """Return the ids [P] that all examples begin with before the first target, such as a system message; None
+    if they are less than a quarter of all positions, since the rows' attention then needs a mask.
+
+    P is a multiple of 8, which a GPU's attention with a mask requires.
+    """
+    first = examples[0].ids
+    P = len(first)
+    for example in examples:
+        P = max(0, min(P, example.is_target.argmax() - 1))
+        alike = example.ids[:P] == first[:P]
+        P = P if alike.all() else alike.argmin()
+    P -= P % 8
+    if not P or 4 * P * len(examples) < sum(example.length for example in examples):
+        return None
+    return torch.from_numpy(first[:P])
+
+
+def padded(examples, T, prefix=None):
+    """Return x, y [rows, T], the index of the targets in y.flatten() and, if there is one, the prefix [P] that
+    the rows continue. The rest of y, prompts and positions past an example's end, is IGNORE."""
+    P = 0 if prefix is None else len(prefix)
     x = np.zeros((len(examples), T), np.int64)
     y = np.full((len(examples), T), IGNORE)
     for row, example in enumerate(examples):
-        x[row, :example.length] = example.ids[:-1]
-        y[row, :example.length] = np.where(example.is_target[1:], example.ids[1:], IGNORE)
-    return torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(np.flatnonzero(y != IGNORE))
+        n = example.length - P
+        x[row, :n] = example.ids[P:-1]
+        y[row, :n] = np.where(example.is_target[P + 1:], example.ids[P + 1:], IGNORE)
+    batch = [torch.from_numpy(array) for array in (x, y, np.flatnonzero(y != IGNORE))]
+    return batch if prefix is None else [*batch, prefix]

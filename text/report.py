@@ -3,6 +3,7 @@ from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options
+from text.datasets import computed_share
 from text.perplexity import evaluation_line
 
 
@@ -43,11 +44,12 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
 
 
 def facts(run, dataset):
-    """Return the facts about model and data that doctor.diagnose needs."""
+    """Return the facts about model and data that doctor.diagnose and bench.py need."""
     return {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "steps_per_epoch": dataset.steps_per_epoch,
+        "computed_share": computed_share(dataset),
     }
 
 
