@@ -27,8 +27,8 @@ if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; th
     batch="--batch_size=32" oversample=10 samples=8
     rollout="--prompts_per_step=32 --k_samples=16 --learning_rate=2e-4"
 else
-    : "${sft:=48}" "${asked:=300}" "${grpo:=24}" "${questions:=500}"
-    batch="--batch_size=8" oversample=6 samples=2
+    : "${sft:=64}" "${asked:=1000}" "${grpo:=16}" "${questions:=500}"
+    batch="--batch_size=8" oversample=5 samples=2
     rollout="--prompts_per_step=12 --k_samples=8 --learning_rate=4e-4"
 fi
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
@@ -54,11 +54,11 @@ examples=${task%%:*}; case $task in *:[123]) examples=$task ;; esac
 stage sft "$python" train.py --init_from="$model" --dataset="examples:$examples" --out_dir="$out/sft" $adapters \
     $batch --max_steps="$sft" --block_size=256 --learning_rate=1e-3 --lr_schedule=linear --warmup_steps=5
 stage datagen "$python" datagen.py --init_from="$out/sft" $ask --output="$out/rft.json" --seed="$seed" \
-    --num_questions="$asked" --oversample=$oversample --keep_per_question=2 --temperature=0.8
+    --num_questions="$asked" --oversample=$oversample --keep_per_question=1 --stop_early=true --temperature=0.8
 stage rft "$python" train.py --init_from="$out/sft" --dataset="$out/rft.json" --out_dir="$out/rft" $adapters \
     $batch --num_epochs=1 --block_size=256 --learning_rate=5e-4 --lr_schedule=cosine --warmup_steps=5
 stage grpo "$python" grpo.py --init_from="$out/rft" $ask --out_dir="$out/grpo" --seed="$seed" --resume=auto \
-    --lora_rank=16 $rollout --max_steps="$grpo" --temperature=1.2 --eval_interval=0 \
+    --lora_rank=16 $rollout --max_steps="$grpo" --lr_schedule=linear --temperature=1.2 --eval_interval=0 \
     --save_interval=8
 stage greedy evaluate greedy
 stage sampled evaluate sampled --num_samples=$samples --temperature=1
