@@ -3,7 +3,7 @@ generate_batch and Trainer, TRL's SFTTrainer and GRPOTrainer.
 
     python -m measure.peers JOB.json
 
-runs one peer; its last line holds the seconds of its steps.
+runs one peer; its last line holds the seconds of its steps and its peak memory.
 """
 import importlib.util
 import json
@@ -246,8 +246,8 @@ def common_options(job, hw, folder):
 
 def training_rows(job):
     """Return rows {input_ids, labels}: random windows of a text, one for each sequence of the run, or the
-    examples of job["data"] with the ids and labels that train.py uses; job["source"]: the model whose tokenizer
-    encodes them, or ""."""
+    examples of job["data"] with the ids and labels that train.py uses, encoded by the tokenizer of
+    job["source"], a model, or "" for bytes."""
     if Path(job["data"]).is_dir():
         x, _ = windows(job)(job["steps"] * job["batch_size"] * job["accumulation"])
         return [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
@@ -390,13 +390,13 @@ PROCESS_PEERS = {
 
 
 def main(path):
-    """Run the peer of a job file, and print the seconds of its steps."""
+    """Run the peer of a job file, and print the seconds of its steps and its peak memory."""
     job = json.loads(Path(path).read_text())
     hw = hardware.setup(job["device"], job["dtype"], job.get("tf32", True), compile=False)
     torch.manual_seed(job["seed"])
     seconds = PROCESS_PEERS[job["peer"]](job, hw)
     if distributed.is_main():
-        print(json.dumps({"seconds": seconds}))
+        print(json.dumps({"seconds": seconds, "peak_memory_gb": hw.memory_gb()[1]}))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch
 import hf
 import tasks
 from measure.ceilings import devices, matmul_peak, sampling_limit
-from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, processes, run_peer, run_script,
-                          shared_figures, steps_alone)
+from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, memory_line, processes, run_peer,
+                          run_script, shared_figures, steps_alone)
 from measure.synthetic import SHAPES, write_verifier
 from model import GPTConfig, on_meta
 from rollouts.pipeline import requests_of
@@ -77,8 +77,9 @@ def shape_of(cfg):
 
 
 def random_questions(cfg, folder, prompts, prompt_tokens):
-    """Write random prompts and a verifier that grades by a hash; return the flags that name them. Prompts
-    have one length, or with varied_prompts a quarter of it to all; samples never end before max_new_tokens."""
+    """Write random prompts and a verifier that grades by a hash, and return the flags that name them.
+    Prompts have one length, or with varied_prompts a quarter of it to all; samples never end before
+    max_new_tokens."""
     rng = random.Random(cfg.seed)
     letters = ascii_lowercase + " 0123456789"
     num_questions = prompts * (WARM_UP + cfg.steps)
@@ -89,11 +90,12 @@ def random_questions(cfg, folder, prompts, prompt_tokens):
     rows = [json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts]
     (folder / "questions.jsonl").write_text("".join(rows))
     write_verifier(folder / "score.py", cfg.verifier_ms)
-    return as_flags(init_from=folder, task=folder / "score.py", dataset=folder / "questions.jsonl", few_shot=None)
+    dataset = folder / "questions.jsonl"
+    return as_flags(init_from=folder, task=folder / "score.py", dataset=dataset, few_shot=None)
 
 
 def write_for_peer(cfg, folder, n):
-    """Write --run's weights and tokenizer to folder/peer and the prompts of n questions to questions.jsonl."""
+    """Write --run's weights and tokenizer to folder/peer, and the prompts of n questions."""
     source = hf.find(cfg.run)
     tokenizer = source.tokenizer()
     hf.export(source.load(), folder / "peer", tokenizer)
@@ -156,6 +158,7 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     step_ms = 1e3 * figures["step_s"]
     log(f"{figures['share']:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {step_ms:,.0f} ms "
         f"sampling needs at least {1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
+    log(memory_line(figures))
     rollout_ms, update_ms = (1e3 * figures["parts"][part] for part in ("rollout_s", "update_s"))
     also = f"a step {step_ms:,.0f} ms, of which rollout {rollout_ms:,.0f}, update {update_ms:,.0f}"
     return figures | {"also": also}

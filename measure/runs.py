@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class Work:
     ranks: int = 1
     sequences: int = 0                       # in a step
     config: Any = None                       # the script's Config
+    peak_memory_gb: dict = field(default_factory=dict)       # of each side's last run
 
     @property
     def out(self):
@@ -167,6 +168,7 @@ def shared_figures(work, rates, runs, limit, parts):
         "parts": {part: statistics.median(step[part] for step in counted) for part in parts},
         "settings": runs[0]["settings"],
         "repeats": recorded(runs),
+        "peak_memory_gb": work.peak_memory_gb | {"nanoRFT": runs[-1]["peak_memory_gb"]},
     }
 
 
@@ -197,15 +199,22 @@ def alternate(sides, repeats, unit, log, warm_up=0):
     return rates
 
 
+def memory_line(figures):
+    """Return the log line of all sides' peak memory."""
+    sides = ", ".join(f"{name} {size:.2f}" for name, size in figures["peak_memory_gb"].items())
+    return f"peak memory, GiB: {sides}"
+
+
 def run_peer(cfg, hw, work, peer, units, ranks=1, **job):
     """Return the units a second of a training peer after the warm-up. units: of a step."""
-    seconds = time_peer(peer, cfg, hw, work.folder, ranks, steps=WARM_UP + work.steps, **job)
+    seconds, work.peak_memory_gb[peer] = time_peer(peer, cfg, hw, work.folder, ranks,
+                                                   steps=WARM_UP + work.steps, **job)
     return units / statistics.median(seconds[WARM_UP:])
 
 
 def time_peer(peer, cfg, hw, folder, ranks=1, **job):
-    """Run a peer in its own process and return the seconds of its steps. A single process sees one GPU only,
-    since transformers would use all."""
+    """Run a peer in its own process and return (seconds of its steps, peak GiB of memory). A single process
+    sees one GPU only, since transformers would use all."""
     path = Path(folder) / "job.json"
     env = {}
     if hw.device.type == "cuda" and ranks == 1:
@@ -216,7 +225,8 @@ def time_peer(peer, cfg, hw, folder, ranks=1, **job):
               "tf32": hw.tf32, "seed": cfg.seed}
     path.write_text(json.dumps(common | job))
     printed = process(["-m", "measure.peers"], [path], ranks, peer, env=env)
-    return json.loads(printed.splitlines()[-1])["seconds"]
+    figures = json.loads(printed.splitlines()[-1])
+    return figures["seconds"], figures["peak_memory_gb"]
 
 
 def chart(path, title, rates, unit):

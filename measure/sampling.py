@@ -163,7 +163,7 @@ def bench_case(cfg, hw, folder, case, sides, bandwidth, log):
     if "generate_batch" in cfg.peers:
         job = dict(prompts=case.prompts, samples=case.samples, max_new_tokens=case.new)
         try:
-            seconds = time_peer("generate_batch", cfg, hw, folder, **job)
+            seconds, _ = time_peer("generate_batch", cfg, hw, folder, **job)
             times["generate_batch"] = seconds[1:]                      # the first is a warm-up
         except guard.Failure as e:
             failed["generate_batch"] = str(e)

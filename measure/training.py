@@ -10,8 +10,8 @@ import tasks
 from layers.lora import add_lora
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
-from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, run_peer, run_script, shared_figures,
-                          steps_alone)
+from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, memory_line, run_peer, run_script,
+                          shared_figures, steps_alone)
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig, on_meta
 from runtime import checkpoint, config, hardware
@@ -130,9 +130,9 @@ def bench_training(cfg, hw, folder, script_args, log):
     step_ms = 1e3 * figures["step_s"]
     log(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {step_ms:,.1f} ms; "
         f"limit at the speed of a large product {limit:,.0f} tokens/s")
-    memory = statistics.median(run["peak_memory_gb"] for run in runs)
-    return figures | {"mfu": mfu, "flops_per_token": flops, "peak_memory_gb": memory,
-                      "also": f"MFU {mfu:.1%}, a step {step_ms:,.0f} ms"}
+    log(memory_line(figures))
+    also = f"MFU {mfu:.1%}, a step {step_ms:,.0f} ms"
+    return figures | {"mfu": mfu, "flops_per_token": flops, "also": also}
 
 
 def peer_rate(cfg, hw, folder, work, peer, runs):
@@ -154,5 +154,6 @@ def peer_rate(cfg, hw, folder, work, peer, runs):
     if cfg.run:
         data = settings["dataset"]
     return run_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=architecture, model=str(model),
-                    source=cfg.run, data=str(data), lora_rank=settings["lora_rank"], block_size=settings["block_size"],
-                    batch_size=micro_batch, accumulation=work.sequences // micro_batch)
+                    source=cfg.run, data=str(data), lora_rank=settings["lora_rank"],
+                    block_size=settings["block_size"], batch_size=micro_batch,
+                    accumulation=work.sequences // micro_batch)

@@ -25,7 +25,7 @@ def open_data(cfg, tokenizer):
     short = [example for example in found if example.length <= cfg.block_size]
     train, held_out = examples.hold_out(short, cfg.valid_share, cfg.seed)
     dataset = examples.Batches(train, cfg.sequences, cfg.batch_size, cfg.seed, rank, world)
-    if not cfg.dropout and cfg.backward == "backprop":       # neither is defined for positions that rows share
+    if not cfg.dropout and cfg.backward == "backprop":       # neither is defined for shared positions
         dataset.prefix = examples.common_prefix(train)
     targets = sum(int(example.is_target[1:].sum()) for example in train)
     shared = "" if dataset.prefix is None else f", the first {len(dataset.prefix)} shared"

@@ -378,8 +378,8 @@ def common_prefix(examples):
 
 
 def padded(examples, T, prefix=None):
-    """Return x, y [rows, T], the index of the targets in y.flatten() and, if there is one, the prefix [P] that
-    the rows continue. The rest of y, prompts and positions past an example's end, is IGNORE."""
+    """Return x, y [rows, T], the index of the targets in y.flatten() and, if there is one, the prefix [P]
+    that the rows continue. The rest of y, prompts and positions past an example's end, is IGNORE."""
     P = 0 if prefix is None else len(prefix)
     x = np.zeros((len(examples), T), np.int64)
     y = np.full((len(examples), T), IGNORE)
