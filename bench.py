@@ -286,6 +286,9 @@ def check(cfg):
         raise BadInput(f"--{modes[0]} does not run peers: leave --peers out.")
     if cfg.peers and cfg.stage in ("train", "sft") and (cfg.ranks or 1) > 1:
         raise BadInput("Training's peers run in one process: leave --ranks out.")
+    for option in ("prompt_tokens", "varied_prompts", "verifier_ms"):
+        if cfg.run and getattr(cfg, option) != getattr(Config, option):
+            raise BadInput(f"--{option} is for random prompts, and --run has real ones: leave one out.")
     if cfg.profile and (cfg.ranks or 1) > 1:
         raise BadInput("--profile profiles one process: leave --ranks out.")
     for option, stages in STAGES_OF_OPTION.items():

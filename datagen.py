@@ -471,14 +471,14 @@ def fingerprint(model):
     return digest.hexdigest()
 
 
-def header_of(cfg, engine, tokenizer, model, task, form, questions, requests):
+def header_of(cfg, dtype, tokenizer, model, task, form, questions, requests):
     """Return the log's header: everything the attempts depend on. It must be equal for a resume."""
     options = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in MAY_CHANGE}
     if not cfg.deterministic:
         del options["slots"]
     asked = json.dumps([questions, [request.ids for request in requests]])
     return {
-        "config": options | {"dtype": engine.format},
+        "config": options | {"dtype": dtype},
         "tokenizer": tokenizer.describe(),
         "model": fingerprint(model),
         "prompt": form,
@@ -513,12 +513,13 @@ def main(argv):
                         device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode,
                         half_weights=cfg.dtype == "auto")
         engine.check(max(requests, key=lambda request: len(request.ids)))
-    header = header_of(cfg, engine, tokenizer, model, task, form, questions, requests)
+    dtype = engine.format if engine.half_weights else hw.dtype
+    header = header_of(cfg, dtype, tokenizer, model, task, form, questions, requests)
     attempts = distributed.on_main(lambda: open_log(cfg, header, len(questions)))
     if distributed.is_main():
         logged = f"; {len(attempts.records):,} attempts are logged already" if attempts.records else ""
         print(f"{len(questions):,} questions of {cfg.task} x {cfg.oversample} samples, {cfg.few_shot} worked "
-              f"examples in each prompt; {engine.format} on {hw.name}, {engine.slots} samples in flight{logged}.",
+              f"examples in each prompt; {dtype} on {hw.name}, {engine.slots} samples in flight{logged}.",
               flush=True)
 
     stop = guard.StopSignal()

@@ -46,7 +46,7 @@ class Config:
                                              # or a folder with one
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # auto: for a task bf16 if the hardware has
-                                             # it, for a text fp32
+                                             # it (a CPU without: docs/sampling.md), for a text fp32
     json: bool = False                       # print all figures as JSON on the last line
     # a task
     task: str | dict = ""                    # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:

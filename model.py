@@ -608,7 +608,11 @@ class PromptAttention:
 
         The memory layout is [B, K, P + T, D], which kernels read without a copy.
         """
-        prompts = prompts.transpose(1, 2).index_select(0, self.prompts.prompt_index)
+        prompts = prompts.transpose(1, 2)
+        if len(prompts) == 1:                # its backward pass is one sum, in bf16 more exact
+            prompts = prompts.expand(len(rows), -1, -1, -1)
+        else:
+            prompts = prompts.index_select(0, self.prompts.prompt_index)
         return torch.cat((prompts, rows.transpose(1, 2)), dim=2).transpose(1, 2)
 
 

@@ -269,7 +269,7 @@ def train(cfg, run, model, dataset, held_out):
     dataset.multiple = hw.length_multiple
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
-    flops_per_token = run.model.flops_per_token(dataset.longest) * computed_share(dataset)
+    flops_per_token = run.model.flops_per_token(dataset.longest) * computed_share(dataset, run.state.micro_batch)
     nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
     if held_out:
         run.evaluate = partial(validate, cfg, run, model, held_out)

@@ -133,6 +133,11 @@ class HalfPacked(Packed):
                 and "fbgemm" in torch.backends.quantized.supported_engines)
 
 
+def takes_half_weights(n_params, device_type, dtype):
+    """Return whether Engine(half_weights=True) keeps the matrices of a model in fp16."""
+    return n_params > HALF_WEIGHTS_FROM and HalfPacked.works(device_type, dtype)
+
+
 # --- the engine ---
 
 @dataclass(eq=False, repr=False)
@@ -175,8 +180,7 @@ class Engine:
                              f"and context={self.context} at least 2.")
         self.cuda_graphs = self.cuda_graphs and self.kind == "cuda"
         self.by_length = self.by_length and self.can_attend_by_length()
-        self.half_weights = (self.half_weights and model.n_params() > HALF_WEIGHTS_FROM
-                             and HalfPacked.works(self.kind, self.dtype))
+        self.half_weights &= takes_half_weights(model.n_params(), self.kind, self.dtype)
         self.build_model()
         self.load(model)
         self.allocate(self.slots or slots_that_fit(self.config, self.context, self.dtype, self.device))

@@ -146,9 +146,11 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     rates = alternate(sides, cfg.repeats, work.unit, log)
     c = shape_of(cfg)
     n = devices(hw, work.ranks)
-    last = runs[-1]["steps"][-1]
-    new = last["completion_tokens"]
-    prompt_tokens = last["tokens"] / last["questions"] / samples - new           # on average
+    *_, before = runs[-1]["steps"][:WARM_UP]
+    counted = runs[-1]["steps"][WARM_UP:]
+    new = statistics.fmean(step["completion_tokens"] for step in counted)
+    both = (counted[-1]["tokens"] - before["tokens"]) / (counted[-1]["questions"] - before["questions"])
+    prompt_tokens = both / samples - new     # on average
     tokens = prompts * prompt_tokens + work.sequences * new
     update = tokens * on_meta(c).flops_per_token(prompt_tokens + new) / matmul_peak(hw) / n
     sampling, *_ = sampling_limit(c, hw, -(-prompts // n), prompt_tokens, samples, new)

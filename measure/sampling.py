@@ -10,7 +10,7 @@ import torch
 import hf
 import tasks
 from engine import Engine, Request, Sampling
-from engine.generate import Packed
+from engine.generate import Packed, takes_half_weights
 from engine.sampler import draw
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
@@ -19,7 +19,7 @@ from measure.synthetic import SHAPES, random_model
 from model import GPTConfig
 from rollouts.pipeline import requests_of
 from rollouts.questions import questions_of
-from runtime import guard
+from runtime import guard, memory
 
 
 @dataclass
@@ -147,7 +147,7 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
         in_step += f", products alone {1e3 * products:.2f}"
     figures = {"work": f"{P}x{case.samples}", "tokens_per_s": case.tokens / seconds,
                "limit": case.tokens / limit, "mbu": mbu, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
-               "overhead_ms": overhead, "by_length": engine.by_length}
+               "overhead_ms": overhead, "by_length": engine.by_length, "format": engine.format}
     figures |= {f"{part}_s": value for part, value in parts.items()}
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
     line = (f"{P} prompts x {case.samples}, {engine.format}: {case.tokens / seconds:,.0f} tokens/s, "
@@ -224,7 +224,7 @@ def run_datagen(cfg, hw, folder, script_args, num_questions, ranks):
     arguments = as_flags(num_questions=num_questions, temperature=1)
     arguments += [*script_args.files, *script_args.flags, "--overwrite", "--json"]
     arguments += as_flags(init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json")
-    arguments += as_flags(max_new_tokens=cfg.max_new_tokens, few_shot=0, dtype=hw.dtype, device=cfg.device)
+    arguments += as_flags(max_new_tokens=cfg.max_new_tokens, few_shot=0, dtype=cfg.dtype, device=cfg.device)
     arguments += as_flags(seed=cfg.seed)
     if not cfg.run:
         arguments += as_flags(tokenizer="bytes")
@@ -281,7 +281,10 @@ def bench_datagen(cfg, hw, folder, script_args, log):
     last = runs[-1]
     tokens = last["tokens_per_s"] * last["seconds"] / last["attempts"]      # of a sample
     per_device = -(-len(prompts) // devices(hw, ranks))                # questions
-    least, *_ = sampling_limit(source.config, hw, per_device, statistics.fmean(lengths), samples, tokens)
+    n_params = memory.n_params(source.config)
+    half = cfg.dtype == "auto" and takes_half_weights(n_params, hw.device.type, hw.sampling_dtype)
+    least, *_ = sampling_limit(source.config, hw, per_device, statistics.fmean(lengths), samples, tokens,
+                               weight_size=2 if half else None)
     rate = statistics.median(rates["nanoRFT"])
     limit = count_samples(cfg, last) / least
     log(f"{tokens:.0f} tokens a sample; {rate / limit:.1%} of the limit of {limit:,.0f} {unit}")

@@ -54,7 +54,8 @@ examples=${task%%:*}; case $task in *:[123]) examples=$task ;; esac
 stage sft "$python" train.py --init_from="$model" --dataset="examples:$examples" --out_dir="$out/sft" $adapters \
     $batch --max_steps="$sft" --block_size=256 --learning_rate=1e-3 --lr_schedule=linear --warmup_steps=5
 stage datagen "$python" datagen.py --init_from="$out/sft" $ask --output="$out/rft.json" --seed="$seed" \
-    --num_questions="$asked" --oversample=$oversample --keep_per_question=1 --stop_early=true --temperature=0.8
+    --num_questions="$asked" --oversample=$oversample --keep_per_question=1 --stop_early=true \
+    --temperature=0.8
 stage rft "$python" train.py --init_from="$out/sft" --dataset="$out/rft.json" --out_dir="$out/rft" $adapters \
     $batch --num_epochs=1 --block_size=256 --learning_rate=5e-4 --lr_schedule=cosine --warmup_steps=5
 stage grpo "$python" grpo.py --init_from="$out/rft" $ask --out_dir="$out/grpo" --seed="$seed" --resume=auto \

@@ -90,18 +90,18 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
         if inputs and not hardware.compile:
             return None                      # the trial takes as long as two steps: minutes for a real model
+    whole = torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device)
+    x = whole
     if prefix is not None:
-        block_size -= len(prefix)
+        x = whole[:, len(prefix):]
         prefix = prefix.to(hardware.device)
-    x = torch.zeros(micro_batch, block_size, dtype=torch.long, device=hardware.device)
-    y = torch.zeros_like(x)
     failure = None
     try:
         reserved = torch.empty(optimizer_bytes, dtype=torch.uint8, device=hardware.device)
         for _ in model.micro_steps([None] * passes):
             clock = time.perf_counter()
             with hardware.autocast():
-                loss = model.token_logprobs(*inputs)[0].sum() if inputs else model.loss(x, y, None, prefix)
+                loss = model.token_logprobs(*inputs)[0].sum() if inputs else model.loss(x, x, None, prefix)
             loss.backward()
             hardware.wait()
             model.rehearsed_s = time.perf_counter() - clock
@@ -110,7 +110,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         if not inputs:
             model.eval()
             with hardware.autocast(), torch.no_grad():
-                model.loss(x, y)
+                model.loss(whole, whole)
         del reserved, loss
     except Exception as e:                   # out of memory, a torch.compile failure, or a bug in the model
         failure = e

@@ -288,12 +288,13 @@ def test_train_beside_a_plain_loop(in_process, capsys):
 
 def test_fine_tuning_of_a_trained_model(in_process, capsys, tmp_path):
     (tmp_path / "a.txt").write_text("6 kg = 6000 gram. " * 200)
-    flags = runs.as_flags(dataset=tmp_path / "a.txt", out_dir=tmp_path / "run", n_layer=1, n_embd=32, max_steps=1, compile=False)
+    synthetic.write_tokenizer(tmp_path, 300)
+    flags = runs.as_flags(dataset=tmp_path / "a.txt", out_dir=tmp_path / "run", n_layer=1, n_embd=32, max_steps=1, tokenizer=tmp_path)
     assert train.main([*flags, "--device=cpu"]) == 0
     _, record = said(capsys, "--stage=sft", f"--run={tmp_path / 'run'}", "--steps=1", "--repeats=1", "--batch_size=4")
-    assert record["settings"]["dataset"] == "examples:unit_conversion" and record["settings"]["computed_share"] == 1
+    assert record["settings"]["dataset"] == "examples:unit_conversion" and record["peak_memory_gb"]["nanoRFT"] > 0
     rows = peers.training_rows({"data": "examples:unit_conversion", "source": str(tmp_path / "run")})
-    expected = examples.read("examples:unit_conversion", Tokenizer("bytes"))
+    expected = examples.read("examples:unit_conversion", Tokenizer(tmp_path))
     assert [row["input_ids"] for row in rows] == [example.ids.tolist() for example in expected]
 
 

@@ -517,7 +517,8 @@ def test_weights_in_fp16_are_the_only_thing_that_is_rounded(monkeypatch, shape):
     half = Engine(model, 4, 128, half_weights=True)
     assert (exact.format, half.format) == ("fp32", "fp32 with fp16 weights") and half.weight_bytes == exact.weight_bytes // 2
     rounded = sampled(half, requests(4, 2))
-    assert any(rounded[key].logprobs != sample.logprobs for key, sample in sampled(exact, requests(4, 2)).items())
+    first_tokens = [(rounded[key].logprobs[0], sample.logprobs[0]) for key, sample in sampled(exact, requests(4, 2)).items()]
+    assert max(abs(a - b) for a, b in first_tokens) > 3e-5
     model.load_state_dict({name: weight.bfloat16().float() for name, weight in model.state_dict().items()})
     for engine in (exact, half):
         engine.load(model)

@@ -46,14 +46,16 @@ def validation_loss(cfg, hw, model, held_out, micro_batch):
     return examples_loss(model, held_out, micro_batch, hw)
 
 
-def computed_share(dataset):
-    """Return the share of a step's positions that are computed: those that examples share are computed once,
-    or once a micro-batch."""
+def computed_share(dataset, micro_batch):
+    """Return the share of an epoch's positions that are computed: each micro-batch computes those that its
+    examples share once."""
     if is_text(dataset) or dataset.prefix is None:
         return 1.0
     n = len(dataset.examples)
+    per_rank = n / dataset.steps_per_epoch / distributed.world_size()
+    micro_batches = dataset.steps_per_epoch * distributed.world_size() * math.ceil(per_rank / micro_batch)
     positions = sum(example.length for example in dataset.examples)
-    return 1 - len(dataset.prefix) * (n - dataset.steps_per_epoch) / positions
+    return 1 - len(dataset.prefix) * max(0, n - micro_batches) / positions
 
 
 def number_of_steps(cfg, dataset):

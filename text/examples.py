@@ -338,7 +338,7 @@ class Batches(torch.utils.data.Dataset):
         while mine:
             P = 0 if self.prefix is None else len(self.prefix)
             T = width(mine[0].length - P, self.longest - P, self.multiple)
-            n = max(1, min(self.rows, (self.micro_batch * self.longest - P) // T))
+            n = max(1, min(self.rows, self.micro_batch * self.longest // (P + T)))
             parts.append(padded(mine[:n], T, self.prefix))
             mine = mine[n:]
         if not parts:                                         # more ranks than examples
@@ -361,17 +361,13 @@ def width(length, longest, multiple=1):
 
 def common_prefix(examples):
     """Return the ids [P] that all examples begin with before the first target, such as a system message; None
-    if they are less than a quarter of all positions, since the rows' attention then needs a mask.
-
-    P is a multiple of 8, which a GPU's attention with a mask requires.
-    """
+    if they are less than a quarter of all positions, since the rows' attention would need a mask."""
     first = examples[0].ids
     P = len(first)
     for example in examples:
         P = max(0, min(P, example.is_target.argmax() - 1))
         alike = example.ids[:P] == first[:P]
         P = P if alike.all() else alike.argmin()
-    P -= P % 8
     if not P or 4 * P * len(examples) < sum(example.length for example in examples):
         return None
     return torch.from_numpy(first[:P])

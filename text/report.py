@@ -49,7 +49,7 @@ def facts(run, dataset):
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "steps_per_epoch": dataset.steps_per_epoch,
-        "computed_share": computed_share(dataset),
+        "computed_share": computed_share(dataset, run.state.micro_batch),
     }
 
 
