@@ -43,7 +43,8 @@ def main(argv):
     questions = questions_of(task, "test", cfg.num_questions)
     prompts = [request.ids for request in requests_of(tokenizer, task, questions)]
     context = max(map(len, prompts)) + cfg.max_new_tokens
-    engine = Engine(source.load(), cfg.rows, context, Sampling(temperature=0, stop=tokenizer.stop))
+    greedy = Sampling(temperature=0, stop=tokenizer.stop)
+    engine = Engine(source.load(), cfg.rows, context, greedy, half_weights=True)
     began = time.perf_counter()
     samples = engine.generate([Request(ids, 1, i, cfg.max_new_tokens) for i, ids in enumerate(prompts)])
     ours = {sample.request.key: sample.ids for sample in samples}
