@@ -348,8 +348,6 @@ def grpo_trainer(job, hw):
     args = GRPOConfig(**options)
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
-    if not job["source"]:
-        rows = [{"prompt": row["prompt"]} for row in rows]
     dataset = Dataset.from_list(rows)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     GRPOTrainer(model, score, args, dataset, processing_class=tokenizer, callbacks=[clock],

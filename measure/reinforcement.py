@@ -88,9 +88,9 @@ def random_questions(cfg, folder, prompts, prompt_tokens):
         lengths = [rng.randint(-(-prompt_tokens // 4), prompt_tokens) for _ in lengths]
     texts = ["".join(rng.choices(letters, k=length)) for length in lengths]
     rows = [json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts]
-    (folder / "questions.jsonl").write_text("".join(rows))
-    write_verifier(folder / "score.py", cfg.verifier_ms)
     dataset = folder / "questions.jsonl"
+    dataset.write_text("".join(rows))
+    write_verifier(folder / "score.py", cfg.verifier_ms)
     return as_flags(init_from=folder, task=folder / "score.py", dataset=dataset, few_shot=None)
 
 

@@ -150,10 +150,7 @@ def peer_rate(cfg, hw, folder, work, peer, runs):
             cpu = hardware.setup("cpu", compile=False)
             weights = hf.find(cfg.run).load() if cfg.run else random_model(GPTConfig(**architecture), cpu)
             hf.export(weights, model)
-    data = Path(folder) / ("text" if cfg.stage == "train" else "rft.json")
-    if cfg.run:
-        data = settings["dataset"]
     return run_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=architecture, model=str(model),
-                    source=cfg.run, data=str(data), lora_rank=settings["lora_rank"],
+                    source=cfg.run, data=settings["dataset"], lora_rank=settings["lora_rank"],
                     block_size=settings["block_size"], batch_size=micro_batch,
                     accumulation=work.sequences // micro_batch)

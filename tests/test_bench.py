@@ -277,6 +277,24 @@ def test_grpo_beside_trl(in_process, capsys):
     assert out.count("times as fast") == 1
 
 
+def train_tiny(folder):
+    """Write a run, folder/run, with a tokenizer of its own."""
+    (folder / "a.txt").write_text("6 kg = 6000 gram. " * 200)
+    synthetic.write_tokenizer(folder, 300)
+    flags = runs.as_flags(dataset=folder / "a.txt", out_dir=folder / "run", n_layer=1, n_embd=32, max_steps=1, tokenizer=folder)
+    assert train.main([*flags, "--device=cpu"]) == 0
+
+
+def test_grpo_of_a_trained_model_beside_trl(in_process, capsys, tmp_path):
+    """On real questions, whose completions have different lengths."""
+    pytest.importorskip("trl")
+    train_tiny(tmp_path)
+    options = ["--work=2x4", "--max_new_tokens=6", "--steps=1", "--repeats=1", "--ranks=1", "--dtype=fp32", "--peers=trl_fp32"]
+    _, figures = said(capsys, "--stage=grpo", f"--run={tmp_path / 'run'}", *options)
+    assert figures["rates"].keys() == {"nanoRFT", "TRL's GRPOTrainer, fp32"} and figures["settings"]["task"] == "unit_conversion"
+    assert set(figures["peak_memory_gb"]) == {"nanoRFT", "trl_fp32"}
+
+
 def test_train_beside_a_plain_loop(in_process, capsys):
     out, figures = said(capsys, "--stage=train", "--batch_size=4", "--block_size=16", "--steps=2", "--repeats=1", "--peers=nanogpt",
                         "--dtype=fp32")
@@ -287,10 +305,7 @@ def test_train_beside_a_plain_loop(in_process, capsys):
 
 
 def test_fine_tuning_of_a_trained_model(in_process, capsys, tmp_path):
-    (tmp_path / "a.txt").write_text("6 kg = 6000 gram. " * 200)
-    synthetic.write_tokenizer(tmp_path, 300)
-    flags = runs.as_flags(dataset=tmp_path / "a.txt", out_dir=tmp_path / "run", n_layer=1, n_embd=32, max_steps=1, tokenizer=tmp_path)
-    assert train.main([*flags, "--device=cpu"]) == 0
+    train_tiny(tmp_path)
     _, record = said(capsys, "--stage=sft", f"--run={tmp_path / 'run'}", "--steps=1", "--repeats=1", "--batch_size=4")
     assert record["settings"]["dataset"] == "examples:unit_conversion" and record["peak_memory_gb"]["nanoRFT"] > 0
     rows = peers.training_rows({"data": "examples:unit_conversion", "source": str(tmp_path / "run")})
