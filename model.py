@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from layers.linear_attention import Mixer, PromptMixing, flops_per_token as mixer_flops, initial_qk_gain, mix
-from layers.ops import ATTENTION, HeadAndLoss, IGNORE, RMSNorm, SquaredReLU, chunk_loss, drop_out, rms_norm
+from layers.ops import (ATTENTION, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad, chunk_loss, drop_out,
+                        rms_norm)
 
 CPU_LOGITS_PER_CHUNK = 2**25                 # 128 MiB in fp32
 CPU_RECOMPUTED_LOGITS_PER_CHUNK = 2**23      # where GPT.token_logprobs recomputes them in the backward pass
@@ -447,7 +448,8 @@ class GPT(nn.Module):
         """Return hidden states [B, T, C] of rows x [B, T] that continue Prompts, without attention dropout.
 
         Each prompt is computed once for all of its rows: linear layers see one sequence of G P + B T
-        positions, and a row attends to its prompt's keys and values as well as its own.
+        positions (of these only prompts.kept), and a row attends to its prompt's keys and values as well as
+        its own.
         """
         B, T = x.shape
         G, P = prompts.ids.shape
@@ -461,8 +463,14 @@ class GPT(nn.Module):
         else:
             attention = PromptMixing(prompts)
         ids = torch.cat((prompts.ids.flatten(), x.flatten()))
-        h = self.hidden(ids[None], positions[None], [attention] * len(self.blocks))
-        _, rows = h[0].split((G * P, B * T))
+        if prompts.kept is not None:
+            ids = ids[prompts.kept]
+            positions = positions[prompts.kept]
+            attention = PaddedAttention(attention, prompts)
+        h = self.hidden(ids[None], positions[None], [attention] * len(self.blocks))[0]
+        if prompts.kept is not None:
+            h = Pad.apply(h, prompts.kept, prompts.source)
+        _, rows = h.split((G * P, B * T))
         return rows.view(B, T, -1)
 
     def prompt_attention(self, prompts, T):
@@ -553,6 +561,10 @@ class Prompts(NamedTuple):
     ids: torch.Tensor                        # [G, P]
     lengths: torch.Tensor                    # [G]; ids past them are padding. 0 is allowed
     prompt_index: torch.Tensor               # [B], the prompt (0 ... G - 1) of each row
+    kept: torch.Tensor | None = None         # [N] of the G P + B T positions of prompts and rows: those that
+                                             # are not padding. None: padding is computed too
+    source: torch.Tensor | None = None       # [G P + B T], for each the index in `kept` of itself or, for
+                                             # padding, of one before it
 
     @classmethod
     def shared(cls, ids, n_rows):
@@ -614,6 +626,23 @@ class PromptAttention:
         else:
             prompts = prompts.index_select(0, self.prompts.prompt_index)
         return torch.cat((prompts, rows.transpose(1, 2)), dim=2).transpose(1, 2)
+
+
+class PaddedAttention:
+    """PromptAttention or PromptMixing within hidden states without padding.
+
+    Of the 7,836 positions of 96 completions of SmolLM2-135M, 2,521 were padding; an update without them took
+    55 instead of 82 s (two Zen 3 cores).
+    """
+
+    def __init__(self, attend, prompts):
+        self.attend = attend
+        self.prompts = prompts
+
+    def __call__(self, *inputs):
+        """Return [1, N, H, D] from inputs [1, N, ...]."""
+        padded = [Pad.apply(z[0], self.prompts.kept, self.prompts.source)[None] for z in inputs]
+        return Unpad.apply(self.attend(*padded)[0], self.prompts.kept)[None]
 
 
 # --- validation of GPTConfig ---

@@ -1,7 +1,8 @@
 """Operations of model.py written by hand for speed or memory. Imports only torch.
 
-Dropout draws bytes on a CPU; ATTENTION holds the attention kernels; the norm and the squared ReLU have fast
-backward passes on a CPU; the head computes its loss in chunks.
+Dropout draws bytes on a CPU; ATTENTION holds the attention kernels; Pad and Unpad keep padding out of the
+linear layers; the norm and the squared ReLU have fast backward passes on a CPU; the head computes its loss in
+chunks.
 
 Shapes: B sequences of T positions, C channels, V ids; in attention H query heads, K key/value heads of S
 positions, D channels a head."""
@@ -160,6 +161,43 @@ def repeat_heads(x, n_head):
 
 ATTENTION = {"sdpa": sdpa_attention, "sdpa_repeated": partial(sdpa_attention, repeat=True),
              "math": math_attention}
+
+
+# --- padding ---
+
+class Pad(torch.autograd.Function):
+    """Copy positions to a padded sequence. index_select alone would sum gradients in its backward pass, which
+    takes six times as long on a CPU; padding has none, since no target depends on it."""
+
+    @staticmethod
+    def forward(ctx, x, kept, source):
+        """Return [n, ...] for x [N, ...]: x at `kept` [N], and another of its positions elsewhere, so that
+        padding is finite. source: [n], the position in x of each."""
+        ctx.save_for_backward(kept)
+        return x.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        kept, = ctx.saved_tensors
+        return dy.index_select(0, kept), None, None
+
+
+class Unpad(torch.autograd.Function):
+    """The inverse of Pad."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        """Return [N, ...], the positions `kept` [N] of x [n, ...]."""
+        ctx.save_for_backward(kept)
+        ctx.shape = x.shape
+        return x.index_select(0, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        kept, = ctx.saved_tensors
+        return dy.new_zeros(ctx.shape).index_copy_(0, kept, dy), None
 
 
 # --- norm and activation ---

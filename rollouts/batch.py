@@ -24,7 +24,8 @@ class Batch:
     reference_logprobs: torch.Tensor         # [B, T] by the reference model; 0 without one
     advantages: torch.Tensor                 # [B]
     target_index: torch.Tensor               # [N] positions of the targets in y.flatten()
-    prefixes: Prompts                        # ids [G, P], lengths [G], index of each row's prefix [B]
+    prefixes: Prompts                        # ids [G, P], lengths [G], index of each row's prefix [B], and
+                                             # which positions are not padding
 
     def to(self, device):
         def move(tensor):
@@ -34,8 +35,9 @@ class Batch:
 
 
 def padded(completions, multiple=1):
-    """Return the Batch of Completions; for an empty list, one row without targets. P and T are rounded up to
-    a multiple. Masks come from lengths, so a final end-of-text token is a target too."""
+    """Return the Batch of Completions; for an empty list, one row without targets. P, T and the number of
+    positions that are kept are rounded up to a multiple. Masks come from lengths, so a final end-of-text
+    token is a target too."""
     completions = completions or [Completion([0, 0], [0], [0.0], True, trained=False)]
     B = len(completions)
     P, T = widths(completions, multiple)
@@ -56,17 +58,23 @@ def padded(completions, multiple=1):
     ids = np.zeros((len(numbers), P), np.int64)
     for number, prefix in enumerate(numbers):
         ids[number, :len(prefix)] = prefix
+    answers = [len(c.ids) for c in completions]
+    kept = np.concatenate([(np.arange(width) < np.array(n)[:, None]).ravel()
+                           for n, width in ((lengths, P), (answers, T))])
+    kept[np.flatnonzero(~kept)[:-kept.sum() % multiple]] = True      # few shapes where code is compiled
+    source = (kept.cumsum() - 1).clip(0)
+    index = of_row, np.flatnonzero(kept), source
     return Batch(
         torch.from_numpy(x), torch.from_numpy(y), *torch.from_numpy(logprobs),
         torch.tensor([c.advantage for c in completions]), torch.from_numpy(np.flatnonzero(y != IGNORE)),
-        Prompts(torch.from_numpy(ids), torch.tensor(lengths), torch.tensor(of_row)))
+        Prompts(torch.from_numpy(ids), torch.tensor(lengths), *map(torch.as_tensor, index)))
 
 
-def token_cost(n_prefixes, longest_prefix, rows, T):
-    """Return the cost in positions of a forward pass over rows of T ids after n_prefixes: all positions of
-    the linear layers, padding included, plus 1/8 of the keys and values that attention copies for each row
-    (about their share of a position's memory)."""
-    return n_prefixes * longest_prefix + rows * T + rows * (longest_prefix + T) / 8
+def token_cost(positions, rows, width):
+    """Return the cost in positions of a forward pass: those of the linear layers, plus 1/8 (about their share
+    of a position's memory) of the keys and values that attention copies: `width` for each row, with its
+    prefix and padding."""
+    return positions + rows * width / 8
 
 
 def widths(completions, multiple):
@@ -82,8 +90,9 @@ def round_up(n, multiple):
 
 def cost_of(completions, multiple=1):
     """Return the token_cost of a batch of Completions."""
-    P, T = widths(completions, multiple)
-    return token_cost(len({c.prefix for c in completions}), P, len(completions), T)
+    prefixes = {c.prefix for c in completions}
+    positions = sum(map(len, prefixes)) + sum(len(c.ids) for c in completions)
+    return token_cost(positions, len(completions), sum(widths(completions, multiple)))
 
 
 def micro_batches(completions, tokens, multiple=1):
@@ -107,16 +116,19 @@ def cut(completions, tokens, multiple=1):
     """Cut a list of Completions into consecutive parts of token_cost at most `tokens` each."""
     parts = []
     prefixes = set()
+    positions = 0
     P = 0
     T = 0
     for c in completions:
-        prefixes = prefixes | {c.prefix}
+        positions += len(c.ids) + (0 if c.prefix in prefixes else len(c.prefix))
         P = max(P, round_up(len(c.prefix), multiple))
         T = max(T, round_up(len(c.ids), multiple))
-        if not parts or token_cost(len(prefixes), P, len(parts[-1]) + 1, T) > tokens:
+        if not parts or token_cost(positions, len(parts[-1]) + 1, P + T) > tokens:
             parts.append([])
-            prefixes = {c.prefix}
+            prefixes = set()
+            positions = len(c.prefix) + len(c.ids)
             P, T = widths([c], multiple)
+        prefixes.add(c.prefix)
         parts[-1].append(c)
     return parts
 
@@ -132,7 +144,7 @@ class WorstCase:
     @property
     def cost(self):
         """Return the token_cost of one answer."""
-        return token_cost(1 / self.k_samples, self.prompt, 1, self.answer)
+        return token_cost(self.prompt / self.k_samples + self.answer, 1, self.prompt + self.answer)
 
     def answers(self, tokens):
         """Return the number of answers that fit a micro-batch of this many tokens."""
@@ -155,7 +167,8 @@ class WorstCase:
         x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
         ids = torch.zeros(n_prompts, self.prompt, dtype=torch.long, device=device)
         of_row = torch.arange(n, device=device) // self.k_samples
-        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row)
+        every = torch.arange(ids.numel() + x.numel(), device=device)
+        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row, every, every)
 
 
 @torch.no_grad()

@@ -448,11 +448,11 @@ def test_micro_batches_keep_to_their_tokens_and_lose_nothing(tokens):
     rollouts += [dataclasses.replace(r) for r in rollouts]
     parts = micro_batches(rollouts, tokens)
     assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, rollouts))
-    cells = [padded(part).x.numel() + padded(part).prefixes.ids.numel() for part in parts]
+    cells = [len(padded(part).prefixes.kept) for part in parts]
     assert all(n <= tokens or len(part) == 1 for n, part in zip(cells, parts))
     assert len(parts) == {1: 80, 10**6: 1}.get(tokens, len(parts)) and micro_batches([], tokens) == []
-    if tokens == 100:                        # sorted, so that little is padding, and a prompt stands there once
-        assert sum(cells) < 1.2 * sum(len(r.prompt) + len(r.ids) - 1 for r in rollouts)
+    if tokens == 100:                        # no padding, and a prompt stands there once
+        assert sum(cells) < sum(len(r.prompt) + len(r.ids) - 1 for r in rollouts)
 
 
 @pytest.mark.parametrize("P, spread, bound", [(1, 100, 1.2), (400, 20, 0.3)])
@@ -462,7 +462,7 @@ def test_micro_batches_hold_equal_lengths_or_a_prompt_s_samples_whatever_takes_l
     rollouts = [Completion([g] * P, [1] * rng.randrange(20, 20 + spread), [], True) for g in range(24) for _ in range(8)]
     rng.shuffle(rollouts)
     batches = [padded([dataclasses.replace(r, logprobs=None) for r in part]) for part in micro_batches(rollouts, 4096)]
-    assert sum(b.x.numel() + b.prefixes.ids.numel() for b in batches) < bound * sum(P - 1 + len(r.ids) for r in rollouts)
+    assert sum(len(b.prefixes.kept) + len(b.x) * b.x.shape[1] / 8 for b in batches) < bound * sum(P - 1 + len(r.ids) for r in rollouts)
     if P > 1:
         assert sum(len(b.prefixes.ids) for b in batches) <= 24 + len(batches)
 
@@ -484,10 +484,14 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
     rollouts += [dataclasses.replace(r, ids=(ids := [7] * (i + 1)), logprobs=[-1.0] * len(ids), reference_logprobs=None, trainer_logprobs=None)
                  for i, r in enumerate(rollouts[:10])] + [Completion([9], [1, 256], [-1.0, -2.0], True)]
     found = {}
-    for how in ("repeated", "alone", "once", "in parts"):
+    for how in ("repeated", "alone", "once", "in parts", "with padding"):
         model.zero_grad()
-        for part in {"once": [rollouts], "in parts": micro_batches(rollouts, 60)}.get(how, [[r] for r in rollouts]):
-            batch = padded(part)
+        for part in {"once": [rollouts], "with padding": [rollouts], "in parts": micro_batches(rollouts, 60)}.get(how, [[r] for r in rollouts]):
+            batch = padded(part, 8 if how == "in parts" else 1)
+            total, lengths = batch.x.numel() + batch.prefixes.ids.numel(), [len(r.ids) for r in part] + batch.prefixes.lengths.tolist()
+            assert len(batch.prefixes.kept) == (-(-sum(lengths) // 8) * 8 if how == "in parts" else sum(lengths)) <= total
+            if how == "with padding":
+                batch.prefixes = batch.prefixes._replace(kept=None)
             if how == "repeated":
                 whole, n = torch.tensor([part[0].prompt + part[0].ids]), len(part[0].ids)
                 y = torch.cat((torch.full((1, whole.shape[1] - n), IGNORE), batch.y[:, :n]), 1)[:, 1:]
@@ -498,7 +502,7 @@ def test_a_prompt_computed_once_gives_what_rows_that_repeat_it_give(shape, backe
             for r, *rows in zip(part, logp, entropy):
                 found.setdefault(how, {})[id(r)] = torch.stack([row[:len(r.ids)] for row in rows]).detach()
         found[how]["gradient"] = torch.cat([p.grad.flatten() for p in model.parameters()])
-    for how in ("alone", "once", "in parts"):
+    for how in ("alone", "once", "in parts", "with padding"):
         for key, value in found["repeated"].items():
             torch.testing.assert_close(found[how][key], value, rtol=1e-5, atol=1e-5)     # logits are fp32, whatever the rest is
     assert found["once"]["gradient"].abs().max() > 0.1
@@ -618,6 +622,11 @@ def test_questions_of_a_file_are_told_apart_by_a_hash(tmp_path, capsys):
     assert capsys.readouterr().out == f"Questions of {other} dropped because an earlier one has the same text: 1.\n"
 
 
+def test_on_a_cpu_micro_batches_are_small_by_default(learn):
+    out = learn(max_steps=1, tokens_per_micro_batch=None)
+    assert "micro-batches of 2,048 tokens" in (out / "training.log").read_text()
+
+
 # --- what a run trains on ---
 
 def test_a_run_trains_on_the_very_ids_that_were_sampled_after_the_prompt(learn, watched, letters):
@@ -630,7 +639,7 @@ def test_a_run_trains_on_the_very_ids_that_were_sampled_after_the_prompt(learn, 
         sampled.setdefault(whole, []).append((len(s.request.ids), s.logprobs))
     met = 0
     for batch in watched.batches:
-        assert batch.x.numel() + batch.prefixes.ids.numel() <= 64
+        assert len(batch.prefixes.kept) <= 64
         for x, y, logprobs, g in zip(batch.x.tolist(), batch.y.tolist(), batch.sampled_logprobs, batch.prefixes.prompt_index):
             trained_on = [t for t, target in enumerate(y) if target != IGNORE]
             whole = tuple(batch.prefixes.ids[g, :batch.prefixes.lengths[g]].tolist() + x[:trained_on[-1] + 1] + [y[trained_on[-1]]])
