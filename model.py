@@ -562,9 +562,9 @@ class Prompts(NamedTuple):
     lengths: torch.Tensor                    # [G]; ids past them are padding. 0 is allowed
     prompt_index: torch.Tensor               # [B], the prompt (0 ... G - 1) of each row
     kept: torch.Tensor | None = None         # [N] of the G P + B T positions of prompts and rows: those that
-                                             # are not padding. None: padding is computed too
-    source: torch.Tensor | None = None       # [G P + B T], for each the index in `kept` of itself or, for
-                                             # padding, of one before it
+                                             # are computed, at least all but padding. None: all
+    source: torch.Tensor | None = None       # [G P + B T], for each the index in `kept` of itself, or
+                                             # of any other for padding
 
     @classmethod
     def shared(cls, ids, n_rows):

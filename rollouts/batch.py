@@ -1,6 +1,6 @@
 """Padded batches of completions: micro-batches of bounded cost, their worst case, and logprobs.
 
-Shapes: B rows, T tokens of the longest completion, G prefixes of at most P tokens, N targets.
+Shapes: B rows, T tokens of the longest completion, G prefixes of at most P tokens.
 """
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Batch:
     trainer_logprobs: torch.Tensor           # [B, T] by the trainer before the step; 0 if not needed
     reference_logprobs: torch.Tensor         # [B, T] by the reference model; 0 without one
     advantages: torch.Tensor                 # [B]
-    target_index: torch.Tensor               # [N] positions of the targets in y.flatten()
+    target_index: torch.Tensor               # positions of the targets in y.flatten()
     prefixes: Prompts                        # ids [G, P], lengths [G], index of each row's prefix [B], and
                                              # which positions are not padding
 
@@ -70,11 +70,11 @@ def padded(completions, multiple=1):
         Prompts(torch.from_numpy(ids), torch.tensor(lengths), *map(torch.as_tensor, index)))
 
 
-def token_cost(positions, rows, width):
-    """Return the cost in positions of a forward pass: those of the linear layers, plus 1/8 (about their share
-    of a position's memory) of the keys and values that attention copies: `width` for each row, with its
-    prefix and padding."""
-    return positions + rows * width / 8
+def token_cost(positions, G, P, B, T):
+    """Return the cost in positions of a forward pass, by memory: those of the linear layers, 1/3 of padding,
+    which attention alone computes, and 1/8 of the keys and values that it copies for each row."""
+    padding = G * P + B * T - positions
+    return positions + padding / 3 + B * (P + T) / 8
 
 
 def widths(completions, multiple):
@@ -92,11 +92,12 @@ def cost_of(completions, multiple=1):
     """Return the token_cost of a batch of Completions."""
     prefixes = {c.prefix for c in completions}
     positions = sum(map(len, prefixes)) + sum(len(c.ids) for c in completions)
-    return token_cost(positions, len(completions), sum(widths(completions, multiple)))
+    P, T = widths(completions, multiple)
+    return token_cost(positions, len(prefixes), P, len(completions), T)
 
 
 def micro_batches(completions, tokens, multiple=1):
-    """Split Completions into lists of token_cost at most `tokens` (lengths rounded up to a multiple); a
+    """Split Completions into lists of token_cost at most `tokens` (P and T rounded up to a multiple); a
     Completion that exceeds it alone gets its own list. Sorts by length (less padding) or by prompt (each
     prefix computed once), whichever costs less in total."""
     longest = {}                             # {prefix: length of its longest completion}
@@ -121,14 +122,14 @@ def cut(completions, tokens, multiple=1):
     T = 0
     for c in completions:
         positions += len(c.ids) + (0 if c.prefix in prefixes else len(c.prefix))
+        prefixes = prefixes | {c.prefix}
         P = max(P, round_up(len(c.prefix), multiple))
         T = max(T, round_up(len(c.ids), multiple))
-        if not parts or token_cost(positions, len(parts[-1]) + 1, P + T) > tokens:
+        if not parts or token_cost(positions, len(prefixes), P, len(parts[-1]) + 1, T) > tokens:
             parts.append([])
-            prefixes = set()
+            prefixes = {c.prefix}
             positions = len(c.prefix) + len(c.ids)
             P, T = widths([c], multiple)
-        prefixes.add(c.prefix)
         parts[-1].append(c)
     return parts
 
@@ -144,7 +145,8 @@ class WorstCase:
     @property
     def cost(self):
         """Return the token_cost of one answer."""
-        return token_cost(self.prompt / self.k_samples + self.answer, 1, self.prompt + self.answer)
+        positions = self.prompt / self.k_samples + self.answer
+        return token_cost(positions, 1 / self.k_samples, self.prompt, 1, self.answer)
 
     def answers(self, tokens):
         """Return the number of answers that fit a micro-batch of this many tokens."""
@@ -167,8 +169,10 @@ class WorstCase:
         x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
         ids = torch.zeros(n_prompts, self.prompt, dtype=torch.long, device=device)
         of_row = torch.arange(n, device=device) // self.k_samples
-        every = torch.arange(ids.numel() + x.numel(), device=device)
-        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row, every, every)
+        # All positions but one: torch.compile would take equal sizes for one variable.
+        kept = torch.arange(ids.numel() + x.numel() - 1, device=device)
+        source = torch.cat((kept, kept[-1:]))
+        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row, kept, source)
 
 
 @torch.no_grad()

@@ -81,9 +81,9 @@ def test_lengths_are_rounded_up_where_code_is_compiled():
     assert batch.target_index.tolist() == [0, *range(128, 188), *range(256, 321)]
     assert len(batch.prefixes.kept) == 256 and set(range(69)) < set(batch.prefixes.kept.tolist())       # 69 + 126
     # and attention's part of a batch's cost is that of the rounded lengths
-    assert batching.cost_of(completions, 64) == batching.token_cost(69 + 126, 3, 256)
-    parts = batching.micro_batches(completions, 260, hw.length_multiple)
-    assert [len(part) for part in parts] == [2, 1] and all(batching.cost_of(part, 64) <= 260 for part in parts)
+    assert batching.cost_of(completions, 64) == batching.token_cost(69 + 126, 1, 128, 3, 128)
+    parts = batching.micro_batches(completions, 330, hw.length_multiple)
+    assert [len(part) for part in parts] == [2, 1] and all(batching.cost_of(part, 64) <= 330 for part in parts)
     assert hardware.setup("cpu").length_multiple == 1
 
 
