@@ -27,9 +27,9 @@ if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; th
     batch="--batch_size=32" oversample=10 samples=8
     rollout="--prompts_per_step=32 --k_samples=16 --learning_rate=2e-4"
 else
-    : "${sft:=64}" "${asked:=1000}" "${grpo:=16}" "${questions:=500}"
+    : "${sft:=64}" "${asked:=1000}" "${grpo:=24}" "${questions:=500}"
     batch="--batch_size=8" oversample=5 samples=2
-    rollout="--prompts_per_step=12 --k_samples=8 --learning_rate=4e-4"
+    rollout="--prompts_per_step=24 --k_samples=8 --learning_rate=3e-4"
 fi
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
 flags="--seed=$seed --model=$model --task=$task --sft_steps=$sft --asked=$asked --grpo_steps=$grpo"
