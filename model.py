@@ -463,13 +463,15 @@ class GPT(nn.Module):
         else:
             attention = PromptMixing(prompts)
         ids = torch.cat((prompts.ids.flatten(), x.flatten()))
-        if prompts.kept is not None:
-            ids = ids[prompts.kept]
-            positions = positions[prompts.kept]
-            attention = PaddedAttention(attention, prompts)
+        n = len(ids)
+        kept = prompts.kept
+        if kept is not None:
+            ids = ids[kept]
+            positions = positions[kept]
+            attention = PaddedAttention(attention, kept, n)
         h = self.hidden(ids[None], positions[None], [attention] * len(self.blocks))[0]
-        if prompts.kept is not None:
-            h = Pad.apply(h, prompts.kept, prompts.source)
+        if kept is not None:
+            h = Pad.apply(h, kept, n)
         _, rows = h.split((G * P, B * T))
         return rows.view(B, T, -1)
 
@@ -563,8 +565,6 @@ class Prompts(NamedTuple):
     prompt_index: torch.Tensor               # [B], the prompt (0 ... G - 1) of each row
     kept: torch.Tensor | None = None         # [N] of the G P + B T positions of prompts and rows: those that
                                              # are computed, at least all but padding. None: all
-    source: torch.Tensor | None = None       # [G P + B T], for each the index in `kept` of itself, or
-                                             # of any other for padding
 
     @classmethod
     def shared(cls, ids, n_rows):
@@ -635,14 +635,15 @@ class PaddedAttention:
     55 instead of 82 s (two Zen 3 cores).
     """
 
-    def __init__(self, attend, prompts):
+    def __init__(self, attend, kept, n):
         self.attend = attend
-        self.prompts = prompts
+        self.kept = kept                     # [N] of the n positions with padding
+        self.n = n
 
     def __call__(self, *inputs):
         """Return [1, N, H, D] from inputs [1, N, ...]."""
-        padded = [Pad.apply(z[0], self.prompts.kept, self.prompts.source)[None] for z in inputs]
-        return Unpad.apply(self.attend(*padded)[0], self.prompts.kept)[None]
+        padded = [Pad.apply(z[0], self.kept, self.n)[None] for z in inputs]
+        return Unpad.apply(self.attend(*padded)[0], self.kept)[None]
 
 
 # --- validation of GPTConfig ---

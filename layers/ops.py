@@ -166,15 +166,16 @@ ATTENTION = {"sdpa": sdpa_attention, "sdpa_repeated": partial(sdpa_attention, re
 # --- padding ---
 
 class Pad(torch.autograd.Function):
-    """Copy positions to a padded sequence. index_select alone would sum gradients in its backward pass, which
-    takes six times as long on a CPU; padding has none, since no target depends on it."""
+    """Copy positions to a sequence with padding, which is 0.
+
+    The backward passes of index_copy and index_select sum gradients, which takes six times as long on a CPU as
+    the copies here."""
 
     @staticmethod
-    def forward(ctx, x, kept, source):
-        """Return [n, ...] for x [N, ...]: x at `kept` [N], and another of its positions elsewhere, so that
-        padding is finite. source: [n], the position in x of each."""
+    def forward(ctx, x, kept, n):
+        """Return [n, ...] with x [N, ...] at the positions kept [N]."""
         ctx.save_for_backward(kept)
-        return x.index_select(0, source)
+        return scattered(x, kept, n)
 
     @staticmethod
     @once_differentiable
@@ -188,16 +189,21 @@ class Unpad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, kept):
-        """Return [N, ...], the positions `kept` [N] of x [n, ...]."""
+        """Return [N, ...], the positions kept [N] of x [n, ...]."""
         ctx.save_for_backward(kept)
-        ctx.shape = x.shape
+        ctx.n = len(x)
         return x.index_select(0, kept)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         kept, = ctx.saved_tensors
-        return dy.new_zeros(ctx.shape).index_copy_(0, kept, dy), None
+        return scattered(dy, kept, ctx.n), None
+
+
+def scattered(x, index, n):
+    """Return [n, ...] with x [N, ...] at the positions index [N], 0 elsewhere."""
+    return x.new_zeros(n, *x.shape[1:]).index_copy_(0, index, x)
 
 
 # --- norm and activation ---

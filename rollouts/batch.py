@@ -59,15 +59,19 @@ def padded(completions, multiple=1):
     for number, prefix in enumerate(numbers):
         ids[number, :len(prefix)] = prefix
     answers = [len(c.ids) for c in completions]
-    kept = np.concatenate([(np.arange(width) < np.array(n)[:, None]).ravel()
-                           for n, width in ((lengths, P), (answers, T))])
-    kept[np.flatnonzero(~kept)[:-kept.sum() % multiple]] = True      # few shapes where code is compiled
-    source = (kept.cumsum() - 1).clip(0)
-    index = of_row, np.flatnonzero(kept), source
+    is_kept = np.concatenate((filled(lengths, P), filled(answers, T)))
+    # Padding rounds up their number, so that compiled code sees few shapes.
+    is_kept[np.flatnonzero(~is_kept)[:-is_kept.sum() % multiple]] = True
     return Batch(
         torch.from_numpy(x), torch.from_numpy(y), *torch.from_numpy(logprobs),
         torch.tensor([c.advantage for c in completions]), torch.from_numpy(np.flatnonzero(y != IGNORE)),
-        Prompts(torch.from_numpy(ids), torch.tensor(lengths), *map(torch.as_tensor, index)))
+        Prompts(torch.from_numpy(ids), torch.tensor(lengths), torch.tensor(of_row),
+                torch.from_numpy(np.flatnonzero(is_kept))))
+
+
+def filled(lengths, width):
+    """Return a flat mask over rows of this width, True up to each row's length."""
+    return (np.arange(width) < np.array(lengths)[:, None]).ravel()
 
 
 def token_cost(positions, G, P, B, T):
@@ -169,10 +173,8 @@ class WorstCase:
         x = torch.zeros(n, self.answer, dtype=torch.long, device=device)
         ids = torch.zeros(n_prompts, self.prompt, dtype=torch.long, device=device)
         of_row = torch.arange(n, device=device) // self.k_samples
-        # All positions but one: torch.compile would take equal sizes for one variable.
-        kept = torch.arange(ids.numel() + x.numel() - 1, device=device)
-        source = torch.cat((kept, kept[-1:]))
-        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row, kept, source)
+        every = torch.arange(ids.numel() + x.numel(), device=device)
+        return x, x, temperature, Prompts(ids, ids.new_full((n_prompts,), self.prompt), of_row, every)
 
 
 @torch.no_grad()

@@ -160,10 +160,8 @@ def test_decoding_by_lengths(dtype, heads, kv_heads, D, card, record_property):
 def logprobs_of(model, device):
     """The one place where tests that are marked gpu ask for log-probabilities: of rows that continue two prompts."""
     x, y = inputs(device)
-    is_kept = torch.ones(60 + x.numel(), dtype=torch.bool, device=device)
-    is_kept[47:60] = False
-    prompts = Prompts(x[:2, :30], torch.tensor([30, 17], device=device), torch.tensor([0, 1, 1], device=device),
-                      is_kept.nonzero()[:, 0], is_kept.cumsum(0) - 1)
+    kept = torch.tensor([*range(47), *range(60, 60 + x.numel())], device=device)
+    prompts = Prompts(x[:2, :30], torch.tensor([30, 17], device=device), torch.tensor([0, 1, 1], device=device), kept)
     logprobs, _ = model.token_logprobs(x, y, 0.9, prompts)
     return -logprobs.sum()
 
