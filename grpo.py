@@ -149,7 +149,7 @@ class Config(RunOptions):
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
-    default_tokens = 16384                   # not an option: tokens_per_micro_batch on this device
+    default_tokens = 16384                   # not an option: tokens_per_micro_batch where that is None
 
     @property
     def batch_size(self):
@@ -474,7 +474,8 @@ def main(argv):
     resuming = cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
-    if hw.device.type == "cpu":              # more leave its caches: SmolLM2-135M took 55 instead of 45 s
+    if hw.device.type == "cpu":
+        # An update of SmolLM2-135M takes 41-50 s instead of 55 (two Zen 3 cores, docs/notes.md).
         cfg.default_tokens = 2048
 
     # Model and questions.

@@ -563,8 +563,8 @@ class Prompts(NamedTuple):
     ids: torch.Tensor                        # [G, P]
     lengths: torch.Tensor                    # [G]; ids past them are padding. 0 is allowed
     prompt_index: torch.Tensor               # [B], the prompt (0 ... G - 1) of each row
-    kept: torch.Tensor | None = None         # [N] of the G P + B T positions of prompts and rows: those that
-                                             # are computed, at least all but padding. None: all
+    kept: torch.Tensor | None = None         # [N], the positions to compute among the G P + B T of prompts
+                                             # and rows: at least all that are not padding. None: all
 
     @classmethod
     def shared(cls, ids, n_rows):

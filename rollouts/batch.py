@@ -25,7 +25,7 @@ class Batch:
     advantages: torch.Tensor                 # [B]
     target_index: torch.Tensor               # positions of the targets in y.flatten()
     prefixes: Prompts                        # ids [G, P], lengths [G], index of each row's prefix [B], and
-                                             # which positions are not padding
+                                             # the positions to compute
 
     def to(self, device):
         def move(tensor):
