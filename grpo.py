@@ -125,7 +125,7 @@ class Config(RunOptions):
     lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
     tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see batch.token_cost;
-                                             # halved until it fits in memory. None: 16384, on a CPU 2048
+                                             # halved until it fits in memory. None: 65536, on a CPU 2048
     compile: bool = False                    # torch.compile of the update
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
@@ -149,7 +149,7 @@ class Config(RunOptions):
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
-    default_tokens = 16384                   # not an option: tokens_per_micro_batch where that is None
+    default_tokens = 65536                   # not an option: tokens_per_micro_batch where that is None
 
     @property
     def batch_size(self):

@@ -203,7 +203,8 @@ class Unpad(torch.autograd.Function):
 
 def scattered(x, index, n):
     """Return [n, ...] with x [N, ...] at the positions index [N], 0 elsewhere."""
-    return x.new_zeros(n, *x.shape[1:]).index_copy_(0, index, x)
+    # Not in place: compiled by torch 2.11, a Function that returns a tensor changed in place has no gradient.
+    return x.new_zeros(n, *x.shape[1:]).index_copy(0, index, x)
 
 
 # --- norm and activation ---

@@ -22,15 +22,15 @@ source runs/ladder.sh
 [ -n "$out" ] || refuse "--out_dir is empty (an unset variable?): name one."
 also="matplotlib transformers gguf"; source runs/setup.sh
 if "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    # the sizes of the guide this recipe comes from
-    : "${sft:=200}" "${asked:=1000}" "${grpo:=200}" "${questions:=500}"
+    : "${grpo:=100}"
     batch="--batch_size=32" oversample=10 samples=8
     rollout="--prompts_per_step=32 --k_samples=16 --learning_rate=2e-4"
 else
-    : "${sft:=64}" "${asked:=1000}" "${grpo:=24}" "${questions:=500}"
+    : "${grpo:=24}"
     batch="--batch_size=8" oversample=5 samples=2
     rollout="--prompts_per_step=24 --k_samples=8 --learning_rate=3e-4"
 fi
+: "${sft:=64}" "${asked:=1000}" "${questions:=500}"
 [ -n "$model" ] || model=$("$python" -m runs.smollm2 model)
 flags="--seed=$seed --model=$model --task=$task --sft_steps=$sft --asked=$asked --grpo_steps=$grpo"
 flags="$flags --num_questions=$questions"
@@ -41,8 +41,9 @@ mkdir -p "$out"
 touch "$out/seconds"
 echo "$flags" > "$out/flags"
 
-ask="--task=$task --max_new_tokens=80"
-adapters="--lora_rank=16 --optimizer=adamw --seed=$seed --log_interval=4 --resume=auto"
+ask="--task=$task --max_new_tokens=128"            # the longest of 1,000 worked solutions has 130
+# On a GPU, compiling takes longer than these steps.
+adapters="--lora_rank=16 --compile=false --optimizer=adamw --seed=$seed --log_interval=4 --resume=auto"
 evaluate() {                             # evaluate NAME FLAGS...: all models on the test questions
     local name=$1; shift
     "$python" eval.py --compare "$model" "$out/sft" "$out/rft" "$out/grpo" $ask --few_shot=0 \
@@ -52,7 +53,7 @@ evaluate() {                             # evaluate NAME FLAGS...: all models on
 # worked examples exist at a level; a path has questions and answers only
 examples=${task%%:*}; case $task in *:[123]) examples=$task ;; esac
 stage sft "$python" train.py --init_from="$model" --dataset="examples:$examples" --out_dir="$out/sft" $adapters \
-    $batch --max_steps="$sft" --block_size=256 --learning_rate=1e-3 --lr_schedule=linear --warmup_steps=5
+    --batch_size=8 --max_steps="$sft" --block_size=256 --learning_rate=1e-3 --lr_schedule=linear --warmup_steps=5
 stage datagen "$python" datagen.py --init_from="$out/sft" $ask --output="$out/rft.json" --seed="$seed" \
     --num_questions="$asked" --oversample=$oversample --keep_per_question=1 --stop_early=true \
     --temperature=0.8
