@@ -6,6 +6,7 @@
 
 Samples wait for free slots. A prompt is prefilled once and copied to the slots of its samples. All running
 rows decode together, one token per step. The host launches steps and reads the results every `poll` steps.
+With an `environment` (rollouts/episodes.py), a sample that stops may go on behind tokens that it gives.
 
 Past keys and values (or recurrent states) live in a cache (engine/kv_cache.py, engine/state_cache.py).
 Shapes: B running rows, T tokens of a prompt.
@@ -38,6 +39,7 @@ from runtime import hardware, memory, vitals
 MIN_PREFIX = 16                              # shortest common beginning of prompts that is computed once
 HALF_WEIGHTS_FROM = 2**24                    # weights; fewer than 64 MiB stay in a CPU's cache
 SORT_EVERY = 32                              # on a CPU: polls between two sorts of the rows by position
+NO_STEPS = np.zeros((0, 0), dtype=np.int64), np.zeros((0, 2, 0), dtype=np.float32)     # of run_steps
 DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests
 
 
@@ -61,6 +63,9 @@ class Sample:
     logprobs: list = field(default_factory=list)       # under the sampling distribution (greedy: T = 1), nats
     full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, with Sampling.full_logprobs
     reason: str = ""                         # stop | length
+    forced: list = field(default_factory=list)         # (first, last): ids[first:last] are the environment's,
+                                             # with logprob 0
+    reply: list = field(default_factory=list)          # ids that the engine has yet to put behind the sample
 
 
 @dataclass
@@ -276,18 +281,20 @@ class Engine:
         self.step_index = torch.zeros(1, dtype=torch.long, device=device)
         self.step_ids = torch.zeros(self.poll, slots, dtype=torch.long, device=device)
         self.step_logprobs = torch.zeros(self.poll, 2, slots, dtype=torch.float32, device=device)
-        # On the host: prompt tokens, new tokens so far and at most, ids and logprobs of each row.
+        # On the host, of each row: prompt tokens, new tokens so far and at most, ids, logprobs.
         self.prompt_tokens = np.zeros(slots, dtype=np.int64)
         self.new_tokens = np.zeros(slots, dtype=np.int64)
         self.max_new_tokens = np.zeros(slots, dtype=np.int64)
+        self.turn_start = np.zeros(slots, dtype=np.int64)    # new tokens before the current turn
         columns = self.context + self.poll
         self.ids = np.zeros((slots, columns), dtype=np.int64)
         self.logprobs = np.zeros((slots, 2, columns), dtype=np.float32)
+        self.paused = np.zeros(slots, dtype=bool)            # waits for the environment
 
     def row_arrays(self):
         """Return the per-slot arrays outside the cache, with slots as the first dimension."""
-        counts = [self.prompt_tokens, self.new_tokens, self.max_new_tokens]
-        return [self.state.T, self.noise, *counts, self.ids, self.logprobs]
+        counts = [self.prompt_tokens, self.new_tokens, self.max_new_tokens, self.turn_start]
+        return [self.state.T, self.noise, *counts, self.ids, self.logprobs, self.paused]
 
     def bytes_read(self, lengths):
         """Return the minimum bytes read by the last generate(), for samples of lengths (prompt, new tokens).
@@ -312,7 +319,7 @@ class Engine:
             padded = [ids[P:] + [0] * (P + T - len(ids)) for _, ids in batch]  # causal attention ignores it
             slots = torch.tensor([slot for slot, _ in batch], device=self.device)
             lengths = torch.tensor([len(ids) for _, ids in batch], device=self.device)
-            self.forward(padded, P, self.cache.prefill(slots, lengths, P, T))
+            self.forward(padded, torch.tensor([P]), self.cache.prefill(slots, lengths, P, T))
 
     def find_prefix(self, prompts):
         """Return the number of ids at which all prompts begin alike and whose keys and values the cache
@@ -324,18 +331,53 @@ class Engine:
         kept = os.path.commonprefix([self.prefix, alike])
         if len(kept) < MIN_PREFIX <= len(alike) and len(prompts) > 1:
             kept = alike
-            self.forward([kept], 0, self.cache.keep_prefix())
+            self.forward([kept], torch.tensor([0]), self.cache.keep_prefix())
         if len(kept) < MIN_PREFIX:
             return 0
         self.prefix = kept
         return len(kept)
 
-    def forward(self, ids, first, attentions):
-        """Run the model on ids [B][T] at positions from `first` on, for their keys and values."""
+    def extend(self, rows):
+        """Put the replies of the environment behind the samples: compute their keys and values, in batches of
+        equal length, and let the rows go on."""
+        by_length = {}                       # {tokens: slots}
+        for i, row in enumerate(rows):
+            if row and row.reply:
+                by_length.setdefault(len(row.reply), []).append(i)
+        for T, slots in by_length.items():
+            n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.kind] // T)
+            for k in range(0, len(slots), n):
+                self.extend_batch(rows, slots[k:k + n], T)
+
+    def extend_batch(self, rows, slots, T):
+        """Put replies of T tokens behind the samples in these slots."""
+        last = self.new_tokens[slots] - 1
+        first = self.prompt_tokens[slots] + last             # position of the newest token, not computed yet
+        replies = np.array([rows[i].reply for i in slots])
+        inputs = np.concatenate((self.ids[slots, last][:, None], replies[:, :-1]), 1)
+        starts = torch.from_numpy(first)
+        attentions = self.cache.extend(torch.tensor(slots), starts, T)
+        self.forward(inputs.tolist(), starts[:, None], attentions)
+        self.state[:, slots] = torch.from_numpy(np.stack((replies[:, -1], first + T))).to(self.device)
+        for i, n in zip(slots, self.new_tokens[slots].tolist()):
+            row = rows[i]
+            self.ids[i, n:n + T] = row.reply
+            self.logprobs[i, :, n:n + T] = 0
+            row.forced.append((n, n + T))
+            row.reply = []
+        self.new_tokens[slots] += T
+        self.turn_start[slots] = self.new_tokens[slots]
+        room = self.context - self.prompt_tokens[slots]
+        self.max_new_tokens[slots] = np.minimum(self.max_new_tokens[slots] + T, room)
+        self.paused[slots] = False
+
+    def forward(self, ids, starts, attentions):
+        """Run the model on ids [B][T] at positions from `starts` [B, 1] or [1] on, for their keys and values.
+        """
         x = torch.tensor(ids, device=self.device)
-        positions = torch.arange(first, first + x.shape[1], device=self.device)
-        # Training may have set other kernels, for another dtype; after a prefix there is a mask.
-        kernels = sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if first else hardware.sdpa_order()
+        positions = (starts + torch.arange(x.shape[1])).to(self.device)
+        # Training may have set other kernels, for another dtype; behind other positions there is a mask.
+        kernels = sdpa_kernel(SDPA_WITH_MASK, set_priority=True) if starts.any() else hardware.sdpa_order()
         with kernels if self.kind == "cuda" else nullcontext():
             self.model.hidden(x, positions, attentions)
 
@@ -379,18 +421,24 @@ class Engine:
     # --- on the host ---
 
     @torch.inference_mode()
-    def generate(self, requests, progress=None, sampling=None):
+    def generate(self, requests, progress=None, sampling=None, environment=None):
         """Yield Samples as they finish.
 
         requests: an iterable, read only when slots are free.
         progress: called with a Progress after each poll.
         sampling: for this call; None: the engine's.
+        environment: ask(Sample) is called when a sample stops, and returns whether it is to go on; then
+        replies(wait) returns [(Sample, ids to put behind it, or None: it has ended)], and waits for at least
+        one if asked to. Other samples run on meanwhile. max_new_tokens counts only a sample's own tokens.
 
         When out of memory, continue with half the slots and restart the samples in flight. Their noise is the
         same, and so is the result.
         """
         sampling = sampling or self.sampling
         self.find_strings(sampling)          # raises an error without `decode`
+        if environment and self.config.mixer != "softmax":
+            raise ValueError(f"mixer={self.config.mixer} can't go on behind the text of an environment: use "
+                             "a model with mixer=softmax, or a task without respond().")
         requests = iter(requests)
         waiting = deque()                    # WaitingRequests
         rows = []                            # rows[i]: the Sample in slot i, or None
@@ -399,15 +447,18 @@ class Engine:
         counters = Progress(self.slots, in_flight=partial(self.in_flight, rows))
         self.progress = counters
         self.polls = 0
+        self.environment = environment
         if self.cache.grows:
             self.cache.resize(16)
         while True:
+            ended = self.receive(rows) if environment else []
             self.enqueue(requests, waiting, self.slots - sum(row is not None for row in rows))
             results = None
             try:
                 self.admit(rows, waiting)
-                if not rows:
+                if not rows and not ended:
                     return
+                self.extend(rows)
                 results = self.run_steps(rows, sampling)
             except Exception as e:
                 if self.slots == 1 or not memory.is_out_of_memory(e):
@@ -417,8 +468,9 @@ class Engine:
                 rows.clear()
                 self.allocate(self.slots // 2)
                 counters.slots = self.slots
-                continue
-            finished = self.collect(rows, *results, sampling)
+                results = NO_STEPS
+            stopped = self.collect(rows, *results, sampling)
+            finished = ended + stopped
             for sample in finished:
                 request = sample.request
                 done[request] += 1
@@ -426,7 +478,7 @@ class Engine:
                     del done[request]
                     counters.requests += 1
             counters.samples += len(finished)
-            counters.busy = len(rows) - len(finished)
+            counters.busy = len(rows) - len(stopped)
             if progress:
                 with torch.inference_mode(False):
                     progress(counters)
@@ -434,6 +486,28 @@ class Engine:
             if self.progress is not counters:
                 raise RuntimeError("Another generate() or load() took over this engine's slots: "
                                    "finish one call before the next, or make two engines.")
+
+    def receive(self, rows):
+        """Take the environment's replies to samples in `rows`; return the Samples that end, out of `rows`."""
+        slots = {id(row): i for i, row in enumerate(rows) if row}
+        wait = bool(rows) and None not in rows and bool(self.paused[:len(rows)].all())
+        with torch.inference_mode(False):
+            replies = self.environment.replies(wait)
+        ended = []
+        for sample, ids in replies:
+            i = slots.get(id(sample))
+            if i is None:                    # out of memory since, and sampled again
+                continue
+            n = self.new_tokens[i]
+            fits = ids and n < self.max_new_tokens[i] and self.prompt_tokens[i] + n + len(ids) < self.context
+            if fits:
+                sample.reply = ids
+                continue
+            if ids:
+                sample.reason = "length"
+            rows[i] = None
+            ended.append(sample)
+        return ended
 
     def in_flight(self, rows):
         """Return [(Sample, its ids so far)] of the running rows."""
@@ -513,7 +587,9 @@ class Engine:
         limits = np.array([request.max_new_tokens for request in requests])
         self.prompt_tokens[slots] = lengths
         self.new_tokens[slots] = 0
+        self.turn_start[slots] = 0
         self.max_new_tokens[slots] = np.minimum(limits, self.context - lengths)
+        self.paused[slots] = False
 
         tokens = torch.tensor([request.ids[-1] for request in requests])
         state = torch.stack((tokens, torch.from_numpy(lengths - 1)))
@@ -522,7 +598,7 @@ class Engine:
         keys = torch.tensor([request.key for request in requests])
         indices = torch.tensor([sample.index for sample in samples])
         first = int(lengths.min()) - 1
-        last = min(self.context, int((lengths + limits).max()))
+        last = self.context if self.environment else min(self.context, int((lengths + limits).max()))
         noise = uniform(stream(self.seed, keys, indices)[:, None], torch.arange(first, last))
         self.noise[slots, first:last] = noise.to(self.noise.device)
 
@@ -542,7 +618,14 @@ class Engine:
     def run_steps(self, rows, sampling):
         """Decode until the next poll; return ids [B, steps] and logprobs [B, 2, steps]."""
         B = len(rows)
-        steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B].max()))
+        paused = self.paused[:B]
+        if paused.all():
+            return NO_STEPS
+        steps = min(self.poll, int((self.max_new_tokens - self.new_tokens)[:B][~paused].max()))
+        if paused.any():                     # these rows run along; what they write is overwritten later
+            held = np.flatnonzero(paused)
+            positions = torch.from_numpy((self.prompt_tokens + self.new_tokens)[held] - 1)
+            self.state[1, held] = positions.to(self.device)
         self.polls += 1
         if self.cache.grows and B > kv_cache.ROW_GROUP_SIZE and self.polls % SORT_EVERY == 0:
             self.sort(rows)
@@ -581,6 +664,8 @@ class Engine:
 
         This is vectorised: a Python loop over 512 rows takes as long as two GPU steps of a small model.
         """
+        if not ids.size:
+            return []
         if np.isnan(logprobs[:, 0]).any():
             self.cache.storage.zero_()       # NaN would outlive its row: 0 * NaN is NaN
             raise FloatingPointError("The logits are not finite: check the model's weights, or use a "
@@ -594,7 +679,7 @@ class Engine:
         kept, stopped = self.find_stops(ids, sampling)
         self.new_tokens[:B] += kept
         self.progress.tokens += int(kept.sum())
-        at_limit = (self.new_tokens == self.max_new_tokens)[:B]
+        at_limit = (self.new_tokens == self.max_new_tokens)[:B] & ~self.paused[:B]
         finished = []
         for i in np.flatnonzero(stopped | at_limit):
             n = self.new_tokens[i]
@@ -604,6 +689,9 @@ class Engine:
             if sampling.full_logprobs:
                 sample.full_logprobs = self.logprobs[i, 1, :n].tolist()
             sample.reason = "stop" if stopped[i] else "length"
+            if stopped[i] and self.environment and self.environment.ask(sample):
+                self.paused[i] = True
+                continue
             rows[i] = None
             finished.append(sample)
         return finished
@@ -617,15 +705,16 @@ class Engine:
         stopped = is_stop.any(1)
         kept = np.where(stopped, is_stop.argmax(1) + 1, np.minimum(remaining, steps))
         strings = self.find_strings(sampling)
-        if strings is None:
-            return kept, stopped
-        for i in np.flatnonzero(strings.may_complete(ids).any(1)):
+        completed = strings.may_complete(ids).any(1) if strings else np.zeros(B, dtype=bool)
+        for i in np.flatnonzero(completed):
             count = self.new_tokens[i]
-            before = self.ids[i, max(0, count - strings.tail):count].tolist()
+            before = self.ids[i, max(self.turn_start[i], count - strings.tail):count].tolist()
             n = strings.completed_by(ids[i, :kept[i]].tolist(), before)
             if n:
                 kept[i] = n
                 stopped[i] = True
+        kept[self.paused[:B]] = 0
+        stopped[self.paused[:B]] = False
         return kept, stopped
 
     def find_strings(self, sampling):

@@ -163,6 +163,27 @@ class KVCache:
         self.prefix.append(torch.stack((k, v)).transpose(2, 3))
         return self.attention(q, k, v)
 
+    def extend(self, slots, starts, T):
+        """Return each layer's attention function for GPT.hidden, for T more positions of the rows in slots
+        [B], from position starts [B] on (a tensor on the host)."""
+        end = int(starts.max()) + T
+        self.fit(end)
+        length = self.length if self.deterministic else end
+        device = self.storage.device
+        positions = (starts[:, None] + torch.arange(T)).to(device)           # [B, T]
+        mask = self.storage.new_zeros(len(slots), 1, T, length)
+        mask.masked_fill_(self.positions[:length] > positions[:, None, :, None], -math.inf)
+        slots = slots.to(device)
+        return [partial(self.extend_layer, layer, slots, positions, mask) for layer in zip(self.k, self.v)]
+
+    def extend_layer(self, layer, slots, positions, mask, q, k, v):
+        """Write k and v [B, T, K, D] to a layer's (keys, values) and attend with q [B, T, H, D]."""
+        both = []
+        for cache, new in zip(layer, (k, v)):
+            cache[slots[:, None], :, positions] = new
+            both.append(cache[slots, :, :mask.shape[-1]].transpose(1, 2))
+        return self.attention(q, *both, mask=mask)
+
     # --- the next token ---
 
     def groups(self, B, lengths):
