@@ -4,8 +4,8 @@
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
 
-Writes data/rft.json, [[question, answer, reasoning], ...], and data/rft.attempts.jsonl, every attempt with
-its ids and its verdict. The same command resumes an interrupted run from that log. Options, as --key=value:
+Writes data/rft.json, [[question, answer, reasoning], ...] (of an episode, a list of the model's and the
+environment's texts in turn), and data/rft.attempts.jsonl, every attempt with its ids and its verdict. The same command resumes an interrupted run from that log. Options, as --key=value:
 """
 import contextlib
 import dataclasses
@@ -294,6 +294,8 @@ class Share:
         stop = self.pipeline.tokenizer.stop
         instruction = self.pipeline.task.of(completion.question).instruction
         told = {"instruction": instruction} if instruction and self.pipeline.tokenizer.is_chat else {}
+        if completion.forced:
+            told |= {"turns": completion.turns, "forced": completion.forced}
         return told | {
             "number": completion.key,
             "sample": completion.index,
@@ -345,7 +347,7 @@ def choose(cfg, questions, records):
             record["after_close"] = cfg.stop_early and closes is not None and record["sample"] > closes
         counted += [r for r in attempts.values() if not r["after_close"]]
         solutions.append(len({r["signature"] for r in attempts.values() if r["verdict"] == "verified"}))
-        rows += [[r["question"], number(r["answer"]), r["completion"]] for r in chosen]
+        rows += [[r["question"], number(r["answer"]), r.get("turns", r["completion"])] for r in chosen]
     return rows, counted, solutions
 
 
@@ -508,7 +510,7 @@ def main(argv):
         requests = requests_of(tokenizer, task, questions, cfg.oversample, cfg.max_new_tokens, cfg.few_shot)
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                             stop_strings_of(task))
-        context = context_for(cfg, requests, cfg.few_shot, source)
+        context = context_for(cfg, task, requests, cfg.few_shot, source)
         engine = Engine(model, cfg.slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
                         device=hw.device, deterministic=cfg.deterministic, decode=tokenizer.decode,
                         half_weights=cfg.dtype == "auto")

@@ -143,7 +143,7 @@ def prepare(cfg, name, task, questions):
     few_shot = few_shot_of(cfg, source)
     with task_errors():
         requests = requests_of(tokenizer, task, questions, cfg.num_samples, cfg.max_new_tokens, few_shot)
-    context = context_for(cfg, requests, few_shot, source)
+    context = context_for(cfg, task, requests, few_shot, source)
     return Candidate(name, source, tokenizer, few_shot, requests, context)
 
 

@@ -32,6 +32,7 @@ from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
 from rollouts.batch import logprobs_of, micro_batches, padded
+from rollouts.episodes import reply_tokens
 from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
@@ -318,7 +319,7 @@ def group_by_question(cfg, completions, positions):
     """Set the rewards of graded Completions and return {position: group of K Completions}."""
     groups = {position: [None] * cfg.k_samples for position in positions}
     for c in completions:
-        c.reward = math.nan if c.grade.error else c.grade.score - length_penalty(cfg, len(c.ids))
+        c.reward = math.nan if c.grade.error else c.grade.score - length_penalty(cfg, c.n_sampled)
         c.trained = not c.grade.error and (c.finished or cfg.overlong != "mask")
         groups[c.key][c.index] = c
     return groups
@@ -346,7 +347,7 @@ def learn(cfg, run, model, groups, lr, pcgrad):
     logged as they are if their names contain a slash."""
     trained = [c for group in groups for c in group if c.trained]
     num_tokens, num_sequences, num_signals = distributed.sum([
-        sum(len(c.ids) for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
+        sum(c.n_sampled for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
     if not num_sequences or not (num_signals or cfg.beta):
         return None
     denominator = loss_denominator(cfg.loss_type, num_tokens, num_sequences, cfg.max_new_tokens)
@@ -492,7 +493,7 @@ def main(argv):
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
     check_domains(stream, Counter(task.of(question).name for question in questions), positions)
     longest = max(len(request.ids) for _, request in stream.pairs + valid)
-    context = context_of(longest, cfg.max_new_tokens, positions)
+    context = context_of(longest, cfg.max_new_tokens, positions, replies=reply_tokens(cfg, task))
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"
     if len(stream) < len(questions):
         about += f"; {len(questions) - len(stream)} dropped as too long"
@@ -510,7 +511,7 @@ def main(argv):
     with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model) if cfg.beta else None
-        worst = worst_case(cfg, hw, longest, context)
+        worst = worst_case(cfg, hw, task, longest, context)
         model = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)

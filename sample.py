@@ -16,11 +16,12 @@ first_line()                             # --help without the seconds that impor
 
 import hf
 from engine import Engine, Request, Sampling
+from rollouts.episodes import Environment, reply_tokens
 from rollouts.questions import task_errors
 from runtime import config, distributed, guard, hardware
 from runtime.config import Count, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from runtime.progress import track
-from tasks._pool import load
+from tasks._pool import Pool, load
 from text.prompts import context_of, prompt_ids
 
 
@@ -49,30 +50,46 @@ class Config:
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
 
 
-def make_engine(cfg, model, tokenizer, hw, context, slots):
+def make_engine(cfg, model, tokenizer, hw, task, context, slots):
     """Return an Engine. Every rank builds one, so that all ranks reject invalid input."""
-    stop_strings = (cfg.stop,) if cfg.stop else ()
+    stop_strings = tuple(text for text in (cfg.stop, task and task.turn_stop) if text)
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tuple(tokenizer.stop), stop_strings)
     return Engine(model, slots, context, sampling, seed=cfg.seed, dtype=hw.sampling_dtype,
                   deterministic=cfg.deterministic, decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
 
 
+def environment_of(cfg, task, tokenizer, text):
+    """Return the Environment that answers samples of a prompt, None if the task has none."""
+    if not (task and task.responds):
+        return None
+    return Environment(task, tokenizer, Pool(cfg.task, workers=1), {0: {"question": text, "answer": ""}})
+
+
+def text_of(tokenizer, environment, sample, ids):
+    """Return the text of a sample's ids so far; an environment's is between « and »."""
+    if not environment:
+        return tokenizer.text_of(ids)
+    turns = environment.turns(sample, ids)
+    return "".join(f"«{text}»" if i % 2 else text for i, text in enumerate(turns))
+
+
 class Printer:
     """Prints a completion while it is sampled, without characters that may still change."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, environment):
         self.tokenizer = tokenizer
+        self.environment = environment
         self.printed = 0                     # characters
 
-    def show(self, ids):
-        text = self.tokenizer.text_of(ids)
+    def show(self, sample, ids):
+        text = text_of(self.tokenizer, self.environment, sample, ids)
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")     # the last character may still lack bytes
         print(text[self.printed:], end="", flush=True)
         self.printed = max(self.printed, len(text))
 
     def show_progress(self, progress):
-        for _, ids in progress.in_flight():
-            self.show(ids)
+        for sample, ids in progress.in_flight():
+            self.show(sample, ids)
 
 
 def prompt_of(cfg, tokenizer, text, task):
@@ -93,12 +110,13 @@ def talk(cfg, model, tokenizer, hw, task):
         except (EOFError, KeyboardInterrupt):
             return
         ids = prompt_of(cfg, tokenizer, line, task)
-        printer = Printer(tokenizer)
         try:
-            engine = engine or make_engine(cfg, model, tokenizer, hw, 4096, 1)
+            environment = environment_of(cfg, task, tokenizer, line)
+            printer = Printer(tokenizer, environment)
+            engine = engine or make_engine(cfg, model, tokenizer, hw, task, 4096, 1)
             request = Request(ids, max_new_tokens=cfg.max_new_tokens)
-            for sample in engine.generate([request], printer.show_progress):
-                printer.show(sample.ids)
+            for sample in engine.generate([request], printer.show_progress, environment=environment):
+                printer.show(sample, sample.ids)
         except (ValueError, FloatingPointError) as e:
             print(f"error: {e}", end="", file=sys.stderr)
         except KeyboardInterrupt:            # ends this completion only
@@ -132,15 +150,19 @@ def main(argv):
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))
-    context = context_of(len(prompt), cfg.max_new_tokens, source.config.block_size)
+    replies = reply_tokens(cfg, task) if task else 0
+    context = context_of(len(prompt), cfg.max_new_tokens, source.config.block_size, replies=replies)
     try:
-        engine = make_engine(cfg, model, tokenizer, hw, context, slots)
+        engine = make_engine(cfg, model, tokenizer, hw, task, context, slots)
         engine.check(Request(prompt))
         requests = [Request(prompt, count, 0, cfg.max_new_tokens, first)] if count else []
-        samples = list(track(engine.generate(requests), "sampling", "samples", count))
+        environment = environment_of(cfg, task, tokenizer, cfg.prompt)
+        samples = engine.generate(requests, environment=environment)
+        texts = [(sample.index, text_of(tokenizer, environment, sample, sample.ids))
+                 for sample in track(samples, "sampling", "samples", count)]
     except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
-    texts = distributed.gather([(sample.index, tokenizer.text_of(sample.ids)) for sample in samples])
+    texts = distributed.gather(texts)
     if rank == 0:
         for _, text in sorted(sum(texts, [])):
             print(cfg.prompt + text.rstrip("\n"), end="\n---\n")

@@ -18,7 +18,7 @@ class Batch:
     """Completions and their prefixes, each distinct prefix stored once. Column t is a completion's token t.
     Padding is IGNORE in y and 0 elsewhere."""
     x: torch.Tensor                          # [B, T] ids: the prompt's last, the completion's but the last
-    y: torch.Tensor                          # [B, T] ids of completions that are trained on
+    y: torch.Tensor                          # [B, T] ids that the model wrote, of trained completions
     sampled_logprobs: torch.Tensor           # [B, T] of the completion: by the engine
     trainer_logprobs: torch.Tensor           # [B, T] by the trainer before the step; 0 if not needed
     reference_logprobs: torch.Tensor         # [B, T] by the reference model; 0 without one
@@ -49,6 +49,8 @@ def padded(completions, multiple=1):
         x[row, :n] = c.prompt[-1:] + c.ids[:-1]
         if c.trained:
             y[row, :n] = c.ids
+        for first, last in c.forced:
+            y[row, first:last] = IGNORE
         for kind, values in enumerate((c.logprobs, c.trainer_logprobs, c.reference_logprobs)):
             logprobs[kind, row, :n] = 0.0 if values is None else values
 

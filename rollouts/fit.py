@@ -1,6 +1,7 @@
 """The memory of grpo.py: the micro-batch of the update, and the engine's slots beside it."""
 from engine import slots_that_fit
 from rollouts.batch import WorstCase, round_up
+from rollouts.episodes import reply_tokens
 from runtime import distributed, memory
 
 
@@ -9,10 +10,11 @@ def samples_per_rank(cfg):
     return cfg.prompts_per_step // distributed.world_size() * cfg.k_samples
 
 
-def worst_case(cfg, hw, longest_prompt, context):
+def worst_case(cfg, hw, task, longest_prompt, context):
     """Return the WorstCase of an update. longest_prompt, context: tokens."""
     prompt = round_up(longest_prompt, hw.length_multiple)
-    answer = round_up(min(cfg.max_new_tokens, context - 1), hw.length_multiple)
+    answer = min(cfg.max_new_tokens + reply_tokens(cfg, task), context - 1)
+    answer = round_up(answer, hw.length_multiple)
     return WorstCase(prompt, answer, cfg.k_samples, samples_per_rank(cfg) // cfg.mini_batches)
 
 

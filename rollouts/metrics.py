@@ -63,7 +63,7 @@ def sums_over(groups):
         right=sum(c.grade.score == 1 for c in graded),
         solved=sum(any(c.grade.score == 1 for c in group) for group in groups),
         zero_variance=sum(map(zero_variance, groups)),
-        completion_tokens=sum(len(c.ids) for c in completions),
+        completion_tokens=sum(c.n_sampled for c in completions),
         prompt_tokens=sum(len(c.prompt) for c in completions),
         truncated=sum(not c.finished for c in completions),
         errors=len(completions) - len(graded),

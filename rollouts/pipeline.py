@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine import Request
+from rollouts.episodes import Environment, reply_tokens
 from runtime import config, distributed
 from runtime.progress import ProgressLine
 from tasks._pool import Grade
@@ -62,17 +63,18 @@ def with_requests(cfg, tokenizer, task, questions, num_samples, positions):
     return pairs
 
 
-def context_for(cfg, requests, few_shot, source):
+def context_for(cfg, task, requests, few_shot, source):
     """Return the context in tokens that the longest prompt and its completion need
     (text.prompts.context_of)."""
     longest = max(len(request.ids) for request in requests)
     return context_of(longest, cfg.max_new_tokens, source.config.block_size,
-                      f"lower --few_shot, which is {few_shot}, or choose another model than {source.folder}")
+                      f"lower --few_shot, which is {few_shot}, or choose another model than {source.folder}",
+                      reply_tokens(cfg, task))
 
 
 def stop_strings_of(task):
-    """Return Sampling's stop_strings for a task: its stop text, if it has one."""
-    return (task.stop,) if task.stop else ()
+    """Return Sampling's stop_strings for a task: the texts that end a completion or a turn, if it has any."""
+    return tuple(text for text in (task.stop, task.turn_stop) if text)
 
 
 # --- samples and their grades ---
@@ -81,8 +83,8 @@ def stop_strings_of(task):
 class Completion:
     """A sampled completion, its grade once verified, and the values that grpo.py adds."""
     prompt: list                             # ids
-    ids: list                                # sampled ids, including the final stop token
-    logprobs: list                           # of ids at sampling time, nats
+    ids: list                                # sampled ids, including the final stop token, and an environment's
+    logprobs: list                           # of ids at sampling time, nats; 0 for an environment's
     finished: bool                           # not truncated at max_new_tokens
     question: dict | None = None
     key: int = 0                             # the request's key: index of the question (grpo.py: its position
@@ -90,12 +92,20 @@ class Completion:
     index: int = 0                           # sample index within the question
     text: str = ""                           # up to the task's stop text
     grade: Grade | None = None
+    forced: list = dataclasses.field(default_factory=list)       # (first, last): ids[first:last] are the
+                                             # environment's, which are context and not trained on
+    turns: list | None = None                # texts of an episode: the model's, the environment's, the model's...
     # set by grpo.py
     reward: float = 0.0                      # NaN if grading failed
     advantage: float = 0.0
     trained: bool = True                     # whether it contributes to the loss
     trainer_logprobs: list | None = None     # of ids, by the policy before this step
     reference_logprobs: list | None = None   # of ids, by the reference model
+
+    @property
+    def n_sampled(self):
+        """Return the number of ids that the model wrote."""
+        return len(self.ids) - sum(last - first for first, last in self.forced)
 
     @property
     def prefix(self):
@@ -132,17 +142,22 @@ class Pipeline:
         """
         if total is None:
             total = sum(request.num_samples for request in requests)
+        responds = self.task.responds
+        environment = Environment(self.task, self.tokenizer, self.pool, questions) if responds else None
         with ProgressLine(label, total, "answers", note=note or self.speed) as line:
-            for sample in self.engine.generate(requests, None, sampling):
+            for sample in self.engine.generate(requests, None, sampling, environment):
                 request = sample.request
-                text = self.task.cut(self.tokenizer.text_of(sample.ids))
                 completion = Completion(request.ids, sample.ids, sample.logprobs, sample.reason == "stop",
-                                        questions[request.key], request.key, sample.index, text)
-                self.waiting.append(completion)
-                if completion.finished or grade_unfinished:
-                    self.pool.submit(completion.question, text)
+                                        questions[request.key], request.key, sample.index)
+                if environment:
+                    environment.finish(sample, completion)
                 else:
+                    completion.text = self.task.cut(self.tokenizer.text_of(sample.ids))
+                self.waiting.append(completion)
+                if not (completion.grade or completion.finished or grade_unfinished):
                     completion.grade = UNFINISHED
+                if not completion.grade:
+                    self.pool.submit(completion.question, completion.text)
                 line.add()
                 yield completion
         self.pool.flush()

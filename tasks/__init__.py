@@ -15,7 +15,9 @@ gets the ARGUMENT of the spec.
     examples(n)                    n fixed (question's text, completion) of split train, for few-shot prompts
     signature(completion)          text that is equal for two completions with the same solution
     check(argument)                raises ValueError or OSError for an invalid argument
-    PROMPT, INSTRUCTION, STOP      see Task
+    respond(question, text)        the text that an environment puts behind an episode's text so far, when the
+                                   model ends a turn; None ends the episode
+    PROMPT, INSTRUCTION, STOP, TURN_STOP, MAX_TURNS      see Task
 """
 import ast
 import contextlib
@@ -41,6 +43,7 @@ SPLITS = ("train", "valid", "test")
 # {task: module}; a "_" is appended to modules that would hide one of the standard library
 MODULES = {name.removesuffix("_"): name for _, name, _ in pkgutil.iter_modules(__path__) if name[0] != "_"}
 NAMES = list(MODULES)
+MOST_REPLY = 10_000                       # characters of an environment's text
 RESERVED = "is a name that tasks/__init__.py reserves"
 USER_FILE = r"(?s)(.+?\.py)(?::(.*))?"    # path, argument
 
@@ -165,7 +168,8 @@ class Task:
     """A task's module with its argument.
 
     name: the spec. prompt: form of a plain prompt. instruction: system message for a chat model. stop: text
-    that ends a completion."""
+    that ends a completion. turn_stop: text that ends a turn, for respond; a chat model's end of turn does too.
+    max_turns: of the model, at most."""
 
     def __init__(self, name, module, argument=None):
         self.name = name
@@ -182,13 +186,22 @@ class Task:
             functions = [value for value in vars(module).values() if inspect.isfunction(value)]
             if not any(self.takes(function, "argument") for function in functions):
                 raise ValueError(f"No function of the task {name} takes an argument: leave :{argument} out.")
+        self.turn_stop = getattr(module, "TURN_STOP", None)
+        self.max_turns = getattr(module, "MAX_TURNS", 8)
+        self.responds = callable(getattr(module, "respond", None))
+        if self.responds:
+            self.must_take("respond(question, text)", self.call("respond"), {}, "")
+        if type(self.max_turns) is not int or self.max_turns < 1:
+            raise ValueError(f"MAX_TURNS of the task {name} is {str(self.max_turns)[:80]}: MAX_TURNS "
+                             f"{RESERVED} for a positive number of turns, so correct it, or rename yours.")
         self.domains = []                                # the tasks of a Mixture
         self.weights = {name: 1}
         self.score = self.call("reward")
         self.must_take("reward(question, completion)", self.score, {}, "")
         if hasattr(module, "signature"):
             self.must_take("signature(completion)", self.call("signature"), "")
-        texts = {"PROMPT": self.prompt, "STOP": self.stop or "", "INSTRUCTION": self.instruction or ""}
+        texts = {"PROMPT": self.prompt, "STOP": self.stop or "", "INSTRUCTION": self.instruction or "",
+                 "TURN_STOP": self.turn_stop or ""}
         for hook, text in texts.items():
             if not isinstance(text, str) or hook == "PROMPT" and "{}" not in text:
                 raise ValueError(f"{hook} of the task {name} is {str(text)[:80]!r}: {hook} {RESERVED} for a "
@@ -334,6 +347,19 @@ class Task:
         if parts is None:
             return score, {"correct": score == 1}
         return score, {name: bool(value) for name, value in parts.items()}
+
+    def respond(self, question, text):
+        """Return the environment's text behind an episode's text so far, or None at its end. TypeError or
+        ValueError for anything else, or for more than MOST_REPLY characters."""
+        found = self.call("respond")(question, text)
+        if found is None:
+            return None
+        if not isinstance(found, str):
+            raise TypeError(f"it returned {str(found)[:80]} and no str or None")
+        if not 0 < len(found) <= MOST_REPLY:
+            raise ValueError(f"it returned {len(found):,} characters: return 1 to {MOST_REPLY:,}, or None to "
+                             "end the episode")
+        return found.encode(errors="replace").decode()
 
     @staticmethod
     def verified(score, parts):

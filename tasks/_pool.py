@@ -1,10 +1,10 @@
-"""Grade completions in worker processes. A verifier may hang, crash or exhaust memory without ending the run,
-unless it fails for all of the first FIRST completions.
+"""Grade completions, and answer episodes (respond), in worker processes. A verifier may hang, crash or exhaust
+memory without ending the run, unless it fails for all of the first FIRST completions.
 
-`python -m tasks._pool SPEC` is a worker. Each line of its standard input is a JSON list of [number, question,
-completion]. Its standard output is null once the task is loaded (or an error message), then one line [number,
-score, parts, signature, error] per completion. multiprocessing would import the caller, and torch with it,
-into each worker."""
+`python -m tasks._pool SPEC` is a worker. Each line of its standard input is a JSON list of [number, kind of
+job, question, completion]. Its standard output is null once the task is loaded (or an error message), then
+one line [number, values of the Grade or Reply] per job. multiprocessing would import the caller, and torch
+with it, into each worker."""
 import contextlib
 import functools
 import json
@@ -59,6 +59,12 @@ class Grade(NamedTuple):
         return self.error is None and self.score == 1.0 and all(self.parts.values())
 
 
+class Reply(NamedTuple):
+    """text: the answer of a task's respond, None at the end of an episode; error: its failure, or None."""
+    text: str | None
+    error: str | None
+
+
 def grade(task, question, completion):
     """Return the Grade of a completion, cut after the task's stop. An exception or a score outside [0, 1]
     becomes its error; a finite score outside [0, 1] is kept, and ends the run (see Pool)."""
@@ -74,8 +80,24 @@ def grade(task, question, completion):
         return Grade(score, {}, "", describe_error(e))
 
 
+def respond(task, question, text):
+    """Return the Reply of a task to an episode's text so far. An exception becomes its error."""
+    try:
+        return Reply(task.of(question).respond(question, text), None)
+    except (Exception, SystemExit) as e:
+        return Reply(None, f"respond() failed: {describe_error(e)}")
+
+
+JOBS = {"reward": grade, "respond": respond}
+
+
+def failure(kind, error):
+    """Return the result of a job that failed."""
+    return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"respond() failed: {error}")
+
+
 def check_graded(spec, grades):
-    """Raise BrokenReward if there are Grades and all have errors."""
+    """Raise BrokenReward if there are Grades (or Replies) and all have errors."""
     if grades and all(graded.error for graded in grades):
         raise BrokenReward(f"The reward of the task {spec} failed for all of {len(grades)} completions ("
                            f"{grades[0].error}): correct reward(question, completion), or choose another "
@@ -145,13 +167,13 @@ def main(spec, folder=".", only_try=False):
         return
     write(None)
     for line in items:
-        for number, question, completion in unpack(line):
+        for number, kind, question, completion in unpack(line):
             # random verifiers are reproducible on any worker and after a resume
             random.seed(pack([question, completion]))
-            graded = grade(task, question, completion)
+            result = JOBS[kind](task, question, completion)
             if os.getpid() != me:                # a forked copy left by the verifier
                 os._exit(1)
-            write([number, *graded._replace(error=graded.error and with_limit(graded.error))])
+            write([number, *result._replace(error=result.error and with_limit(result.error))])
 
 
 def with_limit(error):
@@ -278,7 +300,7 @@ class Pool:
     def flush(self):
         """Pass all queued completions to the workers."""
         while self.outbox:
-            self.pending.append(self._put(*self.outbox.popleft()))
+            self.pending.append(self._put("reward", *self.outbox.popleft()))
         self.handed_over = time.monotonic()
 
     def collect(self, wait=False):
@@ -292,14 +314,26 @@ class Pool:
                     future.result()
         grades = []
         while self.pending and self.pending[0].done():
-            grades.append(self._take(self.pending[0]))
+            grades.append(self.take(self.pending[0]))
             self.pending.popleft()
         return grades
 
     def score(self, pairs):
         """Return the Grades of [(question, completion)]; earlier submissions still need collect()."""
-        futures = [self._put(question, completion) for question, completion in pairs]
-        return [self._take(future) for future in track(futures, "verifying", "answers")]
+        futures = [self._put("reward", question, completion) for question, completion in pairs]
+        return [self.take(future) for future in track(futures, "verifying", "answers")]
+
+    def respond(self, question, text):
+        """Return the Future of the Reply to an episode's text so far; `take` its result."""
+        return self._put("respond", question, text)
+
+    def take(self, future):
+        """Return the result of a Future of this pool."""
+        result = future.result()
+        if isinstance(self.ended, BrokenReward):
+            raise self.ended
+        self.counts["errors"] += result.error is not None
+        return result
 
     def close(self):
         """End the workers at once, without waiting for grades."""
@@ -316,37 +350,33 @@ class Pool:
     def __exit__(self, *_):
         self.close()
 
-    def _put(self, question, completion):
+    def _put(self, kind, question, completion):
         future = Future()
         with self.changed:
             if self.ended:
                 raise self.ended
+            future.kind = kind
             future.completion = completion
             future.number = self.submitted
             self.submitted += 1
             item = (question, completion)
             if self.kind == "process":
-                item = pack([future.number, question, completion])
+                item = pack([future.number, kind, question, completion])
             if self.kind != "serial":
-                self.waiting.append((future, item))
+                # A sample waits for a reply.
+                add = self.waiting.append if kind == "reward" else self.waiting.appendleft
+                add((future, item))
                 self.changed.notify()
         if self.kind == "serial":
-            self.hand_over(future, grade(self.task, question, completion))
+            self.hand_over(future, JOBS[kind](self.task, question, completion))
         return future
-
-    def _take(self, future):
-        graded = future.result()
-        if isinstance(self.ended, BrokenReward):
-            raise self.ended
-        self.counts["errors"] += graded.error is not None
-        return graded
 
     # --- for the workers' threads ---
 
     def hand_over(self, future, graded):
-        """Set a future's Grade and print the first error; end the pool if the first FIRST grades are all
-        errors, or if the score is outside [0, 1]."""
-        if not 0.0 <= graded.score <= 1.0:
+        """Set a future's Grade or Reply and print the first error; end the pool if the first FIRST results
+        are all errors, or if the score is outside [0, 1]."""
+        if future.kind == "reward" and not 0.0 <= graded.score <= 1.0:
             self.end(BrokenReward(f"The task {self.spec} returned the score {graded.score:g}: a score is a "
                                   "number from 0 to 1, so divide it by the highest possible score."))
         with self.changed:
@@ -376,7 +406,8 @@ class Pool:
     def serve(self):
         """Grade in a thread of this process."""
         while batch := self.batch(1):
-            self.hand_over(batch[0][0], grade(self.task, *batch[0][1]))
+            future, item = batch[0]
+            self.hand_over(future, JOBS[future.kind](self.task, *item))
 
     def end(self, error, batch=()):
         """Give all waiting and future items this exception, or that of an earlier end."""
@@ -419,8 +450,8 @@ class Worker:
         try:
             self.write(b"[" + b",".join(line for _, line in batch) + b"]\n")
             while batch:
-                graded = self.read_grade(batch[0][0].number)
-                self.pool.hand_over(batch.popleft()[0], graded)
+                result = self.read_result(batch[0][0])
+                self.pool.hand_over(batch.popleft()[0], result)
         except (TimeoutError, EOFError) as e:
             self.remove()
             with self.pool.changed:
@@ -428,19 +459,20 @@ class Worker:
                     raise self.pool.ended
                 self.pool.counts["restarts"] += 1
                 self.pool.counts["timeouts"] += isinstance(e, TimeoutError)
-                self.pool.hand_over(batch.popleft()[0], Grade(0.0, {}, "", str(e)))
+                future, _ = batch.popleft()
+                self.pool.hand_over(future, failure(future.kind, str(e)))
                 self.pool.waiting.extendleft(reversed(batch))
                 batch.clear()
                 self.pool.changed.notify_all()
             self.start()
 
-    def read_grade(self, number):
-        """Return the Grade of the completion with that number. EOFError if a verifier wrote into the pipe."""
+    def read_result(self, future):
+        """Return the Grade or Reply of a Future. EOFError if a verifier wrote into the pipe."""
         line = self.read(self.pool.timeout)
         with contextlib.suppress(ValueError, TypeError):
-            answered, *graded = unpack(line)
-            if answered == number:
-                return Grade(*graded)
+            answered, *values = unpack(line)
+            if answered == future.number:
+                return (Grade if future.kind == "reward" else Reply)(*values)
         raise EOFError("the verifier wrote into the pipe that carries grades")
 
     def start(self):

@@ -315,7 +315,7 @@ def test_workers_do_not_import_torch(pool):
 
 
 def test_a_worker_by_hand(mischief):
-    lines = json.dumps([[7, {}, "fine"], [8, {}, "raise"]]) + "\n" + json.dumps([[9, {}, "fine"]]) + "\n"
+    lines = json.dumps([[7, "reward", {}, "fine"], [8, "reward", {}, "raise"]]) + "\n" + json.dumps([[9, "reward", {}, "fine"]]) + "\n"
     done = subprocess.run([sys.executable, "-m", "tasks._pool", mischief], input=lines, capture_output=True, text=True, cwd=ROOT,
                           timeout=20)
     ready, *answers = map(json.loads, done.stdout.splitlines())
@@ -456,7 +456,7 @@ def test_there_are_as_many_workers_as_a_rank_has_cores(monkeypatch):
 def test_completions_are_handed_over_together_or_when_they_have_waited(tmp_path, monkeypatch):
     (tmp_path / "quick.py").write_text("def reward(question, completion):\n    return 1.0\n")
     graded = []
-    monkeypatch.setattr(_pool, "grade", lambda task, question, completion: graded.append(completion) or Grade(1.0, {}, "", None))
+    monkeypatch.setitem(_pool.JOBS, "reward", lambda task, question, completion: graded.append(completion) or Grade(1.0, {}, "", None))
     with Pool(str(tmp_path / "quick.py"), kind="serial") as pool:
         for i in range(_pool.HAND_OVER - 1):
             pool.submit({}, f"{i}")

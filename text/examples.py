@@ -58,7 +58,8 @@ def read(dataset, tokenizer, form=None, instruction=None):
 
     examples:NAME   worked examples of a task, at most NUM_WORKED;
     .json    [[question, answer, reasoning], ...] as datagen.py writes it: the target is the reasoning, as the
-             sampled ids if the log beside the file has them; or [[question, answer], ...]: the target is the
+             sampled ids if the log beside the file has them; of an episode, a list of texts, the first, third
+             and so on are targets, and the environment's between them are not; or [[question, answer], ...]: the target is the
              answer within <answer> tags;
     .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; every
              assistant message is a target.
@@ -75,10 +76,10 @@ def read(dataset, tokenizer, form=None, instruction=None):
         raise BadInput(f"{path} holds no example: give another --dataset= (datagen.py writes none if no "
                        "question is solved).")
     logged_form = None
-    sampled_ids = {}
+    sampled = {}
     instructions = defaultdict(str)
     if is_json:
-        logged_form, sampled_ids, instructions = read_log(path, tokenizer)
+        logged_form, sampled, instructions = read_log(path, tokenizer)
     if instruction is not None:
         instructions = defaultdict(lambda: instruction)
     form = form or logged_form or prompts.PROMPT
@@ -86,7 +87,7 @@ def read(dataset, tokenizer, form=None, instruction=None):
     for number, row in enumerate(track(rows, f"tokenising {path}", "examples"), 1):
         try:
             if is_json:
-                examples.append(example_of_list(row, tokenizer, form, sampled_ids, instructions))
+                examples.append(example_of_list(row, tokenizer, form, sampled, instructions))
             else:
                 examples.append(example_of_object(row, tokenizer))
         except ValueError as e:
@@ -135,12 +136,12 @@ def is_answer(value):
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def example_of_list(row, tokenizer, form, sampled_ids, instructions):
+def example_of_list(row, tokenizer, form, sampled, instructions):
     """Return the Example of [question, answer, reasoning] or [question, answer], ValueError for another row.
-    sampled_ids: {(question, completion): ids}. instructions: {question: system message}."""
+    sampled: {(question, turns): parts} of read_log. instructions: {question: system message}."""
     is_example = (
         isinstance(row, list) and len(row) in (2, 3)
-        and all(isinstance(text, str) for text in (row[0], *row[2:]))
+        and all(isinstance(text, str) for text in (row[0], *(turns_of(row[2]) if len(row) == 3 else ())))
         and (len(row) == 3 or isinstance(row[1], str | int | float) and not isinstance(row[1], bool))
         and is_answer(row[1])
         and str(row[-1]).strip()
@@ -149,10 +150,38 @@ def example_of_list(row, tokenizer, form, sampled_ids, instructions):
         raise ValueError(other_form(row) or "it should be [question, answer, reasoning], or [question, "
                                             "answer] with a text or a finite number as the answer")
     question, answer, *reasoning = row
-    completion = reasoning[0] if reasoning else f"<answer>{answer}</answer>"
-    ids = sampled_ids.get((question, completion)) or tokenizer.encode(completion).tolist()
+    turns = turns_of(reasoning[0]) if reasoning else (f"<answer>{answer}</answer>",)
+    parts = sampled.get((question, turns)) or parts_of_turns(turns, tokenizer)
     prompt = prompts.prompt_ids(tokenizer, question, form, instruction=instructions[question])
-    return example_of_parts([(prompt, False), (ids + [tokenizer.end], True)], question)
+    return example_of_parts([(prompt, False), *parts, ([tokenizer.end], True)], question)
+
+
+def turns_of(reasoning):
+    """Return the texts of a completion, a text or an episode's list of texts: the model's and the
+    environment's in turn. Neither: the value itself, as the only one."""
+    is_episode = isinstance(reasoning, list) and len(reasoning) % 2 == 1
+    return tuple(reasoning) if is_episode else (reasoning,)
+
+
+def parts_of_turns(turns, tokenizer):
+    """Return [(ids, is_target)] of the texts of turns_of, without the last one's end."""
+    parts = [(tokenizer.encode(turns[0]).tolist(), True)]
+    for reply, text in zip(turns[1::2], turns[2::2]):
+        if tokenizer.is_chat:
+            parts.append(([tokenizer.end], True))
+        parts.append((tokenizer.reply_ids(reply, ended=True), False))
+        parts.append((tokenizer.encode(text).tolist(), True))
+    return parts
+
+
+def parts_of_ids(ids, forced):
+    """Return [(ids, is_target)] of sampled ids, of which the spans in `forced` are the environment's."""
+    parts = []
+    start = 0
+    for first, last in forced:
+        parts += [(ids[start:first], True), (ids[first:last], False)]
+        start = last
+    return [*parts, (ids[start:], True)]
 
 
 def example_of_object(row, tokenizer):
@@ -253,20 +282,22 @@ def read_form(dataset):
 
 
 def read_log(path, tokenizer):
-    """Return (prompt form, {(question, completion): sampled ids}, {question: system message}) from
+    """Return (prompt form, {(question, turns): [(sampled ids, is_target)]}, {question: system message}) from
     datagen.py's log; None and no entries without one. Encoding a completion again could give other ids.
-    Excluded: other tokenizers, and ids that do not decode to the completion (such as a stop token)."""
+    Excluded: other tokenizers, and ids that do not decode to the model's texts (such as a stop token)."""
     header, *attempts = list(log_beside(path)) or [{}]
     is_own = header.get("tokenizer") == tokenizer.describe()
-    sampled_ids = {}
+    sampled = {}
     instructions = defaultdict(str)
     for attempt in attempts:
-        ids = attempt["ids"]
         instructions[attempt["question"]] = attempt.get("instruction", "")
-        verified = is_own and attempt["verdict"] == "verified"
-        if verified and tokenizer.decode(ids) == attempt["completion"]:
-            sampled_ids[attempt["question"], attempt["completion"]] = ids
-    return header.get("prompt"), sampled_ids, instructions
+        if is_own and attempt["verdict"] == "verified":
+            turns = tuple(attempt.get("turns", [attempt["completion"]]))
+            parts = parts_of_ids(attempt["ids"], attempt.get("forced", ()))
+            texts = [tokenizer.text_of(ids) for ids, is_target in parts[:-1] if is_target]
+            if (*texts, tokenizer.decode(parts[-1][0])) == turns[::2]:
+                sampled[attempt["question"], turns] = parts
+    return header.get("prompt"), sampled, instructions
 
 
 def hold_out(examples, share, seed):

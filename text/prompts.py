@@ -9,10 +9,10 @@ PROMPT = "Question: {}\n"
 TEMPLATE_TOKENS = ("<|im_start|>", "<|start_header_id|>", "[INST]")      # of chat templates
 
 
-def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
+def context_of(longest, max_new_tokens, positions, shorter="shorten it", replies=0):
     """Return the number of positions for prompt and completion, at most the model's; print a warning if fewer
-    than max_new_tokens remain. longest: tokens of the longest prompt. BadInput, ending in `shorter`, if no
-    position remains."""
+    than max_new_tokens remain. longest: tokens of the longest prompt. replies: room for an environment's
+    text. BadInput, ending in `shorter`, if no position remains."""
     if longest >= positions:
         raise BadInput(f"A prompt of {longest} tokens can't be continued in the {positions} positions of the "
                        f"model: {shorter}.")
@@ -20,7 +20,7 @@ def context_of(longest, max_new_tokens, positions, shorter="shorten it"):
         print(f"--max_new_tokens={max_new_tokens} is more than the model's {positions} positions leave: "
               f"after a prompt of {longest} tokens an answer ends at {positions - longest}.",
               file=sys.stderr, flush=True)
-    return min(positions, longest + max_new_tokens)
+    return min(positions, longest + max_new_tokens + replies)
 
 
 def check_unmarked(tokenizer, text):

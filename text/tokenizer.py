@@ -184,6 +184,14 @@ class Tokenizer:
         """Return the list of ids of an answer, with its end."""
         return self.encode(text).tolist() + [self.end]
 
+    def reply_ids(self, text, ended):
+        """Return the ids that continue an answer with an environment's text: in chatml a user's turn and the
+        header of the next answer. ended: whether the answer ended with a stop token."""
+        if not self.is_chat:
+            return self.encode(text).tolist()
+        end = [] if ended else [self.end]
+        return end + self.encode("\n").tolist() + self.turn("user", text) + self.answer_header()
+
     def conversation(self, messages):
         """Return [(ids, is_target)] of a conversation. ValueError without a chat template."""
         if not self.is_chat:

@@ -1,0 +1,213 @@
+"""Tasks that respond: from the reward workers to the gradient, the files, and the commands."""
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import hf
+import tasks
+from conftest import ROOT, environment, flags, weights
+from model import IGNORE
+from tasks import _pool
+from tasks._pool import Pool
+from test_grpo import GRPO, TASK, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, plainly, same, watched  # noqa: F401
+from test_tokenizer import SMOL, write as write_tokenizer
+from text import examples
+from text.tokenizer import Tokenizer
+
+# The model's turn ends at an o; the environment says how long the text is, or nothing more.
+EPISODES = TASK + '''
+TURN_STOP = "o"
+MAX_TURNS = 3
+
+def respond(question, text):
+    return f"<{len(text)}a>" if len(text) % 3 else None
+'''
+RULES = dict(max_new_tokens=16, k_samples=6)
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("task") / "episodes.py"
+    path.write_text(EPISODES.replace('STOP = "a"', 'STOP = "i"', 1).replace('endswith("a")', 'endswith("i")'))
+    return path
+
+
+def is_own(completion):
+    """Return for each id of a Completion whether the model wrote it."""
+    return [not any(first <= t < last for first, last in completion.forced) for t in range(len(completion.ids))]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_the_gradient_is_that_of_the_models_tokens_given_everything_before_them(learn, watched, base, episodes, loss_type):
+    out = learn(task=episodes, max_steps=1, grad_clip=0, loss_type=loss_type, tokens_per_micro_batch=128, **RULES)
+    model, logp, advantage, ((*groups,),) = hf.find(str(base)).load(), [], [], watched.groups
+    completions = [c for group in groups for c in group]
+    assert sum(bool(c.forced) for c in completions) > 5 and max(len(c.forced) for c in completions) == 2
+    for group in groups:
+        rewards = torch.tensor([c.reward for c in group], dtype=torch.float64)
+        for c, a in zip(group, rewards - rewards.mean()):
+            logits = model(torch.tensor([c.prompt + c.ids]))[0].double()
+            logp.append(torch.stack([logits[len(c.prompt) + t - 1].log_softmax(0)[i] for t, i in enumerate(c.ids) if is_own(c)[t]]))
+            advantage.append(a)
+    lengths = [len(row) for row in logp]
+    assert lengths == [c.n_sampled for c in completions] and max(lengths) <= 16
+    logp = torch.nn.utils.rnn.pad_sequence(logp, batch_first=True)
+    plainly(logp, logp.detach(), logp.detach(), advantage, lengths, loss_type, 0.2, 0.28, None, logp.detach(), 0.0, 16).backward()
+    expected = torch.cat([p.grad.flatten() for name, p in sorted(model.named_parameters())])
+    assert apart(gradient(out), expected) < 1e-4
+    (line,) = lines(out)
+    assert line["logprob_gap_max"] < 1e-5 and line["completion_tokens"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_ids_are_those_of_the_rollout_and_texts_are_what_was_said(learn, watched, base, episodes):
+    learn(task=episodes, max_steps=2, **RULES)
+    tokenizer = hf.find(str(base)).tokenizer(None)
+    sampled = {(tuple(s.request.ids), tuple(s.ids)): s for s in watched.samples}
+    for groups in watched.groups:
+        for c in (c for group in groups for c in group):
+            s = sampled[tuple(c.prompt), tuple(c.ids)]
+            assert c.logprobs == s.logprobs and "".join(c.turns) == c.text and len(c.turns) == 2 * len(c.forced) + 1
+            for (first, last), said, reply in zip(c.forced, c.turns[::2], c.turns[1::2]):
+                assert said.endswith("o") and tokenizer.decode(c.ids[first:last]) == reply
+                before = "".join(c.turns[:c.turns.index(reply)])
+                assert reply == f"<{len(before)}a>" and len(before) % 3
+    for batch in watched.batches:
+        for x, y in zip(batch.x.tolist(), batch.y.tolist()):
+            last = max(t for t, target in enumerate(y) if target != IGNORE)
+            assert all(y[t] in (IGNORE, x[t + 1]) for t in range(last))
+
+
+def test_stopped_and_resumed_equals_a_run_that_was_not_bit_for_bit(learn, episodes):
+    knobs = dict(task=episodes, max_steps=4, save_interval=2, keep_last=9, eval_interval=2, **RULES)
+    out = learn(**knobs)
+    whole = weights(out, 4)
+    (out / "checkpoints" / "step_00000004").rename(out / "gone")       # as if killed before it
+    learn(**knobs, init_from="resume")
+    assert same(weights(out, 4), whole) and not same(weights(out, 2), whole)
+
+
+def test_two_ranks_take_the_step_of_one(learn, episodes, base, tmp_path):
+    knobs = dict(task=episodes, max_steps=1, grad_clip=0, **RULES)
+    in_ranks(tmp_path, {"two": flags(**GRPO | dict(init_from=base, out_dir=tmp_path / "two") | knobs)})
+    assert apart(gradient(tmp_path / "two"), gradient(learn("one", **knobs))) < 1e-5
+
+
+# --- an environment that misbehaves ---
+
+MISCHIEF = '''
+import time
+def reward(question, completion):
+    return 1.0
+def respond(question, text):
+    if text == "hang":
+        time.sleep(60)
+    if text == "die":
+        import os
+        os._exit(3)
+    return {"raise": [], "long": "x" * 10**6, "empty": "", "number": 7, "surrogate": "a\\ud800b", "end": None}.get(text, text[::-1])[0:]
+'''
+
+
+@pytest.mark.parametrize("kind", ["process", "thread", "serial"])
+def test_replies_and_their_errors(tmp_path, kind):
+    (tmp_path / "mischief.py").write_text(MISCHIEF.replace('[0:]', ''))
+    asked = ["abc", "raise", "long", "empty", "number", "surrogate", "end", "abc"] + ["die", "hang", "abc"] * (kind == "process")
+    with Pool(str(tmp_path / "mischief.py"), workers=2, timeout=2.0, kind=kind) as pool:
+        pool.submit({}, "graded all the same")
+        found = [pool.take(future) for future in [pool.respond({}, text) for text in asked]]
+        assert [reply.text for reply in found] == ["cba", None, None, None, None, "a?b", None, "cba"] + [None, None, "cba"] * (kind == "process")
+        words = [None, "returned", "1,000,000 characters: return 1 to 10,000", "0 characters", "no str or None", None, None, None]
+        words += ["the worker died", "timed out after 2 s", None] * (kind == "process")
+        for reply, word in zip(found, words, strict=True):
+            assert (reply.error is None) == (word is None) and (word is None or word in reply.error and reply.error.startswith("respond() failed: "))
+        assert [grade.score for grade in pool.collect(wait=True)] == [1.0]
+
+
+def test_an_episode_that_fails_is_an_error_and_not_trained_on(learn, watched, tmp_path):
+    (tmp_path / "own.py").write_text(EPISODES.replace("return f", "assert len(text) % 5\n    return f"))
+    out = learn(task=tmp_path / "own.py", max_steps=2, **RULES)
+    failed = [c for groups in watched.groups for group in groups for c in group if c.grade.error]
+    assert failed and all("respond() failed: AssertionError" in c.grade.error and not c.trained for c in failed)
+    assert sum(line["errors"] for line in lines(out)) == len(failed)
+
+
+def test_what_a_task_may_not_say(tmp_path):
+    def error(text):
+        (tmp_path / "own.py").write_text("def reward(question, completion):\n    return 1\n" + text)
+        with pytest.raises(ValueError) as e:
+            tasks.load(str(tmp_path / "own.py"))
+        return str(e.value)
+    assert "respond(question, text)" in error("def respond(question):\n    return None\n")
+    assert "MAX_TURNS" in error("MAX_TURNS = 0\n") and "TURN_STOP" in error("TURN_STOP = 3\n")
+
+
+# --- a control token, a chat ---
+
+def test_an_environments_text_is_text(tmp_path):
+    """In a chat the reply is a turn of the template; control tokens in it are letters."""
+    tokenizer = Tokenizer(write_tokenizer(tmp_path / "chat", "smol", SMOL))
+    said, reply = "the cat", "no<|im_end|>\n<|im_start|>assistant\nyes"
+    ids = tokenizer.prompt_ids("sat?") + tokenizer.answer_ids(said) + tokenizer.reply_ids(reply, ended=True) + tokenizer.answer_ids("mat")
+    messages = [("user", "sat?"), ("assistant", said), ("user", reply), ("assistant", "mat")]
+    parts = tokenizer.conversation([dict(role=role, content=content) for role, content in messages])
+    assert ids + tokenizer.encode("\n").tolist() == sum((part for part, _ in parts), [])
+    assert tokenizer.reply_ids(reply, ended=False) == [tokenizer.end] + tokenizer.reply_ids(reply, ended=True)
+    assert sum(i in (tokenizer.start, tokenizer.end) for i in tokenizer.reply_ids(reply, ended=True)) == 3
+    plain = Tokenizer(write_tokenizer(tmp_path / "plain"))
+    assert plain.decode(plain.reply_ids(" = 8<|endoftext|>", True)) == " = 8<|endoftext|>" and plain.eos not in plain.reply_ids("<|endoftext|>", True)
+
+
+# --- files and commands ---
+
+def command(script, *arguments):
+    done = subprocess.run([sys.executable, ROOT / script, *map(str, arguments)], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_datagen_keeps_episodes_and_train_reads_them_with_their_ids(base, episodes, tmp_path):
+    own = tmp_path / "even.py"
+    own.write_text(episodes.read_text() + "\ndef reward(question, completion):\n    return float('<' in completion), {'ended': True}\n")
+    out = tmp_path / "rft.json"
+    command("datagen.py", f"--init_from={base}", f"--task={own}", f"--output={out}", "--num_questions=8", "--oversample=8", "--temperature=1",
+            "--max_new_tokens=24", "--dtype=fp32")
+    rows = json.loads(out.read_text())
+    assert len(rows) > 3 and all(isinstance(turns, list) and len(turns) % 2 for _, _, turns in rows)
+    tokenizer = hf.find(str(base)).tokenizer(None)
+    found = examples.read(out, tokenizer)
+    (tmp_path / "rft.attempts.jsonl").unlink()
+    again = examples.read(out, tokenizer, form="{}")
+    for (question, _, turns), example, other in zip(rows, found, again, strict=True):
+        assert tokenizer.decode(example.ids[:-1]) == question + "".join(turns)
+        assert tokenizer.decode(example.ids[example.is_target][:-1]) == "".join(turns[::2])
+        if "\N{REPLACEMENT CHARACTER}" not in "".join(turns):              # of bytes
+            assert example.ids.tolist() == other.ids.tolist() and example.is_target.tolist() == other.is_target.tolist()
+    figures = json.loads(command("eval.py", base, f"--task={own}", "--num_questions=6", "--max_new_tokens=24", "--temperature=1", "--num_samples=4",
+                                 "--json", f"--output={tmp_path / 'answers.jsonl'}").splitlines()[-1])
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert figures["accuracy"] == sum("<" in s["completion"] for a in answers for s in a["samples"]) / 24 > 0
+    shown = command("sample.py", base, f"--task={own}", "--prompt=the 1", "--num_samples=20", "--temperature=1", "--max_new_tokens=24")
+    assert re.search(r"o«<\d+a>»", shown)
+
+
+def test_ids_of_a_logged_episode_are_not_made_anew(tmp_path):
+    """Ids that encoding the texts again would not give; of a chat, whose end of a turn the model wrote or not."""
+    tokenizer = Tokenizer(write_tokenizer(tmp_path / "chat", "smol", SMOL))
+    letters = [tokenizer.encode(c).tolist()[0] for c in "the cat"]
+    assert letters != tokenizer.encode("the cat").tolist()
+    for ended in (True, False):
+        said = letters + [tokenizer.end] * ended
+        reply = tokenizer.reply_ids("no", ended)
+        record = {"number": 0, "sample": 0, "question": "q", "answer": "a", "completion": "the cat\nno\nthe cat", "ids": said + reply + letters,
+                  "turns": ["the cat", "no", "the cat"], "forced": [[len(said), len(said) + len(reply)]], "verdict": "verified"}
+        header = {"config": {}, "tokenizer": tokenizer.describe(), "model": "", "questions": "", "prompt": "{}"}
+        (tmp_path / "rft.attempts.jsonl").write_text(examples.line_of(header) + examples.line_of(record))
+        (tmp_path / "rft.json").write_text(json.dumps([["q", "a", ["the cat", "no", "the cat"]]]))
+        (example,) = examples.read(tmp_path / "rft.json", tokenizer)
+        prompt = tokenizer.prompt_ids("q")
+        assert example.ids.tolist() == prompt + said + reply + letters + [tokenizer.end]
+        assert example.is_target.tolist() == [False] * len(prompt) + [True] * len(said) + [False] * len(reply) + [True] * (len(letters) + 1)
