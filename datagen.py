@@ -5,7 +5,8 @@
     torchrun --nproc_per_node=8 datagen.py --init_from=HuggingFaceTB/SmolLM2-360M-Instruct --task=unit_conversion:3
 
 Writes data/rft.json, [[question, answer, reasoning], ...] (of an episode, a list of the model's and the
-environment's texts in turn), and data/rft.attempts.jsonl, every attempt with its ids and its verdict. The same command resumes an interrupted run from that log. Options, as --key=value:
+environment's texts in turn), and data/rft.attempts.jsonl, every attempt with its ids and its verdict. The
+same command resumes an interrupted run from that log. Options, as --key=value:
 """
 import contextlib
 import dataclasses
@@ -351,6 +352,11 @@ def choose(cfg, questions, records):
     return rows, counted, solutions
 
 
+def sampled_tokens(record):
+    """Return the number of tokens that the model wrote."""
+    return len(record["ids"]) - sum(last - first for first, last in record.get("forced", ()))
+
+
 def number(answer):
     """Convert an answer to a finite int or float if possible, else return it unchanged."""
     for kind in (int, float):
@@ -363,7 +369,7 @@ def number(answer):
 def figures(cfg, questions, records, rows, counted, solutions, cost):
     """Return the run's figures as a dictionary (--json)."""
     verdicts = Counter(r["verdict"] for r in counted)
-    lengths = sorted(len(r["ids"]) for r in records if r["kept"]) or [0]
+    lengths = sorted(sampled_tokens(r) for r in records if r["kept"]) or [0]
     grades = {}
     for r in sorted(counted, key=lambda r: (r["number"], r["sample"])):
         grades.setdefault(r["number"], []).append(grade_of(r))

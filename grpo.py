@@ -293,7 +293,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
         answered = group_by_question(cfg, completions, mine)
         sampled += answered.values()
         groups += [g for g in answered.values() if not (cfg.dynamic_sampling and zero_variance(g))]
-        lengths = [(len(c.prompt), len(c.ids)) for group in answered.values() for c in group]
+        lengths = [(c.n_context, c.n_sampled) for group in answered.values() for c in group]
         bytes_read += pipeline.engine.bytes_read(lengths)
         if cfg.skip_solved:
             stream.mark_solved(answered)
@@ -493,7 +493,8 @@ def main(argv):
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
     check_domains(stream, Counter(task.of(question).name for question in questions), positions)
     longest = max(len(request.ids) for _, request in stream.pairs + valid)
-    context = context_of(longest, cfg.max_new_tokens, positions, replies=reply_tokens(cfg, task))
+    replies = reply_tokens(cfg, task, found.config)
+    context = context_of(longest, cfg.max_new_tokens, positions, replies=replies)
     about = f"{len(stream):,} questions of {cfg.dataset or cfg.task}{dropped}, {len(valid)} held out"
     if len(stream) < len(questions):
         about += f"; {len(questions) - len(stream)} dropped as too long"
@@ -511,7 +512,7 @@ def main(argv):
     with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model) if cfg.beta else None
-        worst = worst_case(cfg, hw, task, longest, context)
+        worst = worst_case(cfg, hw, longest, replies, context)
         model = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)

@@ -58,11 +58,9 @@ def make_engine(cfg, model, tokenizer, hw, task, context, slots):
                   deterministic=cfg.deterministic, decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
 
 
-def environment_of(cfg, task, tokenizer, text):
-    """Return the Environment that answers samples of a prompt, None if the task has none."""
-    if not (task and task.responds):
-        return None
-    return Environment(task, tokenizer, Pool(cfg.task, workers=1), {0: {"question": text, "answer": ""}})
+def environment_of(task, tokenizer, pool, text):
+    """Return the Environment that answers samples of a prompt; None without a pool."""
+    return Environment(task, tokenizer, pool, {0: {"question": text, "answer": ""}}) if pool else None
 
 
 def text_of(tokenizer, environment, sample, ids):
@@ -70,7 +68,8 @@ def text_of(tokenizer, environment, sample, ids):
     if not environment:
         return tokenizer.text_of(ids)
     turns = environment.turns(sample, ids)
-    return "".join(f"«{text}»" if i % 2 else text for i, text in enumerate(turns))
+    text = "".join(f"«{text}»" if i % 2 else text for i, text in enumerate(turns))
+    return f"{text}\n({sample.error})" if sample.error else text
 
 
 class Printer:
@@ -99,7 +98,7 @@ def prompt_of(cfg, tokenizer, text, task):
     return tokenizer.prompt_ids(text, cfg.system)
 
 
-def talk(cfg, model, tokenizer, hw, task):
+def talk(cfg, model, tokenizer, hw, task, pool):
     """Print a completion for each line of standard input."""
     prompt = "> " if sys.stdin.isatty() else ""
     sys.stdin.reconfigure(errors="replace")
@@ -111,7 +110,7 @@ def talk(cfg, model, tokenizer, hw, task):
             return
         ids = prompt_of(cfg, tokenizer, line, task)
         try:
-            environment = environment_of(cfg, task, tokenizer, line)
+            environment = environment_of(task, tokenizer, pool, line)
             printer = Printer(tokenizer, environment)
             engine = engine or make_engine(cfg, model, tokenizer, hw, task, 4096, 1)
             request = Request(ids, max_new_tokens=cfg.max_new_tokens)
@@ -133,9 +132,11 @@ def main(argv):
     rank = distributed.rank()
     world = distributed.world_size()
     task = None
+    pool = None                              # of a task that responds; it ends with the program
     if cfg.task:
         with task_errors():
             task = load(cfg.task)
+            pool = Pool(cfg.task, workers=1) if task.responds else None
         cfg.stop = task.stop if cfg.stop is None else cfg.stop
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     source = distributed.on_main(lambda: hf.find(cfg.model))
@@ -144,19 +145,19 @@ def main(argv):
     if cfg.interactive and world > 1:
         raise config.BadInput("--interactive needs a single process: run it without torchrun.")
     if cfg.interactive:
-        return talk(cfg, model, tokenizer, hw, task)
+        return talk(cfg, model, tokenizer, hw, task, pool)
 
     prompt = prompt_of(cfg, tokenizer, cfg.prompt, task)
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))
-    replies = reply_tokens(cfg, task) if task else 0
+    replies = reply_tokens(cfg, task, source.config) if task else 0
     context = context_of(len(prompt), cfg.max_new_tokens, source.config.block_size, replies=replies)
     try:
         engine = make_engine(cfg, model, tokenizer, hw, task, context, slots)
         engine.check(Request(prompt))
         requests = [Request(prompt, count, 0, cfg.max_new_tokens, first)] if count else []
-        environment = environment_of(cfg, task, tokenizer, cfg.prompt)
+        environment = environment_of(task, tokenizer, pool, cfg.prompt)
         samples = engine.generate(requests, environment=environment)
         texts = [(sample.index, text_of(tokenizer, environment, sample, sample.ids))
                  for sample in track(samples, "sampling", "samples", count)]

@@ -63,9 +63,11 @@ class Sample:
     logprobs: list = field(default_factory=list)       # under the sampling distribution (greedy: T = 1), nats
     full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, with Sampling.full_logprobs
     reason: str = ""                         # stop | length
-    forced: list = field(default_factory=list)         # (first, last): ids[first:last] are the environment's,
-                                             # with logprob 0
-    reply: list = field(default_factory=list)          # ids that the engine has yet to put behind the sample
+    # With an environment:
+    forced: list = field(default_factory=list)         # (first, last): ids[first:last] are its own, logprob 0
+    pending: list = field(default_factory=list)        # its ids that are yet to be put behind the sample
+    replies: list = field(default_factory=list)        # its texts
+    error: str | None = None                 # its failure, which ended the sample
 
 
 @dataclass
@@ -342,10 +344,13 @@ class Engine:
         equal length, and let the rows go on."""
         by_length = {}                       # {tokens: slots}
         for i, row in enumerate(rows):
-            if row and row.reply:
-                by_length.setdefault(len(row.reply), []).append(i)
+            if row and row.pending:
+                by_length.setdefault(len(row.pending), []).append(i)
         for T, slots in by_length.items():
-            n = 1 if self.deterministic else max(1, PREFILL_TOKENS[self.kind] // T)
+            # The keys and values before them are copied.
+            end = int((self.prompt_tokens + self.new_tokens)[slots].max()) + T
+            n = max(1, PREFILL_TOKENS[self.kind] // max(T, end // 16))
+            n = 1 if self.deterministic else n
             for k in range(0, len(slots), n):
                 self.extend_batch(rows, slots[k:k + n], T)
 
@@ -353,7 +358,7 @@ class Engine:
         """Put replies of T tokens behind the samples in these slots."""
         last = self.new_tokens[slots] - 1
         first = self.prompt_tokens[slots] + last             # position of the newest token, not computed yet
-        replies = np.array([rows[i].reply for i in slots])
+        replies = np.array([rows[i].pending for i in slots])
         inputs = np.concatenate((self.ids[slots, last][:, None], replies[:, :-1]), 1)
         starts = torch.from_numpy(first)
         attentions = self.cache.extend(torch.tensor(slots), starts, T)
@@ -361,10 +366,10 @@ class Engine:
         self.state[:, slots] = torch.from_numpy(np.stack((replies[:, -1], first + T))).to(self.device)
         for i, n in zip(slots, self.new_tokens[slots].tolist()):
             row = rows[i]
-            self.ids[i, n:n + T] = row.reply
+            self.ids[i, n:n + T] = row.pending
             self.logprobs[i, :, n:n + T] = 0
             row.forced.append((n, n + T))
-            row.reply = []
+            row.pending = []
         self.new_tokens[slots] += T
         self.turn_start[slots] = self.new_tokens[slots]
         room = self.context - self.prompt_tokens[slots]
@@ -429,7 +434,8 @@ class Engine:
         sampling: for this call; None: the engine's.
         environment: ask(Sample) is called when a sample stops, and returns whether it is to go on; then
         replies(wait) returns [(Sample, ids to put behind it, or None: it has ended)], and waits for at least
-        one if asked to. Other samples run on meanwhile. max_new_tokens counts only a sample's own tokens.
+        one if asked to. Other samples run on meanwhile. max_new_tokens counts a sample's own tokens and, for
+        themselves, the environment's.
 
         When out of memory, continue with half the slots and restart the samples in flight. Their noise is the
         same, and so is the result.
@@ -498,16 +504,21 @@ class Engine:
             i = slots.get(id(sample))
             if i is None:                    # out of memory since, and sampled again
                 continue
-            n = self.new_tokens[i]
-            fits = ids and n < self.max_new_tokens[i] and self.prompt_tokens[i] + n + len(ids) < self.context
-            if fits:
-                sample.reply = ids
+            if ids and self.has_room(i, sample, len(ids)):
+                sample.pending = ids
                 continue
             if ids:
                 sample.reason = "length"
             rows[i] = None
             ended.append(sample)
         return ended
+
+    def has_room(self, i, sample, n):
+        """Return whether n ids of the environment and another token fit behind the sample in slot i."""
+        forced = sum(last - first for first, last in sample.forced)
+        end = self.prompt_tokens[i] + self.new_tokens[i] + n
+        limit = sample.request.max_new_tokens
+        return self.new_tokens[i] < self.max_new_tokens[i] and forced + n <= limit and end < self.context
 
     def in_flight(self, rows):
         """Return [(Sample, its ids so far)] of the running rows."""

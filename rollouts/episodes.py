@@ -5,11 +5,16 @@ An episode is one sample of the engine. Its ids are those that were sampled and 
 """
 from concurrent.futures import FIRST_COMPLETED, wait as wait_for
 
+from runtime.config import BadInput
 from tasks._pool import Grade
 
 
-def reply_tokens(cfg, task):
-    """Return the room for an environment's text in tokens: as much as for the model's."""
+def reply_tokens(cfg, task, shape):
+    """Return the room for an environment's text in tokens: as much as for the model's. BadInput if a model of
+    this shape (a GPTConfig) can't go on behind it."""
+    if task.responds and shape.mixer != "softmax":
+        raise BadInput(f"A model with mixer={shape.mixer} can't go on behind an environment's text: choose a "
+                       "task without respond(), or a model with mixer=softmax.")
     return cfg.max_new_tokens if task.responds else 0
 
 
@@ -25,18 +30,15 @@ class Environment:
         self.pool = pool
         self.questions = questions
         self.waiting = {}                    # {Future: Sample}
-        self.texts = {}                      # {(key, index): texts of the environment}
-        self.errors = {}                     # {(key, index): the failure that ended it}
 
     def ask(self, sample):
         """Ask for a reply to a sample that stopped. Returns False if the episode has ended."""
-        name = sample.request.key, sample.index
         question = self.questions[sample.request.key]
         task = self.task.of(question)
-        if not sample.forced:                # perhaps sampled again, after the engine was out of memory
-            self.texts[name] = []
         turns = self.turns(sample, sample.ids)
-        if not task.responds or len(sample.forced) + 1 >= task.max_turns or task.stop and task.stop in turns[-1]:
+        is_last = len(sample.forced) + 1 == task.max_turns
+        at_stop = bool(task.stop) and task.stop in turns[-1]
+        if is_last or at_stop or not task.responds:
             return False
         self.waiting[self.pool.respond(question, self.text(turns))] = sample
         return True
@@ -46,38 +48,35 @@ class Environment:
         wait: for at least one."""
         if wait:
             wait_for(self.waiting, return_when=FIRST_COMPLETED)
-        ready = [future for future in self.waiting if future.done()]
-        return [self.reply(self.waiting.pop(future), self.pool.take(future)) for future in ready]
-
-    def reply(self, sample, reply):
-        name = sample.request.key, sample.index
-        if reply.error:
-            self.errors[name] = reply.error
-        if reply.text is None:
-            return sample, None
-        self.texts[name].append(reply.text)
-        return sample, self.tokenizer.reply_ids(reply.text, sample.ids[-1] in self.tokenizer.stop)
+        found = []
+        for future in [future for future in self.waiting if future.done()]:
+            sample = self.waiting.pop(future)
+            text, sample.error = self.pool.take(future)
+            ids = None
+            if text is not None:
+                sample.replies.append(text)
+                ids = self.tokenizer.reply_ids(text, sample.ids[-1] in self.tokenizer.stop)
+            found.append((sample, ids))
+        return found
 
     def finish(self, sample, completion):
-        """Give a Completion the turns and the text of its sample, and an error as its grade if there is one."""
-        name = sample.request.key, sample.index
+        """Give a Completion the turns and the text of its sample; an error becomes its grade."""
         completion.forced = sample.forced
         completion.turns = self.turns(sample, sample.ids)
         completion.text = self.text(completion.turns)
-        if name in self.errors:
-            completion.grade = Grade(0.0, {}, "", self.errors.pop(name))
-        self.texts.pop(name, None)
+        if sample.error:
+            completion.grade = Grade(0.0, {}, "", sample.error)
 
     def turns(self, sample, ids):
         """Return the texts of a sample with these ids so far: the model's and the environment's in turn, the
         model's first and last."""
         texts = []
-        first = 0
-        for span, text in zip(sample.forced, self.texts.get((sample.request.key, sample.index), ())):
-            texts += [self.tokenizer.text_of(ids[first:span[0]]), text]
-            first = span[1]
-        return [*texts, self.task.cut(self.tokenizer.text_of(ids[first:]))]
+        start = 0
+        for (first, last), reply in zip(sample.forced, sample.replies):
+            texts += [self.tokenizer.text_of(ids[start:first]), reply]
+            start = last
+        return [*texts, self.task.cut(self.tokenizer.text_of(ids[start:]))]
 
     def text(self, turns):
-        """Return the text of an episode; a chat's turns are lines."""
+        """Return the text of an episode; a chat's turns are separated by line breaks."""
         return ("\n" if self.tokenizer.is_chat else "").join(turns)

@@ -1,7 +1,6 @@
 """The memory of grpo.py: the micro-batch of the update, and the engine's slots beside it."""
 from engine import slots_that_fit
 from rollouts.batch import WorstCase, round_up
-from rollouts.episodes import reply_tokens
 from runtime import distributed, memory
 
 
@@ -10,11 +9,10 @@ def samples_per_rank(cfg):
     return cfg.prompts_per_step // distributed.world_size() * cfg.k_samples
 
 
-def worst_case(cfg, hw, task, longest_prompt, context):
-    """Return the WorstCase of an update. longest_prompt, context: tokens."""
+def worst_case(cfg, hw, longest_prompt, replies, context):
+    """Return the WorstCase of an update. longest_prompt, context, replies (of an environment): tokens."""
     prompt = round_up(longest_prompt, hw.length_multiple)
-    answer = min(cfg.max_new_tokens + reply_tokens(cfg, task), context - 1)
-    answer = round_up(answer, hw.length_multiple)
+    answer = round_up(min(cfg.max_new_tokens + replies, context - 1), hw.length_multiple)
     return WorstCase(prompt, answer, cfg.k_samples, samples_per_rank(cfg) // cfg.mini_batches)
 
 

@@ -46,7 +46,7 @@ def flops(model, completions):
     by_length = model.flops_per_token(1) - model.flops_per_token(0)
     total = sum(len(prefix) * (plain + by_length * len(prefix)) for prefix in {c.prefix for c in completions})
     for c in completions:
-        total += len(c.ids) * (plain + by_length * (len(c.prefix) + len(c.ids)) + head)
+        total += len(c.ids) * (plain + by_length * (len(c.prefix) + len(c.ids))) + c.n_sampled * head
     return total
 
 
@@ -64,7 +64,8 @@ def sums_over(groups):
         solved=sum(any(c.grade.score == 1 for c in group) for group in groups),
         zero_variance=sum(map(zero_variance, groups)),
         completion_tokens=sum(c.n_sampled for c in completions),
-        prompt_tokens=sum(len(c.prompt) for c in completions),
+        prompt_tokens=sum(c.n_context for c in completions),
+        replies=sum(len(c.forced) for c in completions),
         truncated=sum(not c.finished for c in completions),
         errors=len(completions) - len(graded),
         timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
@@ -124,7 +125,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
         largest_difference = updates[0]["largest_difference"]
 
-    ranks = distributed.gather((counts, largest_difference, max(len(c.ids) for c in completions)))
+    ranks = distributed.gather((counts, largest_difference, max(c.n_sampled for c in completions)))
     total = Counter()
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
@@ -142,6 +143,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
         **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
+        **({"replies": total["replies"] / n} if total["replies"] else {}),
         "errors": total["errors"],
         "timeouts": total["timeouts"],
         "entropy": total["entropy"] / targets,

@@ -69,7 +69,7 @@ def context_for(cfg, task, requests, few_shot, source):
     longest = max(len(request.ids) for request in requests)
     return context_of(longest, cfg.max_new_tokens, source.config.block_size,
                       f"lower --few_shot, which is {few_shot}, or choose another model than {source.folder}",
-                      reply_tokens(cfg, task))
+                      reply_tokens(cfg, task, source.config))
 
 
 def stop_strings_of(task):
@@ -83,7 +83,7 @@ def stop_strings_of(task):
 class Completion:
     """A sampled completion, its grade once verified, and the values that grpo.py adds."""
     prompt: list                             # ids
-    ids: list                                # sampled ids, including the final stop token, and an environment's
+    ids: list                                # sampled, with the final stop token, and an environment's
     logprobs: list                           # of ids at sampling time, nats; 0 for an environment's
     finished: bool                           # not truncated at max_new_tokens
     question: dict | None = None
@@ -94,7 +94,7 @@ class Completion:
     grade: Grade | None = None
     forced: list = dataclasses.field(default_factory=list)       # (first, last): ids[first:last] are the
                                              # environment's, which are context and not trained on
-    turns: list | None = None                # texts of an episode: the model's, the environment's, the model's...
+    turns: list | None = None                # of an episode: the model's and the environment's texts in turn
     # set by grpo.py
     reward: float = 0.0                      # NaN if grading failed
     advantage: float = 0.0
@@ -106,6 +106,11 @@ class Completion:
     def n_sampled(self):
         """Return the number of ids that the model wrote."""
         return len(self.ids) - sum(last - first for first, last in self.forced)
+
+    @property
+    def n_context(self):
+        """Return the number of other ids: the prompt's and an environment's."""
+        return len(self.prompt) + len(self.ids) - self.n_sampled
 
     @property
     def prefix(self):

@@ -168,8 +168,8 @@ class Task:
     """A task's module with its argument.
 
     name: the spec. prompt: form of a plain prompt. instruction: system message for a chat model. stop: text
-    that ends a completion. turn_stop: text that ends a turn, for respond; a chat model's end of turn does too.
-    max_turns: of the model, at most."""
+    that ends a completion. turn_stop: text that ends a turn, for respond; a stop token does too. max_turns:
+    of the model, at most."""
 
     def __init__(self, name, module, argument=None):
         self.name = name

@@ -54,8 +54,8 @@ class Mixture:
         (self.stop,) = stops
         turn_stops = {task.turn_stop for task in tasks.values()}
         if len(turn_stops) > 1:
-            raise ValueError(f"The tasks of the mixture {spec} have different TURN_STOP texts: mix tasks with "
-                             "the same TURN_STOP.")
+            raise ValueError(f"The tasks of the mixture {spec} have different TURN_STOP texts: mix tasks "
+                             "with the same TURN_STOP.")
         (self.turn_stop,) = turn_stops
         self.responds = any(task.responds for task in tasks.values())
 

@@ -1,4 +1,4 @@
-"""Grade completions, and answer episodes (respond), in worker processes. A verifier may hang, crash or exhaust
+"""Grade completions, and answer episodes (respond), in worker processes. A task may hang, crash or exhaust
 memory without ending the run, unless it fails for all of the first FIRST completions.
 
 `python -m tasks._pool SPEC` is a worker. Each line of its standard input is a JSON list of [number, kind of
@@ -66,11 +66,12 @@ class Reply(NamedTuple):
 
 
 def grade(task, question, completion):
-    """Return the Grade of a completion, cut after the task's stop. An exception or a score outside [0, 1]
-    becomes its error; a finite score outside [0, 1] is kept, and ends the run (see Pool)."""
+    """Return the Grade of a completion, cut after the task's stop, or of an episode. An exception or a score
+    outside [0, 1] becomes its error; a finite score outside [0, 1] is kept, and ends the run (see Pool)."""
     try:
         task = task.of(question)
-        completion = task.cut(completion)
+        if not task.responds:                # else an environment may have written the stop
+            completion = task.cut(completion)
         score, parts = task.reward(question, completion)
         score = float(score)
         parts = {str(name): bool(value) for name, value in parts.items()}
@@ -89,19 +90,19 @@ def respond(task, question, text):
 
 
 JOBS = {"reward": grade, "respond": respond}
+FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)"}
 
 
 def failure(kind, error):
     """Return the result of a job that failed."""
-    return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"respond() failed: {error}")
+    return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"{error} in respond()")
 
 
-def check_graded(spec, grades):
-    """Raise BrokenReward if there are Grades (or Replies) and all have errors."""
+def check_graded(spec, grades, kind="reward"):
+    """Raise BrokenReward if there are Grades, or Replies (kind: respond), and all have errors."""
     if grades and all(graded.error for graded in grades):
-        raise BrokenReward(f"The reward of the task {spec} failed for all of {len(grades)} completions ("
-                           f"{grades[0].error}): correct reward(question, completion), or choose another "
-                           "task.")
+        raise BrokenReward(f"The {kind} of the task {spec} failed for all of {len(grades)} completions ("
+                           f"{grades[0].error}): correct {FORMS[kind]}, or choose another task.")
 
 
 def load(spec):
@@ -265,10 +266,11 @@ class Pool:
         self.outbox = deque()                                # (question, completion) not yet passed on
         self.handed_over = time.monotonic()                  # time when the outbox was last emptied
         self.pending = deque()                               # futures not collected
-        self.waiting = deque()                               # (future, item) without a worker
-        self.submitted = 0
+        self.replies = deque()                               # (future, item) of respond without a worker
+        self.waiting = deque()                               # and of reward
+        self.submitted = {kind: 0 for kind in JOBS}
         self.failed = False                                  # an error has occurred
-        self.first = {}                                      # {number: Grade} of the first FIRST submitted
+        self.first = {kind: {} for kind in JOBS}             # {number: result} of the first FIRST submitted
         self.changed = threading.Condition()
         self.loaded = kind != "process"
         self.ended = None
@@ -357,19 +359,20 @@ class Pool:
                 raise self.ended
             future.kind = kind
             future.completion = completion
-            future.number = self.submitted
-            self.submitted += 1
+            future.number = self.submitted[kind]
+            self.submitted[kind] += 1
             item = (question, completion)
             if self.kind == "process":
                 item = pack([future.number, kind, question, completion])
             if self.kind != "serial":
-                # A sample waits for a reply.
-                add = self.waiting.append if kind == "reward" else self.waiting.appendleft
-                add((future, item))
+                self.queue(kind).append((future, item))
                 self.changed.notify()
         if self.kind == "serial":
             self.hand_over(future, JOBS[kind](self.task, question, completion))
         return future
+
+    def queue(self, kind):
+        return self.waiting if kind == "reward" else self.replies
 
     # --- for the workers' threads ---
 
@@ -383,25 +386,27 @@ class Pool:
             speak = graded.error is not None and not self.failed
             self.failed = self.failed or speak
             if future.number < FIRST:
-                self.first[future.number] = graded
-                if len(self.first) == FIRST:
+                first = self.first[future.kind]
+                first[future.number] = graded
+                if len(first) == FIRST:
                     try:
-                        check_graded(self.spec, [self.first[number] for number in range(FIRST)])
+                        check_graded(self.spec, [first[n] for n in range(FIRST)], future.kind)
                     except BrokenReward as e:
                         self.end(e)
         if speak:
             text = f"{future.completion[:200]!r}{'...' if len(future.completion) > 200 else ''}"
             with contextlib.suppress(OSError):               # stderr is closed
                 progress.clear()
-                print(f"The reward of the task {self.spec} failed ({graded.error}), so there is no grade "
-                      f"of {text}", file=sys.stderr, flush=True)
+                print(f"The {future.kind} of the task {self.spec} failed ({graded.error}), so there is no "
+                      f"grade of {text}", file=sys.stderr, flush=True)
         future.set_result(graded)
 
     def batch(self, most):
         """Wait for items and return a worker's share, at most `most`; empty at the end."""
         with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self.ended)
-            return deque(self.waiting.popleft() for _ in range(min(most, -(-len(self.waiting) // self.n))))
+            self.changed.wait_for(lambda: self.replies or self.waiting or self.ended)
+            queue = self.replies or self.waiting             # samples wait for replies
+            return deque(queue.popleft() for _ in range(min(most, -(-len(queue) // self.n))))
 
     def serve(self):
         """Grade in a thread of this process."""
@@ -413,8 +418,9 @@ class Pool:
         """Give all waiting and future items this exception, or that of an earlier end."""
         with self.changed:
             self.ended = self.ended or error
-            for future, _ in (*batch, *self.waiting):
+            for future, _ in (*batch, *self.replies, *self.waiting):
                 future.set_exception(self.ended)
+            self.replies.clear()
             self.waiting.clear()
             self.changed.notify_all()
 
@@ -461,7 +467,7 @@ class Worker:
                 self.pool.counts["timeouts"] += isinstance(e, TimeoutError)
                 future, _ = batch.popleft()
                 self.pool.hand_over(future, failure(future.kind, str(e)))
-                self.pool.waiting.extendleft(reversed(batch))
+                self.pool.queue(future.kind).extendleft(reversed(batch))
                 batch.clear()
                 self.pool.changed.notify_all()
             self.start()

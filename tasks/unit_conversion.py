@@ -258,12 +258,13 @@ def most_of(level):
     return (999 + 10**4 * level + 8000) * len(pairs)
 
 
-def solution(question):
+def solution(question, parts=None):
+    """Return a worked solution. parts: products digit by digit; None: at level 1."""
     if "n" not in question:
         raise ValueError("A unit_conversion question from a file has no worked solution: use a level.")
     level = question["level"]
     steps = steps_of(question["from"], question["to"], level)
-    text, value = worked(Fraction(question["n"]), steps, parts=level == 1)
+    text, value = worked(Fraction(question["n"]), steps, parts=level == 1 if parts is None else parts)
     return _steps.completion(text, decimal(value))
 
 
@@ -284,8 +285,10 @@ def document(question, rng):
     return _questions.document(question, wrong_solution(question, rng))
 
 
-def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
-    """Return a solution with one wrong step and an answer that is off by more than 0.1%."""
+def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point"), parts=None):
+    """Return a solution with one wrong step and an answer that is off by more than 0.1%. parts: see
+    solution."""
+    parts = question["level"] == 1 if parts is None else parts
     steps = steps_of(question["from"], question["to"], question["level"])
     while True:
         i = rng.randrange(len(steps))
@@ -301,7 +304,7 @@ def wrong_solution(question, rng, kinds=("ratio", "inverse", "digit", "point")):
             spoil = other_digit if kind == "digit" else other_point
             wrong = i, lambda result: spoil(result, rng)
         changed = [*steps[:i], (fact, operations), *steps[i + 1:]]
-        text, value = worked(Fraction(question["n"]), changed, wrong, question["level"] == 1)
+        text, value = worked(Fraction(question["n"]), changed, wrong, parts)
         if value and not _numbers.close(value, Fraction(question["answer"]), EXACT):
             return _steps.completion(text, decimal(value))
 

@@ -1,5 +1,6 @@
 """Tasks that respond: from the reward workers to the gradient, the files, and the commands."""
 import json
+import random
 import re
 import subprocess
 import sys
@@ -123,8 +124,24 @@ def test_replies_and_their_errors(tmp_path, kind):
         words = [None, "returned", "1,000,000 characters: return 1 to 10,000", "0 characters", "no str or None", None, None, None]
         words += ["the worker died", "timed out after 2 s", None] * (kind == "process")
         for reply, word in zip(found, words, strict=True):
-            assert (reply.error is None) == (word is None) and (word is None or word in reply.error and reply.error.startswith("respond() failed: "))
+            assert reply.error is None if word is None else word in reply.error and "respond()" in reply.error
+        if kind == "process":                # the beginnings that datagen.py and metrics.jsonl look for
+            assert found[8].error.startswith("the worker died") and found[9].error == "timed out after 2 s in respond()"
         assert [grade.score for grade in pool.collect(wait=True)] == [1.0]
+
+
+def test_a_function_that_always_fails_ends_the_run_whatever_the_other_does(tmp_path):
+    for works, fails in (("reward", "respond"), ("respond", "reward")):
+        (tmp_path / "own.py").write_text(f"def {works}(question, text):\n    return {'1' if works == 'reward' else repr('x')}\n"
+                                         f"def {fails}(question, text):\n    raise OSError('no game')\n")
+        with pytest.raises(_pool.BrokenReward, match=rf"The {fails} of the task .* failed for all of 32 .*no game.*correct {fails}\("):
+            with Pool(str(tmp_path / "own.py"), workers=2) as pool:
+                for _ in range(_pool.FIRST):
+                    replies = [pool.respond({}, "a")]
+                    pool.submit({}, "a")
+                    [pool.take(reply) for reply in replies]
+                pool.collect(wait=True)
+                pool.submit({}, "a")
 
 
 def test_an_episode_that_fails_is_an_error_and_not_trained_on(learn, watched, tmp_path):
@@ -194,6 +211,27 @@ def test_datagen_keeps_episodes_and_train_reads_them_with_their_ids(base, episod
     assert re.search(r"o«<\d+a>»", shown)
 
 
+def test_worked_examples_of_a_task_that_responds_are_played(tmp_path):
+    """Their calls are targets, the results are not."""
+    for tokenizer in (Tokenizer(write_tokenizer(tmp_path / "plain")), Tokenizer(write_tokenizer(tmp_path / "chat", "smol", SMOL))):
+        found = examples.read("examples:unit_conversion_tool", tokenizer)[:50]
+        for example, question in zip(found, tasks.load("unit_conversion_tool").questions("train", n=50)):
+            said = tasks.load("unit_conversion_tool").solution(question)
+            own = tokenizer.decode(example.ids[example.is_target]).replace("<|im_end|>", "").replace("<|endoftext|>", "")
+            assert own == re.sub(r"</calc> = [\d.]*\d", "</calc>", said) and tokenizer.is_chat == ("<|im_start|>user\n = " in tokenizer.decode(example.ids))
+
+
+def test_what_an_environment_writes_ends_no_completion(learn, watched, tmp_path):
+    """Its text has the task's stop, and the grade sees all of the episode."""
+    (tmp_path / "own.py").write_text(EPISODES.replace("a>", "a> a") + """
+def reward(question, completion):
+    return 1.0 / (1 + len(completion)), {}
+""")
+    learn(task=tmp_path / "own.py", max_steps=1, **RULES)
+    completions = [c for groups in watched.groups for group in groups for c in group if c.forced]
+    assert completions and all(c.grade.score == pytest.approx(1 / (1 + len(c.text))) and "a> a" in c.text for c in completions)
+
+
 def test_ids_of_a_logged_episode_are_not_made_anew(tmp_path):
     """Ids that encoding the texts again would not give; of a chat, whose end of a turn the model wrote or not."""
     tokenizer = Tokenizer(write_tokenizer(tmp_path / "chat", "smol", SMOL))
@@ -211,3 +249,53 @@ def test_ids_of_a_logged_episode_are_not_made_anew(tmp_path):
         prompt = tokenizer.prompt_ids("q")
         assert example.ids.tolist() == prompt + said + reply + letters + [tokenizer.end]
         assert example.is_target.tolist() == [False] * len(prompt) + [True] * len(said) + [False] * len(reply) + [True] * (len(letters) + 1)
+
+
+# --- the tasks of this repository that respond ---
+
+def test_the_calculator_computes_what_the_documents_say():
+    task = tasks.load("unit_conversion_tool")
+    called = 0
+    for question in task.questions("train", n=300):
+        said = task.solution(question)
+        assert task.verified(*task.reward(question, said))
+        for call in re.finditer(r"</calc>( = [\d.]*\d)", said):
+            assert task.respond(question, said[:call.start()] + "</calc>") == call[1]
+            called += 1
+    assert called >= 300
+    share = [("<calc>" in document) for document in task.documents("valid")]
+    assert 0.25 < sum(share) / len(share) < 0.35
+
+    def answer(expression):
+        return task.respond({}, f"so <calc>{expression}</calc>")
+    assert [answer(e) for e in ("344 * 24", "5 * 9 / 4", "1 - 3 + 0.5", "-2 * 3")] == [" = 8256", " = 11.25", " = -1.5", " = -6"]
+    wrong = ("1 / 0", "2 + 3 * 4", "12 * x", "2", "", "9 ** 9", "1e9 * 2", "__import__('os')", "9" * 16 + " * 2", " * ".join(["2"] * 7))
+    assert {answer(e) for e in wrong} == {" = ?"} and task.respond({}, "344 * 24</calc>") is None
+    assert task.respond({}, "<calc>2 * 3</calc>.") == " = 6" and task.respond({}, "<calc>2 * 3</calc> = 6. So it is 6") is None
+
+
+@pytest.mark.parametrize("said, wasted", [
+    ("<calc>2 * 3</calc> = 6. <answer>6</answer>", False), ("2 * 3 = 6. <answer>6</answer>", False),
+    ("<calc>2 * 3</calc> = 6. <calc>6 * 4</calc> = 24. <answer>24</answer>", False), ("<calc>2 * 3</calc> = 6. <answer>7</answer>", True),
+    ("<calc>2 x 3</calc> = ?. <answer>6</answer>", True), ("<calc>2 * 3</calc> = 6. <calc>2 * 3</calc> = 6. <answer>6</answer>", True),
+    ("<calc>2 * 3</calc>\n = 6\n. <answer>6</answer>", False), ("<calc>2 * 3</calc>", True)])
+def test_a_wasted_call_is_a_part_of_the_grade_and_costs_no_reward(said, wasted):
+    task = tasks.load("unit_conversion_tool")
+    question = {"question": "Convert 2 x to y.", "answer": "6", "n": "2", "from": "week", "to": "day", "level": 1}
+    score, parts = task.reward(question, said)
+    assert parts["no_waste"] == (not wasted) and score == ("<answer>6<" in said)
+
+
+def test_guessing_by_halves_wins_every_game():
+    task = tasks.load("guess")
+    ways = {way: 0 for way in task.module.WAYS}
+    rng = random.Random(0)
+    for question in task.questions("test", n=200):
+        for way in ways:
+            text = task.module.play(question, rng, way)
+            ways[way] += task.reward(question, text)[0]
+            lines = text.splitlines(keepends=True)
+            for i in range(0, len(lines) - 1, 2):
+                assert task.respond(question, "".join(lines[:i + 1])) == lines[i + 1]
+    assert ways["halves"] == 200 > ways["within"] > 1.3 * ways["anywhere"]
+    assert task.respond({"answer": "7"}, "no idea\n") is None and task.respond({"answer": "7"}, "3\nhigher\n" + "9" * 5000 + "\n") == "lower\n"

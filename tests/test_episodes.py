@@ -93,14 +93,16 @@ def test_deterministic_episodes_are_bitwise_in_any_batch():
 
 def test_a_reply_without_room_ends_the_episode():
     """In a context of 192, a prompt of up to 89: a reply of 60 fits once or twice, and none is cut."""
-    done = sampled(Engine(make(), slots=8, sampling=Sampling(stop=STOP)), requests(9, 3, 60),
+    done = sampled(Engine(make(), slots=8, sampling=Sampling(stop=STOP)), requests(9, 3, 130),
                    environment=Replies(most=9, length=lambda n: 60)).values()
     assert {len(s.forced) for s in done} >= {0, 1, 2}
     for s in done:
         n = len(s.request.ids) + len(s.ids)
         assert n <= 192 and all(last - first == 60 for first, last in s.forced)
-        if s.reason == "length" and s.ids[-1] in STOP and len(own(s)) < 60:
+        if s.reason == "length" and s.ids[-1] in STOP and len(own(s)) < 130:
             assert n + 60 >= 192
+    few = sampled(Engine(make(), slots=8, sampling=Sampling(stop=STOP)), requests(9, 3, 20), environment=Replies(most=9, length=lambda n: 9)).values()
+    assert max(len(s.forced) for s in few) == 2              # of 20 tokens at most
     with pytest.raises(ValueError, match="can't go on behind the text of an environment"):
         next(Engine(make(mixer="linear")).generate([Request([1])], environment=Replies()))
 

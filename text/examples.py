@@ -59,8 +59,8 @@ def read(dataset, tokenizer, form=None, instruction=None):
     examples:NAME   worked examples of a task, at most NUM_WORKED;
     .json    [[question, answer, reasoning], ...] as datagen.py writes it: the target is the reasoning, as the
              sampled ids if the log beside the file has them; of an episode, a list of texts, the first, third
-             and so on are targets, and the environment's between them are not; or [[question, answer], ...]: the target is the
-             answer within <answer> tags;
+             and so on are targets, and the environment's between them are not; or [[question, answer], ...]:
+             the target is the answer within <answer> tags;
     .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; every
              assistant message is a target.
 
@@ -106,11 +106,27 @@ def worked_examples(name, tokenizer, form=None, instruction=None):
             system = own.instruction if instruction is None else instruction
             prompt = prompts.prompt_ids(tokenizer, question["question"], form or own.prompt,
                                         instruction=system)
-            answer = tokenizer.answer_ids(task.solution(question))
-            examples.append(example_of_parts([(prompt, False), (answer, True)], question["question"]))
+            answer = parts_of_turns(played(own, question, task.solution(question)), tokenizer)
+            parts = [(prompt, False), *answer, ([tokenizer.end], True)]
+            examples.append(example_of_parts(parts, question["question"]))
     except (LookupError, ValueError, OSError) as e:
         raise BadInput(str(e)) from e
     return examples
+
+
+def played(task, question, solution):
+    """Return a solution's texts in turn, the model's and the environment's, as the task would respond."""
+    turns = []
+    start = 0
+    end = solution.find(task.turn_stop) if task.responds and task.turn_stop else -1
+    while end >= 0:
+        end += len(task.turn_stop)
+        reply = task.respond(question, solution[:end])
+        if reply and solution.startswith(reply, end):
+            turns += [solution[start:end], reply]
+            start = end = end + len(reply)
+        end = solution.find(task.turn_stop, end)
+    return [*turns, solution[start:]]
 
 
 def read_rows(path, lines=True):

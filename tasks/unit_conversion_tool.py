@@ -1,0 +1,82 @@
+"""Unit conversion with a calculator: after `<calc>344 * 24</calc>` the environment writes ` = 8256`.
+
+The questions and the grade are unit_conversion's, and so is its argument. Three in ten documents leave their
+products to the calculator, as often from a wrong ratio as others; nothing in the grade asks for a call, so
+reinforcement learning decides when one pays."""
+import random
+import re
+from fractions import Fraction
+
+from tasks import _equations, _questions, unit_conversion as plain
+
+INSTRUCTION = (f"{plain.INSTRUCTION} A calculator writes the result behind an expression such as "
+               "<calc>344 * 24</calc>.")
+TURN_STOP = "</calc>"
+MAX_TURNS = 5
+SHARE = 0.3                          # of the documents
+EQUATION = re.compile(r"(\d[\d.]*(?: [-+*/] [\d.]*\d)+) = ")
+NUMBER = r"-?\d{1,15}(?:\.\d{1,15})?"
+EXPRESSION = re.compile(rf"{NUMBER}(?: [*/] {NUMBER}){{1,5}}|{NUMBER}(?: [-+] {NUMBER}){{1,5}}")
+LAST_CALL = re.compile(r"<calc>([^<]*)</calc>\W{0,2}$")       # a token may have characters behind it
+CALL = re.compile(r"<calc>(.*?)</calc>(?:\s*= (-?[\d.]*\d|\?))?")
+TAGS = re.compile("</?calc>")
+
+check = plain.check
+questions = plain.questions
+
+
+def respond(question, text):
+    call = LAST_CALL.search(text)
+    return f" = {result(call[1])}" if call else None
+
+
+def result(expression):
+    """Return the result of a chain of products and quotients, or of sums and differences; else ?"""
+    if not EXPRESSION.fullmatch(expression):
+        return "?"
+    first, *others = expression.split()
+    try:
+        return plain.decimal(plain.apply(Fraction(first), zip(others[::2], map(Fraction, others[1::2]))))
+    except ZeroDivisionError:
+        return "?"
+
+
+def solution(question):
+    return EQUATION.sub(r"<calc>\1</calc> = ", plain.solution(question, parts=False))
+
+
+def documents(split, seed=0, argument=None):
+    rng = random.Random(f"{seed} {split} tool")
+    level = plain.level_of(argument)
+    drawn = _questions.draw_documents(lambda rng: plain.draw(rng, level), split, seed)
+    return [document(question, rng) for question in drawn]
+
+
+def document(question, rng):
+    """Return a document of unit_conversion, or one that calls the calculator."""
+    if rng.random() >= SHARE:
+        return plain.document(question, rng)
+    frm, to, level = (question[key] for key in ("from", "to", "level"))
+    common = plain.mistaken(frm, to, level)
+    if rng.random() >= (plain.MOSTLY_WRONG if common else plain.WRONG):
+        return _questions.document(question, solution(question))
+    slip = random.Random(f"{frm} {to}") if common else rng
+    wrong = plain.wrong_solution(question, slip, ("ratio", "inverse"), parts=False)
+    return _questions.document(question, EQUATION.sub(r"<calc>\1</calc> = ", wrong))
+
+
+def reward(question, completion):
+    """Return unit_conversion's (score, parts); the part no_waste: the result of each call is used later."""
+    score, parts = plain.reward(question, TAGS.sub("", completion))
+    return score, parts | {"no_waste": not wastes(completion)}
+
+
+def wastes(text):
+    """Return whether a call has no result, repeats another, or has a result that is not used later."""
+    calls = list(CALL.finditer(text))
+    unused = [call for call in calls if call[2] in (None, "?") or call[2] not in text[call.end():]]
+    return bool(unused) or len({call[1] for call in calls}) < len(calls)
+
+
+def signature(completion):
+    return _equations.signature(TAGS.sub("", completion))
