@@ -377,8 +377,8 @@ class Engine:
         self.paused[slots] = False
 
     def forward(self, ids, starts, attentions):
-        """Run the model on ids [B][T] at positions from `starts` [B, 1] or [1] on, for their keys and values.
-        """
+        """Run the model on ids [B][T] for their keys and values; rows begin at positions `starts` [B, 1], or
+        all at [1]."""
         x = torch.tensor(ids, device=self.device)
         positions = (starts + torch.arange(x.shape[1])).to(self.device)
         # Training may have set other kernels, for another dtype; behind other positions there is a mask.
@@ -464,7 +464,8 @@ class Engine:
                 self.admit(rows, waiting)
                 if not rows and not ended:
                     return
-                self.extend(rows)
+                if environment:
+                    self.extend(rows)
                 results = self.run_steps(rows, sampling)
             except Exception as e:
                 if self.slots == 1 or not memory.is_out_of_memory(e):
