@@ -37,7 +37,7 @@ from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
-from rollouts.reference import Reference
+from rollouts.reference import Reference, check_teacher
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
                             PositiveFloat, PositiveInt, UnitInterval)
@@ -94,9 +94,13 @@ class Config(RunOptions):
                                              # deviation, as in GRPO
     clip_low: Fraction = 0.2                 # clip the probability ratio below 1 - clip_low (not in cispo)
     clip_high: NonNegativeFloat = 0.28       # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
-    beta: NonNegativeFloat = 0.0             # weight of the KL divergence from the initial model: k3
+    beta: NonNegativeFloat = 0.0             # weight of the KL divergence from the reference model: k3
                                              # (Schulman 2020) times the ratio, which makes its gradient
                                              # unbiased; 0: no reference model is loaded
+    teacher: str | None = None               # the reference model, as --init_from names one, for distillation
+                                             # on the model's own samples (Agarwal et al. 2023) with --beta=1;
+                                             # None: the initial model
+    reward_weight: NonNegativeFloat = 1.0    # of the advantages; 0: the KL divergence alone trains
     inner_epochs: PositiveInt = 1            # passes over a step's completions
     mini_batches: PositiveInt = 1            # optimizer steps per pass
     surgery: Literal["none", "pcgrad"] = "none"       # PCGrad: project out the conflicting components of the
@@ -186,6 +190,9 @@ def check(cfg):
     if cfg.surgery != "none" and cfg.mixing == "round_robin":
         raise BadInput("--surgery needs several tasks per step, and --mixing=round_robin has one: leave one "
                        "of them out.")
+    if cfg.teacher and not cfg.beta:
+        raise BadInput("--teacher has no effect with --beta=0: give --beta=1, and --reward_weight=0 for its "
+                       "divergence alone.")
     if cfg.init_from == "scratch":
         raise BadInput("--init_from=scratch gets no reward to learn from: name a trained model.")
 
@@ -338,7 +345,7 @@ def set_advantages(cfg, groups):
     rewards = torch.tensor([[c.reward for c in group] for group in groups]).view(-1, cfg.k_samples)
     for group, row in zip(groups, advantages(rewards, cfg.advantage_scale).tolist()):
         for c, advantage in zip(group, row):
-            c.advantage = advantage
+            c.advantage = cfg.reward_weight * advantage
 
 
 def learn(cfg, run, model, groups, lr, pcgrad):
@@ -499,6 +506,10 @@ def main(argv):
     if len(stream) < len(questions):
         about += f"; {len(questions) - len(stream)} dropped as too long"
 
+    teacher = distributed.on_main(lambda: hf.find(cfg.teacher)) if cfg.teacher else None
+    if teacher:
+        check_teacher(teacher, tokenizer, context)
+
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
@@ -509,9 +520,9 @@ def main(argv):
     pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
     run.other_bytes = pcgrad.bytes() if pcgrad else 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task)})
-    with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0):
+    with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0 and not teacher):
         torch.use_deterministic_algorithms(False)
-        reference = Reference(cfg, hw, run.model) if cfg.beta else None
+        reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)
         model = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)

@@ -25,6 +25,8 @@ def start_up(cfg, run, stream, pipeline, about):
     pool = pipeline.pool
     trainable = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
     reference = f"beta {cfg.beta:g}" if cfg.beta else "no reference"
+    if cfg.teacher:
+        reference += f" from the teacher {cfg.teacher}, reward weight {cfg.reward_weight:g}"
     return "\n".join([
         f"{run.model.n_params():,} parameters, {trainable:,} trainable, from {cfg.init_from}; {about}.",
         f"{distributed.world_size()} x {hw.name}, {hw.dtype}, engine {engine.dtype}, attention "

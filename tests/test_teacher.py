@@ -1,0 +1,74 @@
+"""grpo.py --teacher: the KL divergence from another model on the student's own samples."""
+import json
+
+import pytest
+import torch
+
+import hf
+from conftest import trained, weights
+from test_grpo import GRPO, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, same, watched  # noqa: F401
+from conftest import flags
+from test_tokenizer import write as write_tokenizer
+
+ALONE = dict(beta=1.0, reward_weight=0.0)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, text):
+    """A larger model, which has seen more."""
+    folder = tmp_path_factory.mktemp("runs") / "teacher"
+    trained(folder, text, max_steps=40, learning_rate=0.02, dtype="fp32", n_layer=3, n_embd=48)
+    return folder
+
+
+@pytest.mark.parametrize("temperature, lora_rank", [(1.0, 0), (0.8, 0)])
+def test_the_gradient_is_that_of_the_reverse_divergence_on_the_sampled_tokens(learn, watched, base, teacher, temperature, lora_rank):
+    """That of -(log p_teacher - log p_student) log p_student, with the first factor held, summed over tokens and divided by their number."""
+    out = learn(teacher=teacher, max_steps=1, grad_clip=0, temperature=temperature, **ALONE)
+    student, other, ((*groups,),) = hf.find(str(base)).load(), hf.find(str(teacher)).load(), watched.groups
+    loss, tokens, divergence = 0.0, 0, 0.0
+    for c in (c for group in groups for c in group):
+        ids, at = torch.tensor([c.prompt + c.ids]), slice(len(c.prompt) - 1, -1)
+        new, given = ((model(ids)[0, at].double() / temperature).log_softmax(-1).gather(1, ids[0, len(c.prompt):, None])[:, 0] for model in (student, other))
+        loss = loss - ((given - new).detach() * new).sum()
+        tokens += len(c.ids)
+    (loss / tokens).backward()
+    assert apart(gradient(out), torch.cat([p.grad.flatten() for name, p in sorted(student.named_parameters())])) < 1e-4
+    (line,) = lines(out)
+    assert line["kl"] > 0.05 and gradient(out).norm() > 1e-3
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing(learn, base):
+    out = learn(teacher=base, max_steps=1, grad_clip=0, **ALONE)
+    (line,) = lines(out)
+    assert line["grad_norm"] < 1e-5 and abs(line["kl"]) < 1e-9
+
+
+def test_the_student_approaches_the_teacher_and_rewards_count_beside_it(learn, teacher):
+    alone = lines(learn("alone", teacher=teacher, max_steps=30, prompts_per_step=12, **ALONE))
+    assert alone[-1]["kl"] < 0.6 * alone[0]["kl"]
+    both = lines(learn("both", teacher=teacher, max_steps=30, prompts_per_step=12, beta=0.05))
+    assert sum(line["reward"] for line in both[-5:]) > sum(line["reward"] for line in alone[-5:]) + 0.3
+
+
+def test_a_resumed_run_and_two_ranks(learn, base, letters, teacher, tmp_path):
+    knobs = dict(teacher=teacher, max_steps=4, save_interval=2, keep_last=9, beta=0.5, lora_rank=2, learning_rate=0.02)
+    out = learn(**knobs)
+    whole = weights(out, 4)
+    (out / "checkpoints" / "step_00000004").rename(out / "gone")       # as if killed before it
+    learn(**knobs, init_from="resume")
+    assert same(weights(out, 4), whole) and not same(weights(out, 2), whole)
+    step = dict(teacher=teacher, max_steps=1, grad_clip=0, beta=0.5)
+    in_ranks(tmp_path, {"two": flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / "two") | step)})
+    assert apart(gradient(tmp_path / "two"), gradient(learn("one", **step))) < 1e-5
+
+
+def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
+    learn("weight", code=2, teacher=teacher)
+    assert "--beta=1" in learn.error
+    trained(tmp_path / "short", text, max_steps=1, block_size=16)
+    learn("short", code=2, teacher=tmp_path / "short", beta=1, max_new_tokens=12, prompts_per_step=4)
+    assert "has 16 positions" in learn.error
+    trained(tmp_path / "other", text, max_steps=1, tokenizer=write_tokenizer(tmp_path / "words"))
+    learn("other", code=2, teacher=tmp_path / "other", beta=1)
+    assert "another tokenizer" in learn.error
