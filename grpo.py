@@ -100,6 +100,8 @@ class Config(RunOptions):
     teacher: str | None = None               # the reference model, as --init_from names one, for distillation
                                              # on the model's own samples (Agarwal et al. 2023) with --beta=1;
                                              # None: the initial model
+    distill: Literal["reverse", "forward"] = "reverse"          # with a teacher: the divergence from it on the
+                                             # sampled ids; or its divergence from the model over all ids (GKD)
     reward_weight: NonNegativeFloat = 1.0    # of the advantages; 0: the KL divergence alone trains
     inner_epochs: PositiveInt = 1            # passes over a step's completions
     mini_batches: PositiveInt = 1            # optimizer steps per pass
@@ -193,6 +195,11 @@ def check(cfg):
     if cfg.teacher and not cfg.beta:
         raise BadInput("--teacher has no effect with --beta=0: give --beta=1, and --reward_weight=0 for its "
                        "divergence alone.")
+    if cfg.distill == "forward" and not cfg.teacher:
+        raise BadInput("--distill=forward needs a teacher: give --teacher=, or leave it out.")
+    if cfg.distill == "forward" and cfg.offload_reference:
+        raise BadInput("--distill=forward computes the teacher within the update: leave out "
+                       "--offload_reference.")
     if cfg.init_from == "scratch":
         raise BadInput("--init_from=scratch gets no reward to learn from: name a trained model.")
 
@@ -234,7 +241,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, s
       sampled_logp  the engine's, used with tis_cap
       ref_logp      the reference model's, used with beta
       mask          tokens to train on; other values have no effect, not even NaN and infinity
-    advantage [B]. cfg: loss_type, clip_low, clip_high, beta, tis_cap. Statistics: kl to the reference model,
+    advantage [B]. cfg: loss_type, clip_low, clip_high, beta, distill, tis_cap. Statistics: kl to the reference model,
     kl_old to old_logp (both k3), clipped.
     """
     mask = mask.bool()
@@ -252,7 +259,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, s
     if cfg.tis_cap:
         loss = loss * masked_difference(old_logp, sampled_logp, mask).exp().clamp(max=cfg.tis_cap)
     kl = torch.zeros_like(ratio)
-    if cfg.beta:
+    if cfg.beta and cfg.distill == "reverse":
         toward = masked_difference(ref_logp, logp, mask)
         kl = toward.exp() - toward - 1
         loss = loss + cfg.beta * ratio * kl
@@ -289,7 +296,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
                                            FloatingPointError, BrokenReward)
         # Logprobs are computed while verifiers work.
         tokens = run.state.micro_batch
-        if reference:
+        if reference and cfg.distill == "reverse":
             reference.add_logprobs(completions, tokens)
         if cfg.tis_cap:
             for c, logprobs in logprobs_of(run.model, run.hardware, completions, tokens, cfg.temperature):
@@ -348,7 +355,7 @@ def set_advantages(cfg, groups):
             c.advantage = cfg.reward_weight * advantage
 
 
-def learn(cfg, run, model, groups, lr, pcgrad):
+def learn(cfg, run, model, groups, lr, pcgrad, reference):
     """Take one optimizer step. Returns this rank's summed loss statistics and the gradient norm, or None if
     every advantage is zero on every rank, which leaves weights and optimizers unchanged. Other figures are
     logged as they are if their names contain a slash."""
@@ -377,6 +384,12 @@ def learn(cfg, run, model, groups, lr, pcgrad):
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
         loss, figures = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask,
                                   cfg, denominator, batch.sampled_logprobs)
+        if cfg.distill == "forward":
+            with run.hardware.autocast():
+                divergence = model.divergence(reference.model, batch.x, cfg.temperature, batch.prefixes,
+                                              batch.target_index)
+            loss = loss + cfg.beta * divergence / denominator
+            figures["kl"] = divergence.detach()
         run.scaler.scale(loss).backward()
 
         difference = torch.where(mask, logprobs.detach() - batch.sampled_logprobs, 0.0).abs()
@@ -416,7 +429,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
             mini_batch = groups[i % cfg.mini_batches::cfg.mini_batches]
-            update = learn(cfg, run, model, mini_batch, lr, pcgrad)
+            update = learn(cfg, run, model, mini_batch, lr, pcgrad, reference)
             if update:
                 updates.append(update)
         torch.use_deterministic_algorithms(False)

@@ -211,6 +211,15 @@ def chunk_logprobs(model, h, y, temperature):
     return logprobs.gather(1, y[:, None])[:, 0], entropy
 
 
+def chunk_divergence(model, teacher, h, teacher_h, temperature):
+    """Return the KL divergences [N] of a teacher's distributions from the model's, after h [N, C] and the
+    teacher's teacher_h [N, C']."""
+    ours = F.log_softmax(model.logits(h) / temperature, dim=-1)
+    with torch.no_grad():
+        theirs = F.log_softmax(teacher.logits(teacher_h) / temperature, dim=-1)
+    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+
+
 class CompiledParts(NamedTuple):
     """The three functions that --compile replaces: block, loss chunk, logprob chunk."""
     block: Callable = call_block
@@ -412,10 +421,9 @@ class GPT(nn.Module):
         chunks; several chunks are recomputed in the backward pass, so that B*T*V fp32 logits never exist.
         target_index: [N] of the targets in y.flatten(); None: computed here, which synchronizes.
         """
-        h = self.hidden(x) if prompts is None else self.hidden_after_prompts(x, prompts)
         if target_index is None:
             target_index = (y.flatten() != IGNORE).nonzero()[:, 0]
-        h = h.flatten(0, 1).index_select(0, target_index)
+        h = self.hidden_at(x, prompts, target_index)
         targets = y.flatten().index_select(0, target_index)
         per_chunk = logits_per_chunk(h.device)
         recompute = torch.is_grad_enabled() and len(h) * self.config.padded_vocab_size > per_chunk
@@ -435,6 +443,24 @@ class GPT(nn.Module):
         at = target_index // y.shape[1], target_index % y.shape[1]
         zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
         return zeros.index_put(at, torch.cat(logprobs)), zeros.index_put(at, torch.cat(entropies))
+
+    def divergence(self, teacher, x, temperature, prompts, target_index):
+        """Return the KL divergence of a teacher's (a GPT's) distributions from the model's, over all ids, summed
+        over the targets of token_logprobs: nats at this temperature, fp32 []. The teacher has no gradient."""
+        h = self.hidden_at(x, prompts, target_index)
+        with torch.no_grad():
+            teacher_h = teacher.hidden_at(x, prompts, target_index)
+        rows = self.rows_per_chunk(h.device, CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None)
+        total = torch.zeros((), device=h.device)
+        for chunk in zip(h.split(rows), teacher_h.split(rows)):
+            inputs = self, teacher, *chunk, temperature
+            total = total + checkpoint(chunk_divergence, *inputs, use_reentrant=False).sum()
+        return total
+
+    def hidden_at(self, x, prompts, target_index):
+        """Return the hidden states [N, C] at positions target_index [N] of x.flatten(), x [B, T]."""
+        h = self.hidden(x) if prompts is None else self.hidden_after_prompts(x, prompts)
+        return h.flatten(0, 1).index_select(0, target_index)
 
     def rows_per_chunk(self, device, logits=None):
         """Return the number of rows in a chunk of `logits` logits; None: logits_per_chunk.

@@ -180,7 +180,7 @@ def in_step(model, batches, empty):
 
 
 class TrainedModel(nn.Module):
-    """The `loss` and `token_logprobs` of a GPT, compiled if asked: in parts, or as a whole with CUDA graphs.
+    """The `loss`, `token_logprobs` and `divergence` of a GPT, compiled if asked: in parts, or as a whole with CUDA graphs.
 
     After share_gradients() a backward pass leaves the sum of all ranks' gradients on every rank; a sum, since
     losses are divided by the targets of all ranks. model: the GPT; if it is sharded, every rank must make
@@ -221,6 +221,9 @@ class TrainedModel(nn.Module):
 
     def token_logprobs(self, x, y, temperature=1.0, prompts=None, target_index=None):
         return self.call("token_logprobs", x, y, temperature, prompts, target_index)
+
+    def divergence(self, teacher, x, temperature, prompts, target_index):
+        return self.call("divergence", teacher, x, temperature, prompts, target_index)
 
     def call(self, method, *args):
         """Call a method of the GPT, without DDP in evaluation: ranks may have different numbers of batches

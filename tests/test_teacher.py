@@ -38,15 +38,33 @@ def test_the_gradient_is_that_of_the_reverse_divergence_on_the_sampled_tokens(le
     assert line["kl"] > 0.05 and gradient(out).norm() > 1e-3
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing(learn, base):
-    out = learn(teacher=base, max_steps=1, grad_clip=0, **ALONE)
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_the_gradient_is_that_of_the_forward_divergence_over_all_ids(learn, watched, base, teacher, temperature):
+    out = learn(teacher=teacher, max_steps=1, grad_clip=0, temperature=temperature, distill="forward", tokens_per_micro_batch=96, **ALONE)
+    student, other, ((*groups,),) = hf.find(str(base)).load(), hf.find(str(teacher)).load(), watched.groups
+    loss, tokens = 0.0, 0
+    for c in (c for group in groups for c in group):
+        ids, at = torch.tensor([c.prompt + c.ids]), slice(len(c.prompt) - 1, -1)
+        ours, theirs = ((model(ids)[0, at].double() / temperature).log_softmax(-1) for model in (student, other))
+        loss = loss + (theirs.detach().exp() * (theirs.detach() - ours)).sum()
+        tokens += len(c.ids)
+    (loss / tokens).backward()
+    assert apart(gradient(out), torch.cat([p.grad.flatten() for name, p in sorted(student.named_parameters())])) < 1e-4
+    (line,) = lines(out)
+    assert line["kl"] == pytest.approx((loss / tokens).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("distill", ["reverse", "forward"])
+def test_a_teacher_that_is_the_student_teaches_nothing(learn, base, distill):
+    out = learn(teacher=base, max_steps=1, grad_clip=0, distill=distill, **ALONE)
     (line,) = lines(out)
     assert line["grad_norm"] < 1e-5 and abs(line["kl"]) < 1e-9
 
 
 def test_the_student_approaches_the_teacher_and_rewards_count_beside_it(learn, teacher):
-    alone = lines(learn("alone", teacher=teacher, max_steps=30, prompts_per_step=12, **ALONE))
-    assert alone[-1]["kl"] < 0.6 * alone[0]["kl"]
+    for distill in ("forward", "reverse"):
+        alone = lines(learn(distill, teacher=teacher, max_steps=30, prompts_per_step=12, distill=distill, **ALONE))
+        assert alone[-1]["kl"] < 0.6 * alone[0]["kl"]
     both = lines(learn("both", teacher=teacher, max_steps=30, prompts_per_step=12, beta=0.05))
     assert sum(line["reward"] for line in both[-5:]) > sum(line["reward"] for line in alone[-5:]) + 0.3
 
@@ -59,13 +77,17 @@ def test_a_resumed_run_and_two_ranks(learn, base, letters, teacher, tmp_path):
     learn(**knobs, init_from="resume")
     assert same(weights(out, 4), whole) and not same(weights(out, 2), whole)
     step = dict(teacher=teacher, max_steps=1, grad_clip=0, beta=0.5)
-    in_ranks(tmp_path, {"two": flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / "two") | step)})
-    assert apart(gradient(tmp_path / "two"), gradient(learn("one", **step))) < 1e-5
+    kinds = ("reverse", "forward")
+    in_ranks(tmp_path, {d: flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / d, distill=d) | step) for d in kinds})
+    for d in kinds:
+        assert apart(gradient(tmp_path / d), gradient(learn(f"{d} alone", distill=d, **step))) < 1e-5
 
 
 def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
     learn("weight", code=2, teacher=teacher)
     assert "--beta=1" in learn.error
+    learn("forward", code=2, distill="forward", beta=1)
+    assert "--teacher=" in learn.error
     trained(tmp_path / "short", text, max_steps=1, block_size=16)
     learn("short", code=2, teacher=tmp_path / "short", beta=1, max_new_tokens=12, prompts_per_step=4)
     assert "has 16 positions" in learn.error
