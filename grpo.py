@@ -28,6 +28,7 @@ import hf
 import tasks
 from doctor.diagnose import Doctor
 from engine import Engine, Sampling
+from experimental.distillation import check_teacher
 from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
@@ -37,7 +38,7 @@ from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
-from rollouts.reference import Reference, check_teacher
+from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
                             PositiveFloat, PositiveInt, UnitInterval)
@@ -386,8 +387,8 @@ def learn(cfg, run, model, groups, lr, pcgrad, reference):
                                   cfg, denominator, batch.sampled_logprobs)
         if cfg.distill == "forward":
             with run.hardware.autocast():
-                divergence = model.divergence(reference.model, batch.x, cfg.temperature, batch.prefixes,
-                                              batch.target_index)
+                divergence, _ = model.divergence(reference.model, batch.x, batch.y, cfg.temperature,
+                                                 batch.prefixes, batch.target_index)
             loss = loss + cfg.beta * divergence / denominator
             figures["kl"] = divergence.detach()
         run.scaler.scale(loss).backward()

@@ -211,13 +211,13 @@ def chunk_logprobs(model, h, y, temperature):
     return logprobs.gather(1, y[:, None])[:, 0], entropy
 
 
-def chunk_divergence(model, teacher, h, teacher_h, temperature):
-    """Return the KL divergences [N] of a teacher's distributions from the model's, after h [N, C] and the
-    teacher's teacher_h [N, C']."""
+def chunk_divergence(model, teacher, h, teacher_h, y, temperature):
+    """Return the sums over N positions of the KL divergence of a teacher's distributions from the model's and
+    of the cross entropy of y [N], after h [N, C] and the teacher's teacher_h [N, C']."""
     ours = F.log_softmax(model.logits(h) / temperature, dim=-1)
     with torch.no_grad():
         theirs = F.log_softmax(teacher.logits(teacher_h) / temperature, dim=-1)
-    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+    return F.kl_div(ours, theirs, reduction="sum", log_target=True), F.nll_loss(ours, y, reduction="sum")
 
 
 class CompiledParts(NamedTuple):
@@ -444,18 +444,20 @@ class GPT(nn.Module):
         zeros = torch.zeros(y.shape, dtype=torch.float32, device=h.device)
         return zeros.index_put(at, torch.cat(logprobs)), zeros.index_put(at, torch.cat(entropies))
 
-    def divergence(self, teacher, x, temperature, prompts, target_index):
-        """Return the KL divergence of a teacher's (a GPT's) distributions from the model's, over all ids, summed
-        over the targets of token_logprobs: nats at this temperature, fp32 []. The teacher has no gradient."""
+    def divergence(self, teacher, x, y, temperature, prompts, target_index):
+        """Return the KL divergence of a teacher's (a GPT's) distributions from the model's, over all ids, and
+        the cross entropy of the targets, both summed over the targets of token_logprobs: nats at this
+        temperature, fp32 []. The teacher has no gradient."""
         h = self.hidden_at(x, prompts, target_index)
         with torch.no_grad():
             teacher_h = teacher.hidden_at(x, prompts, target_index)
+        targets = y.flatten().index_select(0, target_index)
         rows = self.rows_per_chunk(h.device, CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None)
-        total = torch.zeros((), device=h.device)
-        for chunk in zip(h.split(rows), teacher_h.split(rows)):
+        sums = torch.zeros(2, device=h.device)
+        for chunk in zip(h.split(rows), teacher_h.split(rows), targets.split(rows)):
             inputs = self, teacher, *chunk, temperature
-            total = total + checkpoint(chunk_divergence, *inputs, use_reentrant=False).sum()
-        return total
+            sums = sums + torch.stack(checkpoint(chunk_divergence, *inputs, use_reentrant=False))
+        return sums.unbind()
 
     def hidden_at(self, x, prompts, target_index):
         """Return the hidden states [N, C] at positions target_index [N] of x.flatten(), x [B, T]."""

@@ -26,6 +26,7 @@ import torch
 import hf
 from doctor.diagnose import Doctor
 from experimental import feedback, orthogonality
+from experimental.distillation import Teacher, check_teacher
 from model import GPT, GPTConfig, blank
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
@@ -79,6 +80,9 @@ class Config(RunOptions):
     muon_momentum: Fraction = 0.9
     grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
     dropout: Fraction = 0.0                  # 0.1-0.2 for many epochs
+    teacher: str | None = None               # distil from this model, named as in --init_from
+                                             # (experimental/distillation.py)
+    teacher_weight: UnitInterval = 0.5       # of its KL divergence; the rest is the cross entropy's
     # model
     n_layer: PositiveInt = 4
     n_head: PositiveInt = 2
@@ -262,7 +266,7 @@ def compile_and_fit(cfg, run, dataset):
     return run.fit(attempt, smaller, advice)
 
 
-def train(cfg, run, model, dataset, held_out):
+def train(cfg, run, model, dataset, held_out, teacher):
     """Train until the last step or a stop request. Returns the exit code."""
     hw = run.hardware
     dataset.micro_batch = run.state.micro_batch
@@ -294,7 +298,7 @@ def train(cfg, run, model, dataset, held_out):
                 # Seeded by step, so that a resumed run repeats the same masks.
                 torch.manual_seed(hash((cfg.seed, run.step, distributed.rank(), i)))
             with hw.autocast():
-                loss = model.loss(*batch)
+                loss = teacher.loss(model, *batch) if teacher else model.loss(*batch)
             run.scaler.scale(loss / num_targets).backward()
             loss_sum += loss.detach()
         loss_sum = loss_sum.item()           # synchronizes, so that the next phase times the optimizer
@@ -339,6 +343,9 @@ def main(argv):
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
+    teacher = distributed.on_main(lambda: hf.find(cfg.teacher)) if cfg.teacher else None
+    if teacher:
+        check_teacher(teacher, tokenizer, dataset.longest)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
     run = start(cfg, hw, model, micro_batch, number_of_steps(cfg, dataset), dataset.digest,
@@ -352,11 +359,12 @@ def main(argv):
         return 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg)})
     with run.open(tokenizer, provenance, Doctor, resuming):
+        teacher = Teacher(cfg, hw, teacher) if teacher else None
         model = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
         run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),
                       facts(run, dataset), num_workers=workers(cfg, hw))
-        return train(cfg, run, model, dataset, held_out)
+        return train(cfg, run, model, dataset, held_out, teacher)
 
 
 if __name__ == "__main__":

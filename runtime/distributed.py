@@ -222,8 +222,8 @@ class TrainedModel(nn.Module):
     def token_logprobs(self, x, y, temperature=1.0, prompts=None, target_index=None):
         return self.call("token_logprobs", x, y, temperature, prompts, target_index)
 
-    def divergence(self, teacher, x, temperature, prompts, target_index):
-        return self.call("divergence", teacher, x, temperature, prompts, target_index)
+    def divergence(self, teacher, x, y, temperature, prompts, target_index):
+        return self.call("divergence", teacher, x, y, temperature, prompts, target_index)
 
     def call(self, method, *args):
         """Call a method of the GPT, without DDP in evaluation: ranks may have different numbers of batches

@@ -2,13 +2,16 @@
 
 These functions return unsharded tensors unchanged, so that checkpoints and optimizers need no case for them.
 """
+import dataclasses
 from collections import deque
 
 import torch
 import torch.distributed as dist
 
 from layers.lora import full_tensor
+from model import blank
 from runtime import distributed
+from runtime.config import BadInput
 
 
 def is_sharded(tensor):
@@ -113,13 +116,22 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
         # Sum and do not average: the loss is divided by the number of targets on all ranks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for method in ("loss", "token_logprobs"):
+    for method in ("loss", "token_logprobs", "divergence", "hidden_at"):
         register_fsdp_forward_method(model, method)
 
     model.to_empty(device=hw.device)
     model.fill_rope_tables()
     broadcast(weights, model, hw.device)
     return model
+
+
+def frozen(shape, fill, hw, parallel):
+    """Return a GPT of this shape without dropout, a reference model or a teacher, filled by fill(model) and
+    sharded as the trained one. Every rank must call."""
+    device = building_device(hw, parallel)
+    model = blank(dataclasses.replace(shape, dropout=0.0), hw.attention, device=device)
+    distributed.together(lambda: device.type == "meta" or fill(model), BadInput)
+    return shard(model, hw, parallel)
 
 
 def mesh_of(device_type, parallel):

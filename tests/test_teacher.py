@@ -1,14 +1,18 @@
 """grpo.py --teacher: the KL divergence from another model on the student's own samples."""
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hf
-from conftest import trained, weights
+from conftest import flags, largest_difference, trained, weights
+from experimental.distillation import Teacher
+from runtime import hardware
+from runtime.distributed import TrainedModel
 from test_grpo import GRPO, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, same, watched  # noqa: F401
-from conftest import flags
 from test_tokenizer import write as write_tokenizer
+from text import examples
 
 ALONE = dict(beta=1.0, reward_weight=0.0)
 
@@ -81,6 +85,57 @@ def test_a_resumed_run_and_two_ranks(learn, base, letters, teacher, tmp_path):
     in_ranks(tmp_path, {d: flags(**GRPO | dict(init_from=base, task=letters, out_dir=tmp_path / d, distill=d) | step) for d in kinds})
     for d in kinds:
         assert apart(gradient(tmp_path / d), gradient(learn(f"{d} alone", distill=d, **step))) < 1e-5
+
+
+# --- train.py ---
+
+def by_hand(student, other, ids, is_target, weight):
+    """Return the loss of one row: weight times the divergence plus the rest times the cross entropy, in float64."""
+    ours, theirs = (model(ids[:, :-1])[0].double().log_softmax(-1)[is_target] for model in (student, other))
+    theirs = theirs.detach()
+    nats = -ours.gather(1, ids[0, 1:][is_target][:, None]).sum()
+    return weight * (theirs.exp() * (theirs - ours)).sum() + (1 - weight) * nats
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_a_step_of_fine_tuning_is_that_of_both_losses(base, teacher, tmp_path, weight):
+    """Of examples that begin alike, so that their beginning is computed once."""
+    rows = [["the cat sat " + w, "1", w + " ran"] for w in ("here", "there", "away", "up")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    trained(tmp_path / "run", tmp_path / "rows.json", init_from=base, teacher=teacher, teacher_weight=weight, prompt="{}", max_steps=1, grad_clip=0, dtype="fp32",
+            optimizer="adamw", learning_rate=1e-3, warmup_steps=0)
+    student, other, loss, n = hf.find(str(base)).load(), hf.find(str(teacher)).load(), 0.0, 0
+    for example in examples.read(tmp_path / "rows.json", hf.find(str(base)).tokenizer(None), "{}"):
+        is_target = torch.from_numpy(example.is_target[1:])
+        loss = loss + by_hand(student, other, torch.from_numpy(example.ids)[None], is_target, weight)
+        n += int(is_target.sum())
+    (loss / n).backward()
+    expected = torch.cat([p.grad.flatten() for name, p in sorted(student.named_parameters())])
+    assert apart(gradient(tmp_path / "run"), expected) < 1e-4
+    (line,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines() if "grad_norm" in line]
+    assert line["loss"] == pytest.approx((loss / n).item(), rel=1e-4)
+
+
+def test_the_loss_of_a_text_counts_all_positions(base, teacher):
+    cfg = SimpleNamespace(teacher_weight=0.3, parallel="ddp")
+    student, other = hf.find(str(base)).load(), hf.find(str(teacher)).load()
+    guide = Teacher(cfg, hardware.setup("cpu", "fp32", compile=False), hf.find(str(teacher)))
+    ids = torch.randint(256, (3, 33), generator=torch.Generator().manual_seed(0))
+    found = guide.loss(TrainedModel(student), ids[:, :-1], ids[:, 1:])
+    every = torch.ones(32, dtype=torch.bool)
+    assert found.item() == pytest.approx(sum(by_hand(student, other, row[None], every, 0.3).item() for row in ids), rel=1e-5)
+
+
+def test_training_with_a_teacher_resumes_bit_for_bit(teacher, text, tmp_path):
+    out = tmp_path / "run"
+    trained(out, text, teacher=teacher, dropout=0.1)
+    whole = weights(out)
+    (out / "checkpoints" / "step_00000020").rename(out / "gone")       # as if killed before it
+    trained(out, text, init_from="resume")
+    assert same(weights(out), whole)
+    trained(tmp_path / "two", text, teacher=teacher, ranks=2)
+    trained(tmp_path / "one", text, teacher=teacher)
+    assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-4
 
 
 def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):

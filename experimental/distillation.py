@@ -1,0 +1,35 @@
+"""Distillation on a given text or on examples (--teacher): the loss of a position is teacher_weight times the
+KL divergence of the teacher's distribution from the model's, plus 1 - teacher_weight times the cross entropy
+(Hinton et al. 2015, at temperature 1)."""
+import torch
+
+from model import Prompts
+from runtime import parallel
+from runtime.config import BadInput
+
+
+def check_teacher(source, tokenizer, positions):
+    """Raise BadInput unless a teacher (a hf.ModelSource) has this tokenizer and as many positions."""
+    own = source.tokenizer()
+    if (own.sha256, own.describe()["name"]) != (tokenizer.sha256, tokenizer.describe()["name"]):
+        raise BadInput(f"The teacher in {source.folder} has another tokenizer than the trained model: choose one "
+                       "with the same.")
+    if source.config.block_size < positions:
+        raise BadInput(f"The teacher in {source.folder} has {source.config.block_size} positions, and "
+                       f"{positions} are needed: train on shorter texts, or choose another teacher.")
+
+
+class Teacher:
+    """The teacher of train.py. source: a hf.ModelSource."""
+
+    def __init__(self, cfg, hw, source):
+        self.weight = cfg.teacher_weight
+        self.model = parallel.frozen(source.config, source.fill, hw, cfg.parallel)
+
+    def loss(self, model, x, y, target_index=None, prefix=None):
+        """Return the summed loss of a TrainedModel's micro-batch; see GPT.loss."""
+        prompts = None if prefix is None else Prompts.shared(prefix, len(x))
+        if target_index is None:
+            target_index = torch.arange(y.numel(), device=y.device)
+        divergence, cross_entropy = model.divergence(self.model, x, y, 1.0, prompts, target_index)
+        return self.weight * divergence + (1 - self.weight) * cross_entropy
