@@ -52,6 +52,8 @@ RUN = {
     "python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion@2+countdown:4+arithmetic": RL + " --overwrite",
     "python grpo.py --init_from=resume --out_dir=out/grpo": RL + " --max_steps=2",
     "python grpo.py --init_from=out/rft --task=my_reward.py --dataset=questions.jsonl --out_dir=out/mine": RL,
+    "python grpo.py config/grpo.py --init_from=out/base --teacher=out/rft --beta=1 --reward_weight=0": RL + " --out_dir=out/taught",
+    "python train.py config/rft.py --init_from=out/base --dataset=data/rft.json --teacher=out/rft": "--max_steps=1 --device=cpu --out_dir=out/taught_sft",
     "python sample.py out/book --prompt=\"Once upon\" --num_samples=4 --temperature=0.7 --top_p=0.95": "--max_new_tokens=3 --device=cpu",
     "python sample.py out/rft --task=unit_conversion --prompt=\"Convert 6 kg to gram.\"": "--max_new_tokens=3 --device=cpu",
     "torchrun --nproc_per_node=8 sample.py out/book --num_samples=1000": "--num_samples=2 --max_new_tokens=3 --device=cpu",
