@@ -33,6 +33,7 @@ from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
 from rollouts.batch import logprobs_of, micro_batches, padded
+from rollouts.corrections import add_corrections
 from rollouts.episodes import reply_tokens
 from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
@@ -104,6 +105,9 @@ class Config(RunOptions):
     distill: Literal["reverse", "forward"] = "reverse"          # with a teacher: the divergence from it on the
                                              # sampled ids; or its divergence from the model over all ids (GKD)
     reward_weight: NonNegativeFloat = 1.0    # of the advantages; 0: the KL divergence alone trains
+    corrections: NonNegativeInt = 0          # per question: imitate a task's correct() after some lines of the
+                                             # model's own completions (rollouts/corrections.py)
+    correction_weight: NonNegativeFloat = 1.0     # advantage of a correction's tokens
     inner_epochs: PositiveInt = 1            # passes over a step's completions
     mini_batches: PositiveInt = 1            # optimizer steps per pass
     surgery: Literal["none", "pcgrad"] = "none"       # PCGrad: project out the conflicting components of the
@@ -398,7 +402,7 @@ def learn(cfg, run, model, groups, lr, pcgrad, reference):
         stats.update(figures)
         stats.update(loss=loss.detach(), entropy=entropy.sum())
         stats.update(difference=difference.sum(), tokens=mask.sum())
-    rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
+    rollouts = [vars(c) | {"grade": c.grade and c.grade.score} for group in groups for c in group]
     grad_norm = run.optimizer_step(lr, rollouts=rollouts)
     figures = {name: float(value) for name, value in stats.items()}
     figures |= {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
@@ -422,6 +426,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
 
         # 2. The advantage of a completion: its reward minus the mean of its group.
         set_advantages(cfg, groups)
+        figures = add_corrections(cfg, run, pipeline, groups)
 
         # 3. Update the policy.
         lr = run.lr()
@@ -432,7 +437,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
             mini_batch = groups[i % cfg.mini_batches::cfg.mini_batches]
             update = learn(cfg, run, model, mini_batch, lr, pcgrad, reference)
             if update:
-                updates.append(update)
+                updates.append(update | figures)
         torch.use_deterministic_algorithms(False)
         run.end_phase("update")
 
@@ -509,6 +514,9 @@ def main(argv):
     with task_errors():
         task = load(cfg.task)
         questions, held_out, dropped = distributed.on_main(lambda: open_questions(cfg, task))
+        if cfg.corrections and not task.corrects:
+            raise BadInput(f"The task {cfg.task} has no correct(question, text): write one, or leave out "
+                           "--corrections.")
         pairs = with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions)
         stream = QuestionStream(cfg, pairs, task)
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)

@@ -17,6 +17,8 @@ gets the ARGUMENT of the spec.
     check(argument)                raises ValueError or OSError for an invalid argument
     respond(question, text)        the text that an environment puts behind an episode's text so far, when the
                                    model ends a turn; None ends the episode
+    correct(question, text)        list of right next lines of an unfinished completion, for grpo.py
+                                   --corrections; [] if there is none
     PROMPT, INSTRUCTION, STOP, TURN_STOP, MAX_TURNS      see Task
 """
 import ast
@@ -191,6 +193,9 @@ class Task:
         self.responds = callable(getattr(module, "respond", None))
         if self.responds:
             self.must_take("respond(question, text)", self.call("respond"), {}, "")
+        self.corrects = callable(getattr(module, "correct", None))
+        if self.corrects:
+            self.must_take("correct(question, text)", self.call("correct"), {}, "")
         if type(self.max_turns) is not int or self.max_turns < 1:
             raise ValueError(f"MAX_TURNS of the task {name} is {str(self.max_turns)[:80]}: MAX_TURNS "
                              f"{RESERVED} for a positive number of turns, so correct it, or rename yours.")
@@ -360,6 +365,13 @@ class Task:
             raise ValueError(f"it returned {len(found):,} characters: return 1 to {MOST_REPLY:,}, or None to "
                              "end the episode")
         return found.encode(errors="replace").decode()
+
+    def correct(self, question, text):
+        """Return the right next lines of an unfinished completion. TypeError if they are no list of texts."""
+        found = self.call("correct")(question, text) if self.corrects else []
+        if not isinstance(found, list) or not all(isinstance(line, str) and line for line in found):
+            raise TypeError(f"it returned {str(found)[:80]} and no list of texts")
+        return found
 
     @staticmethod
     def verified(score, parts):

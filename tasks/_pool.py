@@ -60,8 +60,9 @@ class Grade(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """text: the answer of a task's respond, None at the end of an episode; error: its failure, or None."""
-    text: str | None
+    """text: what a task's respond returned, None at the end of an episode, or the list of its correct; error:
+    its failure, or None."""
+    text: str | list | None
     error: str | None
 
 
@@ -89,17 +90,26 @@ def respond(task, question, text):
         return Reply(None, f"respond() failed: {describe_error(e)}")
 
 
-JOBS = {"reward": grade, "respond": respond}
-FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)"}
+def correct(task, question, text):
+    """Return the Reply with a task's right next lines after an unfinished completion."""
+    try:
+        return Reply(task.of(question).correct(question, text), None)
+    except (Exception, SystemExit) as e:
+        return Reply(None, f"correct() failed: {describe_error(e)}")
+
+
+JOBS = {"reward": grade, "respond": respond, "correct": correct}
+FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)",
+         "correct": "correct(question, text)"}
 
 
 def failure(kind, error):
     """Return the result of a job that failed."""
-    return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"{error} in respond()")
+    return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"{error} in {kind}()")
 
 
 def check_graded(spec, grades, kind="reward"):
-    """Raise BrokenReward if there are Grades, or Replies (kind: respond), and all have errors."""
+    """Raise BrokenReward if there are Grades, or Replies of another kind of job, and all have errors."""
     if grades and all(graded.error for graded in grades):
         raise BrokenReward(f"The {kind} of the task {spec} failed for all of {len(grades)} completions ("
                            f"{grades[0].error}): correct {FORMS[kind]}, or choose another task.")
@@ -266,8 +276,8 @@ class Pool:
         self.outbox = deque()                                # (question, completion) not yet passed on
         self.handed_over = time.monotonic()                  # time when the outbox was last emptied
         self.pending = deque()                               # futures not collected
-        self.replies = deque()                               # (future, item) of respond without a worker
-        self.waiting = deque()                               # and of reward
+        self.replies = deque()                               # (future, item) without a worker, of respond
+        self.waiting = deque()                               # and of the others
         self.submitted = {kind: 0 for kind in JOBS}
         self.failed = False                                  # an error has occurred
         self.first = {kind: {} for kind in JOBS}             # {number: result} of the first FIRST submitted
@@ -329,6 +339,10 @@ class Pool:
         """Return the Future of the Reply to an episode's text so far; `take` its result."""
         return self._put("respond", question, text)
 
+    def correct(self, question, text):
+        """Return the Future of the Reply with the right next lines of an unfinished completion."""
+        return self._put("correct", question, text)
+
     def take(self, future):
         """Return the result of a Future of this pool."""
         result = future.result()
@@ -372,7 +386,7 @@ class Pool:
         return future
 
     def queue(self, kind):
-        return self.waiting if kind == "reward" else self.replies
+        return self.replies if kind == "respond" else self.waiting
 
     # --- for the workers' threads ---
 

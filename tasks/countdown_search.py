@@ -54,6 +54,7 @@ CEILING = 99                         # largest intermediate result; enough for e
 N_VALID = 1000                       # validation documents
 MOST_DRAWS = 100_000                 # attempts to draw a question
 ARGUMENT = re.compile(r"([0-9])(?:-([0-9]))?(?:,([0-9]{1,4}))?(?:,([0-9]{1,5}))?(?:,([0-9]{1,8}))?")
+LINE = re.compile(r"([0-9]{1,3}(?: [0-9]{1,3})+)\|[0-9]{1,3}:((?: [-+*/=0-9]+[<>!]?)+)")
 STEP = re.compile(r"([0-9]{1,6})([-+*/])([0-9]{1,6})=([0-9]{1,6})")
 
 
@@ -245,6 +246,74 @@ def answer(steps):
 def name_of(teacher):
     order, heuristic, width = teacher
     return f"{order}-first by {heuristic}, {width or 'all'} ways on"
+
+
+# --- right next lines ---
+
+def correct(question, text):
+    """Return the right next lines of an unfinished search, the best first: the next state of a step that was
+    just tried, an earlier state with an untried step, or the ending. A step that can lead to the target comes
+    before others, then the one that the sum ranks higher. [] for a text that is no search."""
+    target = int(question["answer"])
+    tried = {}                                           # {state: its steps so far}, in order of the visits
+    came_from = {}                                       # {state: (state before, step)}
+    ending = None
+    for line in text.splitlines():
+        found = LINE.fullmatch(line)
+        if not found or ending:
+            return []
+        state = tuple(map(int, found[1].split()))
+        steps = [step.rstrip("<>!") for step in found[2].split()]
+        ways = dict(successors(state))
+        if not set(steps) <= ways.keys():
+            return []
+        if "!" in found[2]:
+            ending = answer(path_to(state, came_from) + steps[-1:])
+        tried[state] = tried.pop(state, []) + steps      # the last state visited is the last key
+        for step in steps:
+            came_from.setdefault(ways[step], (state, step))
+    if ending:
+        return [ending]
+    lines = []
+    for state in reversed(tried or {tuple(question["numbers"]): []}):
+        if len(state) == 2:
+            continue
+        ways = dict(best(state, target, by_sum, None))
+        new = [ways[step] for step in tried.get(state, ()) if ways[step] not in tried]
+        lines = [line_of(after, target) for after in sorted(new, key=lambda after: not leads_to(after, target))]
+        if not lines:
+            left = [step for step in ways if step not in tried.get(state, ())]
+            left.sort(key=lambda step: not leads_to(ways[step], target))
+            lines = [line_of(state, target, step) for step in left[:2]]
+        if lines:
+            break
+    return lines or [FAILED]
+
+
+def path_to(state, came_from):
+    """Return the steps that lead to a state."""
+    path = []
+    while state in came_from:
+        state, step = came_from[state]
+        path.insert(0, step)
+    return path
+
+
+@lru_cache(maxsize=2**16)
+def leads_to(state, target):
+    return target in reachable_values(state)
+
+
+def line_of(state, target, step=None):
+    """Return the line of a visit that tries a step; None: all of two numbers, else the best."""
+    trace = Trace(target, None)
+    if len(state) == 2:
+        trace.last(state, [])
+        return trace.text
+    ways = best(state, target, by_sum, None)
+    ways.sort(key=lambda way: not leads_to(way[1], target))
+    trace.visit(state, [step or ways[0][0]])
+    return trace.text
 
 
 # --- questions ---
