@@ -102,11 +102,11 @@ class Config(RunOptions):
     teacher: str | None = None               # the reference model, as --init_from names one, for distillation
                                              # on the model's own samples (Agarwal et al. 2023) with --beta=1;
                                              # None: the initial model
-    distill: Literal["reverse", "forward"] = "reverse"          # with a teacher: the divergence from it on the
-                                             # sampled ids; or its divergence from the model over all ids (GKD)
+    distill: Literal["reverse", "forward"] = "reverse"          # with a teacher: the divergence from it on
+                                             # sampled ids; or its divergence from the model, over all ids
     reward_weight: NonNegativeFloat = 1.0    # of the advantages; 0: the KL divergence alone trains
-    corrections: NonNegativeInt = 0          # per question: imitate a task's correct() after some lines of the
-                                             # model's own completions (rollouts/corrections.py)
+    corrections: NonNegativeInt = 0          # per question: imitate a task's correct() after some lines of
+                                             # the model's own completions (rollouts/corrections.py)
     correction_weight: NonNegativeFloat = 1.0     # advantage of a correction's tokens
     inner_epochs: PositiveInt = 1            # passes over a step's completions
     mini_batches: PositiveInt = 1            # optimizer steps per pass
@@ -202,9 +202,17 @@ def check(cfg):
                        "divergence alone.")
     if cfg.distill == "forward" and not cfg.teacher:
         raise BadInput("--distill=forward needs a teacher: give --teacher=, or leave it out.")
-    if cfg.distill == "forward" and cfg.offload_reference:
+    if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp"):
         raise BadInput("--distill=forward computes the teacher within the update: leave out "
-                       "--offload_reference.")
+                       "--offload_reference, and use --parallel=ddp.")
+    if cfg.distill == "forward" and cfg.loss_type == "grpo":
+        raise BadInput("--distill=forward is a sum over tokens, and --loss_type=grpo a mean over sequences: "
+                       "choose another loss.")
+    if cfg.corrections and cfg.beta:
+        raise BadInput("--corrections are no samples, so they have no KL divergence from a reference model: "
+                       "leave out --beta.")
+    if not (cfg.reward_weight or cfg.beta or cfg.corrections):
+        raise BadInput("With --reward_weight=0 nothing is left to learn: give --beta or --corrections.")
     if cfg.init_from == "scratch":
         raise BadInput("--init_from=scratch gets no reward to learn from: name a trained model.")
 
@@ -246,8 +254,8 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, s
       sampled_logp  the engine's, used with tis_cap
       ref_logp      the reference model's, used with beta
       mask          tokens to train on; other values have no effect, not even NaN and infinity
-    advantage [B]. cfg: loss_type, clip_low, clip_high, beta, distill, tis_cap. Statistics: kl to the reference model,
-    kl_old to old_logp (both k3), clipped.
+    advantage [B]. cfg: loss_type, clip_low, clip_high, beta, distill, tis_cap. Statistics: kl to the
+    reference model, kl_old to old_logp (both k3), clipped.
     """
     mask = mask.bool()
     advantage = advantage.float()[:, None]
@@ -517,6 +525,9 @@ def main(argv):
         if cfg.corrections and not task.corrects:
             raise BadInput(f"The task {cfg.task} has no correct(question, text): write one, or leave out "
                            "--corrections.")
+        if cfg.corrections and task.responds:
+            raise BadInput(f"--corrections might stand in the environment's text of the task {cfg.task}: "
+                           "leave them out.")
         pairs = with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions)
         stream = QuestionStream(cfg, pairs, task)
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)
@@ -530,7 +541,7 @@ def main(argv):
 
     teacher = distributed.on_main(lambda: hf.find(cfg.teacher)) if cfg.teacher else None
     if teacher:
-        check_teacher(teacher, tokenizer, context)
+        check_teacher(teacher, tokenizer, found.config.vocab_size, context)
 
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))

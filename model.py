@@ -452,7 +452,8 @@ class GPT(nn.Module):
         with torch.no_grad():
             teacher_h = teacher.hidden_at(x, prompts, target_index)
         targets = y.flatten().index_select(0, target_index)
-        rows = self.rows_per_chunk(h.device, CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None)
+        per_chunk = CPU_RECOMPUTED_LOGITS_PER_CHUNK if h.device.type == "cpu" else None
+        rows = self.rows_per_chunk(h.device, per_chunk)
         sums = torch.zeros(2, device=h.device)
         for chunk in zip(h.split(rows), teacher_h.split(rows), targets.split(rows)):
             inputs = self, teacher, *chunk, temperature

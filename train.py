@@ -163,6 +163,9 @@ def check(cfg):
     feedback.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
+    if cfg.teacher and (cfg.parallel != "ddp" or cfg.compile_mode in CUDA_GRAPHS):
+        raise BadInput(f"--teacher works neither with --parallel={cfg.parallel} nor with "
+                       f"--compile_mode={cfg.compile_mode}: use ddp and default.")
     if cfg.lora_rank and cfg.init_from == "scratch":
         raise BadInput("--lora_rank needs a pretrained model: name one with --init_from=, or leave it out.")
     if cfg.sequences > 2**20:
@@ -343,9 +346,10 @@ def main(argv):
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
-    teacher = distributed.on_main(lambda: hf.find(cfg.teacher)) if cfg.teacher else None
-    if teacher:
-        check_teacher(teacher, tokenizer, dataset.longest)
+    found_teacher = None
+    if cfg.teacher and not cfg.eval_only:
+        found_teacher = distributed.on_main(lambda: hf.find(cfg.teacher))
+        check_teacher(found_teacher, tokenizer, shape.vocab_size, dataset.longest)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
     run = start(cfg, hw, model, micro_batch, number_of_steps(cfg, dataset), dataset.digest,
@@ -359,7 +363,7 @@ def main(argv):
         return 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg)})
     with run.open(tokenizer, provenance, Doctor, resuming):
-        teacher = Teacher(cfg, hw, teacher) if teacher else None
+        teacher = Teacher(cfg, hw, found_teacher) if found_teacher else None
         model = compile_and_fit(cfg, run, dataset)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
         run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),

@@ -8,12 +8,16 @@ from runtime import parallel
 from runtime.config import BadInput
 
 
-def check_teacher(source, tokenizer, positions):
-    """Raise BadInput unless a teacher (a hf.ModelSource) has this tokenizer and as many positions."""
+def check_teacher(source, tokenizer, vocab_size, positions):
+    """Raise BadInput unless a teacher (a hf.ModelSource) has this tokenizer, as many ids and at least as many
+    positions."""
     own = source.tokenizer()
     if (own.sha256, own.describe()["name"]) != (tokenizer.sha256, tokenizer.describe()["name"]):
-        raise BadInput(f"The teacher in {source.folder} has another tokenizer than the trained model: choose one "
-                       "with the same.")
+        raise BadInput(f"The teacher in {source.folder} has another tokenizer than the trained model: choose "
+                       "one with the same.")
+    if source.config.vocab_size != vocab_size:
+        raise BadInput(f"The teacher in {source.folder} has {source.config.vocab_size} ids, and the trained "
+                       f"model {vocab_size}: choose a teacher with as many.")
     if source.config.block_size < positions:
         raise BadInput(f"The teacher in {source.folder} has {source.config.block_size} positions, and "
                        f"{positions} are needed: train on shorter texts, or choose another teacher.")

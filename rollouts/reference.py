@@ -7,9 +7,9 @@ from runtime import checkpoint, parallel
 
 
 class Reference:
-    """The reference model: a teacher (a hf.ModelSource); without one the initial model, which with LoRA is the
-    policy without its adapters, else a second model. With offload_reference its weights stay in CPU memory
-    between uses."""
+    """The reference model: a teacher (a hf.ModelSource); without one the initial model, which with LoRA is
+    the policy without its adapters, else a second model. With offload_reference its weights stay in CPU
+    memory between uses."""
 
     def __init__(self, cfg, hw, model, teacher=None):
         self.cfg = cfg

@@ -180,7 +180,8 @@ def in_step(model, batches, empty):
 
 
 class TrainedModel(nn.Module):
-    """The `loss`, `token_logprobs` and `divergence` of a GPT, compiled if asked: in parts, or as a whole with CUDA graphs.
+    """The `loss`, `token_logprobs` and `divergence` of a GPT, compiled if asked: in parts, or as a whole with
+    CUDA graphs.
 
     After share_gradients() a backward pass leaves the sum of all ranks' gradients on every rank; a sum, since
     losses are divided by the targets of all ranks. model: the GPT; if it is sharded, every rank must make

@@ -116,7 +116,7 @@ def shard(model, hw, parallel="fsdp", sum_locally=False, compile_mode=None):
         # Sum and do not average: the loss is divided by the number of targets on all ranks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for method in ("loss", "token_logprobs", "divergence", "hidden_at"):
+    for method in ("loss", "token_logprobs"):
         register_fsdp_forward_method(model, method)
 
     model.to_empty(device=hw.device)

@@ -17,7 +17,7 @@ gets the ARGUMENT of the spec.
     check(argument)                raises ValueError or OSError for an invalid argument
     respond(question, text)        the text that an environment puts behind an episode's text so far, when the
                                    model ends a turn; None ends the episode
-    correct(question, text)        list of right next lines of an unfinished completion, for grpo.py
+    correct(question, text)        list of equally right next lines of an unfinished completion, for grpo.py
                                    --corrections; [] if there is none
     PROMPT, INSTRUCTION, STOP, TURN_STOP, MAX_TURNS      see Task
 """
@@ -157,6 +157,16 @@ def describe_error(error, file=None):
     places = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     line += f", line {places[-1]} of {Path(file).name}" if places else ""
     return line.encode(errors="backslashreplace").decode()
+
+
+def checked_text(value, expected):
+    """Return a text of 1 to MOST_REPLY characters, without lone surrogates. TypeError or ValueError for
+    anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"it returned {str(value)[:80]}: return {expected}")
+    if not 0 < len(value) <= MOST_REPLY:
+        raise ValueError(f"it returned {len(value):,} characters: return {expected}, of 1 to {MOST_REPLY:,}")
+    return value.encode(errors="replace").decode()
 
 
 def can_be_json(value):
@@ -357,21 +367,15 @@ class Task:
         """Return the environment's text behind an episode's text so far, or None at its end. TypeError or
         ValueError for anything else, or for more than MOST_REPLY characters."""
         found = self.call("respond")(question, text)
-        if found is None:
-            return None
-        if not isinstance(found, str):
-            raise TypeError(f"it returned {str(found)[:80]} and no str or None")
-        if not 0 < len(found) <= MOST_REPLY:
-            raise ValueError(f"it returned {len(found):,} characters: return 1 to {MOST_REPLY:,}, or None to "
-                             "end the episode")
-        return found.encode(errors="replace").decode()
+        return None if found is None else checked_text(found, "a text, or None to end the episode")
 
     def correct(self, question, text):
-        """Return the right next lines of an unfinished completion. TypeError if they are no list of texts."""
+        """Return the right next lines of an unfinished completion. TypeError or ValueError for anything else
+        than a list of texts as in `respond`."""
         found = self.call("correct")(question, text) if self.corrects else []
-        if not isinstance(found, list) or not all(isinstance(line, str) and line for line in found):
-            raise TypeError(f"it returned {str(found)[:80]} and no list of texts")
-        return found
+        if not isinstance(found, list):
+            raise TypeError(f"it returned {str(found)[:80]}: return a list of texts")
+        return [checked_text(line, "a list of texts") for line in found]
 
     @staticmethod
     def verified(score, parts):

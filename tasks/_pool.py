@@ -99,6 +99,7 @@ def correct(task, question, text):
 
 
 JOBS = {"reward": grade, "respond": respond, "correct": correct}
+RESULTS = {"reward": "grade of", "respond": "reply to", "correct": "correction of"}
 FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)",
          "correct": "correct(question, text)"}
 
@@ -412,7 +413,7 @@ class Pool:
             with contextlib.suppress(OSError):               # stderr is closed
                 progress.clear()
                 print(f"The {future.kind} of the task {self.spec} failed ({graded.error}), so there is no "
-                      f"grade of {text}", file=sys.stderr, flush=True)
+                      f"{RESULTS[future.kind]} {text}", file=sys.stderr, flush=True)
         future.set_result(graded)
 
     def batch(self, most):

@@ -54,7 +54,7 @@ CEILING = 99                         # largest intermediate result; enough for e
 N_VALID = 1000                       # validation documents
 MOST_DRAWS = 100_000                 # attempts to draw a question
 ARGUMENT = re.compile(r"([0-9])(?:-([0-9]))?(?:,([0-9]{1,4}))?(?:,([0-9]{1,5}))?(?:,([0-9]{1,8}))?")
-LINE = re.compile(r"([0-9]{1,3}(?: [0-9]{1,3})+)\|[0-9]{1,3}:((?: [-+*/=0-9]+[<>!]?)+)")
+LINE = re.compile(r"([0-9]{1,3}(?: [0-9]{1,3})+)\|([0-9]{1,3}):((?: [-+*/=0-9]+[<>!]?)+)")
 STEP = re.compile(r"([0-9]{1,6})([-+*/])([0-9]{1,6})=([0-9]{1,6})")
 
 
@@ -251,43 +251,48 @@ def name_of(teacher):
 # --- right next lines ---
 
 def correct(question, text):
-    """Return the right next lines of an unfinished search, the best first: the next state of a step that was
-    just tried, an earlier state with an untried step, or the ending. A step that can lead to the target comes
-    before others, then the one that the sum ranks higher. [] for a text that is no search."""
+    """Return right next lines of an unfinished search: the next state of a step that was just tried, an
+    earlier state with an untried step, or the ending; of these, lines that can lead to the target, if there
+    are any. [] for a text that is no search for this target from these numbers, or has a wrong mark."""
     target = int(question["answer"])
+    root = tuple(question["numbers"])
     tried = {}                                           # {state: its steps so far}, in order of the visits
     came_from = {}                                       # {state: (state before, step)}
     ending = None
     for line in text.splitlines():
         found = LINE.fullmatch(line)
-        if not found or ending:
+        if not found or ending or int(found[2]) != target:
             return []
         state = tuple(map(int, found[1].split()))
-        steps = [step.rstrip("<>!") for step in found[2].split()]
         ways = dict(successors(state))
-        if not set(steps) <= ways.keys():
+        steps = [step.rstrip("<>!") for step in found[3].split()]
+        if state != root and state not in came_from or not set(steps) <= ways.keys():
             return []
-        if "!" in found[2]:
-            ending = answer(path_to(state, came_from) + steps[-1:])
+        if len(state) == 2:
+            if f"{line}\n" != line_of(state, target):
+                return []
+            if "!" in line:
+                ending = answer(path_to(state, came_from) + steps[-1:])
         tried[state] = tried.pop(state, []) + steps      # the last state visited is the last key
         for step in steps:
             came_from.setdefault(ways[step], (state, step))
     if ending:
         return [ending]
-    lines = []
-    for state in reversed(tried or {tuple(question["numbers"]): []}):
+    if len(root) == 2:
+        return [FAILED if tried else line_of(root, target)]
+    for state in reversed(tried or {root: []}):
         if len(state) == 2:
             continue
         ways = dict(best(state, target, by_sum, None))
         new = [ways[step] for step in tried.get(state, ()) if ways[step] not in tried]
-        lines = [line_of(after, target) for after in sorted(new, key=lambda after: not leads_to(after, target))]
-        if not lines:
-            left = [step for step in ways if step not in tried.get(state, ())]
-            left.sort(key=lambda step: not leads_to(ways[step], target))
-            lines = [line_of(state, target, step) for step in left[:2]]
-        if lines:
-            break
-    return lines or [FAILED]
+        if new:
+            good = [after for after in new if leads_to(after, target)]
+            return [line_of(after, target) for after in good or new]
+        left = [step for step in ways if step not in tried.get(state, ())]
+        if left:
+            good = [step for step in left if leads_to(ways[step], target)]
+            return [line_of(state, target, step) for step in (good or left)[:2]]
+    return [FAILED]
 
 
 def path_to(state, came_from):

@@ -69,7 +69,7 @@ def test_tasks_and_functions_that_are_refused(learn, letters, tmp_path):
     learn("none", code=2, **ALONE)
     assert "has no correct(question, text)" in learn.error
     (tmp_path / "own.py").write_text(TASK + "def correct(question, text):\n    return 'a line'\n")
-    with pytest.raises(TypeError, match="no list of texts"):
+    with pytest.raises(TypeError, match="return a list of texts"):
         tasks.load(str(tmp_path / "own.py")).correct({}, "")
 
 
@@ -89,7 +89,7 @@ def test_the_first_of_the_right_next_lines_leads_to_the_target_and_any_of_them_g
             right = countdown_search.reward(question, text)[0]
             found += right
             lengths.append(len(text))
-    assert found > 190 and sum(lengths[::2]) < 0.9 * sum(lengths[1::2])          # the first, any
+    assert found == 200 and sum(lengths) / 200 < 120
 
 
 def test_right_next_lines_of_a_search():
@@ -100,5 +100,8 @@ def test_right_next_lines_of_a_search():
     assert countdown_search.correct(question, text) == ["8 75|67: 75+8=83> 75-8=67!\n"]
     text += "8 75|67: 75+8=83> 75-8=67!\n"
     assert countdown_search.correct(question, text) == ["answer: 75-8=67 15*5=75."]
-    for wrong in ("5 8 15|67: 8*5=41\n", "no search\n", text + "answer: 75-8=67 15*5=75."):
+    for wrong in ("5 8 15|67: 8*5=41\n", "no search\n", text + "answer: 75-8=67 15*5=75.", "1 67|67: 67*1=67!\n", "5 7 15|67: 15*5=75\n",
+                  "5 8 15|99: 15*5=75\n", "5 8 15|67: 8*5=40\n15 40|67: 40+15=55!\n", "5 8 15|67: 8*5=40\n3 64|67: 64+3=67!\n",
+                  "5 8 15|67: 15*5=75\n8 75|67: 75-8=67! 75+8=83>\n"):
         assert countdown_search.correct(question, wrong) == []
+    assert countdown_search.correct({"question": "7 from 3 4", "answer": "7", "numbers": [3, 4]}, "") == ["3 4|7: 4+3=7!\n"]

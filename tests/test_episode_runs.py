@@ -121,7 +121,7 @@ def test_replies_and_their_errors(tmp_path, kind):
         pool.submit({}, "graded all the same")
         found = [pool.take(future) for future in [pool.respond({}, text) for text in asked]]
         assert [reply.text for reply in found] == ["cba", None, None, None, None, "a?b", None, "cba"] + [None, None, "cba"] * (kind == "process")
-        words = [None, "returned", "1,000,000 characters: return 1 to 10,000", "0 characters", "no str or None", None, None, None]
+        words = [None, "returned", "1,000,000 characters: return a text", "0 characters", "it returned 7: return a text", None, None, None]
         words += ["the worker died", "timed out after 2 s", None] * (kind == "process")
         for reply, word in zip(found, words, strict=True):
             assert reply.error is None if word is None else word in reply.error and "respond()" in reply.error
