@@ -542,7 +542,7 @@ class Scripted:
     """Stands for the engine: for each request, completions that end in every way there is."""
     completions = [([5, 0, 256], "stop"), ([0, 7, 0], "length"), ([256], "stop"), ([5, 256, 9, 0], "length")]
 
-    def generate(self, requests, progress, sampling):
+    def generate(self, requests, progress, sampling, environment):
         for request in reversed(requests):
             for index in (2, 0, 3, 1):
                 ids, reason = self.completions[index]
@@ -567,7 +567,7 @@ class Judge:
 
 def test_the_pipeline_gives_completions_in_their_order_and_does_not_ask_about_what_was_cut_off():
     judge, tokenizer = Judge(), Tokenizer("bytes")
-    pipeline = rollout.Pipeline(Scripted(), judge, tokenizer, SimpleNamespace(cut=lambda text: text.partition("!")[0]))
+    pipeline = rollout.Pipeline(Scripted(), judge, tokenizer, SimpleNamespace(cut=lambda text: text.partition("!")[0], responds=False))
     requests, asked = [Request([1], 4, 0, 4)], [{"question": "q"}]
     sampled = list(pipeline.sample(asked, requests, grade_unfinished=False))
     assert [c.index for c in sampled] == [2, 0, 3, 1] and all(c.question is asked[0] for c in sampled)
@@ -586,7 +586,7 @@ def test_a_rollout_is_the_prompt_s_ids_and_those_sampled_and_its_end_is_no_guess
     stream, judge = grpo.QuestionStream(cfg, pairs, task), Judge()
     phases = []
     run = SimpleNamespace(end_phase=phases.append)
-    pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str))
+    pipeline = rollout.Pipeline(Scripted(), judge, Tokenizer("bytes"), SimpleNamespace(cut=str, responds=False))
     completions = grpo.sample(run, pipeline, stream, [7, 8, 9])
     pipeline.graded(wait=True)
     groups = grpo.group_by_question(cfg, completions, [7, 8, 9])
