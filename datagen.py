@@ -31,6 +31,7 @@ import torch
 import hf
 import tasks
 from engine import Engine, Sampling
+from engine.generate import forced_tokens
 from rollouts.accuracy import accuracy
 from rollouts.pipeline import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import task_errors, unseen_questions
@@ -352,11 +353,6 @@ def choose(cfg, questions, records):
     return rows, counted, solutions
 
 
-def sampled_tokens(record):
-    """Return the number of tokens that the model wrote."""
-    return len(record["ids"]) - sum(last - first for first, last in record.get("forced", ()))
-
-
 def number(answer):
     """Convert an answer to a finite int or float if possible, else return it unchanged."""
     for kind in (int, float):
@@ -369,7 +365,8 @@ def number(answer):
 def figures(cfg, questions, records, rows, counted, solutions, cost):
     """Return the run's figures as a dictionary (--json)."""
     verdicts = Counter(r["verdict"] for r in counted)
-    lengths = sorted(sampled_tokens(r) for r in records if r["kept"]) or [0]
+    lengths = [len(r["ids"]) - forced_tokens(r.get("forced", ())) for r in records if r["kept"]]
+    lengths = sorted(lengths) or [0]
     grades = {}
     for r in sorted(counted, key=lambda r: (r["number"], r["sample"])):
         grades.setdefault(r["number"], []).append(grade_of(r))

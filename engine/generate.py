@@ -63,9 +63,9 @@ class Sample:
     logprobs: list = field(default_factory=list)       # under the sampling distribution (greedy: T = 1), nats
     full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, with Sampling.full_logprobs
     reason: str = ""                         # stop | length
-    # With an environment:
-    forced: list = field(default_factory=list)         # (first, last): ids[first:last] are its own, logprob 0
-    pending: list = field(default_factory=list)        # its ids that are yet to be put behind the sample
+    forced: list = field(default_factory=list)         # (first, last): the environment wrote ids[first:last];
+                                             # their logprobs are 0
+    pending: list = field(default_factory=list)        # its ids that the engine has yet to append
     replies: list = field(default_factory=list)        # its texts
     error: str | None = None                 # its failure, which ended the sample
 
@@ -516,7 +516,7 @@ class Engine:
 
     def has_room(self, i, sample, n):
         """Return whether n ids of the environment and another token fit behind the sample in slot i."""
-        forced = sum(last - first for first, last in sample.forced)
+        forced = forced_tokens(sample.forced)
         end = self.prompt_tokens[i] + self.new_tokens[i] + n
         limit = sample.request.max_new_tokens
         return self.new_tokens[i] < self.max_new_tokens[i] and forced + n <= limit and end < self.context
@@ -738,6 +738,11 @@ class Engine:
         if strings and strings not in self.stop_strings:
             self.stop_strings[strings] = StopStrings(strings, self.decode, self.config.vocab_size)
         return self.stop_strings.get(strings)
+
+
+def forced_tokens(forced):
+    """Return the number of tokens in a sample's spans (first, last)."""
+    return sum(last - first for first, last in forced)
 
 
 def requeue(rows, waiting):

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, wait as wait_for
 
 from runtime.config import BadInput
 from tasks._pool import Grade
+from text.examples import parts_of_ids
 
 
 def reply_tokens(cfg, task, shape):
@@ -70,12 +71,13 @@ class Environment:
     def turns(self, sample, ids):
         """Return the texts of a sample with these ids so far: the model's and the environment's in turn, the
         model's first and last."""
-        texts = []
-        start = 0
-        for (first, last), reply in zip(sample.forced, sample.replies):
-            texts += [self.tokenizer.text_of(ids[start:first]), reply]
-            start = last
-        return [*texts, self.task.cut(self.tokenizer.text_of(ids[start:]))]
+        parts = parts_of_ids(ids, sample.forced)
+        own = [self.tokenizer.text_of(part) for part, is_own in parts if is_own]
+        own[-1] = self.task.cut(own[-1])
+        turns = own[:1]
+        for reply, text in zip(sample.replies, own[1:]):
+            turns += [reply, text]
+        return turns
 
     def text(self, turns):
         """Return the text of an episode; a chat's turns are separated by line breaks."""

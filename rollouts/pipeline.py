@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine import Request
+from engine.generate import forced_tokens
 from rollouts.episodes import Environment, reply_tokens
 from runtime import config, distributed
 from runtime.progress import ProgressLine
@@ -105,7 +106,7 @@ class Completion:
     @property
     def n_sampled(self):
         """Return the number of ids that the model wrote."""
-        return len(self.ids) - sum(last - first for first, last in self.forced)
+        return len(self.ids) - forced_tokens(self.forced)
 
     @property
     def n_context(self):

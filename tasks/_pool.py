@@ -82,23 +82,17 @@ def grade(task, question, completion):
         return Grade(score, {}, "", describe_error(e))
 
 
-def respond(task, question, text):
-    """Return the Reply of a task to an episode's text so far. An exception becomes its error."""
+def ask(kind, task, question, text):
+    """Return the Reply of a task's respond or correct (kind) to the text so far. An exception becomes its
+    error."""
     try:
-        return Reply(task.of(question).respond(question, text), None)
+        return Reply(getattr(task.of(question), kind)(question, text), None)
     except (Exception, SystemExit) as e:
-        return Reply(None, f"respond() failed: {describe_error(e)}")
+        return Reply(None, f"{kind}() failed: {describe_error(e)}")
 
 
-def correct(task, question, text):
-    """Return the Reply with a task's right next lines after an unfinished completion."""
-    try:
-        return Reply(task.of(question).correct(question, text), None)
-    except (Exception, SystemExit) as e:
-        return Reply(None, f"correct() failed: {describe_error(e)}")
-
-
-JOBS = {"reward": grade, "respond": respond, "correct": correct}
+JOBS = {"reward": grade, "respond": functools.partial(ask, "respond"),
+        "correct": functools.partial(ask, "correct")}
 RESULTS = {"reward": "grade of", "respond": "reply to", "correct": "correction of"}
 FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)",
          "correct": "correct(question, text)"}

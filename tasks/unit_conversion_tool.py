@@ -42,7 +42,12 @@ def result(expression):
 
 
 def solution(question):
-    return EQUATION.sub(r"<calc>\1</calc> = ", plain.solution(question, parts=False))
+    return with_calls(plain.solution(question, parts=False))
+
+
+def with_calls(text):
+    """Return a text in which the calculator computes each equation."""
+    return EQUATION.sub(r"<calc>\1</calc> = ", text)
 
 
 def documents(split, seed=0, argument=None):
@@ -62,7 +67,7 @@ def document(question, rng):
         return _questions.document(question, solution(question))
     slip = random.Random(f"{frm} {to}") if common else rng
     wrong = plain.wrong_solution(question, slip, ("ratio", "inverse"), parts=False)
-    return _questions.document(question, EQUATION.sub(r"<calc>\1</calc> = ", wrong))
+    return _questions.document(question, with_calls(wrong))
 
 
 def reward(question, completion):
