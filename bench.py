@@ -65,7 +65,7 @@ from runtime.progress import clear
 @dataclass
 class Config:
     stage: Literal["overview", "train", "sft", "generate", "datagen", "grpo", "rewards"] = "overview"
-    model: Literal["auto", "smollm2-360m", "smollm2-135m", "gpt2", "gpt2-1m", "1m", "llama-1m",
+    model: Literal["auto", "qwen3-0.6b", "smollm2-360m", "smollm2-135m", "gpt2", "gpt2-1m", "1m", "llama-1m",
                    "llama-50m"] = "auto"
                                              # a shape, with random weights. auto: generate smollm2-360m;
                                              # train the config file's, if given; else gpt2 on a GPU and

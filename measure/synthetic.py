@@ -20,6 +20,8 @@ SHAPES = {
                          mlp="swiglu", mlp_hidden=2560, qk_norm=False, tied_head=True, rope_theta=1e5),
     "smollm2-135m": dict(vocab_size=49152, block_size=8192, n_layer=30, n_head=9, n_kv_head=3, n_embd=576,
                          mlp="swiglu", mlp_hidden=1536, qk_norm=False, tied_head=True, rope_theta=1e5),
+    "qwen3-0.6b": dict(vocab_size=151936, block_size=40960, n_layer=28, n_head=16, n_kv_head=8, n_embd=1024,
+                       head_dim=128, mlp="swiglu", mlp_hidden=3072, tied_head=True, rope_theta=1e6),
     "gpt2": GPT2,
     "gpt2-1m": GPT2 | MILLION,
     "1m": MILLION,                           # train.py's default

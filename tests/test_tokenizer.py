@@ -16,8 +16,9 @@ pytest.importorskip("tokenizers")
 from tokenizers import AddedToken, Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from conftest import trained
 from runtime.config import BadInput
-from text import data, sources
+from text import bpe, data, sources
 from text.tokenizer import BUILT_IN, Tokenizer, byte_letters
 
 END, START, STOP, BOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"
@@ -394,3 +395,50 @@ def test_preparing_in_pieces_equals_the_whole(tmp_path, text, kind, monkeypatch)
     for ids in parts:
         assert np.array_equal(ids, tokenizer.encode(tokenizer.decode(ids)))
     assert "".join(map(tokenizer.decode, parts)) == text.read_text()
+
+
+# --- trained on one's own text ---
+
+def test_a_trained_tokenizer_is_deterministic_and_usable_everywhere(text, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    options = ["--vocab_size=340", f"--out={tmp_path / 'tok'}"]
+    assert bpe.main([str(text), *options]) == 0
+    assert "340 ids" in capsys.readouterr().out
+    content = (tmp_path / "tok" / "tokenizer.json").read_bytes()
+    assert bpe.main([str(text), *options]) == 0 and (tmp_path / "tok" / "tokenizer.json").read_bytes() == content
+    # in lines, the same text has the same words
+    lines = text.read_text().splitlines(keepends=True)
+    random.Random(0).shuffle(lines)
+    assert bpe.train(lines, 300, False) == bpe.train(sorted(lines), 300, False)
+    tokenizer = Tokenizer(tmp_path / "tok")
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "tok")
+    assert tokenizer.n_vocab == 340 and tokenizer.decode([tokenizer.eos]) == END == fast.eos_token
+    for sample in [text.read_text()[:2000], *unicode_texts(100)]:
+        ids = tokenizer.encode(sample)
+        assert tokenizer.decode(ids) == sample and tokenizer.eos not in ids
+        if END not in sample:
+            assert ids.tolist() == fast.encode(sample, add_special_tokens=False)
+    assert len(tokenizer.encode("the cat sat on a mat")) == 6
+    done = trained(tmp_path / "run", text, tokenizer=tmp_path / "tok", max_steps=2, data_dir=tmp_path / "data")
+    assert "bits/byte" in done.stdout
+
+
+def test_digits_are_split_on_request_and_other_files_are_kept(text, tmp_path):
+    numbers = ["1000 100000 1000000 " * 50]
+    for split_digits, count in ((True, 4), (False, 1)):
+        library = Library.from_str(json.dumps(bpe.train(numbers, 270, split_digits)))
+        assert len(library.encode("1000").ids) == count
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadInput, match="exists and is not this tokenizer: move it elsewhere, or choose another --out="):
+        bpe.main([str(text), f"--out={tmp_path}", "--vocab_size=300"])
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(BadInput, match="Name a text"):
+        bpe.main([])
+    with pytest.raises(BadInput, match="vocab_size"):
+        bpe.main([str(text), "--vocab_size=256"])
+
+
+def test_a_short_text_gives_fewer_ids(tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("abcabc " * 30)
+    assert bpe.main([str(tmp_path / "short.txt"), "--vocab_size=1000", f"--out={tmp_path / 'tok'}"]) == 0
+    assert "The text has pairs for 2" in capsys.readouterr().out

@@ -43,14 +43,18 @@ def prepare(dataset, tokenizer, data_dir, text_key="text", only=None):
             if only not in (None, "valid"):
                 raise BadInput(f"Token files have only the split valid, not {only}: leave --split= out.")
             return adopt_bins(Path(dataset), tokenizer, data_dir)
-        if dataset.startswith("task:"):
-            sources = task_texts(dataset.removeprefix("task:"), only)
-        else:
-            sources = texts.find(dataset, text_key, only)
+        sources = find(dataset, text_key, only)
         return prepare_texts(dataset, sources, tokenizer, Path(data_dir))
     except OSError as e:
         raise BadInput(f"Preparing {dataset} in {data_dir} failed ({e.strerror}: {e.filename}): make it "
                        "readable, free some space, or choose another folder with --data_dir=.") from None
+
+
+def find(dataset, text_key, only=None):
+    """Return {split: sources} of task:NAME or an argument of texts.find; parameters as there."""
+    if dataset.startswith("task:"):
+        return task_texts(dataset.removeprefix("task:"), only)
+    return texts.find(dataset, text_key, only)
 
 
 def task_texts(name, only):
@@ -168,19 +172,12 @@ def encode_chunk(tokenizer, dtype, chunk):
     words = 0
     n_bytes = 0
     for begins_document, text, name in fragments:
-        try:
-            text = text if isinstance(text, str) else text.decode()
-            encoded = text.encode()
-        except UnicodeDecodeError as e:
-            raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it.") from None
-        except UnicodeEncodeError:                        # a lone surrogate, which JSON can contain
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            encoded = text.encode()
+        text = texts.decoded(text, name)
         if begins_document:
             ids.append(eos)
         ids.append(tokenizer.encode(text))
         words += len(text.split())
-        n_bytes += len(encoded)
+        n_bytes += len(text.encode())
     ids = np.concatenate(ids).astype(dtype)
     return EncodedChunk(ids, words, n_bytes, source_bytes, time.thread_time() - start_time)
 

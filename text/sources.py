@@ -185,6 +185,18 @@ def pieces(blocks):
         yield rest
 
 
+def decoded(text, name):
+    """Return a fragment's text as a string that UTF-8 can encode. name: of its source, for messages."""
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        text.encode()
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it.") from None
+    except UnicodeEncodeError:               # a lone surrogate, which JSON can contain
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def begins_character(byte):
     """Return whether a byte starts a UTF-8 character (continuation bytes are 0b10xxxxxx)."""
     return byte & 0xC0 != 0x80

@@ -1,0 +1,97 @@
+"""Train a byte-level BPE tokenizer on the training split of a text.
+
+    python -m text.bpe book.txt --vocab_size=4096 --out=tok
+    python train.py --dataset=book.txt --tokenizer=tok
+
+The output folder holds a tokenizer.json and a tokenizer_config.json, which transformers reads too. The text is
+streamed; memory grows with the number of its distinct words. The same text always gives the same file.
+"""
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from runtime import config, guard
+from runtime.checkpoint import write_atomically
+from runtime.config import BadInput, Bounds
+from runtime.progress import ProgressLine
+from runtime.usage import load_package
+from text import data
+from text.sources import decoded
+from text.tokenizer import END_OF_TEXT, FILE, Tokenizer, byte_level
+
+HELD_OUT = 2**22                             # bytes of the validation split to measure the result on
+
+
+@dataclass
+class Config:
+    dataset: str = ""                        # as in train.py, first on the command line
+    text_key: str = "text"                   # column of the text in .jsonl, .parquet or a hub dataset
+    vocab_size: Annotated[int, Bounds(257, 2**20)] = 4096       # 256 bytes, merges and the end of text
+    split_digits: bool = False               # each digit is a token; False: GPT-2's words, and so its numbers
+    out: str = "tok"                         # folder of the tokenizer
+
+
+def texts_of(sources, label):
+    """Yield the fragments of sources as text, with a progress line."""
+    with ProgressLine(label, sum(source.size for source in sources), "B") as line:
+        for source in sources:
+            for _, text, n_bytes in source.fragments():
+                yield decoded(text, source.name)
+                line.add(n_bytes)
+
+
+def train(texts, vocab_size, split_digits):
+    """Return the tokenizer.json of BPE trained on an iterable of strings, as a dictionary."""
+    tokenizers = load_package("tokenizers")
+    digits = [{"type": "Digits", "individual_digits": True}] if split_digits else []
+    about = byte_level({}, [], end=0, use_regex=True)
+    about["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*digits, about["pre_tokenizer"]]}
+    about["added_tokens"] = []
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(about))
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=letters, show_progress=False))
+    return json.loads(tokenizer.to_str())
+
+
+def bytes_per_token(tokenizer, texts):
+    """Return (bytes per token, bytes) of the first HELD_OUT bytes of an iterable of strings."""
+    n_bytes = 0
+    n_tokens = 0
+    for text in texts:
+        n_bytes += len(text.encode())
+        n_tokens += len(tokenizer.encode(text))
+        if n_bytes >= HELD_OUT:
+            break
+    return n_bytes / max(1, n_tokens), n_bytes
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="dataset")
+    if not cfg.dataset:
+        raise BadInput("Name a text: python -m text.bpe book.txt --vocab_size=4096 --out=tok")
+    sources = data.find(cfg.dataset, cfg.text_key)
+    try:
+        about = train(texts_of(sources["train"], "counting words"), cfg.vocab_size, cfg.split_digits)
+    except ImportError as e:
+        raise BadInput(f"A tokenizer can't be trained, since {e}.") from None
+    out = Path(cfg.out)
+    content = json.dumps(about, ensure_ascii=False, indent=1).encode()
+    if (out / FILE).exists() and (out / FILE).read_bytes() != content:
+        raise config.would_overwrite(out / FILE, "this tokenizer", "--out=")
+    out.mkdir(parents=True, exist_ok=True)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT,
+                "clean_up_tokenization_spaces": False}
+    write_atomically(out / FILE, content)
+    write_atomically(out / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
+    tokenizer = Tokenizer(out)
+    if tokenizer.n_vocab < cfg.vocab_size:
+        print(f"The text has pairs for {tokenizer.n_vocab:,} ids, not {cfg.vocab_size:,}.")
+    density, n_bytes = bytes_per_token(tokenizer, texts_of(sources["valid"], "measuring"))
+    print(f"{out}: {tokenizer.n_vocab:,} ids, {density:.2f} bytes a token on {n_bytes:,} held-out bytes.")
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)
