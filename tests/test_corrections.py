@@ -75,21 +75,19 @@ def test_tasks_and_functions_that_are_refused(learn, letters, tmp_path):
 
 # --- countdown_search ---
 
-def test_the_first_of_the_right_next_lines_leads_to_the_target_and_any_of_them_goes_on():
-    rng, lengths, found = random.Random(0), [], 0
-    for question in countdown_search.questions("train", n=100):
-        for choose in (lambda ways: ways[0], rng.choice):
-            text = ""
-            while "." not in text:
-                ways = countdown_search.correct(question, text)
-                assert ways and len(set(ways)) == len(ways)
-                line = choose(ways)
-                assert line.endswith((".", "\n")) and line not in text.splitlines(keepends=True)       # nothing is tried again
-                text += line
-            right = countdown_search.reward(question, text)[0]
-            found += right
-            lengths.append(len(text))
-    assert found == 200 and sum(lengths) / 200 < 120
+def test_a_search_that_is_continued_reaches_the_target_and_tries_nothing_again():
+    found = 0
+    for question in countdown_search.questions("train", n=100, argument="3"):
+        text = ""
+        while "." not in text:
+            (line,) = countdown_search.correct(question, text)
+            assert line.endswith((".", "\n")) and line not in text.splitlines(keepends=True)
+            text += line
+        states = [line.partition("|")[0] for line in text.splitlines()[:-1]]
+        looks = [state for state in states if state.count(" ") == 1]
+        assert len(set(looks)) == len(looks)
+        found += countdown_search.reward(question, text)[0]
+    assert found == 100
 
 
 def test_right_next_lines_of_a_search():
