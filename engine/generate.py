@@ -38,6 +38,7 @@ from runtime import hardware, memory, vitals
 
 MIN_PREFIX = 16                              # shortest common beginning of prompts that is computed once
 HALF_WEIGHTS_FROM = 2**24                    # weights; fewer than 64 MiB stay in a CPU's cache
+PACKED_FROM = 2**18                          # weights of an fp32 matrix; small packed products lose 60 µs
 SORT_EVERY = 32                              # on a CPU: polls between two sorts of the rows by position
 NO_STEPS = np.zeros((0, 0), dtype=np.int64), np.zeros((0, 2, 0), dtype=np.float32)     # of run_steps
 DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests
@@ -218,11 +219,14 @@ class Engine:
             attention = "sdpa" if hardware.shares_heads(capability, self.dtype) else "sdpa_repeated"
         self.model = on_meta(self.config, attention)
         packed = HalfPacked if self.half_weights else Packed
-        self.head = packed() if packed.works(self.kind, self.dtype) else None
-        if self.head:
-            self.model.head = None
+        least = PACKED_FROM if self.dtype == torch.float32 and not self.half_weights else 0
+        self.head = None
+        if packed.works(self.kind, self.dtype):
+            if self.model.head_weight.numel() >= least:
+                self.model.head = None
+                self.head = packed()
             for name, module in list(self.model.named_modules()):
-                if isinstance(module, nn.Linear):
+                if isinstance(module, nn.Linear) and module.weight.numel() >= least:
                     self.model.set_submodule(name, packed(module.bias))
         self.model.to(self.dtype).to_empty(device=self.device).requires_grad_(False).eval()
         self.model.fill_rope_tables(self.dtype)

@@ -1,6 +1,6 @@
 # Sourced by the other scripts. Sets $python to an interpreter with the required packages and those in $also:
 # python3 or $PYTHON if its torch, of any build, has Muon (2.9 or newer), else one in .venv with the pinned
-# requirements.
+# requirements. --no-compile: Python compiles what it imports, a small part of transformers' files.
 python=${PYTHON:-python3}
 "$python" -c "import sys; sys.exit(sys.version_info < (3, 10))" ||
     { echo "error: Python 3.10 or newer is needed: install it, or set PYTHON= to one." >&2; exit 2; }
@@ -15,4 +15,4 @@ fi
 "$python" -c "import sys
 from importlib.util import find_spec
 sys.exit(not all(find_spec(name.removeprefix('pytest-')) for name in sys.argv[1:]))" torch $needed ||
-    "$python" -m pip install --quiet --disable-pip-version-check $wanted
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile $wanted

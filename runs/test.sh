@@ -4,10 +4,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 also="pytest pytest-xdist matplotlib tensorboard transformers peft gguf chess rapidfuzz torchjd nbclient ipykernel"
 source runs/setup.sh
-# optional, since one of its dependencies needs a compiler
-"$python" -c "import reasoning_gym" 2>/dev/null ||
-    "$python" -m pip install --quiet --disable-pip-version-check reasoning-gym ||
-    echo "reasoning-gym can't be installed here, so its tests are skipped."
+# optional, since some of their dependencies are built from source
+for package in reasoning-gym lm-eval; do
+    "$python" -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('${package/-/_}'))" ||
+        "$python" -m pip install --quiet --disable-pip-version-check --no-compile $package ||
+        echo "$package can't be installed here, so its tests are skipped."
+done
 
 which=(-m "not slow")
 if [ "${1:-}" = --all ]; then
