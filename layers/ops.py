@@ -211,11 +211,18 @@ def scattered(x, index, n):
 
 def rms_norm(x, gain, eps):
     """Return x [..., D] over its root mean square, times gain [D] (or [H, D]: one per head)."""
-    if x.device.type == "cpu":
-        # Dynamo doesn't support is_inference_mode_enabled.
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            return normed(x, eps)[0].mul_(gain)
+    if x.device.type != "cpu":
+        return fused_norm(x, gain, eps)
+    # Dynamo doesn't support is_inference_mode_enabled.
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return NormOnCPU.apply(x, gain, eps)
+    if x.dtype != torch.float32:             # normed would round the factor
+        return fused_norm(x, gain, eps)
+    return normed(x, eps)[0].mul_(gain)
+
+
+def fused_norm(x, gain, eps):
+    """Return rms_norm by one kernel of a GPU, or two."""
     gain = gain.to(x.dtype)                  # the kernel is fused only for equal dtypes
     # A GPU's autocast would return fp32.
     autocast = torch.is_autocast_enabled(x.device.type)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Test and measure everything on this machine's GPU within a number of seconds (480), without network or data.
+# Test and measure everything on this machine's GPU within a number of seconds (540), without network or data.
 #
 #     bash runs/gpu.sh [seconds] [--only=card,engine] [--output=bench_results/gpu.jsonl]
 set -euo pipefail
@@ -11,6 +11,6 @@ python=${PYTHON:-python3}
     echo "error: PyTorch is not installed: install a CUDA build (2.11 or newer), or set PYTHON=." >&2
     exit 2
 }
-seconds=480
+seconds=540
 case ${1:-} in "" | --*) ;; *) seconds=$1; shift ;; esac
 exec "$python" -m studies.gpu.run --seconds="$seconds" "$@"

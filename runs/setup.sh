@@ -1,6 +1,6 @@
 # Sourced by the other scripts. Sets $python to an interpreter with the required packages and those in $also:
 # python3 or $PYTHON if its torch, of any build, has Muon (2.9 or newer), else one in .venv with the pinned
-# requirements. --no-compile: Python compiles what it imports, a small part of transformers' files.
+# requirements. --no-compile: Python compiles only what it imports.
 python=${PYTHON:-python3}
 "$python" -c "import sys; sys.exit(sys.version_info < (3, 10))" ||
     { echo "error: Python 3.10 or newer is needed: install it, or set PYTHON= to one." >&2; exit 2; }

@@ -19,7 +19,7 @@ from runtime.usage import help_text, is_first_rank
 # Options that are not inherited from the run that is resumed
 NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only")
 # Options that are paths: an empty path would be the current directory.
-PATH_OPTIONS = "out_dir data_dir output init_from dataset teacher tokenizer model models runs paths run".split()
+PATH_OPTIONS = "out_dir data_dir out output init_from dataset teacher tokenizer model models runs paths run".split()
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 LARGEST = 2**63 - 1                  # int64, as in torch and NumPy
 

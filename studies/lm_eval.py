@@ -3,65 +3,74 @@
     python -m studies.lm_eval out/base --tasks=arc_easy,hellaswag --num_fewshot=5
     python -m studies.lm_eval FOLDER --tasks=my_task --include_path=tasks_of_mine --model_args max_length=512
 
-Further options are those of `lm_eval run`. The endings of a question share the forward pass of its text.
+Other options are those of `lm_eval run`, but --batch_size: micro-batches have a number of tokens here
+(tokens_per_micro_batch in --model_args). The endings of a question share the forward pass of its text.
 """
 import json
 import re
 import sys
 
-import jinja2
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from runtime import guard, hardware
+from runtime.config import DTYPE_ALIASES, BadInput
+
+try:
+    import jinja2
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as e:
+    guard.say_error(f"lm-evaluation-harness can't be imported ({e}): pip install lm-eval.")
+    sys.exit(2)
 
 import hf
 from engine import Engine, Request, Sampling
 from rollouts.batch import micro_batches, padded
 from rollouts.pipeline import Completion
-from runtime import guard, hardware
-from runtime.config import BadInput
 from runtime.progress import track
 from text.tokenizer import IM_END, IM_START, chatml_jinja
 
 CONTROL = re.compile(f"({re.escape(IM_START)}|{re.escape(IM_END)})")
-LONGEST_ANSWER = 256                         # tokens, unless the task says: as in the harness
+OPTIONS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p", "min_p"}     # of generation
 
 
 @register_model("nanorft")
 class NanoRFT(TemplateLM):
     """A run folder, Hugging Face folder, GGUF file or hub name as a model of the harness."""
-    eot_token_id = tokenizer_name = prefix_token_id = None
+    eot_token_id = tokenizer_name = prefix_token_id = None       # abstract there, set below
 
-    def __init__(self, path, device="auto", dtype="fp32", max_length=None, tokens_per_micro_batch=None, **_):
+    def __init__(self, path, device="auto", dtype="fp32", max_length=None, prefix_token_id=None,
+                 tokens_per_micro_batch=None, batch_size=None, max_batch_size=None):
         super().__init__()
+        dtype = DTYPE_ALIASES.get(dtype, dtype)
         self.hw = hardware.setup(device, dtype, tf32=dtype != "fp32", compile=False)
         source = hf.find(path)
-        self.name = self.tokenizer_name = str(path)
-        self.tokenizer = source.tokenizer()
+        self.tokenizer_name = str(path)
+        self.tokenizer = t = source.tokenizer()
+        self.eot_token_id = t.eos
+        self.prefix_token_id = next(i for i in (prefix_token_id, t.bos, t.eos) if i is not None)
+        self.control = {IM_START: t.start, IM_END: t.end} if t.is_chat else {}
         self.model = source.load(device=self.hw.device)
         self.max_length = min(max_length or source.config.block_size, source.config.block_size)
-        tokenizer = self.tokenizer
-        self.eot_token_id = tokenizer.eos
-        self.prefix_token_id = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-        self.control = {IM_START: tokenizer.start, IM_END: tokenizer.end} if tokenizer.is_chat else {}
         self.tokens = tokens_per_micro_batch or (2048 if self.hw.device.type == "cpu" else 65536)
 
     def chat_template(self, chat_template=True):
+        if chat_template and not self.control:
+            raise BadInput(f"{self.tokenizer_name} has no ChatML template: leave out --apply_chat_template.")
         return chatml_jinja(self.tokenizer.template["system"], bos=False) if chat_template else ""
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        if not self.tokenizer.is_chat:
-            raise BadInput(f"{self.name} has no chat template: leave out --apply_chat_template.")
         template = jinja2.Template(self.chat_template(), keep_trailing_newline=True)
-        return template.render(messages=chat_history, add_generation_prompt=add_generation_prompt)
+        text = template.render(messages=chat_history, add_generation_prompt=add_generation_prompt)
+        return text if add_generation_prompt else text.removesuffix(f"{IM_END}\n")
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         """Return the ids of a text, in which the chat template's tokens are control tokens."""
-        bos = self.tokenizer.bos
-        ids = [] if bos is None or add_special_tokens is False else [bos]
+        no_bos = self.tokenizer.bos is None or add_special_tokens is False
+        ids = [] if no_bos else [self.tokenizer.bos]
         for part in CONTROL.split(string) if self.control else [string]:
             ids += [self.control[part]] if part in self.control else self.tokenizer.encode(part).tolist()
         return ids
@@ -72,11 +81,10 @@ class NanoRFT(TemplateLM):
         requests (texts, ids of the context, ids of the continuation). A long context loses its beginning."""
         completions = []
         for key, (_, context, ids) in enumerate(requests):
-            if len(ids) > self.max_length:
-                raise BadInput(f"A continuation of {len(ids)} tokens is longer than the model's context of "
-                               f"{self.max_length}: leave out this task.")
-            prompt = context[-(self.max_length + 1 - len(ids)):]
-            completions.append(Completion(prompt, ids, [0.0] * len(ids), True, key=key))
+            if not 0 < len(ids) <= self.max_length:
+                raise BadInput(f"{len(ids)} tokens don't fit {self.max_length} positions: leave out this task.")
+            prompt = (context or [self.prefix_token_id])[-(self.max_length + 1 - len(ids)):]
+            completions.append(Completion(prompt, ids, None, True, key=key))
         results = [None] * len(completions)
         parts = micro_batches(completions, self.tokens, self.hw.length_multiple)
         for part in track(parts, "computing log-likelihoods", "batches"):
@@ -85,40 +93,45 @@ class NanoRFT(TemplateLM):
                 h = self.model.hidden_at(batch.x, batch.prefixes, batch.target_index)
                 rows = self.model.rows_per_chunk(h.device)
                 targets = batch.y.flatten()[batch.target_index].split(rows)
-                scores = map(torch.cat, zip(*map(self.score, h.split(rows), targets)))
-            for c, *of_c in zip(part, *(score.split([len(c.ids) for c in part]) for score in scores)):
-                results[c.key] = of_c[0].sum().item(), of_c[1].all().item()
+                scores = [torch.cat(s).cpu() for s in zip(*map(self.score, h.split(rows), targets))]
+            for c, logprobs, greedy in zip(part, *(s.split([len(c.ids) for c in part]) for s in scores)):
+                results[c.key] = logprobs.double().sum().item(), greedy.all().item()
         return results
 
     def score(self, h, y):
-        """Return the fp64 logprobs [N] of ids y [N] at hidden states h [N, C], and whether y is likeliest."""
+        """Return the logprobs [N] of ids y [N] at hidden states h [N, C], and whether each is likeliest."""
         logits = self.model.logits(h)
-        return logits.log_softmax(-1).gather(1, y[:, None])[:, 0].double(), logits.argmax(-1) == y
+        return logits.log_softmax(-1).gather(1, y[:, None])[:, 0], logits.argmax(-1) == y
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        windows = []
-        for key, request in enumerate(requests):
-            ids = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
-                windows.append((key, *make_disjoint_window(window)))
+        ids = [self.tok_encode(request.args[0]) for request in requests]
+        windows = [(key, *make_disjoint_window(window)) for key in range(len(ids)) for window in
+                   get_rolling_token_windows(ids[key], self.prefix_token_id, self.max_length, 1)]
         sums = [0.0] * len(requests)
         for (key, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows)):
             sums[key] += logprob
         return sums
 
     def generate_until(self, requests, disable_tqdm=False):
-        engine = Engine(self.model, context=self.max_length, dtype=self.hw.sampling_dtype,
-                        decode=self.tokenizer.decode)
         texts = [None] * len(requests)
-        for options in {json.dumps(request.args[1]) for request in requests}:        # of one task or several
-            given = normalize_gen_kwargs(json.loads(options), LONGEST_ANSWER)
+        ids_of = {}                          # {options as JSON: {number of the request: ids}}
+        for key, (text, options) in enumerate(request.args for request in requests):
+            ids = self.tok_encode(text) or [self.prefix_token_id]
+            ids_of.setdefault(json.dumps(options), {})[key] = ids
+        for options, prompts in ids_of.items():
+            given = normalize_gen_kwargs(json.loads(options))
             until = handle_stop_sequences(given.get("until"), eos=None)
+            new = given["max_gen_toks"]
+            if new >= self.max_length or given.keys() - OPTIONS:
+                raise BadInput(f"{options} don't fit a context of {self.max_length} tokens: give a smaller "
+                               f"max_gen_toks, and of the options {', '.join(sorted(OPTIONS))} alone.")
             sampling = Sampling(given.get("temperature", 0.0), given.get("top_k"), given.get("top_p", 1.0),
-                                stop=self.tokenizer.stop, stop_strings=filter(None, until))
-            new = min(given["max_gen_toks"], self.max_length - 1)
-            prompts = [Request(self.tok_encode(request.args[0])[new - self.max_length:], 1, key, new)
-                       for key, request in enumerate(requests) if json.dumps(request.args[1]) == options]
-            samples = engine.generate(prompts, sampling=sampling)
+                                given.get("min_p", 0.0), self.tokenizer.stop, tuple(filter(None, until)))
+            context = min(self.max_length, max(map(len, prompts.values())) + new)
+            engine = Engine(self.model, None, context, sampling, seed=torch.initial_seed() % 2**63,
+                            dtype=self.hw.sampling_dtype, decode=self.tokenizer.decode)
+            samples = engine.generate(Request(ids[new - self.max_length:], 1, key, new)
+                                      for key, ids in prompts.items())
             for sample in track(samples, "generating", "texts", len(prompts)):
                 text = self.tokenizer.text_of(sample.ids)
                 texts[sample.request.key] = postprocess_generated_text(text, until, None)
@@ -128,9 +141,12 @@ class NanoRFT(TemplateLM):
 def main(argv):
     if not argv or argv[0].startswith("-"):
         raise BadInput("Name a model and tasks: python -m studies.lm_eval out/base --tasks=arc_easy")
-    path = ["--model=nanorft", "--device=auto", "--model_args", f"path={argv[0]}"]
-    sys.argv = ["lm_eval", "run", *path, *argv[1:]]
-    cli_evaluate()
+    path = json.dumps({"path": argv[0]})
+    sys.argv = ["lm_eval", "run", "--model=nanorft", "--device=auto", "--model_args", path, *argv[1:]]
+    try:
+        cli_evaluate()
+    except (ValueError, FileNotFoundError) as e:             # options that the harness or the engine refuse
+        raise BadInput(f"The harness stopped ({e}): correct the options.") from None
     return 0
 
 

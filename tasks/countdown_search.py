@@ -251,10 +251,10 @@ def name_of(teacher):
 # --- right next lines ---
 
 def correct(question, text):
-    """Return the next line of an unfinished search, in a list: the state after a step that was just tried, the
-    last state that has an untried step, with the best of these by the sum, or the ending. [] for a text that
-    is no search for this target from these numbers, or has a wrong mark. The line doesn't depend on the steps
-    that lead to the target: a model that imitated these would invent steps (docs/notes.md)."""
+    """Return the next line of an unfinished search, in a list: the state after a step that was just tried,
+    the last state that has an untried step, with the best of these by the sum, or the ending. [] for a text
+    that is no search for this target from these numbers, or has a wrong mark. The line doesn't depend on the
+    steps that lead to the target: a model that imitates these invents steps (docs/notes.md)."""
     target = int(question["answer"])
     root = tuple(question["numbers"])
     tried = {}                                           # {state: its steps so far}, in order of the visits

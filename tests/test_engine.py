@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 from conftest import ROOT, environment
 from engine import Engine, Request, Sampling
-from engine.generate import HalfPacked
+from engine.generate import HalfPacked, Packed
 from engine.kv_cache import cache_bytes
 from engine.sampler import draw, invert, stream, uniform
+from layers import ops
 from layers.lora import add_lora, merged
 from model import GPT, GPTConfig
 from recorded import Recorded
@@ -172,8 +173,10 @@ def test_growing_the_cache_changes_nothing(shape):
     assert len(widths) > 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_deterministic_is_bitwise_in_any_batch(dtype):
+@pytest.mark.parametrize("dtype, packed_from", [(torch.float32, 2**18), (torch.float32, 0), (torch.bfloat16, 0)],
+                         ids=["fp32", "fp32, packed", "bf16"])
+def test_deterministic_is_bitwise_in_any_batch(dtype, packed_from, monkeypatch):
+    monkeypatch.setattr("engine.generate.PACKED_FROM", packed_from)
     engine = Engine(make(n_head=4, n_kv_head=2, n_embd=64), slots=64, deterministic=True, dtype=dtype)
     shapes, launch = set(), engine.launch
     engine.launch = lambda B, groups, sampling: (shapes.add((B, groups)), launch(B, groups, sampling))
@@ -308,12 +311,8 @@ def decode_kernels(n_layer, **options):
 def test_a_layer_of_a_decoding_step_has_few_kernels(shape, most, monkeypatch):
     """With few rows a step's time is that of its kernel launches. Besides the layers: masks, noise, head,
     draw, positions."""
-    def norm_of_a_gpu(x, gain, eps):
-        one_kernel = gain.ndim == 1
-        y = torch.rms_norm(x, x.shape[-1:], gain if one_kernel else None, eps)
-        return y if one_kernel else y * gain
-    monkeypatch.setattr("model.rms_norm", norm_of_a_gpu)
-    monkeypatch.setattr("layers.ops.rms_norm", norm_of_a_gpu)
+    monkeypatch.setattr("model.rms_norm", ops.fused_norm)
+    monkeypatch.setattr("layers.ops.rms_norm", ops.fused_norm)
     two = decode_kernels(2, **SHAPES[shape])
     three = decode_kernels(3, **SHAPES[shape])
     assert three - two <= most and two - 2 * most <= 32
@@ -532,6 +531,26 @@ def test_weights_in_fp16_are_the_only_thing_that_is_rounded(monkeypatch, shape):
     for key, sample in sampled(exact, requests(4, 2)).items():
         assert halves[key].ids == sample.ids
         torch.testing.assert_close(torch.tensor(halves[key].logprobs), torch.tensor(sample.logprobs), rtol=0, atol=1e-5)
+
+
+@on_a_cpu
+@pytest.mark.skipif(not Packed.works("cpu", torch.float32), reason="needs oneDNN")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_weights_give_the_same_samples(monkeypatch, shape):
+    model = make(**SHAPES[shape])
+    engines = []
+    for least in (2**18, 0, 32 * 32 + 1):
+        monkeypatch.setattr("engine.generate.PACKED_FROM", least)
+        engines.append(Engine(model, 6))
+    packed = [sum(isinstance(module, Packed) for module in engine.model.modules()) for engine in engines]
+    assert packed[0] == 0 < packed[2] < packed[1] and not engines[0].head and engines[1].head
+    for _ in range(2):
+        expected = sampled(engines[0], requests(12))
+        for engine in engines[1:]:
+            assert_same(sampled(engine, requests(12)), expected)
+        model.blocks[0].mlp.up.weight.data *= 1.5
+        for engine in engines:
+            engine.load(model)
 
 
 @on_a_cpu

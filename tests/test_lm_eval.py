@@ -1,5 +1,6 @@
 """The adapter for lm-evaluation-harness gives the figures of the harness's own backend for transformers."""
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ def tasks(folder):
         common | dict(task="texts", output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{(q + ' ') * 12}}"),
         common | dict(task="answers", output_type="generate_until", doc_to_target="6",
                       generation_kwargs={"until": ["2", "ver"], "max_gen_toks": 24, "do_sample": False}),
+        common | dict(task="begun", output_type="generate_until", doc_to_target="6", gen_prefix="The answer is",
+                      generation_kwargs={"until": ["2"], "max_gen_toks": 12}),
     ]
 
 
@@ -71,7 +74,8 @@ def test_log_likelihoods_are_those_of_transformers(both):
 
 def test_generated_texts_are_those_of_transformers(both):
     _, ours, theirs = both
-    assert responses(ours)["answers"] == responses(theirs)["answers"]
+    for task in ("answers", "begun"):
+        assert responses(ours)[task] == responses(theirs)[task]
 
 
 def test_bad_input_is_a_sentence(tmp_path):
@@ -83,7 +87,13 @@ def test_bad_input_is_a_sentence(tmp_path):
         vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=16, bos_token_id=None, eos_token_id=None)).save_pretrained(tmp_path)
     model = NanoRFT(tmp_path, device="cpu")
-    with pytest.raises(BadInput, match="A continuation of 17 tokens is longer"):
-        model._loglikelihood_tokens([(None, [1], [2] * 17)])
-    with pytest.raises(BadInput, match="no chat template"):
-        model.apply_chat_template([{"role": "user", "content": "?"}])
+    for ids in ([], [2] * 17):
+        with pytest.raises(BadInput, match=f"{len(ids)} tokens don't fit 16 positions: leave out this task"):
+            model._loglikelihood_tokens([(None, [1], ids)])
+    with pytest.raises(BadInput, match="no ChatML template"):
+        model.chat_template(True)
+    for options in ({"max_gen_toks": 16}, {"max_gen_toks": 3, "repetition_penalty": 2.0}):
+        with pytest.raises(BadInput, match="don't fit a context of 16 tokens: give a smaller max_gen_toks, and of the options do_"):
+            model.generate_until([SimpleNamespace(args=("?", options))])
+    empty, one = model._loglikelihood_tokens([(None, [], [5]), (None, [model.eot_token_id], [5])])
+    assert empty == one and one[0] < 0

@@ -434,6 +434,11 @@ def test_digits_are_split_on_request_and_other_files_are_kept(text, tmp_path):
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     with pytest.raises(BadInput, match="Name a text"):
         bpe.main([])
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="can't be made .*: choose another --out="):
+        bpe.main([str(text), f"--out={tmp_path / 'file'}"])
+    with pytest.raises(BadInput, match="--out is empty"):
+        bpe.main([str(text), "--out="])
     with pytest.raises(BadInput, match="vocab_size"):
         bpe.main([str(text), "--vocab_size=256"])
 
@@ -441,4 +446,4 @@ def test_digits_are_split_on_request_and_other_files_are_kept(text, tmp_path):
 def test_a_short_text_gives_fewer_ids(tmp_path, capsys):
     (tmp_path / "short.txt").write_text("abcabc " * 30)
     assert bpe.main([str(tmp_path / "short.txt"), "--vocab_size=1000", f"--out={tmp_path / 'tok'}"]) == 0
-    assert "The text has pairs for 2" in capsys.readouterr().out
+    assert "The text yields only 2" in capsys.readouterr().out

@@ -3,8 +3,9 @@
     python -m text.bpe book.txt --vocab_size=4096 --out=tok
     python train.py --dataset=book.txt --tokenizer=tok
 
-The output folder holds a tokenizer.json and a tokenizer_config.json, which transformers reads too. The text is
-streamed; memory grows with the number of its distinct words. The same text always gives the same file.
+The output folder holds a tokenizer.json and a tokenizer_config.json, which transformers reads too. The same
+text always gives the same file. The text is streamed: memory grows with the number of its distinct words,
+beside the 256 pieces of at most a few megabytes that the library `tokenizers` reads ahead.
 """
 import json
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Config:
     dataset: str = ""                        # as in train.py, first on the command line
     text_key: str = "text"                   # column of the text in .jsonl, .parquet or a hub dataset
     vocab_size: Annotated[int, Bounds(257, 2**20)] = 4096       # 256 bytes, merges and the end of text
-    split_digits: bool = False               # each digit is a token; False: GPT-2's words, and so its numbers
+    split_digits: bool = False               # each digit is a token; False: split as in GPT-2
     out: str = "tok"                         # folder of the tokenizer
 
 
@@ -71,23 +72,26 @@ def main(argv):
     cfg = config.load(Config, argv, positional="dataset")
     if not cfg.dataset:
         raise BadInput("Name a text: python -m text.bpe book.txt --vocab_size=4096 --out=tok")
+    out = Path(cfg.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise BadInput(f"The folder {out} can't be made ({e.strerror}): choose another --out=.") from None
     sources = data.find(cfg.dataset, cfg.text_key)
     try:
         about = train(texts_of(sources["train"], "counting words"), cfg.vocab_size, cfg.split_digits)
     except ImportError as e:
         raise BadInput(f"A tokenizer can't be trained, since {e}.") from None
-    out = Path(cfg.out)
     content = json.dumps(about, ensure_ascii=False, indent=1).encode()
-    if (out / FILE).exists() and (out / FILE).read_bytes() != content:
+    if (out / FILE).is_dir() or (out / FILE).exists() and (out / FILE).read_bytes() != content:
         raise config.would_overwrite(out / FILE, "this tokenizer", "--out=")
-    out.mkdir(parents=True, exist_ok=True)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT,
                 "clean_up_tokenization_spaces": False}
     write_atomically(out / FILE, content)
     write_atomically(out / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
     tokenizer = Tokenizer(out)
     if tokenizer.n_vocab < cfg.vocab_size:
-        print(f"The text has pairs for {tokenizer.n_vocab:,} ids, not {cfg.vocab_size:,}.")
+        print(f"The text yields only {tokenizer.n_vocab:,} ids.")
     density, n_bytes = bytes_per_token(tokenizer, texts_of(sources["valid"], "measuring"))
     print(f"{out}: {tokenizer.n_vocab:,} ids, {density:.2f} bytes a token on {n_bytes:,} held-out bytes.")
     return 0

@@ -1,6 +1,6 @@
 """Test and measure everything on this machine's GPU in a given time, without a network.
 
-    bash runs/gpu.sh                            480 seconds
+    bash runs/gpu.sh                            540 seconds
     bash runs/gpu.sh 120 --only=correctness,engine
     python -m studies.gpu.run --table=bench_results/gpu.jsonl       the table of an earlier run
 
@@ -39,7 +39,7 @@ from studies.gpu.table import heading, shown, table
 
 @dataclass
 class Config:
-    seconds: PositiveFloat = 480.0           # for all stages together
+    seconds: PositiveFloat = 540.0           # for all stages together
     only: str | None = None                  # comma-separated stages; None: all
     output: str = "bench_results/gpu.jsonl"  # appended to; the processes' output goes to a .log next to it
     table: str | None = None                 # a gpu.jsonl: only print the table of its last run
