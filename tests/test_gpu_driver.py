@@ -70,7 +70,7 @@ def test_a_stage_that_fails_stops_no_other(monkeypatch, tmp_path, capsys):
     errors = {line["name"]: line["error"] for line in lines}
     assert errors["b"] == "it is off by 3%" and errors["broken"] == "exit code 1: ValueError: no such | thing"
     assert errors["refused"] == "exit code 2: Give less." and errors["lacking"] == "no_such_package is not installed"
-    assert errors["late"].startswith("it needs at least 1000000 s, and 4") and errors["d"] is None
+    assert errors["late"].startswith("it needs at least 1000000 s, and 5") and errors["d"] is None
     assert lines[1]["figures"] == {"tflops": 700.0} and 0 < lines[1]["seconds"] < 20
     said = capsys.readouterr().out
     assert "| two | a | 700.0 TFLOP/s |" in said and "| broken | broken | **failed**: exit code 1: ValueError: no such / thing |" in said
