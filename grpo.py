@@ -28,7 +28,7 @@ import hf
 import tasks
 from doctor.diagnose import Doctor
 from engine import Engine, Sampling
-from experimental.distillation import check_teacher
+from experimental.distillation import check_teacher, find_teacher, identity
 from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
@@ -539,7 +539,7 @@ def main(argv):
     if len(stream) < len(questions):
         about += f"; {len(questions) - len(stream)} dropped as too long"
 
-    teacher = distributed.on_main(lambda: hf.find(cfg.teacher)) if cfg.teacher else None
+    teacher = distributed.on_main(lambda: find_teacher(cfg, resuming))
     if teacher:
         check_teacher(teacher, tokenizer, found.config.vocab_size, context)
 
@@ -552,7 +552,8 @@ def main(argv):
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
     run.other_bytes = pcgrad.bytes() if pcgrad else 0
-    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task)})
+    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task),
+                                              "teacher": identity(cfg, teacher)})
     with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0 and not teacher):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None

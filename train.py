@@ -26,7 +26,7 @@ import torch
 import hf
 from doctor.diagnose import Doctor
 from experimental import feedback, orthogonality
-from experimental.distillation import Teacher, check_teacher
+from experimental.distillation import Teacher, check_teacher, find_teacher, identity
 from model import GPT, GPTConfig, blank
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
@@ -346,9 +346,8 @@ def main(argv):
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
-    found_teacher = None
-    if cfg.teacher and not cfg.eval_only:
-        found_teacher = distributed.on_main(lambda: hf.find(cfg.teacher))
+    found_teacher = None if cfg.eval_only else distributed.on_main(lambda: find_teacher(cfg, resuming))
+    if found_teacher:
         check_teacher(found_teacher, tokenizer, shape.vocab_size, dataset.longest)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
@@ -361,7 +360,8 @@ def main(argv):
         if distributed.is_main():
             print(evaluation_line(result))
         return 0
-    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg)})
+    provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg),
+                                              "teacher": identity(cfg, found_teacher)})
     with run.open(tokenizer, provenance, Doctor, resuming):
         teacher = Teacher(cfg, hw, found_teacher) if found_teacher else None
         model = compile_and_fit(cfg, run, dataset)

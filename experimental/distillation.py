@@ -3,9 +3,25 @@ KL divergence of the teacher's distribution from the model's, plus 1 - teacher_w
 (Hinton et al. 2015, at temperature 1)."""
 import torch
 
+import hf
 from model import Prompts
-from runtime import parallel
+from runtime import checkpoint, parallel
 from runtime.config import BadInput
+
+
+def find_teacher(cfg, resuming):
+    """Return the ModelSource of cfg.teacher, None without one. A resumed run keeps the checkpoint that it
+    began with, whatever the teacher's own run has saved since."""
+    if not cfg.teacher:
+        return None
+    recorded = checkpoint.read_model(cfg.out_dir).get("teacher") if resuming else None
+    begun_with = recorded["step"] if recorded and recorded["name"] == cfg.teacher else None
+    return hf.find(cfg.teacher, begun_with)
+
+
+def identity(cfg, teacher):
+    """Return the entry of model.json from which find_teacher reads the checkpoint."""
+    return {"name": cfg.teacher, "step": teacher.step} if teacher else None
 
 
 def check_teacher(source, tokenizer, vocab_size, positions):

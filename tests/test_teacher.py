@@ -1,5 +1,6 @@
 """grpo.py --teacher: the KL divergence from another model on the student's own samples."""
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -127,10 +128,13 @@ def test_the_loss_of_a_text_counts_all_positions(base, teacher):
 
 
 def test_training_with_a_teacher_resumes_bit_for_bit(teacher, text, tmp_path):
-    out = tmp_path / "run"
-    trained(out, text, teacher=teacher, dropout=0.1)
+    """Also if the teacher's own run has gone on: a resumed run keeps the checkpoint that it began with."""
+    out, own = tmp_path / "run", shutil.copytree(teacher, tmp_path / "teacher")
+    trained(out, text, teacher=own, dropout=0.1)
     whole = weights(out)
     (out / "checkpoints" / "step_00000020").rename(out / "gone")       # as if killed before it
+    trained(own, text, init_from="resume", max_steps=60, n_layer=3, n_embd=48, keep_last=9)
+    assert hf.find(own).step == 60
     trained(out, text, init_from="resume")
     assert same(weights(out), whole)
     trained(tmp_path / "two", text, teacher=teacher, ranks=2)
