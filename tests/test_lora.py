@@ -197,8 +197,7 @@ def test_a_bf16_base_trains_fp32_adapters(kind, autocast):
         assert torch.cosine_similarity(grad.flatten(), exact[name].flatten(), dim=0) > 0.9
 
 
-@pytest.mark.parametrize("kind", [{}, QWEN], ids=["default", "qwen"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind, checkpointing", [({}, False), (QWEN, True)], ids=["default", "qwen"])
 def test_the_whole_step_is_one_graph_for_torch_compile(kind, checkpointing):
     torch._dynamo.reset()
     model = adapted(**kind)
