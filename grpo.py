@@ -32,7 +32,7 @@ from experimental.distillation import check_teacher, find_teacher, identity
 from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
-from rollouts.batch import logprobs_of, micro_batches, padded
+from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, logprobs_of, micro_batches, padded
 from rollouts.corrections import add_corrections
 from rollouts.episodes import reply_tokens
 from rollouts.fit import fit_update, slots_beside_update, worst_case
@@ -161,7 +161,7 @@ class Config(RunOptions):
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
-    default_tokens = 65536                   # not an option: tokens_per_micro_batch where that is None
+    default_tokens = MICRO_BATCH             # not an option: tokens_per_micro_batch where that is None
 
     @property
     def batch_size(self):
@@ -510,8 +510,7 @@ def main(argv):
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
     if hw.device.type == "cpu":
-        # An update of SmolLM2-135M takes 41-50 s instead of 55 (two Zen 3 cores, docs/notes.md).
-        cfg.default_tokens = 2048
+        cfg.default_tokens = MICRO_BATCH_ON_CPU
 
     # Model and questions.
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))

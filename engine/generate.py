@@ -38,7 +38,7 @@ from runtime import hardware, memory, vitals
 
 MIN_PREFIX = 16                              # shortest common beginning of prompts that is computed once
 HALF_WEIGHTS_FROM = 2**24                    # weights; fewer than 64 MiB stay in a CPU's cache
-PACKED_FROM = 2**18                          # weights; a smaller fp32 product loses 60 µs by packing
+PACKED_FROM = 2**18                          # weights of an fp32 matrix; packing costs smaller ones time
 SORT_EVERY = 32                              # on a CPU: polls between two sorts of the rows by position
 NO_STEPS = np.zeros((0, 0), dtype=np.int64), np.zeros((0, 2, 0), dtype=np.float32)     # of run_steps
 DEVICE_TYPE_OVERRIDE = None                  # "cuda": take a GPU's branches on a CPU, for tests

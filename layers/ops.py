@@ -216,13 +216,13 @@ def rms_norm(x, gain, eps):
     # Dynamo doesn't support is_inference_mode_enabled.
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return NormOnCPU.apply(x, gain, eps)
-    if x.dtype != torch.float32:             # normed would round the factor
+    if x.dtype != torch.float32:             # normed rounds the factor to x.dtype
         return fused_norm(x, gain, eps)
     return normed(x, eps)[0].mul_(gain)
 
 
 def fused_norm(x, gain, eps):
-    """Return rms_norm by one kernel of a GPU, or two."""
+    """Return rms_norm by F.rms_norm: one kernel on a GPU, or two."""
     gain = gain.to(x.dtype)                  # the kernel is fused only for equal dtypes
     # A GPU's autocast would return fp32.
     autocast = torch.is_autocast_enabled(x.device.type)

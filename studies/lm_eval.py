@@ -3,8 +3,8 @@
     python -m studies.lm_eval out/base --tasks=arc_easy,hellaswag --num_fewshot=5
     python -m studies.lm_eval FOLDER --tasks=my_task --include_path=tasks_of_mine --model_args max_length=512
 
-Other options are those of `lm_eval run`, but --batch_size: micro-batches have a number of tokens here
-(tokens_per_micro_batch in --model_args). The endings of a question share the forward pass of its text.
+All other options of `lm_eval run` except --batch_size apply: tokens_per_micro_batch= in --model_args replaces
+it. The endings of a question share the forward pass of its text.
 """
 import json
 import re
@@ -28,7 +28,7 @@ except ImportError as e:
 
 import hf
 from engine import Engine, Request, Sampling
-from rollouts.batch import micro_batches, padded
+from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, micro_batches, padded
 from rollouts.pipeline import Completion
 from runtime.progress import track
 from text.tokenizer import IM_END, IM_START, chatml_jinja
@@ -49,13 +49,16 @@ class NanoRFT(TemplateLM):
         self.hw = hardware.setup(device, dtype, tf32=dtype != "fp32", compile=False)
         source = hf.find(path)
         self.tokenizer_name = str(path)
-        self.tokenizer = t = source.tokenizer()
-        self.eot_token_id = t.eos
-        self.prefix_token_id = next(i for i in (prefix_token_id, t.bos, t.eos) if i is not None)
-        self.control = {IM_START: t.start, IM_END: t.end} if t.is_chat else {}
+        tokenizer = source.tokenizer()
+        self.tokenizer = tokenizer
+        self.eot_token_id = tokenizer.eos
+        first = prefix_token_id, tokenizer.bos, tokenizer.eos
+        self.prefix_token_id = next(i for i in first if i is not None)
+        self.control = {IM_START: tokenizer.start, IM_END: tokenizer.end} if tokenizer.is_chat else {}
         self.model = source.load(device=self.hw.device)
         self.max_length = min(max_length or source.config.block_size, source.config.block_size)
-        self.tokens = tokens_per_micro_batch or (2048 if self.hw.device.type == "cpu" else 65536)
+        usual = MICRO_BATCH_ON_CPU if self.hw.device.type == "cpu" else MICRO_BATCH
+        self.tokens = tokens_per_micro_batch or usual
 
     def chat_template(self, chat_template=True):
         if chat_template and not self.control:
@@ -68,7 +71,7 @@ class NanoRFT(TemplateLM):
         return text if add_generation_prompt else text.removesuffix(f"{IM_END}\n")
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        """Return the ids of a text, in which the chat template's tokens are control tokens."""
+        """Return the ids of a text; the chat template's tokens in it become control tokens."""
         no_bos = self.tokenizer.bos is None or add_special_tokens is False
         ids = [] if no_bos else [self.tokenizer.bos]
         for part in CONTROL.split(string) if self.control else [string]:
@@ -82,7 +85,8 @@ class NanoRFT(TemplateLM):
         completions = []
         for key, (_, context, ids) in enumerate(requests):
             if not 0 < len(ids) <= self.max_length:
-                raise BadInput(f"{len(ids)} tokens don't fit {self.max_length} positions: leave out this task.")
+                raise BadInput(f"{len(ids)} tokens don't fit {self.max_length} positions: leave out this "
+                               "task.")
             prompt = (context or [self.prefix_token_id])[-(self.max_length + 1 - len(ids)):]
             completions.append(Completion(prompt, ids, None, True, key=key))
         results = [None] * len(completions)

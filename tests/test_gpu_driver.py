@@ -12,7 +12,10 @@ import torch
 import bench
 from conftest import ROOT
 from measure.report import outcome
+from measure.synthetic import SHAPES
+from measure.training import shape_options
 from measure.utilization import Utilization
+from model import GPTConfig
 from runtime import config, hardware
 from runtime.config import BadInput
 from studies.gpu import run, table
@@ -213,7 +216,10 @@ def test_bench_knows_every_knob_of_the_stages(stage, device):
     cfg = config.load(bench.Config, own)
     bench.check(cfg)
     if cfg.stage in bench.SCRIPTS:
-        bench.parse_script_args(cfg.stage, [str(ROOT / word) if word.endswith(".py") else word for word in others])
+        script = bench.parse_script_args(cfg.stage, [str(ROOT / word) if word.endswith(".py") else word for word in others])
+        if cfg.stage == "train" and cfg.model != "auto":       # the shape with these options is that of a model
+            options = shape_options(script.config, SHAPES[cfg.model]) | {name: getattr(script.config, name) for name in script.given}
+            GPTConfig(vocab_size=300, **{name: value for name, value in options.items() if hasattr(GPTConfig, name)})
     assert stage.needs < stage.timeout and stage.beside in {"", *(other.name for other in run.STAGES)}
 
 

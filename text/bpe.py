@@ -5,7 +5,7 @@
 
 The output folder holds a tokenizer.json and a tokenizer_config.json, which transformers reads too. The same
 text always gives the same file. The text is streamed: memory grows with the number of its distinct words,
-beside the 256 pieces of at most a few megabytes that the library `tokenizers` reads ahead.
+beside the 256 pieces of some megabytes at most that the library `tokenizers` reads ahead.
 """
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from runtime.progress import ProgressLine
 from runtime.usage import load_package
 from text import data
 from text.sources import decoded
-from text.tokenizer import END_OF_TEXT, FILE, Tokenizer, byte_level
+from text.tokenizer import END_OF_TEXT, FILE, HF_SETTINGS, SPLIT_DIGITS, Tokenizer, byte_level
 
 HELD_OUT = 2**22                             # bytes of the validation split to measure the result on
 
@@ -38,17 +38,15 @@ def texts_of(sources, label):
     with ProgressLine(label, sum(source.size for source in sources), "B") as line:
         for source in sources:
             for _, text, n_bytes in source.fragments():
-                yield decoded(text, source.name)
+                yield decoded(text, source.name)[0]
                 line.add(n_bytes)
 
 
 def train(texts, vocab_size, split_digits):
     """Return the tokenizer.json of BPE trained on an iterable of strings, as a dictionary."""
     tokenizers = load_package("tokenizers")
-    digits = [{"type": "Digits", "individual_digits": True}] if split_digits else []
-    about = byte_level({}, [], end=0, use_regex=True)
-    about["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*digits, about["pre_tokenizer"]]}
-    about["added_tokens"] = []
+    about = byte_level({}, [], end=0, use_regex=True, first=[SPLIT_DIGITS] if split_digits else [])
+    about["added_tokens"] = []               # the trainer adds the end of text
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(about))
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
@@ -72,12 +70,12 @@ def main(argv):
     cfg = config.load(Config, argv, positional="dataset")
     if not cfg.dataset:
         raise BadInput("Name a text: python -m text.bpe book.txt --vocab_size=4096 --out=tok")
+    sources = data.find(cfg.dataset, cfg.text_key)
     out = Path(cfg.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise BadInput(f"The folder {out} can't be made ({e.strerror}): choose another --out=.") from None
-    sources = data.find(cfg.dataset, cfg.text_key)
     try:
         about = train(texts_of(sources["train"], "counting words"), cfg.vocab_size, cfg.split_digits)
     except ImportError as e:
@@ -85,8 +83,7 @@ def main(argv):
     content = json.dumps(about, ensure_ascii=False, indent=1).encode()
     if (out / FILE).is_dir() or (out / FILE).exists() and (out / FILE).read_bytes() != content:
         raise config.would_overwrite(out / FILE, "this tokenizer", "--out=")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT,
-                "clean_up_tokenization_spaces": False}
+    settings = HF_SETTINGS | {"eos_token": END_OF_TEXT}
     write_atomically(out / FILE, content)
     write_atomically(out / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
     tokenizer = Tokenizer(out)

@@ -172,12 +172,12 @@ def encode_chunk(tokenizer, dtype, chunk):
     words = 0
     n_bytes = 0
     for begins_document, text, name in fragments:
-        text = texts.decoded(text, name)
+        text, text_bytes = texts.decoded(text, name)
         if begins_document:
             ids.append(eos)
         ids.append(tokenizer.encode(text))
         words += len(text.split())
-        n_bytes += len(text.encode())
+        n_bytes += text_bytes
     ids = np.concatenate(ids).astype(dtype)
     return EncodedChunk(ids, words, n_bytes, source_bytes, time.thread_time() - start_time)
 

@@ -12,7 +12,7 @@ from runtime import checkpoint
 from runtime.config import BadInput
 from runtime.usage import load_package
 from text.hub import one_line
-from text.tokenizer import FILE, byte_level
+from text.tokenizer import FILE, HF_SETTINGS, SPLIT_DIGITS, byte_level
 
 FOLDER = Path("data")                        # the default of --data_dir
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -38,7 +38,7 @@ WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{
 # {tokenizer.ggml.pre: the pre-tokeniser before the byte-level one}; without one, that splits like GPT-2
 SPLITS = {
     "gpt-2": [],
-    "smollm": [{"type": "Digits", "individual_digits": True}],
+    "smollm": [SPLIT_DIGITS],
     "qwen2": [{"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}],
 }
 
@@ -166,14 +166,13 @@ def tokenizer_files(fields):
     kinds = own["token_type"]
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
     merges = [merge.split(" ") for merge in own["merges"]]
-    about = byte_level(vocab, merges, own["eos_token_id"], use_regex=split != "qwen2")
+    about = byte_level(vocab, merges, own["eos_token_id"], split != "qwen2", SPLITS[split])
     end = about["added_tokens"][0]
     about["added_tokens"] = [end | {"id": i, "content": tokens[i], "special": kind == CONTROL}
                              for i, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
-    about["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*SPLITS[split], about["pre_tokenizer"]]}
     if split == "qwen2":
         about["normalizer"] = {"type": "NFC"}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings = dict(HF_SETTINGS)
     for key, name in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
         if f"{name}_token_id" in own:
             settings[f"{key}_token"] = tokens[own[f"{name}_token_id"]]

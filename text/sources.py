@@ -186,15 +186,17 @@ def pieces(blocks):
 
 
 def decoded(text, name):
-    """Return a fragment's text as a string that UTF-8 can encode. name: of its source, for messages."""
+    """Return (a fragment's text as a string that UTF-8 can encode, its length in bytes). name: of its source,
+    for messages."""
     try:
         text = text if isinstance(text, str) else text.decode()
-        text.encode()
+        encoded = text.encode()
     except UnicodeDecodeError as e:
         raise BadInput(f"{name} is not UTF-8 (byte {e.object[e.start]:#x}): convert it.") from None
     except UnicodeEncodeError:               # a lone surrogate, which JSON can contain
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+        encoded = text.encode()
+    return text, len(encoded)
 
 
 def begins_character(byte):

@@ -16,6 +16,8 @@ from runtime.usage import load_package
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
+HF_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+SPLIT_DIGITS = {"type": "Digits", "individual_digits": True}
 PLAIN = {"name": "plain"}
 DESCRIBED = {                        # keys and types of Tokenizer.describe()
     "name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict,
@@ -137,7 +139,7 @@ class Tokenizer:
             write_atomically(Path(folder) / FILE, json.dumps(tokenizer_json(self.encoding)).encode())
             config["split_special_tokens"] = True
         self.save(folder)
-        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= HF_SETTINGS
         write_atomically(Path(folder) / "tokenizer_config.json", json.dumps(config, indent=1).encode())
 
     def encode(self, text):
@@ -269,9 +271,10 @@ def byte_letters():
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]
 
 
-def byte_level(vocab, merges, end, use_regex):
+def byte_level(vocab, merges, end, use_regex, first=None):
     """Return the tokenizer.json of byte-level BPE as a dictionary. vocab: {token in byte_letters: id};
-    merges: [[left, right]] in order; end: id of the end of text; use_regex: split like GPT-2."""
+    merges: [[left, right]] in order; end: id of the end of text; use_regex: split like GPT-2; first: list of
+    pre-tokenizers that come before."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     special = {"id": end, "content": END_OF_TEXT, "special": True}
     special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -279,7 +282,7 @@ def byte_level(vocab, merges, end, use_regex):
         "version": "1.0",
         "added_tokens": [special],
         "normalizer": None,
-        "pre_tokenizer": split,
+        "pre_tokenizer": split if first is None else {"type": "Sequence", "pretokenizers": [*first, split]},
         "post_processor": None,
         "decoder": split,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},

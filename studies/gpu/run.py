@@ -62,7 +62,7 @@ class Stage(NamedTuple):
 GPT2 = "bench.py --stage=train config/gpt2_124m.py --batch_size=16 --gradient_accumulation_steps=4"
 GPT2_350M = ("bench.py --stage=train config/gpt2_124m.py --n_layer=24 --n_head=16 --n_embd=1024 "
              "--batch_size=8 --gradient_accumulation_steps=8 --repeats=1")
-# as in prime-rl's published figure of full fine-tuning, with one sequence in a step
+# one sequence a step, as in the figure that prime-rl publishes for full fine-tuning
 QWEN3 = ("bench.py --stage=train --model=qwen3-0.6b --block_size=8192 --batch_size=1 "
          "--gradient_accumulation_steps=1 --optimizer=adamw --repeats=1")
 SFT = "bench.py --stage=sft --model=gpt2 --repeats=1"
@@ -71,6 +71,7 @@ GENERATE = "bench.py --stage=generate --repeats=1"
 PYTEST = "-m pytest -q -m gpu -p measure.report -p no:cacheprovider"
 TINY_TRAIN = ("--n_layer=1 --n_embd=32 --n_head=2 --block_size=32 --batch_size=2 "
               "--gradient_accumulation_steps=1 --steps=1 --compile=false")
+TINY_QWEN3 = f"{TINY_TRAIN} --n_kv_head=1 --head_dim=16 --mlp_hidden=64"
 TINY_SFT = "--model=1m --batch_size=2 --gradient_accumulation_steps=1 --steps=1 --compile=false"
 TINY_GRPO = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4 --steps=1"
 TINY_GENERATE = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4"
@@ -82,7 +83,7 @@ STAGES = (
     Stage("ceilings", "-m studies.gpu.checks ceilings", "", 10, 60),
     Stage("attention", "-m studies.gpu.checks attention", "--shape=1,16,2,2,8", 10, 60),
     Stage("decoding", "-m studies.gpu.checks decoding", "", 10, 60),
-    Stage("train-qwen3", QWEN3, TINY_TRAIN, 50, 150, package="tokenizers"),
+    Stage("train-qwen3", QWEN3, TINY_QWEN3, 50, 150, package="tokenizers"),
     Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", TINY_TRAIN, 25, 120, package="tokenizers"),
     Stage("train", f"{GPT2} --repeats=1", TINY_TRAIN, 40, 150, "train-eager", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
