@@ -33,7 +33,6 @@ from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, logprobs_of, micro_batches, padded
-from rollouts.corrections import add_corrections
 from rollouts.episodes import reply_tokens
 from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
@@ -105,9 +104,6 @@ class Config(RunOptions):
     distill: Literal["reverse", "forward"] = "reverse"          # with a teacher: the divergence from it on
                                              # sampled ids; or its divergence from the model, over all ids
     reward_weight: NonNegativeFloat = 1.0    # of the advantages; 0: the KL divergence alone trains
-    corrections: NonNegativeInt = 0          # per question: imitate a task's correct() after some lines of
-                                             # the model's own completions (rollouts/corrections.py)
-    correction_weight: NonNegativeFloat = 1.0     # advantage of a correction's tokens
     inner_epochs: PositiveInt = 1            # passes over a step's completions
     mini_batches: PositiveInt = 1            # optimizer steps per pass
     surgery: Literal["none", "pcgrad"] = "none"       # PCGrad: project out the conflicting components of the
@@ -208,11 +204,8 @@ def check(cfg):
     if cfg.distill == "forward" and cfg.loss_type == "grpo":
         raise BadInput("--distill=forward is a sum over tokens, and --loss_type=grpo a mean over sequences: "
                        "choose another loss.")
-    if cfg.corrections and cfg.beta:
-        raise BadInput("--corrections are no samples, so they have no KL divergence from a reference model: "
-                       "leave out --beta.")
-    if not (cfg.reward_weight or cfg.beta or cfg.corrections):
-        raise BadInput("With --reward_weight=0 nothing is left to learn: give --beta or --corrections.")
+    if not (cfg.reward_weight or cfg.beta):
+        raise BadInput("With --reward_weight=0 nothing is left to learn: give --beta.")
     if cfg.init_from == "scratch":
         raise BadInput("--init_from=scratch gets no reward to learn from: name a trained model.")
 
@@ -410,7 +403,7 @@ def learn(cfg, run, model, groups, lr, pcgrad, reference):
         stats.update(figures)
         stats.update(loss=loss.detach(), entropy=entropy.sum())
         stats.update(difference=difference.sum(), tokens=mask.sum())
-    rollouts = [vars(c) | {"grade": c.grade and c.grade.score} for group in groups for c in group]
+    rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
     grad_norm = run.optimizer_step(lr, rollouts=rollouts)
     figures = {name: float(value) for name, value in stats.items()}
     figures |= {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
@@ -434,7 +427,6 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
 
         # 2. The advantage of a completion: its reward minus the mean of its group.
         set_advantages(cfg, groups)
-        figures = add_corrections(cfg, run, pipeline, groups)
 
         # 3. Update the policy.
         lr = run.lr()
@@ -445,7 +437,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
             mini_batch = groups[i % cfg.mini_batches::cfg.mini_batches]
             update = learn(cfg, run, model, mini_batch, lr, pcgrad, reference)
             if update:
-                updates.append(update | figures)
+                updates.append(update)
         torch.use_deterministic_algorithms(False)
         run.end_phase("update")
 
@@ -521,12 +513,6 @@ def main(argv):
     with task_errors():
         task = load(cfg.task)
         questions, held_out, dropped = distributed.on_main(lambda: open_questions(cfg, task))
-        if cfg.corrections and not task.corrects:
-            raise BadInput(f"The task {cfg.task} has no correct(question, text): write one, or leave out "
-                           "--corrections.")
-        if cfg.corrections and task.responds:
-            raise BadInput(f"--corrections might stand in the environment's text of the task {cfg.task}: "
-                           "leave them out.")
         pairs = with_requests(cfg, tokenizer, task, questions, cfg.k_samples, positions)
         stream = QuestionStream(cfg, pairs, task)
         valid = with_requests(cfg, tokenizer, task, held_out, 1, positions)

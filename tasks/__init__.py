@@ -17,8 +17,6 @@ gets the ARGUMENT of the spec.
     check(argument)                raises ValueError or OSError for an invalid argument
     respond(question, text)        the text that an environment puts behind an episode's text so far, when the
                                    model ends a turn; None ends the episode
-    correct(question, text)        list of equally right next lines of an unfinished completion, for grpo.py
-                                   --corrections; [] if there is none
     PROMPT, INSTRUCTION, STOP, TURN_STOP, MAX_TURNS      see Task
 """
 import ast
@@ -159,16 +157,6 @@ def describe_error(error, file=None):
     return line.encode(errors="backslashreplace").decode()
 
 
-def checked_text(value, expected):
-    """Return a text of 1 to MOST_REPLY characters, without lone surrogates. TypeError or ValueError for
-    anything else."""
-    if not isinstance(value, str):
-        raise TypeError(f"it returned {str(value)[:80]}: return {expected}")
-    if not 0 < len(value) <= MOST_REPLY:
-        raise ValueError(f"it returned {len(value):,} characters: return {expected}, of 1 to {MOST_REPLY:,}")
-    return value.encode(errors="replace").decode()
-
-
 def can_be_json(value):
     try:
         return bool(json.dumps(value))
@@ -203,9 +191,6 @@ class Task:
         self.responds = callable(getattr(module, "respond", None))
         if self.responds:
             self.must_take("respond(question, text)", self.call("respond"), {}, "")
-        self.corrects = callable(getattr(module, "correct", None))
-        if self.corrects:
-            self.must_take("correct(question, text)", self.call("correct"), {}, "")
         if type(self.max_turns) is not int or self.max_turns < 1:
             raise ValueError(f"MAX_TURNS of the task {name} is {str(self.max_turns)[:80]}: MAX_TURNS "
                              f"{RESERVED} for a positive number of turns, so correct it, or rename yours.")
@@ -364,18 +349,17 @@ class Task:
         return score, {name: bool(value) for name, value in parts.items()}
 
     def respond(self, question, text):
-        """Return the environment's text behind an episode's text so far, or None at its end. TypeError or
-        ValueError for anything else, or for more than MOST_REPLY characters."""
-        found = self.call("respond")(question, text)
-        return None if found is None else checked_text(found, "a text, or None to end the episode")
-
-    def correct(self, question, text):
-        """Return the right next lines of an unfinished completion. TypeError or ValueError for anything else
-        than a list of texts as in `respond`."""
-        found = self.call("correct")(question, text) if self.corrects else []
-        if not isinstance(found, list):
-            raise TypeError(f"it returned {str(found)[:80]}: return a list of texts")
-        return [checked_text(line, "a list of texts") for line in found]
+        """Return the environment's text behind an episode's text so far, without lone surrogates, or None at
+        its end. TypeError or ValueError for anything else, or for more than MOST_REPLY characters."""
+        reply = self.call("respond")(question, text)
+        if reply is None:
+            return None
+        if not isinstance(reply, str):
+            raise TypeError(f"it returned {str(reply)[:80]}: return a text, or None to end the episode")
+        if not 0 < len(reply) <= MOST_REPLY:
+            raise ValueError(f"it returned {len(reply):,} characters: return a text of 1 to {MOST_REPLY:,}, or "
+                             "None to end the episode")
+        return reply.encode(errors="replace").decode()
 
     @staticmethod
     def verified(score, parts):

@@ -58,7 +58,6 @@ class Mixture:
                              "with the same TURN_STOP.")
         (self.turn_stop,) = turn_stops
         self.responds = any(task.responds for task in tasks.values())
-        self.corrects = any(task.corrects for task in tasks.values())
 
     @property
     def domains(self):

@@ -60,9 +60,8 @@ class Grade(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """text: what a task's respond returned, None at the end of an episode, or the list of its correct; error:
-    its failure, or None."""
-    text: str | list | None
+    """text: the answer of a task's respond, None at the end of an episode; error: its failure, or None."""
+    text: str | None
     error: str | None
 
 
@@ -82,29 +81,26 @@ def grade(task, question, completion):
         return Grade(score, {}, "", describe_error(e))
 
 
-def ask(kind, task, question, text):
-    """Return the Reply of a task's respond or correct (kind) to the text so far. An exception becomes its
-    error."""
+def respond(task, question, text):
+    """Return the Reply of a task to an episode's text so far. An exception becomes its error."""
     try:
-        return Reply(getattr(task.of(question), kind)(question, text), None)
+        return Reply(task.of(question).respond(question, text), None)
     except (Exception, SystemExit) as e:
-        return Reply(None, f"{kind}() failed: {describe_error(e)}")
+        return Reply(None, f"respond() failed: {describe_error(e)}")
 
 
-JOBS = {"reward": grade, "respond": functools.partial(ask, "respond"),
-        "correct": functools.partial(ask, "correct")}
-RESULTS = {"reward": "grade of", "respond": "reply to", "correct": "correction of"}
-FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)",
-         "correct": "correct(question, text)"}
+JOBS = {"reward": grade, "respond": respond}
+RESULTS = {"reward": "grade of", "respond": "reply to"}
+FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)"}
 
 
 def failure(kind, error):
     """Return the result of a job that failed."""
-    return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"{error} in {kind}()")
+    return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"{error} in respond()")
 
 
 def check_graded(spec, grades, kind="reward"):
-    """Raise BrokenReward if there are Grades, or Replies of another kind of job, and all have errors."""
+    """Raise BrokenReward if there are Grades, or Replies (kind: respond), and all have errors."""
     if grades and all(graded.error for graded in grades):
         raise BrokenReward(f"The {kind} of the task {spec} failed for all of {len(grades)} completions ("
                            f"{grades[0].error}): correct {FORMS[kind]}, or choose another task.")
@@ -271,8 +267,8 @@ class Pool:
         self.outbox = deque()                                # (question, completion) not yet passed on
         self.handed_over = time.monotonic()                  # time when the outbox was last emptied
         self.pending = deque()                               # futures not collected
-        self.replies = deque()                               # (future, item) without a worker, of respond
-        self.waiting = deque()                               # and of the others
+        self.replies = deque()                               # (future, item) of respond without a worker
+        self.waiting = deque()                               # and of reward
         self.submitted = {kind: 0 for kind in JOBS}
         self.failed = False                                  # an error has occurred
         self.first = {kind: {} for kind in JOBS}             # {number: result} of the first FIRST submitted
@@ -334,10 +330,6 @@ class Pool:
         """Return the Future of the Reply to an episode's text so far; `take` its result."""
         return self._put("respond", question, text)
 
-    def correct(self, question, text):
-        """Return the Future of the Reply with the right next lines of an unfinished completion."""
-        return self._put("correct", question, text)
-
     def take(self, future):
         """Return the result of a Future of this pool."""
         result = future.result()
@@ -381,7 +373,7 @@ class Pool:
         return future
 
     def queue(self, kind):
-        return self.replies if kind == "respond" else self.waiting
+        return self.waiting if kind == "reward" else self.replies
 
     # --- for the workers' threads ---
 

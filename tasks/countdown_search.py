@@ -54,7 +54,6 @@ CEILING = 99                         # largest intermediate result; enough for e
 N_VALID = 1000                       # validation documents
 MOST_DRAWS = 100_000                 # attempts to draw a question
 ARGUMENT = re.compile(r"([0-9])(?:-([0-9]))?(?:,([0-9]{1,4}))?(?:,([0-9]{1,5}))?(?:,([0-9]{1,8}))?")
-LINE = re.compile(r"([0-9]{1,3}(?: [0-9]{1,3})+)\|([0-9]{1,3}):((?: [-+*/=0-9]+[<>!]?)+)")
 STEP = re.compile(r"([0-9]{1,6})([-+*/])([0-9]{1,6})=([0-9]{1,6})")
 
 
@@ -246,71 +245,6 @@ def answer(steps):
 def name_of(teacher):
     order, heuristic, width = teacher
     return f"{order}-first by {heuristic}, {width or 'all'} ways on"
-
-
-# --- right next lines ---
-
-def correct(question, text):
-    """Return the next line of an unfinished search, in a list: the state after a step that was just tried,
-    the last state that has an untried step, with the best of these by the sum, or the ending. [] for a text
-    that is no search for this target from these numbers, or has a wrong mark. The line doesn't depend on the
-    steps that lead to the target: a model that imitates these invents steps (docs/notes.md)."""
-    target = int(question["answer"])
-    root = tuple(question["numbers"])
-    tried = {}                                           # {state: its steps so far}, in order of the visits
-    came_from = {}                                       # {state: (state before, step)}
-    ending = None
-    for line in text.splitlines():
-        found = LINE.fullmatch(line)
-        if not found or ending or int(found[2]) != target:
-            return []
-        state = tuple(map(int, found[1].split()))
-        ways = dict(successors(state))
-        steps = [step.rstrip("<>!") for step in found[3].split()]
-        if state != root and state not in came_from or not set(steps) <= ways.keys():
-            return []
-        if len(state) == 2:
-            if f"{line}\n" != line_of(state, target):
-                return []
-            if "!" in line:
-                ending = answer(path_to(state, came_from) + steps[-1:])
-        tried[state] = tried.pop(state, []) + steps      # the last state visited is the last key
-        for step in steps:
-            came_from.setdefault(ways[step], (state, step))
-    if ending:
-        return [ending]
-    if len(root) == 2:
-        return [FAILED if tried else line_of(root, target)]
-    for state in reversed(tried or {root: []}):
-        if len(state) == 2:
-            continue
-        ways = dict(best(state, target, by_sum, None))
-        new = [ways[step] for step in tried.get(state, ()) if ways[step] not in tried]
-        if new:
-            return [line_of(new[0], target)]
-        left = [step for step, after in ways.items() if after not in tried]
-        if left:
-            return [line_of(state, target, left[0])]
-    return [FAILED]
-
-
-def path_to(state, came_from):
-    """Return the steps that lead to a state."""
-    path = []
-    while state in came_from:
-        state, step = came_from[state]
-        path.insert(0, step)
-    return path
-
-
-def line_of(state, target, step=None):
-    """Return the line of a visit that tries a step; None: all of two numbers, else the best."""
-    trace = Trace(target, None)
-    if len(state) == 2:
-        trace.last(state, [])
-        return trace.text
-    trace.visit(state, [step or best(state, target, by_sum, 1)[0][0]])
-    return trace.text
 
 
 # --- questions ---

@@ -146,7 +146,7 @@ def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
     learn("weight", code=2, teacher=teacher)
     assert "--beta=1" in learn.error
     for words, knobs in {"--teacher=": dict(distill="forward", beta=1), "another loss": dict(teacher=teacher, distill="forward", beta=1, loss_type="grpo"),
-                         "leave out --beta": dict(corrections=1, beta=1), "nothing is left": dict(reward_weight=0),
+                         "nothing is left": dict(reward_weight=0),
                          "--parallel=ddp": dict(teacher=teacher, distill="forward", beta=1, parallel="fsdp")}.items():
         learn("refused", code=2, **knobs)
         assert words in learn.error
