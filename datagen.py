@@ -8,12 +8,12 @@ Writes data/rft.json, [[question, answer, reasoning], ...] (of an episode, a lis
 environment's texts in turn), and data/rft.attempts.jsonl, every attempt with its ids and its verdict. The
 same command resumes an interrupted run from that log. Options, as --key=value:
 """
-import contextlib
 import dataclasses
 import glob
 import hashlib
 import json
-import math
+import os
+import re
 import statistics
 import sys
 import time
@@ -52,7 +52,8 @@ class Config:
     task: str | dict = "unit_conversion"     # NAME or NAME:ARGUMENT from tasks/, or your file.py; several:
                                              # NAME@WEIGHT+NAME, in a config file {NAME: WEIGHT}
     output: str = "data/rft.json"
-    overwrite: bool = False                  # start over instead of resuming from the logged attempts
+    overwrite: bool = False                  # start over instead of resuming from the logged attempts (ranks
+                                             # that torchrun restarts resume)
     # questions
     split: Literal["train", "valid"] = "train"
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
@@ -81,6 +82,7 @@ class Config:
     json: bool = False                       # print all figures as JSON on the last line
 
 
+DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?")
 # options that may change when a run resumes
 MAY_CHANGE = ("output", "overwrite", "reward_workers", "device", "json")
 
@@ -354,12 +356,10 @@ def choose(cfg, questions, records):
 
 
 def number(answer):
-    """Convert an answer to a finite int or float if possible, else return it unchanged."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            value = kind(answer)
-            return value if math.isfinite(value) else answer
-    return answer
+    """Convert a text that is a decimal number to an int or float; return any other answer unchanged."""
+    if not isinstance(answer, str) or not DECIMAL.fullmatch(answer):
+        return answer
+    return float(answer) if "." in answer else int(answer)
 
 
 def figures(cfg, questions, records, rows, counted, solutions, cost):
@@ -494,6 +494,7 @@ def header_of(cfg, dtype, tokenizer, model, task, form, questions, requests):
 
 def main(argv):
     cfg = config.load(Config, argv)
+    cfg.overwrite &= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     check(cfg)
     distributed.init()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)

@@ -32,6 +32,7 @@ from runtime import config, distributed, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegativeInt, PositiveInt,
                             UnitInterval)
+from runtime.log import for_json
 from tasks._pool import Pool, check_graded, load
 from text import data
 from text.perplexity import evaluation_line, text_loss
@@ -304,7 +305,7 @@ def main(argv):
     distributed.init()
     figures = evaluate_task(cfg) if cfg.task else evaluate_text(cfg)
     if cfg.json:
-        say(json.dumps(figures))
+        say(json.dumps(for_json(figures)))
     return 0
 
 

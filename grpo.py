@@ -506,8 +506,8 @@ def main(argv):
 
     # Model and questions.
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))
-    tokenizer = found.tokenizer(None if resuming else cfg.tokenizer)
-    cfg.tokenizer = tokenizer.describe()["name"]
+    tokenizer = found.tokenizer(cfg.tokenizer)
+    cfg.tokenizer = tokenizer.option
     cfg.few_shot = 0 if cfg.few_shot is None and cfg.dataset else few_shot_of(cfg, found)
     positions = found.config.block_size
     with task_errors():

@@ -35,7 +35,7 @@ from runtime.distributed import CUDA_GRAPHS
 from runtime.options import RunOptions
 from runtime.run import adapt, check_training, claim, start
 from text import data, examples
-from text.datasets import computed_share, is_text, number_of_steps, open_data, validation_loss, workers
+from text.datasets import is_text, mean_flops, number_of_steps, open_data, validation_loss, workers
 from text.perplexity import evaluation_line
 from text.provenance import check_task, own_task, prompt_form
 from text.report import facts, log_step, log_validation, start_up
@@ -276,7 +276,7 @@ def train(cfg, run, model, dataset, held_out, teacher):
     dataset.multiple = hw.length_multiple
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
-    flops_per_token = run.model.flops_per_token(dataset.longest) * computed_share(dataset, run.state.micro_batch)
+    flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
     nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
     if held_out:
         run.evaluate = partial(validate, cfg, run, model, held_out)
@@ -340,7 +340,7 @@ def main(argv):
         found = distributed.on_main(lambda: hf.find(cfg.init_from))
     resuming = cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
-    cfg.tokenizer = tokenizer.describe()["name"]
+    cfg.tokenizer = tokenizer.option
     shape = shape_of(cfg, hw, tokenizer, found)           # fails before a long tokenization
     dataset, held_out, about = open_data(cfg, tokenizer)
     if cfg.patience and not held_out:

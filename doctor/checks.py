@@ -288,9 +288,9 @@ def same_samples(run):
     """The samples of a group are copies: the entropy has collapsed."""
     distinct = run.mean("distinct")
     right = run.mean("pass_at_1")
-    if distinct is None or distinct > 1.1 or right > 0.95:
+    if distinct is None or distinct > 1.1 or right is not None and right > 0.95:
         return None
-    entropy = [number(line.get("entropy")) for line in run.recent if line.get("updates")]
+    entropy = run.values("entropy", [line for line in run.recent if line.get("updates")])
     shown = f" (entropy {fmean(entropy):.2g} nats per token)" if entropy else ""
     return (f"Only {distinct:.2f} of the {run.config['k_samples']} samples of a group are distinct{shown}: "
             f"the policy has collapsed. Raise --temperature={run.config.get('temperature')}, restart from an "
@@ -444,7 +444,7 @@ def validation_rises(run):
     now = losses[-1]
     best = min(losses[:-1])
     at = steps[losses.index(best)]
-    before = [number(line["loss"]) for line in run.steps if line["step"] <= at] or training[:1]
+    before = run.values("loss", [line for line in run.steps if line["step"] <= at]) or training[:1]
     if now < best * 1.01 + 0.005 or training[-1] >= min(before[-1], uniform):
         return None
     risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while the training loss "

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import hf
 import tasks
-from layers.lora import add_lora
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
 from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, memory_line, run_peer, run_script,
                           shared_figures, steps_alone)
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
-from model import GPTConfig, on_meta
+from model import GPTConfig
 from runtime import checkpoint, config, hardware
 from runtime.config import BadInput
 from text import examples
@@ -117,12 +116,7 @@ def bench_training(cfg, hw, folder, script_args, log):
     for name in cfg.peers:
         sides[name] = functools.partial(peer_rate, cfg, hw, folder, work, name, runs)
     rates = alternate(sides, cfg.repeats, work.unit, log)
-    saved = checkpoint.read_model(work.out)
-    model = on_meta(GPTConfig(**saved["architecture"]))
-    if saved["lora"]:
-        add_lora(model, **saved["lora"])
-    # at the mean sequence length
-    flops = model.flops_per_token(runs[0]["units"] / work.sequences) * runs[0]["settings"]["computed_share"]
+    flops = runs[0]["settings"]["flops_per_token"]
     n = devices(hw, work.ranks)
     limit = n * matmul_peak(hw) / flops
     mfu = statistics.median(rates["nanoRFT"]) * flops / peak(hw) / n

@@ -223,7 +223,7 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     grad_norm = updates[-1]["grad_norm"] if updates else 0.0
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
-    asked = stream.state.asked
+    asked = sum(stream.state.turns.values())
     timings = {f"{name}_s": run.timings[name] for name in PHASES}
     run.log.metrics(
         step=run.step, lr=lr, grad_norm=grad_norm, updates=len(updates), tokens=state.tokens,

@@ -117,7 +117,6 @@ def open_questions(cfg, task):
 @dataclass
 class StreamState:
     """The stream's state, saved with the run."""
-    asked: int = 0                           # positions passed, all domains
     passed: dict = field(default_factory=dict)       # {domain: its positions passed}
     turns: dict = field(default_factory=dict)        # {domain: its questions asked}
     solved: dict = field(default_factory=dict)       # {str(question number): epoch in which all its
@@ -184,7 +183,6 @@ class QuestionStream:
         while True:
             position = state.passed.get(domain, 0) * len(self.domains) + offset
             state.passed[domain] = state.passed.get(domain, 0) + 1
-            state.asked += 1
             number = self.number(position)
             rest = self.cfg.skip_solved
             rested = self.epoch(position) - state.solved.get(str(number), -rest - 1) > rest

@@ -16,8 +16,8 @@ from typing import Annotated, NamedTuple
 
 from runtime.usage import help_text, is_first_rank
 
-# Options that are not inherited from the run that is resumed
-NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only")
+# Options that are not inherited from the run that is resumed, which has a copy of its tokenizer
+NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only", "tokenizer")
 # Options that are paths: an empty path would be the current directory.
 PATH_OPTIONS = "out_dir data_dir out output init_from dataset teacher tokenizer model models runs paths run".split()
 DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -102,8 +102,13 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
     check_paths(given, fields)
 
     values = {name: f.default for name, f in fields.items()}
-    if claim and not given.get("eval_only"):
-        given = choose_start(given, claim(given.get("out_dir", values["out_dir"])))
+    if claim:
+        out_dir = given.get("out_dir", values["out_dir"])
+        if given.get("eval_only"):           # locks and changes nothing
+            found = "run" if (Path(out_dir) / "config.json").exists() else "nothing"
+        else:
+            found = claim(out_dir)
+        given = choose_start(given, found)
     init_from = given.get("init_from", values.get("init_from", "scratch"))
     if init_from != "scratch" and (init_from == "resume" or saved_of):
         run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
@@ -115,7 +120,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
         values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
                    for key in fields if key in saved and key not in NOT_INHERITED}
         if init_from == "resume" and claim and not any((Path(run) / "checkpoints").glob("step_*")):
-            values |= {"init_from": restart_from(run, saved), "overwrite": True}
+            values |= {"init_from": restart_from(run, saved), "tokenizer": saved.get("tokenizer"),
+                       "overwrite": True}
             given.pop("init_from")
     return Config(**(values | given))
 
@@ -128,6 +134,8 @@ def choose_start(given, found):
         return given
     if given.get("overwrite"):
         raise BadInput("--resume=auto resumes the run that --overwrite would replace: leave one of them out.")
+    if given.get("eval_only") and found == "nothing":
+        raise BadInput("--eval_only --resume=auto finds no run to evaluate: give its --out_dir=.")
     return given | {"init_from": "resume"} if found == "run" else given
 
 

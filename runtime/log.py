@@ -141,7 +141,7 @@ class Log:
 
     def write_line(self, values):
         """Append a line to metrics.jsonl: all of its lines come from here."""
-        self.append("metrics.jsonl", json.dumps({name: for_json(value) for name, value in values.items()}))
+        self.append("metrics.jsonl", json.dumps(for_json(values)))
 
     def append(self, name, line):
         """Append a line to a file. A failure (a full disk, for example) does not end the run; the next
@@ -154,7 +154,11 @@ class Log:
 
 
 def for_json(value):
-    """Convert NaN and infinity, which JSON lacks, to text."""
+    """Convert NaN and infinity, which JSON lacks, to text, also in dictionaries and lists."""
+    if isinstance(value, dict):
+        return {name: for_json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [for_json(part) for part in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

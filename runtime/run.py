@@ -20,7 +20,7 @@ import os
 import socket
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,13 +37,15 @@ RETRY_FILE = "retry.json"
 # arguments of optim.lr_at, and the options that limit the number of steps
 LR_OPTIONS = ("learning_rate", "min_lr", "warmup_steps", "lr_schedule", "cooldown")
 LR_AND_LENGTH_OPTIONS = (*LR_OPTIONS, "max_steps", "num_epochs")
+DATA_OPTIONS = ("dataset", "task", "seed", "block_size", "valid_share", "prompt", "instruction", "few_shot",
+                "num_questions", "eval_questions", "eval_interval", "max_prompt_tokens")
 
 
 @dataclass
 class TrainState:
     """Counters of a run, saved in each checkpoint."""
     batch_size: int                          # cfg.batch_size when micro_batch was found
-    micro_batch: int                         # sequences (grpo.py: tokens)
+    micro_batch: int                         # sequences (grpo.py: tokens) of a rank
     num_steps: int                           # planned for the whole run
     step: int = 0                            # optimizer steps done (grpo.py: rollouts)
     tokens: int = 0                          # positions seen
@@ -53,6 +55,7 @@ class TrainState:
     skipped: int = 0                         # optimizer steps with non-finite gradients
     stale: int = 0                           # evaluations since the best one
     evaluation_due: bool = False             # this step is still to be evaluated, after a save at a signal
+    ranks: int = field(default_factory=distributed.world_size)       # when micro_batch was found
 
 
 class Run:
@@ -374,8 +377,9 @@ class Run:
         vars(self.state).update(state["progress"])
         if self.stage_state:
             vars(self.stage_state).update(state["stage"])
-        if self.state.batch_size != self.cfg.batch_size:
-            self.state.batch_size = self.cfg.batch_size
+        shares = self.cfg.batch_size, distributed.world_size()
+        if (self.state.batch_size, self.state.ranks) != shares:
+            self.state.batch_size, self.state.ranks = shares
             self.state.micro_batch = asked_for
         self.state.micro_batch = min(asked_for, self.state.micro_batch)
         vars(self.nonfinite).update(state["nonfinite"])
@@ -484,9 +488,14 @@ def start(cfg, hardware, model, micro_batch, num_steps, digest, step=None, stage
     if step is not None:
         run.restore(step)
         if run.state.data != digest:
+            before = checkpoint.read_meta(cfg.out_dir, step).get("config", {})
+            flags = [f"--{name}={getattr(cfg, name)}" for name in DATA_OPTIONS
+                     if name in before and before[name] != getattr(cfg, name)]
             changed = cfg.dataset or "The list of questions"
-            raise BadInput(f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to "
-                           f"resume, or start a new run with --init_from={cfg.out_dir} and another "
+            problem = f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to resume"
+            if flags:
+                problem = f"{', '.join(flags)} changes the data of the run in {cfg.out_dir}: leave it out"
+            raise BadInput(f"{problem}, or start a new run with --init_from={cfg.out_dir} and another "
                            "--out_dir=.")
     return run
 

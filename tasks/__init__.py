@@ -134,7 +134,8 @@ def module_name(path):
 
 
 def files_of(task):
-    """Return a task's file and the neighbours that it imports, recursively; of a package, all files."""
+    """Return a task's file and the neighbours and tasks that it imports, recursively; of a package, all
+    files."""
     found = [Path(task.module.__file__)]
     for file in found:
         with contextlib.suppress(SyntaxError):               # in a neighbour that may never be imported
@@ -142,8 +143,13 @@ def files_of(task):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom) and not node.level:
                     names = [node.module]
+                    if node.module == "tasks":
+                        names = [f"tasks.{alias.name}" for alias in node.names]
                 for name in names:
                     near = found[0].parent / name.partition(".")[0]
+                    task = name.removeprefix("tasks.")
+                    if task != name and task in MODULES.values():
+                        near = Path(__file__).parent / task
                     files = [near.with_suffix(".py"), *sorted(near.rglob("*.py"))]
                     found += [other for other in files if other.is_file() and other not in found]
     return found

@@ -46,10 +46,15 @@ def asked_unit(question):
     if "to" in question:
         return question["to"]
     text = question.get("question", "")
-    if "percent" in text or "%" in text:
-        return "%"
     found = HOW_MANY.search(text)
-    return found and found[1]
+    if found and not found[1].lower().startswith("percent"):
+        return found[1]
+    return "%" if "percent" in text or "%" in text else None
+
+
+def right_answer(question):
+    """Return the right answer as a Fraction. It may be a number, or a text with commas between thousands."""
+    return Fraction(str(question["answer"]).replace(",", ""))
 
 
 def numbers_in(text):
@@ -66,7 +71,7 @@ def numbers_in(text):
 def reasoned(question, completion, value, numbers=None):
     """Return whether the text before the answer leads to it, see _equations.reasoned. value: the completion's
     answer or None. numbers: of the question; None: those in its text."""
-    answers = [] if value is None else [float(value), float(Fraction(question["answer"]))]
+    answers = [] if value is None else [float(value), float(right_answer(question))]
     if "cent" in question.get("question", "").lower():                           # in cents, percent
         answers += [answer / 100 for answer in answers]
     known = numbers_in(question.get("question", "")) if numbers is None else numbers
@@ -91,7 +96,6 @@ def grade(question, completion):
     (exactly equal), and reasoned: true equations lead from the question's numbers to the answer."""
     completion = completion[:_numbers.LONGEST_TEXT]
     value = answer(completion, asked_unit(question))
-    right = Fraction(question["answer"].replace(",", ""))
-    parts = {"answered": value is not None, "correct": value == right,
+    parts = {"answered": value is not None, "correct": value == right_answer(question),
              "reasoned": reasoned(question, completion, value)}
     return float(parts["correct"]), parts

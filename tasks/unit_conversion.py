@@ -394,7 +394,7 @@ def reward(question, completion):
     fact, lead from the question to it (reasoned)."""
     completion = completion[:_numbers.LONGEST_TEXT]
     value = _answers.answer(completion, _answers.asked_unit(question))
-    right = Fraction(question["answer"])
+    right = _answers.right_answer(question)
     parts = {"answered": value is not None,
              "correct": value is not None and _numbers.close(value, right, LOOSE),
              "exact": value is not None and _numbers.close(value, right, EXACT),

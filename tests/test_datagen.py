@@ -173,6 +173,9 @@ def test_only_what_is_missing_is_sampled_again_and_a_cut_line_is(made, base, tas
     examples.attempts_path(output).write_text("".join(kept) + lines[2][:40])
     done = generate(output, base, task, deterministic=True, json=True)
     assert f"{len(kept) - 1} attempts are logged already" in done.stdout
+    environ = environment() | {"TORCHELASTIC_RESTART_COUNT": "1"}          # torchrun restarts a rank that was killed
+    again = forked.run(command(output, base, task, deterministic=True, overwrite=True), env=environ, capture_output=True, text=True)
+    assert f"{len(lines) - 1} attempts are logged already" in again.stdout
     assert output.read_bytes() == made[0].read_bytes()
     assert json.loads(done.stdout.splitlines()[-1])["kept"] == made[1]["kept"]
 
@@ -260,8 +263,8 @@ def test_a_file_by_the_name_of_the_lock_is_named_and_stays(tmp_path):
 
 
 def test_answers_of_any_kind_are_written_as_they_are():
-    assert [datagen.number(a) for a in ("7.5", "6000", "999999997000000002", "x", None, ["7"], "nan", 3)] == [
-        7.5, 6000, 999999997000000002, "x", None, ["7"], "nan", 3]
+    assert [repr(datagen.number(a)) for a in ("7.5", "6000", "999999997000000002", "x", None, ["7"], "nan", 3, 3.7, True, "0012", "1_000", "-2")] == [
+        "7.5", "6000", "999999997000000002", "'x'", "None", "['7']", "'nan'", "3", "3.7", "True", "'0012'", "'1_000'", "-2"]
 
 
 @pytest.mark.parametrize("answer", [None, ["7"], {"a": 1}, True, 7.5])
@@ -333,6 +336,8 @@ def test_a_verifier_s_neighbours_are_a_part_of_it(tmp_path):
     before = datagen.code_of(found)
     (tmp_path / "near_to_it.py").write_text("WORTH = 0.5")
     assert datagen.code_of(found) != before
+    names = [file.name for file in tasks.load("unit_conversion_tool").files]
+    assert names == ["unit_conversion_tool.py", "unit_conversion.py"]          # which it imports, and which grades
 
 
 def test_what_is_kept_can_be_trained_on(made, base, tmp_path):

@@ -311,6 +311,14 @@ def test_each_check_by_its_metrics(name, figures):
     assert doctor.holding[0].sentence.endswith(".") and "\n" not in doctor.holding[0].sentence
 
 
+def test_metrics_without_values_are_no_finding_and_no_error():
+    """A judge that is down while all samples are copies; entropies and a loss that were not finite."""
+    assert not {f.name for f in Doctor([START, *lines(15, distinct=1.0, pass_at_1=None, entropy="nan")]).holding} - {"same_samples"}
+    text = START | {"config": {"init_from": "scratch"}, "facts": {"vocabulary": 257, "steps_per_epoch": 20}}
+    said = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": "nan"}, {"step": 2, "val_loss": 3.0}, {"step": 3, "loss": 2.0}, {"step": 3, "val_loss": 4.0}]
+    Doctor([text, *said])
+
+
 def test_a_reward_that_has_fallen():
     doctor = Doctor([START, *lines(20), *lines(5, first=21, reward=0.1, pass_at_1=0.1)])
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]

@@ -21,6 +21,7 @@ from rollouts.accuracy import accuracy, difference, interval, pass_at
 from rollouts.pipeline import Pipeline, ask, requests_of
 from rollouts.questions import questions_of
 from runtime.config import BadInput
+from runtime.log import for_json
 from tasks._pool import Grade, Pool
 from text.prompts import prompt_ids
 from text.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ def test_figures_by_hand():
     assert (found["questions"], found["samples"], found["errors"]) == (4, 8, 1)
     assert found["pass_at_k"] == {"1": 0.625, "2": 0.75}
     assert json.loads(json.dumps(found)) == found
+    assert for_json(found | {"models": [{"ppl_word": float("inf")}, (1.0, None)]}) == found | {"models": [{"ppl_word": "inf"}, [1.0, None]]}
 
 
 def test_a_task_without_the_part_answered_has_no_answer_rate():

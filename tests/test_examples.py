@@ -201,7 +201,7 @@ def test_a_micro_batch_with_a_shared_beginning_is_at_most_as_large_as_the_trial(
 def test_a_run_with_a_shared_beginning_resumes_exactly(base, tmp_path, knobs):
     path = alike(tmp_path / "a.jsonl", n=17)
     done = tune(tmp_path / "a", path, base, save_interval=1, **knobs)
-    assert ", the first 39 shared" in done.stdout and "computed_share" in (tmp_path / "a" / "metrics.jsonl").read_text()
+    assert ", the first 39 shared" in done.stdout and "flops_per_token" in (tmp_path / "a" / "metrics.jsonl").read_text()
     whole = weights(tmp_path / "a", 4)
     for step in (2, 3, 4):
         shutil.rmtree(tmp_path / "a" / "checkpoints" / f"step_{step:08d}")
@@ -249,6 +249,8 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(rft, base, tmp_path, knobs):
         assert done.returncode == 2 and "has changed since" in done.stderr and done.stderr.count("\n") == 1
     finally:
         rft.write_text(content)
+    done = run(tmp_path / "b", rft, defaults={}, init_from="resume", num_epochs=3, valid_share=0.3)
+    assert done.returncode == 2 and "--valid_share=0.3 changes the data of the run" in done.stderr
     if knobs:
         assert all(w.abs().max() > 0 for name, w in weights(tmp_path / "a", 8).items() if name.endswith("lora_b"))
 

@@ -323,6 +323,23 @@ def test_one_command_always_works(tmp_path, text, capsys):
     said = capsys.readouterr().out
     assert "no checkpoint yet: it restarts" in said and "steps 0 to 8" in said
     assert largest_difference(weights(out, 8), whole) == 0
+    with pytest.raises(BadInput, match="finds no run to evaluate"):
+        here(tmp_path / "none", text, resume="auto", eval_only=True)
+
+
+def test_a_run_that_was_killed_early_restarts_with_its_own_tokenizer(tmp_path, text, monkeypatch):
+    pytest.importorskip("tokenizers")
+    out = tmp_path / "a"
+    monkeypatch.chdir(write(tmp_path / "tok").parent)
+    here(out, text, **SHORT | dict(max_steps=4), tokenizer="tok")
+    whole = weights(out, 4)
+    shutil.rmtree(out / "checkpoints")
+    write(tmp_path / "other", "qwen")
+    monkeypatch.chdir(tmp_path / "other")                    # has another tokenizer.json
+    train.main([f"--out_dir={out}", "--init_from=resume"])
+    assert largest_difference(weights(out, 4), whole) == 0
+    shutil.rmtree(tmp_path / "tok")                          # from here on the run has its own
+    assert train.main([f"--out_dir={out}", "--init_from=resume", "--max_steps=5"]) == 0
 
 
 def test_a_rate_that_moves_on_resume_is_said(tmp_path, text, done_run, capsys):
@@ -439,14 +456,15 @@ def test_ranks_end_with_their_torchrun(tmp_path, text):
     assert checkpoint.newest_intact(out) == max(metrics(out))              # they have saved
 
 
-@pytest.mark.parametrize("ranks, pieces", [(1, (8, 2)), (4, (4, 4))], ids=str)
+@pytest.mark.parametrize("ranks, pieces", [(1, (16, 1)), (4, (4, 4))], ids=str)
 def test_a_run_of_two_ranks_goes_on_with_other_numbers(tmp_path, text, stopped, ranks, pieces):
     """On one or four ranks, in other micro-batches: the same batches, losses to 1e-5 in fp32."""
     whole, half = stopped
     shutil.copytree(half, tmp_path / "a")
     batch_size, accumulation = pieces
     knobs = SHORT | dict(batch_size=batch_size, gradient_accumulation_steps=accumulation)
-    trained(tmp_path / "a", text, ranks=ranks, init_from="resume", **knobs)
+    done = trained(tmp_path / "a", text, ranks=ranks, init_from="resume", **knobs)
+    assert f"Micro-batch {min(batch_size, 16 // ranks)} x accumulation" in done.stdout
     ours, theirs = metrics(tmp_path / "a"), metrics(whole)
     assert ours.keys() == theirs.keys() and all(ours[s] == pytest.approx(theirs[s], abs=1e-5) for s in ours)
     assert metrics(tmp_path / "a", "val_loss")[8] == pytest.approx(metrics(whole, "val_loss")[8], abs=1e-5)
@@ -457,7 +475,7 @@ def test_a_run_of_two_ranks_goes_on_with_other_numbers(tmp_path, text, stopped, 
 def stopped(tmp_path_factory, text):
     """A run of two ranks, and the same as if it had been killed after step 4."""
     folder = tmp_path_factory.mktemp("two")
-    knobs = SHORT | dict(gradient_accumulation_steps=4, optimizer="adamw", learning_rate=1e-3, keep_last=5)
+    knobs = SHORT | dict(batch_size=16, gradient_accumulation_steps=1, optimizer="adamw", learning_rate=1e-3, keep_last=5)
     trained(folder / "whole", text, ranks=2, **knobs)
     shutil.copytree(folder / "whole", folder / "half")
     shutil.rmtree(folder / "half/checkpoints/step_00000008")

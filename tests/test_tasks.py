@@ -713,6 +713,12 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
     for text, score in (("1000 km", 1.0), ("1000 kilometres", 1.0), ("1000km.", 1.0), ("1,000 km", 1.0), ("1000 m", 0.0), ("1000 km or 1 m", 0.0), ("$1000", 0.0)):
         assert paid(text, **asked) == score, text
     assert paid("1000 clips", question="How many clips?") == paid("1000%", question="What percent?") == 1.0 == paid("1000 g", to="gram")
+    for text, score in (("1000 clips", 1.0), ("1000", 1.0), ("1000%", 0.0)):
+        assert paid(text, question="A fifth, 20%, is lost. How many clips are left?") == score
+    assert paid("1000%", question="How many percent is that?") == 1.0
+    for right in (1000, "1,000", 1000.0):
+        score, parts = task.reward({"question": "900 + 100 = ?", "answer": right}, "900 + 100 = 1000 <answer>1000</answer>")
+        assert score == 1.0 and parts["reasoned"]
     assert paid("1000 clip", question="How many boxes?") == paid("$1000", question="How many cents?") == 0.0
     assert paid("$1000$ percentage", question="What percent?") == paid("$1000", question="How many dollars?") == 1.0
 

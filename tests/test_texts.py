@@ -106,7 +106,7 @@ def test_suffixes_ignore_case_and_what_is_left_out_is_named(tmp_path, capsys):
     source.mkdir()
     write_jsonl(source / "a-train.NDJSON", ["one"])
     write_parquet(source / "b-train.Parquet", ["two"])
-    for name in ("c-train.TXT", "valid.txt", "test.txt", "more.txt", "notes.md", "d-train.jsonl.gz", ".hidden.md"):
+    for name in ("c-Train.TXT", "Valid.txt", "TEST.txt", "more.txt", "notes.md", "d-train.jsonl.gz", ".hidden.md"):
         (source / name).write_text("three")
     assert prepared(source, tmp_path) == [["one", "two", "three"], ["three"]]
     assert "Left out of" in (said := capsys.readouterr().out) and ": d-train.jsonl.gz, more.txt, notes.md (" in said

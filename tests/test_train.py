@@ -242,8 +242,9 @@ def test_a_run_s_architecture_comes_with_its_weights(tmp_path, text, reference):
 
 def test_eval_only_prints_and_writes_nothing(text, reference):
     before = sorted(p.stat().st_mtime_ns for p in reference.rglob("*"))
-    done = trained(reference, text, init_from="resume", eval_only=True)
-    assert f"val loss {metrics(reference, 'val_loss')[20]:.4f}" in done.stdout
+    for start in (dict(init_from="resume"), dict(resume="auto")):
+        done = trained(reference, text, **start, eval_only=True)
+        assert f"val loss {metrics(reference, 'val_loss')[20]:.4f}" in done.stdout
     assert sorted(p.stat().st_mtime_ns for p in reference.rglob("*")) == before
 
 

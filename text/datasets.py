@@ -46,16 +46,20 @@ def validation_loss(cfg, hw, model, held_out, micro_batch):
     return examples_loss(model, held_out, micro_batch, hw)
 
 
-def computed_share(dataset, micro_batch):
-    """Return the share of an epoch's positions that are computed: each micro-batch computes those that its
-    examples share once."""
-    if is_text(dataset) or dataset.prefix is None:
-        return 1.0
-    n = len(dataset.examples)
-    per_rank = n / dataset.steps_per_epoch / distributed.world_size()
+def mean_flops(model, dataset, micro_batch):
+    """Return the FLOPs of forward and backward pass per token, without padding. Of examples the head is
+    computed for targets alone, and the positions that all share once a micro-batch."""
+    if is_text(dataset):
+        return model.flops_per_token(dataset.longest)
+    lengths = [example.length for example in dataset.examples]
+    tokens = sum(lengths)
+    targets = sum(int(example.is_target[1:].sum()) for example in dataset.examples)
+    per_rank = len(lengths) / dataset.steps_per_epoch / distributed.world_size()
     micro_batches = dataset.steps_per_epoch * distributed.world_size() * math.ceil(per_rank / micro_batch)
-    positions = sum(example.length for example in dataset.examples)
-    return 1 - len(dataset.prefix) * max(0, n - micro_batches) / positions
+    shared = 0 if dataset.prefix is None else len(dataset.prefix) * max(0, len(lengths) - micro_batches)
+    head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
+    blocks = model.flops_per_token(sum(length**2 for length in lengths) / tokens) - head
+    return blocks * (1 - shared / tokens) + head * targets / tokens
 
 
 def number_of_steps(cfg, dataset):

@@ -52,7 +52,7 @@ def check_task(cfg, argv):
         return
     recorded = checkpoint.read_model(cfg.out_dir).get("task")
     file = found["file"]
-    option = "--task=" if hasattr(cfg, "task") else "--dataset=task:"
+    option = "--task=" if hasattr(cfg, "task") else f"--dataset={cfg.dataset.partition(':')[0]}:"
     about = "unchanged since the run recorded it"
     if not isinstance(recorded, dict) or recorded.get("sha256") != found["sha256"]:
         about = f"changed since the run recorded it, because {option} names it"

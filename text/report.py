@@ -3,7 +3,7 @@ from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options
-from text.datasets import computed_share
+from text.datasets import mean_flops
 from text.perplexity import evaluation_line
 
 
@@ -30,7 +30,7 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     lines = [
         f"{gpt.n_params():,} parameters ({gpt.n_params(embeddings=False):,} without embeddings), "
-        f"{gpt.flops_per_token(dataset.longest) / 1e6:,.1f} MFLOP per token.",
+        f"{mean_flops(gpt, dataset, micro_batch) / 1e6:,.1f} MFLOP per token.",
         f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps}: {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
         f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, {num_workers} "
@@ -49,7 +49,7 @@ def facts(run, dataset):
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "steps_per_epoch": dataset.steps_per_epoch,
-        "computed_share": computed_share(dataset, run.state.micro_batch),
+        "flops_per_token": mean_flops(run.model, dataset, run.state.micro_batch),
     }
 
 

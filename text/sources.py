@@ -86,7 +86,7 @@ def find_files(path, text_key):
     words = {}                               # {file: words in its relative path}
     for file in files:
         name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else ""
-        words[file] = set(re.split(r"[\W_]+", name))
+        words[file] = set(re.split(r"[\W_]+", name.lower()))
     valid = [file for file in files if words[file] & {*VALID_NAMES}]
     test = [file for file in files if "test" in words[file]]
     train = [file for file in files if "train" in words[file]]

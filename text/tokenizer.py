@@ -109,6 +109,11 @@ class Tokenizer:
         }
 
     @property
+    def option(self):
+        """The value of --tokenizer that loads it again: its name, or the absolute path of its file."""
+        return self.name if self.name in BUILT_IN else str(self.encoding.path.resolve())
+
+    @property
     def sha256(self):
         """SHA-256 of the tokenizer.json, None without one."""
         return None if self.name in BUILT_IN else hashlib.sha256(self.encoding.content).hexdigest()
