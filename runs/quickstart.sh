@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Install missing packages, then run the pipeline: pretrain a small GPT on worked examples, three in ten
 # wrong; sample many solutions a question; fine-tune on verified ones; train with GRPO; evaluate each model on
-# 500 unseen questions. Takes --out_dir=, --data_dir=, --seed=, --base_steps= and --grpo_steps=.
+# 500 unseen questions. Takes --out_dir=, --data_dir= and --seed=, and for a trial --base_steps=, --asked=
+# (questions of rejection sampling), --grpo_steps= and --num_questions= (of the test split).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=out/quickstart data=data seed=0 base= grpo=
+out=out/quickstart data=data seed=0 base= asked=2000 grpo= questions=500
 for argument in "$@"; do
     case $argument in
         --out_dir=*) out=${argument#*=} ;; --data_dir=*) data=${argument#*=} ;;
         --seed=*) seed=${argument#*=} ;;
-        --base_steps=*) base=--max_steps=${argument#*=} ;;
-        --grpo_steps=*) grpo=--max_steps=${argument#*=} ;;
-        *)  echo "error: quickstart.sh takes --out_dir=, --data_dir=, --seed=, --base_steps= and" \
-                "--grpo_steps=, not $argument." >&2
+        --base_steps=*) base=--max_steps=${argument#*=} ;; --asked=*) asked=${argument#*=} ;;
+        --grpo_steps=*) grpo=--max_steps=${argument#*=} ;; --num_questions=*) questions=${argument#*=} ;;
+        *)  echo "error: quickstart.sh takes --out_dir=, --data_dir=, --seed=, --base_steps=, --asked=," \
+                "--grpo_steps= and --num_questions=, not $argument." >&2
             exit 2 ;;
     esac
 done
@@ -28,13 +29,14 @@ use_all_cores 1,2,4,8
 
 compare() {                              # compare FILE FLAGS...: all models on the test questions
     local file=$1; shift
-    $per_core eval.py --compare "$out/base" "$out/rft" "$out/grpo" $ask --json "$@" > "$file" &&
+    $per_core eval.py --compare "$out/base" "$out/rft" "$out/grpo" $ask --num_questions="$questions" --json \
+        "$@" > "$file" &&
         grep -v '^{' "$file"
 }
 timed base "$python" train.py config/quickstart.py --out_dir="$out/base" --data_dir="$data" --seed="$seed" \
     --overwrite --log_interval=50 $base
 timed datagen $per_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" --seed="$seed" \
-    --overwrite --num_questions=2000 --oversample=8 --keep_per_question=1 --stop_early --temperature=1
+    --overwrite --num_questions="$asked" --oversample=8 --keep_per_question=1 --stop_early --temperature=1
 # 1.5 epochs: GRPO gains as much as further epochs would, and learns more while the model's answers still
 # differ
 timed rft "$python" train.py config/rft.py --init_from="$out/base" --dataset="$out/rft.json" \
