@@ -325,7 +325,8 @@ class HeadAndLoss(torch.autograd.Function):
             y = targets[start:start + rows]
             is_target = y != IGNORE
             nats, grad = chunk_loss(chunk @ w.t(), y.clamp(min=0), vocab_size, softcap, needs_gradient)
-            loss += (nats * is_target).sum()
+            # Not in place, as in `scattered`.
+            loss = loss + (nats * is_target).sum()
             mask = is_target[:, None].to(h.dtype)        # applied to [rows, C], which is narrower than V
             if dh is not None:
                 dh[start:start + rows] = (grad @ w) * mask

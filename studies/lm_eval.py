@@ -55,7 +55,7 @@ class NanoRFT(TemplateLM):
         first = prefix_token_id, tokenizer.bos, tokenizer.eos
         self.prefix_token_id = next(i for i in first if i is not None)
         self.control = {IM_START: tokenizer.start, IM_END: tokenizer.end} if tokenizer.is_chat else {}
-        self.model = source.load(device=self.hw.device)
+        self.model = source.load(self.hw.attention, device=self.hw.device)
         self.max_length = min(max_length or source.config.block_size, source.config.block_size)
         usual = MICRO_BATCH_ON_CPU if self.hw.device.type == "cpu" else MICRO_BATCH
         self.tokens = tokens_per_micro_batch or usual

@@ -64,7 +64,7 @@ GPT2_350M = ("bench.py --stage=train config/gpt2_124m.py --n_layer=24 --n_head=1
              "--batch_size=8 --gradient_accumulation_steps=8 --repeats=1")
 # one sequence a step, as in the figure that prime-rl publishes for full fine-tuning
 QWEN3 = ("bench.py --stage=train --model=qwen3-0.6b --block_size=8192 --batch_size=1 "
-         "--gradient_accumulation_steps=1 --optimizer=adamw --repeats=1")
+         "--gradient_accumulation_steps=1 --optimizer=adamw --learning_rate=3e-4 --repeats=1")
 SFT = "bench.py --stage=sft --model=gpt2 --repeats=1"
 GRPO = "bench.py --stage=grpo --model=gpt2 --work=64x8 --max_new_tokens=94 --steps=3 --repeats=1"
 GENERATE = "bench.py --stage=generate --repeats=1"
