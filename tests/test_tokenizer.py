@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from conftest import trained
 from runtime.config import BadInput
 from text import bpe, data, sources
-from text.tokenizer import BUILT_IN, Tokenizer, byte_letters
+from text.tokenizer import BUILT_IN, Tokenizer, as_tiktoken, byte_letters
 
 END, START, STOP, BOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"
 LEARNT = ["Question: how many gram are there per 6 kg? user\nassistant\nsystem\n\nYou are a helpful assistant.\n\n\n 42 3.14\n 5",
@@ -419,6 +419,9 @@ def test_a_trained_tokenizer_is_deterministic_and_usable_everywhere(text, tmp_pa
         if END not in sample:
             assert ids.tolist() == fast.encode(sample, add_special_tokens=False)
     assert len(tokenizer.encode("the cat sat on a mat")) == 6
+    assert tokenizer.encoding.fast
+    every = "".join(f"a{chr(c)}1 " for c in range(0x30000) if not 0xD800 <= c < 0xE000)
+    assert np.array_equal(tokenizer.encode(every), Library.from_str(content.decode()).encode(every).ids)
     done = trained(tmp_path / "run", text, tokenizer=tmp_path / "tok", max_steps=2, data_dir=tmp_path / "data")
     assert "bits/byte" in done.stdout
 
@@ -426,8 +429,9 @@ def test_a_trained_tokenizer_is_deterministic_and_usable_everywhere(text, tmp_pa
 def test_digits_are_split_on_request_and_other_files_are_kept(text, tmp_path):
     numbers = ["1000 100000 1000000 " * 50]
     for split_digits, count in ((True, 4), (False, 1)):
-        library = Library.from_str(json.dumps(bpe.train(numbers, 270, split_digits)))
-        assert len(library.encode("1000").ids) == count
+        content = json.dumps(bpe.train(numbers, 270, split_digits))
+        library = Library.from_str(content)
+        assert len(library.encode("1000").ids) == count and (as_tiktoken(content) is None) == split_digits
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadInput, match="exists and is not this tokenizer: move it elsewhere, or choose another --out="):
         bpe.main([str(text), f"--out={tmp_path}", "--vocab_size=300"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, check_type, read_json
@@ -312,6 +313,30 @@ def tokenizer_json(encoding):
     return byte_level(vocab, merges, encoding.eot_token, use_regex=encoding.name == "gpt2")
 
 
+def as_tiktoken(content):
+    """Return a tiktoken.Encoding that gives text the ids of a tokenizer.json, in a fraction of the library's
+    time; None unless it is byte-level BPE with GPT-2's split."""
+    about = json.loads(content)
+    model = about["model"]
+    first = about.get("pre_tokenizer") or {}
+    splits = [(split.get("type"), split.get("add_prefix_space"), split.get("use_regex", True))
+              for split in first.get("pretokenizers", [first]) if split]
+    unlike = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
+              "ignore_merges")
+    if (about.get("normalizer") or splits != [("ByteLevel", False, True)] or model.get("type") != "BPE"
+            or any(model.get(name) for name in unlike)
+            or not all(token["special"] for token in about.get("added_tokens", []))):
+        return None
+    vocab = model["vocab"]
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+    merged = ["".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in model["merges"]]
+    ids = [vocab[token] for token in merged]
+    if ids != sorted(set(ids)) or not byte_of.keys() <= vocab.keys() or not {*"".join(merged)} <= byte_of.keys():
+        return None
+    ranks = {bytes(map(byte_of.get, token)): vocab[token] for token in [*byte_of, *merged]}
+    return tiktoken.Encoding(FILE, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+
+
 def in_letters(token, letters):
     return "".join(letters[byte] for byte in token)
 
@@ -344,6 +369,7 @@ class TokenizerJson:
         except Exception as e:
             raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): "
                            "download it again.") from None
+        self.fast = as_tiktoken(self.content)
         self.hf.no_truncation()
         self.hf.no_padding()
         self.hf.encode_special_tokens = True                  # spelled in a text, they are text
@@ -360,6 +386,8 @@ class TokenizerJson:
 
     def encode_to_numpy(self, text, disallowed_special=()):
         text.encode()                        # ValueError for a lone surrogate, as in tiktoken
+        if self.fast:
+            return self.fast.encode_to_numpy(text, disallowed_special=())
         with usable(self.path):
             # The library's only call that releases the GIL and does not compute character offsets.
             ids = self.hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
