@@ -103,7 +103,7 @@ def test_another_vocabulary(in_process, capsys, tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "big.py").write_text("n_layer = 1\nn_embd = 8\nbatch_size = 1\nblock_size = 16\ntokenizer = 'gpt2'\ndataset = 'none'\n")
     _, figures = said(capsys, "--stage=train", "--steps=1", "--repeats=1", "--dtype=fp32", str(tmp_path / "big.py"))
-    assert figures["settings"]["tokenizer"].startswith("tokenizer") and figures["flops_per_token"] > 6 * 8 * 50257
+    assert figures["settings"]["tokenizer"].endswith("tokenizer.json") and figures["flops_per_token"] > 6 * 8 * 50257
 
 
 def test_without_matplotlib(in_process, capsys, monkeypatch):
