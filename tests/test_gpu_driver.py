@@ -185,7 +185,7 @@ def test_real_stages(tmp_path, capsys):
 def test_speeds(tmp_path, capsys):
     """bench.py's figures, one run beside another: two runs of the same steps have the same loss."""
     path = tmp_path / "gpu.jsonl"
-    assert run.main(["--device=cpu", "--only=train-eager,train,generate-gpt2,grpo,train-parts", f"--output={path}"]) == 0
+    assert run.main(["--device=cpu", "--only=train-eager,train,generate-gpt2,grpo", f"--output={path}"]) == 0
     lines = {line["stage"]: line for line in map(json.loads, path.read_text().splitlines())}
     train = lines["train"]["figures"]
     assert train["loss_off"] == 0 and train["beside"] == "train-eager" and train["speedup"] > 0 and train["outside_s"] > 0
@@ -193,7 +193,6 @@ def test_speeds(tmp_path, capsys):
     case = lines["generate-gpt2"]["figures"]
     assert case["step_ms"] > case["floor_ms"] > 0 and case["host_share"] < 1 and case["mbu"] > 0   # of runs of 0.01 s: may be negative
     assert lines["grpo"]["figures"]["rollout_s"] > 0 and lines["grpo"]["figures"]["completions_per_s"] > 0
-    assert lines["train-parts"]["figures"]["consumers"]
     said = capsys.readouterr().out
     assert "times train-eager" in said and "loss off by 0.00%" in said and "| generate-gpt2 | 2x2 |" in said
 
