@@ -494,6 +494,7 @@ def header_of(cfg, dtype, tokenizer, model, task, form, questions, requests):
 
 def main(argv):
     cfg = config.load(Config, argv)
+    # A rank that torchrun restarts resumes.
     cfg.overwrite &= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     check(cfg)
     distributed.init()

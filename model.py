@@ -542,6 +542,10 @@ class GPT(nn.Module):
             total -= sum(e.weight.numel() for e in self.embeddings())
         return total
 
+    def head_flops(self):
+        """Return FLOPs of the head per token for which it is computed."""
+        return product_flops(self.head_weight)
+
     def flops_per_token(self, T):
         """Return FLOPs of forward and backward pass per token: 6 N + 12 L H D T (PaLM, appendix B).
 
@@ -550,14 +554,18 @@ class GPT(nn.Module):
         its matrices.
         """
         weights = [module.weight for module in self.blocks.modules() if isinstance(module, nn.Linear)]
-        weights.append(self.head_weight)
-        products = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)
+        products = self.head_flops() + sum(map(product_flops, weights))
         if self.feedback:
             products += self.feedback.flops_per_token()
         c = self.config
         if c.mixer != "softmax":
             return products + c.n_layer * mixer_flops(c)
         return products + 12 * c.n_layer * c.n_head * c.head_dim * T
+
+
+def product_flops(weight):
+    """Return FLOPs per token of a weight's products, forward and backward."""
+    return (6 if weight.requires_grad else 4) * weight.numel()
 
 
 class SkipInit(TorchFunctionMode):

@@ -276,7 +276,6 @@ def train(cfg, run, model, dataset, held_out, teacher):
     dataset.multiple = hw.length_multiple
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
-    flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
     nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
     if held_out:
         run.evaluate = partial(validate, cfg, run, model, held_out)
@@ -311,7 +310,7 @@ def train(cfg, run, model, dataset, held_out, teacher):
         lr = run.lr()
         figures = orthogonality.add_gradients(cfg, run)      # more metrics, {name: number}; {} if off
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
-        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures)
+        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, figures)
         run.finish_step(num_tokens, "optimizer", log)
     return run.end()
 
@@ -365,6 +364,7 @@ def main(argv):
     with run.open(tokenizer, provenance, Doctor, resuming):
         teacher = Teacher(cfg, hw, found_teacher) if found_teacher else None
         model = compile_and_fit(cfg, run, dataset)
+        run.flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
         run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),
                       facts(run, dataset), num_workers=workers(cfg, hw))

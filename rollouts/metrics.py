@@ -43,7 +43,7 @@ def start_up(cfg, run, stream, pipeline, about):
 def flops(model, completions):
     """Return the FLOPs of forward and backward passes without padding: each prefix once, the head only for
     completion tokens."""
-    head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
+    head = model.head_flops()
     plain = model.flops_per_token(0) - head
     by_length = model.flops_per_token(1) - model.flops_per_token(0)
     total = sum(len(prefix) * (plain + by_length * len(prefix)) for prefix in {c.prefix for c in completions})

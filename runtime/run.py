@@ -86,6 +86,7 @@ class Run:
         self.new_best = False
         self.evaluate = None                 # the stage's function, which calls record_validation
         self.epoch_steps = 0                 # also save every so many steps; 0: off
+        self.flops_per_token = None          # of a training step, for the log of train.py
 
     @property
     def step(self):
@@ -494,7 +495,7 @@ def start(cfg, hardware, model, micro_batch, num_steps, digest, step=None, stage
             changed = cfg.dataset or "The list of questions"
             problem = f"{changed} has changed since the run in {cfg.out_dir} was stopped: restore it to resume"
             if flags:
-                problem = f"{', '.join(flags)} changes the data of the run in {cfg.out_dir}: leave it out"
+                problem = f"{' with '.join(flags)} changes the data of the run in {cfg.out_dir}: leave it out"
             raise BadInput(f"{problem}, or start a new run with --init_from={cfg.out_dir} and another "
                            "--out_dir=.")
     return run

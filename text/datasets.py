@@ -57,7 +57,7 @@ def mean_flops(model, dataset, micro_batch):
     per_rank = len(lengths) / dataset.steps_per_epoch / distributed.world_size()
     micro_batches = dataset.steps_per_epoch * distributed.world_size() * math.ceil(per_rank / micro_batch)
     shared = 0 if dataset.prefix is None else len(dataset.prefix) * max(0, len(lengths) - micro_batches)
-    head = (6 if model.head_weight.requires_grad else 4) * model.head_weight.numel()
+    head = model.head_flops()
     blocks = model.flops_per_token(sum(length**2 for length in lengths) / tokens) - head
     return blocks * (1 - shared / tokens) + head * targets / tokens
 

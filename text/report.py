@@ -3,7 +3,6 @@ from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options
-from text.datasets import mean_flops
 from text.perplexity import evaluation_line
 
 
@@ -30,7 +29,7 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     lines = [
         f"{gpt.n_params():,} parameters ({gpt.n_params(embeddings=False):,} without embeddings), "
-        f"{mean_flops(gpt, dataset, micro_batch) / 1e6:,.1f} MFLOP per token.",
+        f"{run.flops_per_token / 1e6:,.1f} MFLOP per token.",
         f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps}: {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
         f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, {num_workers} "
@@ -49,11 +48,11 @@ def facts(run, dataset):
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "steps_per_epoch": dataset.steps_per_epoch,
-        "flops_per_token": mean_flops(run.model, dataset, run.state.micro_batch),
+        "flops_per_token": run.flops_per_token,
     }
 
 
-def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures):
+def log_step(run, loss_sum, num_targets, lr, grad_norm, figures):
     """Write a step's metrics and log line. Every rank must call. loss_sum: over this rank's targets.
     num_targets: of all ranks. figures: more metrics, {name: tensor [] or float}. Times are means over the
     steps since the last line."""
@@ -62,7 +61,7 @@ def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures
     loss = distributed.sum([loss_sum])[0] / num_targets
     seconds = run.timings.total() / run.timed_steps
     tokens_per_s = run.timed_tokens / run.timed_steps / seconds
-    mfu = hw.mfu(tokens_per_s / distributed.world_size(), flops_per_token)
+    mfu = hw.mfu(tokens_per_s / distributed.world_size(), run.flops_per_token)
     busy = hw.busy()
     used, peak = hw.memory_gb()
     timings = {f"{name}_s": total / run.timed_steps for name, total in run.timings.items()}

@@ -331,7 +331,8 @@ def as_tiktoken(content):
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     merged = ["".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in model["merges"]]
     ids = [vocab[token] for token in merged]
-    if ids != sorted(set(ids)) or not byte_of.keys() <= vocab.keys() or not {*"".join(merged)} <= byte_of.keys():
+    bytes_alone = byte_of.keys() <= vocab.keys() and {*"".join(merged)} <= byte_of.keys()
+    if ids != sorted(set(ids)) or not bytes_alone:
         return None
     ranks = {bytes(map(byte_of.get, token)): vocab[token] for token in [*byte_of, *merged]}
     return tiktoken.Encoding(FILE, pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
