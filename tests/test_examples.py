@@ -15,6 +15,7 @@ from runtime import checkpoint
 from runtime.config import BadInput
 from test_tokenizer import QWEN3, SMOL, write
 from text import examples, prompts
+from text.datasets import mean_flops
 from text.tokenizer import Tokenizer
 
 TUNE = dict(batch_size=8, gradient_accumulation_steps=2, num_epochs=2, optimizer="adamw", learning_rate=0.003, warmup_steps=None,
@@ -186,6 +187,16 @@ def test_a_shared_beginning_changes_no_gradient(tmp_path, kind, dtype):
     loss, other, fewer = gradients_of(model, dataset, dtype)
     assert loss == pytest.approx(exact, rel=1e-5 if dtype == torch.float32 else 1e-2) and fewer < 0.6 * positions
     assert (other - gradient).norm() < max(1e-5 * gradient.norm(), 1.2 * (plain - gradient).norm())
+
+
+def test_flops_are_those_of_positions_and_targets(rft):
+    model = GPT(GPTConfig(vocab_size=257, block_size=256, n_layer=1, n_head=1, n_embd=8))
+    dataset = batches(rft)
+    lengths, targets = [e.length for e in dataset.examples], [int(e.is_target[1:].sum()) for e in dataset.examples]
+    total = sum(n * (model.flops_per_token(n) - model.head_flops()) + k * model.head_flops() for n, k in zip(lengths, targets))
+    assert mean_flops(model, dataset, 8) == pytest.approx(total / sum(lengths))
+    dataset.prefix = torch.zeros(4)
+    assert mean_flops(model, dataset, 8) < total / sum(lengths)
 
 
 def test_a_micro_batch_with_a_shared_beginning_is_at_most_as_large_as_the_trial(tmp_path):

@@ -418,6 +418,7 @@ def test_a_trained_tokenizer_is_deterministic_and_usable_everywhere(text, tmp_pa
         assert tokenizer.decode(ids) == sample and tokenizer.eos not in ids
         if END not in sample:
             assert ids.tolist() == fast.encode(sample, add_special_tokens=False)
+            assert ids.tolist() == tokenizer.encoding.fast.encode(sample, disallowed_special=())
     assert len(tokenizer.encode("the cat sat on a mat")) == 6
     assert tokenizer.encoding.fast
     every = "".join(f"a{chr(c)}1 " for c in range(0x30000) if not 0xD800 <= c < 0xE000)

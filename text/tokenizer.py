@@ -1,6 +1,7 @@
 """Tokenizers and chat templates: GPT-2's BPE or plain bytes through tiktoken, or the tokenizer.json of a
 Hugging Face model through the library tokenizers."""
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -17,6 +18,7 @@ from runtime.usage import load_package
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
+LONG_TEXT = 2**14                    # characters
 HF_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 SPLIT_DIGITS = {"type": "Digits", "individual_digits": True}
 PLAIN = {"name": "plain"}
@@ -370,7 +372,6 @@ class TokenizerJson:
         except Exception as e:
             raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): "
                            "download it again.") from None
-        self.fast = as_tiktoken(self.content)
         self.hf.no_truncation()
         self.hf.no_padding()
         self.hf.encode_special_tokens = True                  # spelled in a text, they are text
@@ -385,9 +386,15 @@ class TokenizerJson:
         self.__dict__ |= state
         self.hf.encode_special_tokens = True                  # lost by pickle and copy
 
+    @functools.cached_property
+    def fast(self):
+        """The same in tiktoken, or None: built for the first long text, since it takes a third of a second with
+        GPT-2's merges."""
+        return as_tiktoken(self.content)
+
     def encode_to_numpy(self, text, disallowed_special=()):
         text.encode()                        # ValueError for a lone surrogate, as in tiktoken
-        if self.fast:
+        if len(text) > LONG_TEXT and self.fast:
             return self.fast.encode_to_numpy(text, disallowed_special=())
         with usable(self.path):
             # The library's only call that releases the GIL and does not compute character offsets.
