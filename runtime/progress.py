@@ -57,6 +57,7 @@ class ProgressLine:
     def __exit__(self, *_):
         if self.bar is not None:
             self.timer.cancel()
+            self.timer.join()                # or draw(), already under way, would draw the line after close()
             self.bar.close()
             self.bar = None
 

@@ -200,6 +200,21 @@ def test_drawing_questions(terminal, monkeypatch):
     assert terminal.rows() == []
 
 
+def test_a_line_that_is_being_drawn_as_its_work_ends(terminal, monkeypatch):
+    drawing = threading.Event()
+    draw = ProgressLine.draw
+
+    def slow(line):
+        drawing.set()
+        time.sleep(0.1)
+        draw(line)
+    monkeypatch.setattr(ProgressLine, "draw", slow)
+    with ProgressLine("short"):
+        assert drawing.wait(10)
+    time.sleep(0.2)
+    assert terminal.rows() == []
+
+
 def test_evaluating_on_a_text(terminal, text, tmp_path):
     held_out = data.TokenFile(data.prepare(str(text), Tokenizer("bytes"), tmp_path), "valid")
     calls = []
