@@ -201,18 +201,19 @@ def test_drawing_questions(terminal, monkeypatch):
 
 
 def test_a_line_that_is_being_drawn_as_its_work_ends(terminal, monkeypatch):
-    drawing = threading.Event()
+    begun = threading.Event()
+    drawn = threading.Event()
     draw = ProgressLine.draw
 
     def slow(line):
-        drawing.set()
+        begun.set()
         time.sleep(0.1)
         draw(line)
+        drawn.set()
     monkeypatch.setattr(ProgressLine, "draw", slow)
     with ProgressLine("short"):
-        assert drawing.wait(10)
-    time.sleep(0.2)
-    assert terminal.rows() == []
+        assert begun.wait(10)
+    assert drawn.is_set() and terminal.rows() == []
 
 
 def test_evaluating_on_a_text(terminal, text, tmp_path):
