@@ -57,7 +57,8 @@ class Config:
                                              # every model and seed
     num_samples: Count = 1                   # per question
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
-                                             # grpo.py run's own, 0 for other runs, 4 for a Hugging Face model
+                                             # grpo.py run's own, 4 for a Hugging Face model without a
+                                             # dataset, else 0
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.0      # 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all

@@ -69,9 +69,9 @@ class Config(RunOptions):
                                              # of the task's questions
     num_questions: Count | None = None       # training questions, at most; None: the task's default, or the
                                              # whole dataset
-    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: the
-                                             # value that a run folder was trained with, 4 for a Hugging Face
-                                             # model, 0 with a dataset
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: a
+                                             # grpo.py run's own, 4 for a Hugging Face model without a
+                                             # dataset, else 0
     # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
     prompts_per_step: Count = 32             # all ranks together
     k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
@@ -508,7 +508,7 @@ def main(argv):
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))
     tokenizer = found.tokenizer(cfg.tokenizer)
     cfg.tokenizer = tokenizer.option
-    cfg.few_shot = 0 if cfg.few_shot is None and cfg.dataset else few_shot_of(cfg, found)
+    cfg.few_shot = few_shot_of(cfg, found)
     positions = found.config.block_size
     with task_errors():
         task = load(cfg.task)

@@ -28,11 +28,11 @@ UNFINISHED = Grade(0.0, {}, "", None)
 
 def few_shot_of(cfg, source):
     """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs, and 4 for a
-    Hugging Face model. source: hf.ModelSource."""
+    Hugging Face model, with questions from a dataset 0. source: hf.ModelSource."""
     if cfg.few_shot is not None:
         return cfg.few_shot
     if source.step is None:
-        return 4
+        return 0 if getattr(cfg, "dataset", None) else 4
     saved = config.read_saved(source.folder).get("few_shot")
     return config.check_type(saved, int | None, f"{source.folder}/config.json: few_shot") or 0
 

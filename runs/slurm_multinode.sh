@@ -13,7 +13,7 @@
 # lines above.
 #
 #     sbatch runs/slurm_multinode.sh grpo.py config/grpo_a100x8.py
-#     sbatch --nodes=4 runs/slurm_multinode.sh train.py config/a100_production.py
+#     sbatch --nodes=4 runs/slurm_multinode.sh train.py config/a100_mega.py
 #
 # Two minutes before the time limit SLURM sends SIGTERM: the stage saves and ends, and the job is requeued and
 # resumes (train.py and grpo.py with --resume=auto, datagen.py from its own log).

@@ -23,7 +23,8 @@ class RunOptions:
     save_interval: PositiveInt = 100         # steps; also after the last, at a new best, after each epoch of
                                              # examples and at a stop signal
     keep_last: PositiveInt = 2               # checkpoints, besides the best
-    save_only_model: bool = False            # weights only: a third of the size, no resume
+    save_only_model: bool = False            # weights only: a third (AdamW) to a half (Muon) of the size, no
+                                             # resume
     diagnose: bool = True                    # report problems of the run (docs/diagnosis.md)
     tensorboard: bool = False                # log to out_dir/tensorboard
     wandb: bool = False                      # log to Weights & Biases (project: WANDB_PROJECT, or nanorft)

@@ -6,10 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from conftest import ROOT, trained
 
+import tasks
 from doctor import diagnose, plot
 from runtime import config
 
@@ -209,6 +211,16 @@ def test_the_loops_that_the_readme_shows_stand_in_the_scripts():
             if code and not code.startswith("#") and code not in script:
                 missing.append(code)
     assert not missing
+
+
+def test_the_task_file_that_docs_show_runs(tmp_path):
+    page = (ROOT / "docs/tasks.md").read_text()
+    (shown,) = (block for block in re.findall(r"(?:^    .*\n|\n)+", page, re.M) if "def respond(" in block)
+    (tmp_path / "shown.py").write_text(textwrap.dedent(shown))
+    task = tasks.load(str(tmp_path / "shown.py"))
+    question = {"question": "6 * 7?", "answer": "42"}
+    assert task.respond(question, "<calc>6 * 7</calc>") == " = 42" and task.respond(question, "6 * 7") is None
+    assert task.reward(question, "<answer>42</answer>")[0] == 1 and task.reward(question, "42")[0] == 0
 
 
 def heading(line):

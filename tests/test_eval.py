@@ -264,6 +264,15 @@ def test_all_answers_are_kept_in_a_file(model, exported, task, tmp_path, capsys)
         evaluation.main([str(model), "--dataset=a.txt", f"--output={path}"])
 
 
+def test_own_questions_are_asked_of_a_hugging_face_model_without_worked_examples(exported, tmp_path, capsys):
+    """As in grpo.py: a task file with a reward alone has no examples."""
+    (tmp_path / "mine.py").write_text("def reward(question, completion):\n    return 0.5\n")
+    (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": ""}}\n' for n in range(3)))
+    _, found = evaluate(capsys, exported, f"--task={tmp_path / 'mine.py'}", f"--dataset={tmp_path / 'asked.jsonl'}",
+                        "--tokenizer=bytes", "--max_new_tokens=4")
+    assert (found["few_shot"], found["questions"], found["errors"]) == (0, 3, 0)
+
+
 def test_models_are_compared_on_the_same_questions(model, exported, task, capsys):
     lines, found = evaluate(capsys, "--compare", model, exported, exported, f"--task={task}", *SAMPLED, "--tokenizer=bytes")
     first, shown, again = found["models"]
