@@ -56,9 +56,8 @@ class Config:
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 500; None: all; the same for
                                              # every model and seed
     num_samples: Count = 1                   # per question
-    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: a
-                                             # grpo.py run's own, 4 for a Hugging Face model without a
-                                             # dataset, else 0
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in the prompt; None: 0 with a
+                                             # dataset, else a grpo.py run's own, or 4 for a Hugging Face model
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.0      # 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all

@@ -69,9 +69,9 @@ class Config(RunOptions):
                                              # of the task's questions
     num_questions: Count | None = None       # training questions, at most; None: the task's default, or the
                                              # whole dataset
-    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: a
-                                             # grpo.py run's own, 4 for a Hugging Face model without a
-                                             # dataset, else 0
+    few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: 0
+                                             # with a dataset, else a grpo.py run's own, or 4 for a Hugging
+                                             # Face model
     # rollout. There is no top_k or top_p: the loss needs the full distribution that was sampled from
     prompts_per_step: Count = 32             # all ranks together
     k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt

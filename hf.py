@@ -6,6 +6,7 @@ import GGUF files.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import inspect
 import json
 import re
@@ -296,16 +297,25 @@ class ModelSource:
                            "with --tokenizer=, or resize it with transformers' resize_token_embeddings().")
         return tokenizer
 
+    @functools.cached_property
+    def sha256(self):
+        """The SHA-256 of the files that hold the weights."""
+        files = sorted(self.folder.glob("*.safetensors"))    # of a run: the base weights of adapters
+        if self.step is not None:
+            files.append(checkpoint.step_folder(self.folder, self.step) / "model.safetensors")
+        return hashlib.sha256("".join(map(checkpoint.sha256, files)).encode()).hexdigest()
+
     @property
     def has_tokenizer(self):
         return self.step is not None or (self.folder / "tokenizer.json").exists()
 
     def load(self, *args, device="cpu"):
-        """Return GPT(config, *args) in fp32 with the weights; raise BadInput if memory is too small."""
+        """Return GPT(config, *args) in fp32 with the weights, for evaluation (without dropout); raise BadInput
+        if memory is too small."""
         memory.check_weights(self.config, device)
         model = blank(self.config, *args, device=device)
         self.fill(model)
-        return model
+        return model.eval()
 
     def fill(self, model):
         """Copy the weights into a GPT(config), with a run's adapters merged."""

@@ -129,9 +129,9 @@ class Config(RunOptions):
     # data, in detail
     text_key: str = "text"                   # text field of .jsonl, .parquet and hub datasets
     data_dir: str = "data"                   # folder for tokenised texts
-    prompt: str | None = None                # examples: prompt template with {} for the question; None:
-                                             # datagen.py's, or the task's
-    instruction: str | None = None           # examples: system message for a chat model; None: the same
+    prompt: str | None = None                # examples in .json or of a task: prompt template with {} for
+                                             # the question; None: datagen.py's, or the task's
+    instruction: str | None = None           # of the same: system message for a chat model
     valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
     # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"

@@ -11,17 +11,23 @@ from runtime.config import BadInput
 
 def find_teacher(cfg, resuming):
     """Return the ModelSource of cfg.teacher, None without one. A resumed run keeps the checkpoint that it
-    began with, whatever the teacher's own run has saved since."""
+    began with, whatever the teacher's own run has saved since; BadInput if its weights are others."""
     if not cfg.teacher:
         return None
     recorded = checkpoint.read_model(cfg.out_dir).get("teacher") if resuming else None
-    begun_with = recorded["step"] if recorded and recorded["name"] == cfg.teacher else None
-    return hf.find(cfg.teacher, begun_with)
+    if not recorded or recorded["name"] != cfg.teacher:
+        recorded = {}
+    found = hf.find(cfg.teacher, recorded.get("step"))
+    if recorded.get("sha256", found.sha256) != found.sha256:
+        raise BadInput(f"The weights of the teacher {cfg.teacher} have changed since the run in {cfg.out_dir} "
+                       f"began: restore them to resume, or start a new run with --init_from={cfg.out_dir} and "
+                       "another --out_dir=.")
+    return found
 
 
 def identity(cfg, teacher):
-    """Return the entry of model.json from which find_teacher reads the checkpoint."""
-    return {"name": cfg.teacher, "step": teacher.step} if teacher else None
+    """Return the entry of model.json that find_teacher reads."""
+    return {"name": cfg.teacher, "step": teacher.step, "sha256": teacher.sha256} if teacher else None
 
 
 def check_teacher(source, tokenizer, vocab_size, positions):

@@ -27,12 +27,14 @@ UNFINISHED = Grade(0.0, {}, "", None)
 # --- requests ---
 
 def few_shot_of(cfg, source):
-    """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs, and 4 for a
-    Hugging Face model, with questions from a dataset 0. source: hf.ModelSource."""
+    """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs and for questions
+    from a dataset, whose task may have no examples, and 4 for a Hugging Face model. source: hf.ModelSource."""
     if cfg.few_shot is not None:
         return cfg.few_shot
+    if getattr(cfg, "dataset", None):
+        return 0
     if source.step is None:
-        return 0 if getattr(cfg, "dataset", None) else 4
+        return 4
     saved = config.read_saved(source.folder).get("few_shot")
     return config.check_type(saved, int | None, f"{source.folder}/config.json: few_shot") or 0
 

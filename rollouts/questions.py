@@ -105,8 +105,8 @@ def read_questions(path, n_valid):
 def open_questions(cfg, task):
     """Return (training questions, validation questions, note on dropped questions for the log)."""
     if cfg.dataset:
-        train, valid = read_questions(cfg.dataset, cfg.eval_questions)
-        return train[:cfg.num_questions], valid if cfg.eval_interval else [], ""
+        train, valid = read_questions(cfg.dataset, cfg.eval_questions if cfg.eval_interval else 0)
+        return train[:cfg.num_questions], valid, ""
     train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
     valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []
     return train, valid, f" ({dropped} also in the test split dropped)" if dropped else ""
@@ -167,7 +167,7 @@ class QuestionStream:
         positions = []
         resting = set()
         while len(positions) < n:
-            if not again or per_turn == 1:
+            if not again or self.cfg.mixing != "round_robin":
                 self.turn = tasks.next_task(self.weights, turns)
             turns[self.turn] = turns.get(self.turn, 0) + per_turn
             positions += [self.next_position(self.turn, resting) for _ in range(per_turn)]

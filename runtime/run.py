@@ -13,6 +13,7 @@ A stage contains the success path:
 Failures raise. Out of memory and repeated non-finite gradients become a guard.Retry: the retry file
 retry.json holds the change to make, and `restore` applies it to a checkpoint.
 """
+import contextlib
 import copy
 import dataclasses
 import math
@@ -554,15 +555,21 @@ def launch():
     """Return an identifier of this torchrun, None without one."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), os.getppid()]
+    parent = os.getppid()
+    began = None
+    with contextlib.suppress(OSError):       # a container's torchrun always has the same number: its start too
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), parent, began]
 
 
 def check_training(cfg):
     """Raise BadInput for conflicting options that train.py and grpo.py share, or a missing package."""
-    same = os.path.realpath(cfg.out_dir) == os.path.realpath(cfg.init_from)
-    if cfg.init_from not in ("scratch", "resume") and same:
+    out_dir = os.path.realpath(cfg.out_dir)
+    if cfg.init_from not in ("scratch", "resume") and out_dir == os.path.realpath(cfg.init_from):
         raise BadInput(f"{cfg.out_dir} is both --out_dir and --init_from: choose another --out_dir=, or "
                        "resume the run with --init_from=resume.")
+    if cfg.teacher and out_dir == os.path.realpath(cfg.teacher):
+        raise BadInput(f"{cfg.out_dir} is both --out_dir and --teacher: choose another --out_dir=.")
     if cfg.sum_locally and cfg.parallel == "ddp":
         raise BadInput("--sum_locally is for sharded weights, since DDP reduces gradients once a step "
                        "anyway: set --parallel=fsdp or hybrid, or leave it out.")

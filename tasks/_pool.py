@@ -90,6 +90,13 @@ def respond(task, question, text):
 
 
 JOBS = {"reward": grade, "respond": respond}
+
+
+def run_job(task, kind, question, completion):
+    """Return the Grade or Reply; that of a verifier that uses `random` is the same in any process and after a
+    resume."""
+    random.seed(pack([question, completion]))
+    return JOBS[kind](task, question, completion)
 RESULTS = {"reward": "grade of", "respond": "reply to"}
 FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)"}
 
@@ -170,9 +177,7 @@ def main(spec, folder=".", only_try=False):
     write(None)
     for line in items:
         for number, kind, question, completion in unpack(line):
-            # random verifiers are reproducible on any worker and after a resume
-            random.seed(pack([question, completion]))
-            result = JOBS[kind](task, question, completion)
+            result = run_job(task, kind, question, completion)
             if os.getpid() != me:                # a forked copy left by the verifier
                 os._exit(1)
             write([number, *result._replace(error=result.error and with_limit(result.error))])
@@ -242,7 +247,8 @@ def default_workers():
 
 
 class Pool:
-    """Grades completions of the task `spec` in the order of submission; all kinds give the same grades.
+    """Grades completions of the task `spec` in the order of submission; all kinds give the same grades (in
+    threads, not those of a verifier that uses `random`).
 
     kind: "process" starts `workers` processes (None: default_workers()). A worker that dies or gives no grade
     within `timeout` seconds is replaced: the current completion's grade gets an error, the later ones go to
@@ -369,7 +375,9 @@ class Pool:
                 self.queue(kind).append((future, item))
                 self.changed.notify()
         if self.kind == "serial":
-            self.hand_over(future, JOBS[kind](self.task, question, completion))
+            before = random.getstate()
+            self.hand_over(future, run_job(self.task, kind, question, completion))
+            random.setstate(before)
         return future
 
     def queue(self, kind):

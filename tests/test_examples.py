@@ -154,6 +154,13 @@ def test_examples_share_what_they_all_begin_with(tmp_path, before, rest, expecte
     assert expected is None or bytes(prefix.tolist()).decode() == before[:expected]
 
 
+def test_prompts_in_a_jsonl_file_are_whole(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "Q: ", "completion": "Yes."}) + "\n")
+    for given in (dict(form="{}"), dict(instruction="Be brief.")):
+        with pytest.raises(BadInput, match="has whole prompts"):
+            examples.read(tmp_path / "a.jsonl", Tokenizer("bytes"), **given)
+
+
 def test_a_shared_beginning_ends_before_the_first_target(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "The same question: ", "completion": "Yes."}) + "\n")
     found = examples.read(tmp_path / "a.jsonl", Tokenizer("bytes")) * 8

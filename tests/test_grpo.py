@@ -1172,6 +1172,8 @@ def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
     assert {bytes(p).decode() for p in prompts} == {f"Question: {q['prompt']}\n" for q in train}        # all of them, and no other
     samples = (out / "samples.txt").read_text()
     assert all(f"\n{q['question']}\n" in samples for q in held[:4]) and not any(f"\n{q['question']}\n" in samples for q in train)
+    alone, none, _ = questions.open_questions(SimpleNamespace(dataset=dataset, eval_questions=9, eval_interval=0, num_questions=None), None)
+    assert len(alone) == 40 and not none                             # without an evaluation all of them train
     dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))
     learn(**knobs, code=2, max_new_tokens=6, eval_interval=11, max_steps=12, init_from="resume")
     assert "q.jsonl has changed since the run" in learn.error

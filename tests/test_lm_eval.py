@@ -55,6 +55,7 @@ def both(request, tmp_path_factory):
     options = dict(tasks=tasks(folder), bootstrap_iters=0, apply_chat_template=chat, num_fewshot=1 if chat else 0,
                    task_manager=TaskManager(include_defaults=False))        # their own tasks take half a minute to read
     model = NanoRFT(folder, device="cpu", tokens_per_micro_batch=300)
+    assert not model.model.training          # no dropout
     ours = simple_evaluate(model, **options)
     theirs = simple_evaluate("hf", f"pretrained={folder},dtype=float32,prefix_token_id={model.prefix_token_id}",
                              device="cpu", **options)

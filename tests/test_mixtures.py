@@ -184,6 +184,8 @@ def test_one_task_a_step_however_many_rounds_it_takes():
         step = [position for i in range(3) for position in stream.next(again=i > 0)]
         assert len({*map(stream.domain, step)}) == 1 and len({*step}) == 24
     assert len({*stream.state.turns.values()}) == 1
+    one = stream_of(dict(a=50, b=50), mixing="round_robin", dynamic_sampling=True, prompts_per_step=1)
+    assert len({one.domain(*one.next(again=i > 0)) for i in range(4)}) == 1
     mixed = stream_of(dict(a=50, b=50), dynamic_sampling=True)
     assert [Counter(map(mixed.domain, mixed.next(again=i > 0))) for i in range(2)] == [{"a": 4, "b": 4}] * 2
 

@@ -487,7 +487,9 @@ def test_a_verifier_that_draws_does_so_alike_on_any_worker(tmp_path):
     path.write_text("import random\ndef reward(question, completion):\n    return random.random()\n")
     pairs = [({"question": "q"}, f"answer {i}") for i in range(40)]
     scores = []
-    for workers in (1, 3):
-        with Pool(str(path), workers) as pool:
+    random.seed(5)
+    for workers, kind in ((1, "process"), (3, "process"), (None, "serial")):
+        with Pool(str(path), workers, kind=kind) as pool:
             scores.append([grade.score for grade in pool.score(pairs)])
-    assert scores[0] == scores[1] and len(set(scores[0])) == 40
+    assert scores[0] == scores[1] == scores[2] and len(set(scores[0])) == 40
+    assert random.random() == random.Random(5).random()              # serial: the caller's own draws go on

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf
-from conftest import flags, largest_difference, trained, weights
+from conftest import flags, largest_difference, run, trained, weights
 from experimental.distillation import Teacher
 from runtime import hardware
 from runtime.distributed import TrainedModel
@@ -137,8 +137,12 @@ def test_training_with_a_teacher_resumes_bit_for_bit(teacher, text, tmp_path):
     assert hf.find(own).step == 60
     trained(out, text, init_from="resume")
     assert same(weights(out), whole)
-    trained(tmp_path / "two", text, teacher=teacher, ranks=2)
-    trained(tmp_path / "one", text, teacher=teacher)
+    shutil.rmtree(own)
+    trained(own, text, max_steps=40, n_layer=3, n_embd=48, seed=1)          # other weights after as many steps
+    done = run(out, text, init_from="resume", max_steps=30)
+    assert done.returncode == 2 and "have changed since the run" in done.stderr
+    trained(tmp_path / "two", text, teacher=teacher, dtype="fp32", ranks=2)
+    trained(tmp_path / "one", text, teacher=teacher, dtype="fp32")
     assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-4
 
 
@@ -151,8 +155,10 @@ def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
         learn("refused", code=2, **knobs)
         assert words in learn.error
     trained(tmp_path / "short", text, max_steps=1, block_size=16)
-    learn("short", code=2, teacher=tmp_path / "short", beta=1, max_new_tokens=12, prompts_per_step=4)
+    learn("refused", code=2, teacher=tmp_path / "short", beta=1, max_new_tokens=12, prompts_per_step=4)
     assert "has 16 positions" in learn.error
     trained(tmp_path / "other", text, max_steps=1, tokenizer=write_tokenizer(tmp_path / "words"))
-    learn("other", code=2, teacher=tmp_path / "other", beta=1)
+    learn("refused", code=2, teacher=tmp_path / "other", beta=1)
     assert "another tokenizer" in learn.error
+    learn("short", code=2, teacher=tmp_path / "short", beta=1, overwrite=True)
+    assert "both --out_dir and --teacher" in learn.error and hf.find(tmp_path / "short").step == 1

@@ -75,6 +75,9 @@ def read(dataset, tokenizer, form=None, instruction=None):
     if not isinstance(rows, list) or not rows:
         raise BadInput(f"{path} holds no example: give another --dataset= (datagen.py writes none if no "
                        "question is solved).")
+    if not is_json and (form, instruction) != (None, None):
+        raise BadInput(f"--prompt and --instruction are for examples in .json or of a task, and {path} has whole "
+                       "prompts: leave them out.")
     logged_form = None
     sampled = {}
     instructions = defaultdict(str)
