@@ -53,7 +53,7 @@ class Config:
                                              # NAME@WEIGHT+NAME, in a config file {NAME: WEIGHT}
     output: str = "data/rft.json"
     overwrite: bool = False                  # start over instead of resuming from the logged attempts (ranks
-                                             # that torchrun restarts resume)
+                                             # that torchrun or SLURM restarts resume)
     # questions
     split: Literal["train", "valid"] = "train"
     num_questions: Count | Literal["auto"] | None = "auto"     # auto: at most 1,000; None: all
@@ -494,8 +494,9 @@ def header_of(cfg, dtype, tokenizer, model, task, form, questions, requests):
 
 def main(argv):
     cfg = config.load(Config, argv)
-    # A rank that torchrun restarts resumes.
-    cfg.overwrite &= os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    # A rank that torchrun restarts resumes, and so does a job that SLURM requeues.
+    cfg.overwrite &= not any(int(os.environ.get(f"{launcher}_RESTART_COUNT") or 0)
+                             for launcher in ("TORCHELASTIC", "SLURM"))
     check(cfg)
     distributed.init()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)

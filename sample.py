@@ -136,6 +136,8 @@ def main(argv):
     if cfg.task:
         with task_errors():
             task = load(cfg.task)
+            if task.domains:
+                raise config.BadInput(f"--task={cfg.task} is several tasks: name the one whose question it is.")
             pool = Pool(cfg.task, workers=1) if task.responds else None
         cfg.stop = task.stop if cfg.stop is None else cfg.stop
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)

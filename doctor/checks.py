@@ -380,7 +380,8 @@ def bad_start(run):
     loss = number(run.steps[0].get("loss"))
     uniform = math.log(vocabulary)
     scratch = run.config.get("init_from") == "scratch"
-    low = 0.7 * uniform if scratch and not run.config.get("teacher") else 0          # a divergence may be small
+    divergence = run.config.get("teacher")               # from a teacher, which may be small
+    low = 0.7 * uniform if scratch and not divergence else 0
     if loss is None or low <= loss <= 1.1 * uniform:
         return None
     if scratch:

@@ -20,8 +20,8 @@ def find_teacher(cfg, resuming):
     found = hf.find(cfg.teacher, recorded.get("step"))
     if recorded.get("sha256", found.sha256) != found.sha256:
         raise BadInput(f"The weights of the teacher {cfg.teacher} have changed since the run in {cfg.out_dir} "
-                       f"began: restore them to resume, or start a new run with --init_from={cfg.out_dir} and "
-                       "another --out_dir=.")
+                       "began: restore them to resume, or start a new run with "
+                       f"--init_from={cfg.out_dir} and another --out_dir=.")
     return found
 
 

@@ -114,7 +114,7 @@ def run_script(work, options=None):
     options = dict(options or {})
     ranks = options.pop("ranks", work.ranks)
     start = time.perf_counter()
-    with Utilization() as utilization:
+    with Utilization(int(work.config.device.partition(":")[2] or 0)) as utilization:
         process([str(ROOT / work.script)], work.arguments + as_flags(**options), ranks, work.script)
     wall = time.perf_counter() - start
     lines = read_run(work.out)

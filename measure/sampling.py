@@ -249,7 +249,7 @@ def bench_datagen(cfg, hw, folder, script_args, log):
     num_questions = script_args.config.num_questions if "num_questions" in script_args.given else 100
     samples = script_args.config.oversample
     new = cfg.max_new_tokens
-    questions = questions_of(task, "train", num_questions)
+    questions = questions_of(task, "train", num_questions, cfg.seed)
     prompts = [request.ids for request in requests_of(tokenizer, task, questions)]
     lengths = [len(prompt) for prompt in prompts]
     small_on_cpu = hw.device.type == "cpu" and is_small(source.config)

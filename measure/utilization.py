@@ -15,7 +15,8 @@ WINDOW = 2.0                                 # seconds over which utilisation is
 class Utilization:
     """Context manager whose thread queries nvidia-smi, if it is installed; then see figures()."""
 
-    def __init__(self):
+    def __init__(self, index=0):
+        self.index = index                   # of the GPU among CUDA_VISIBLE_DEVICES
         self.samples = []                    # (time, one number or None for each of FIELDS)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -31,7 +32,8 @@ class Utilization:
             self.thread.join()
 
     def watch(self):
-        card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        card = visible.split(",")[self.index] if visible else self.index
         query = f"--query-gpu={','.join(FIELDS)}"
         command = ["nvidia-smi", f"--id={card}", query, "--format=csv,noheader,nounits"]
         while not self.ended.wait(INTERVAL):

@@ -51,20 +51,20 @@ evaluate() {                             # evaluate NAME MODELS AND FLAGS...: wr
         --json > "$file.txt"
     grep -v '^{' "$file.txt"
 }
-models="$out/base $out/rft $out/grpo"
+models=("$out/base" "$out/rft" "$out/grpo")
 stage base $per_core train.py config/countdown.py --dataset="task:$task" --block_size="$context" \
     --out_dir="$out/base" --data_dir="$data" --seed="$seed" $device --resume=auto ${base:+--max_steps="$base"}
 # another seed than GRPO's, which shares one question in six
 stage datagen $per_core datagen.py --init_from="$out/base" $ask --output="$out/rft.json" \
-    --seed=$((1000 + seed)) --num_questions="$asked" --oversample=4 --keep_per_question=1 --stop_early \
+    --seed=$((1000 + 10#$seed)) --num_questions="$asked" --oversample=4 --keep_per_question=1 --stop_early \
     --temperature=1
 stage rft "$python" train.py config/countdown_rft.py --init_from="$out/base" --dataset="$out/rft.json" \
     --out_dir="$out/rft" --seed="$seed" $device --resume=auto
 stage grpo $per_core grpo.py config/countdown_grpo.py $ask --init_from="$out/rft" --out_dir="$out/grpo" \
     --seed="$seed" --resume=auto \
     ${grpo:+--max_steps="$grpo" --num_questions=$((32 * grpo)) --eval_interval="$grpo"}            # 32 a step
-stage greedy evaluate greedy $models
-stage sampled evaluate sampled $models --num_samples=8 --temperature=1
+stage greedy evaluate greedy "${models[@]}"
+stage sampled evaluate sampled "${models[@]}" --num_samples=8 --temperature=1
 # these answers select the problems that the base fails; the sampled ones then compare the models on them
 stage again evaluate again "$out/base" --num_samples=8 --temperature=1 --seed=1
 "$python" -m studies.countdown "$out"

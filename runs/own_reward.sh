@@ -33,10 +33,10 @@ ask France Paris Italy Rome Spain Madrid Japan Tokyo Germany Berlin China Beijin
 ask "the United Kingdom" London Canada Ottawa Finland Helsinki Denmark Copenhagen Hungary Budapest Belgium \
     Brussels "South Korea" Seoul Chile Santiago Argentina "Buenos Aires" Iraq Baghdad > "$out/held_out.jsonl"
 
-task="--task=$out/short.py --max_new_tokens=48"
-"$python" grpo.py --init_from="$model" $task --dataset="$out/questions.jsonl" --out_dir="$out/run" --overwrite \
-    --seed="$seed" --lora_rank=16 --prompts_per_step=8 --k_samples=6 --max_steps=6 --learning_rate=2e-4 \
+task=("--task=$out/short.py" --max_new_tokens=48)
+"$python" grpo.py --init_from="$model" "${task[@]}" --dataset="$out/questions.jsonl" --out_dir="$out/run" \
+    --overwrite --seed="$seed" --lora_rank=16 --prompts_per_step=8 --k_samples=6 --max_steps=6 --learning_rate=2e-4 \
     --eval_interval=0 --save_interval=6
-"$python" eval.py --compare "$model" "$out/run" $task --dataset="$out/held_out.jsonl" --few_shot=0 \
+"$python" eval.py --compare "$model" "$out/run" "${task[@]}" --dataset="$out/held_out.jsonl" --few_shot=0 \
     --num_samples=4 --temperature=1 --seed="$seed" --output="$out/answers.jsonl"
 "$python" -m runs.smollm2 answers "$out/answers.jsonl"

@@ -42,12 +42,12 @@ mkdir -p "$out"
 touch "$out/seconds"
 echo "$flags" > "$out/flags"
 
-ask="--task=$task --max_new_tokens=$tokens"
+ask=("--task=$task" --max_new_tokens=$tokens)
 # On a GPU, compiling takes longer than these steps.
 adapters="--lora_rank=16 --compile=false --optimizer=adamw --seed=$seed --log_interval=4 --resume=auto"
 evaluate() {                             # evaluate NAME FLAGS...: all models on the test questions
     local name=$1; shift
-    "$python" eval.py --compare "$model" "$out/sft" "$out/rft" "$out/grpo" $ask --few_shot=0 \
+    "$python" eval.py --compare "$model" "$out/sft" "$out/rft" "$out/grpo" "${ask[@]}" --few_shot=0 \
         --num_questions="$questions" --json "$@" > "$out/$name.txt"
     grep -v '^{' "$out/$name.txt"
 }
@@ -55,13 +55,13 @@ evaluate() {                             # evaluate NAME FLAGS...: all models on
 examples=${task%%:*}; case $task in *:[123]) examples=$task ;; esac
 stage sft "$python" train.py --init_from="$model" --dataset="examples:$examples" --out_dir="$out/sft" $adapters \
     --batch_size=8 --max_steps="$sft" --block_size=256 --learning_rate=1e-3 --lr_schedule=linear --warmup_steps=5
-stage datagen "$python" datagen.py --init_from="$out/sft" $ask --output="$out/rft.json" --seed="$seed" \
+stage datagen "$python" datagen.py --init_from="$out/sft" "${ask[@]}" --output="$out/rft.json" --seed="$seed" \
     --num_questions="$asked" --oversample=$oversample --keep_per_question=1 --stop_early=true \
     --temperature=0.8
 stage rft "$python" train.py --init_from="$out/sft" --dataset="$out/rft.json" --out_dir="$out/rft" $adapters \
     $batch --num_epochs=1 --block_size=256 --learning_rate=5e-4 --lr_schedule=cosine --warmup_steps=5
-stage grpo "$python" grpo.py --init_from="$out/rft" $ask --out_dir="$out/grpo" --seed="$seed" --resume=auto \
-    --lora_rank=16 $rollout --max_steps="$grpo" --lr_schedule=linear --temperature=1.2 --eval_interval=0 \
+stage grpo "$python" grpo.py --init_from="$out/rft" "${ask[@]}" --out_dir="$out/grpo" --seed="$seed" \
+    --resume=auto --lora_rank=16 $rollout --max_steps="$grpo" --lr_schedule=linear --temperature=1.2 --eval_interval=0 \
     --save_interval=8
 stage greedy evaluate greedy
 stage sampled evaluate sampled --num_samples=$samples --temperature=1

@@ -7,7 +7,12 @@ from tasks._steps import NUMBERED, Steps, follows, plain
 
 LONGEST_STEPS = 2000                 # characters read by grade_steps
 ANSWER = re.compile(r"<answer ?>([^<]{0,200})</answer ?>", re.IGNORECASE)
-HOW_MANY = re.compile(r"\bhow many ([^\W\d_]{1,40})", re.IGNORECASE)
+HOW_MANY = re.compile(r"\bhow many (?:(?:more|fewer|total|other|extra|additional|different|new|whole|of|the|"
+                      r"these|those|his|her|its|their) |[a-z]{1,2} (?=atoms))*(%|[^\W\d_]{1,40})",
+                      re.IGNORECASE)         # of "how many more H atoms" the last word
+NO_UNITS = set("do does did is are was were has have had will would can could should must".split())
+SENTENCE = re.compile(r"(?<=[.!?])\s+")
+PERCENT = re.compile(r"percent|\b(?:what|which) ?%", re.IGNORECASE)
 WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
                  "sixteen seventeen eighteen nineteen".split(), range(1, 20)))
 WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
@@ -42,14 +47,17 @@ def before_answer(completion):
 
 
 def asked_unit(question):
-    """Return the unit that an answer may have, or None."""
+    """Return the unit that an answer may have, or None. The last sentence asks."""
     if "to" in question:
         return question["to"]
     text = question.get("question", "")
-    found = HOW_MANY.search(text)
-    if found and not found[1].lower().startswith("percent"):
-        return found[1]
-    return "%" if "percent" in text or "%" in text else None
+    asks = SENTENCE.split(text.strip())[-1]
+    found = HOW_MANY.search(asks) or HOW_MANY.search(text)
+    if found and not found[1].lower().startswith(("percent", "%")):
+        return None if found[1].lower() in NO_UNITS else found[1]
+    if found or PERCENT.search(asks):
+        return "%"
+    return "dollar" if "how much" in asks.lower() and ("$" in text or "dollar" in text) else None
 
 
 def right_answer(question):

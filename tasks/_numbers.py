@@ -27,7 +27,7 @@ RATIO = re.compile(rf"{SIGN}(?P<open>\()?(?:(?P<whole>[0-9]{{1,12}})[+ ])?(?P<ab
                    r"(?P<below>[0-9]{1,12})(?(open)\))\.?")
 LABEL = re.compile(r"^(?:[a-zA-Z]\s?)?=\s?")       # `x = 11`, `= 11`
 CURRENCIES = "$€£ "
-WITH_UNIT = re.compile(r"(?P<number>.*[0-9)$])\s{0,2}(?P<unit>%|[^\W\d_][\w/]*)\.?")
+WITH_UNIT = re.compile(r"(?P<number>.*[0-9)$])\s{0,2}(?P<unit>%|[^\W\d_][\w/^]*)\.?")
 WRAPPED = re.compile(r"(?:\*\*(.*)\*\*|\*(.*)\*|`(.*)`|\"(.*)\"|'(.*)'|“(.*)”|\\boxed\{(.*)\}|\\\((.*)\\\)|"
                      r"\\\[(.*)\\\]|\$(.*)\$)\.?", re.DOTALL)
 
@@ -88,8 +88,10 @@ def number(text, unit=None):
     text = LABEL.sub("", normal(unwrapped(text)).strip())
     money = not unit or _units.size_of(unit) in (None, _units.size_of("dollar"))
     value = plain_number(text.strip(CURRENCIES) if money else text)
-    if value is None and unit and (found := WITH_UNIT.fullmatch(text)) and same_unit(found["unit"], unit):
-        value = plain_number(found["number"].strip(CURRENCIES))
+    if value is None and unit:
+        found = WITH_UNIT.fullmatch(_units.in_one_word(text))
+        if found and same_unit(found["unit"], unit):
+            value = plain_number(found["number"].strip(CURRENCIES))
     return value
 
 
@@ -158,11 +160,10 @@ def ungrouped(digits):
 
 
 def same_unit(word, asked):
-    """Return whether two words name the same unit, known (km, kilometres) or not (clip, clips)."""
+    """Return whether two words name the same unit; see _units.are_same."""
     if word == "%" or asked == "%":
         return {word.lower(), asked} <= {"%", "percent", "percentage", "pct"}
-    plain = [_units.canonical(name).lower().removesuffix("s") for name in (word, asked)]
-    return plain[0] == plain[1]
+    return _units.are_same(word, asked)
 
 
 def close(value, correct, tolerance):

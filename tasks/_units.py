@@ -1,4 +1,5 @@
 """Units of measure: sizes for unit conversion, and aliases."""
+import re
 from fractions import Fraction
 
 # Units added by each level: {quantity: {unit: size in the smallest unit of level 1; speed in metres per
@@ -41,8 +42,15 @@ ALIASES = {
     "sec": "second", "s": "second", "min": "minute", "hr": "hour", "h": "hour", "millisecond": "ms",
     "centuries": "century", "centurie": "century", "millilitre": "ml", "milliliter": "ml", "centilitre": "cl",
     "centiliter": "cl", "decilitre": "dl", "deciliter": "dl", "hectolitre": "hl", "hectoliter": "hl",
-    "liter": "litre", "l": "litre",
+    "liter": "litre", "l": "litre", "µm": "micrometre", "μm": "micrometre", "µg": "microgram",
+    "μg": "microgram", "t": "tonne", "yd": "yard", "mi": "mile", "gal": "gallon", "m³": "m3", "m^3": "m3",
+    "kilobit": "kbit", "megabit": "Mbit", "kilobyte": "kB", "megabyte": "MB", "gigabyte": "GB",
+    "terabyte": "TB", "kibibyte": "KiB", "mebibyte": "MiB", "gibibyte": "GiB", "kph": "km/h",
 }
+TEMPERATURES = {"c": "celsius", "f": "fahrenheit", "k": "kelvin", "centigrade": "celsius"}
+CUBIC_METRES = re.compile(r"\bcubic met(?:re|er)s?\b", re.IGNORECASE)
+DEGREES = re.compile(r"\s?(?:°|\bdegrees?\b)", re.IGNORECASE)
+PER = re.compile(r"([^\W\d_]+) per ([^\W\d_]+)")
 # The length of a month is ambiguous (30 days, 4 weeks, a twelfth of a year); these are consistent with each
 # other.
 CALENDAR = {"month": 1, "year": 12, "decade": 120, "century": 1200}
@@ -67,7 +75,22 @@ def canonical(word):
             name = ALIASES.get(name, name)
             if name in SIZES:
                 return name
-    return word
+    rate = "/".join(map(canonical, word.split("/"))) if "/" in word else word         # metres/second: m/second
+    return rate if rate in SIZES else word
+
+
+def in_one_word(text):
+    """Return a text with each unit in one word: m/s for meters per second, m3 for cubic meters, C for °C."""
+    return PER.sub(r"\1/\2", CUBIC_METRES.sub("m3", DEGREES.sub("", text)))
+
+
+def are_same(word, other):
+    """Return whether two words name the same unit, known (km, kilometers; m/s, meters/second) or not."""
+    names = [canonical(name) for name in (word, other)]
+    if all(name in SIZES for name in names):
+        return SIZES[names[0]] == SIZES[names[1]]
+    names = [TEMPERATURES.get(name.lower(), name.lower()).removesuffix("s") for name in names]
+    return names[0] == names[1]
 
 
 def size_of(word):

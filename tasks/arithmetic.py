@@ -1,5 +1,5 @@
 """Integer arithmetic in one or two steps, `What is 12 * 34 - 5?`, with solutions digit by digit. The argument
-is the number of digits, 1 to 9 (default 2)."""
+is the number of digits, 1 to 7 (default 2), since larger products are not exact in float64."""
 from tasks import _answers, _numbers, _questions, _steps
 
 INSTRUCTION = ("Work the question out digit by digit in short equations such as 12 * 30 = 360. Then give "
@@ -13,8 +13,8 @@ PHRASINGS = ("What is {}?", "Compute {}.", "{} = ?", "Work out {}.")
 
 
 def check(argument):
-    if argument is not None and not (argument.isdecimal() and 1 <= int(argument) <= 9):
-        raise ValueError("The argument of arithmetic is the number of digits, 1 to 9, and "
+    if argument is not None and not (argument.isdecimal() and 1 <= int(argument) <= 7):
+        raise ValueError("The argument of arithmetic is the number of digits, 1 to 7, and "
                          f"{argument or 'nothing'} was given.")
 
 

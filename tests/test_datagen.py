@@ -173,9 +173,10 @@ def test_only_what_is_missing_is_sampled_again_and_a_cut_line_is(made, base, tas
     examples.attempts_path(output).write_text("".join(kept) + lines[2][:40])
     done = generate(output, base, task, deterministic=True, json=True)
     assert f"{len(kept) - 1} attempts are logged already" in done.stdout
-    environ = environment() | {"TORCHELASTIC_RESTART_COUNT": "1"}          # torchrun restarts a rank that was killed
-    again = forked.run(command(output, base, task, deterministic=True, overwrite=True), env=environ, capture_output=True, text=True)
-    assert f"{len(lines) - 1} attempts are logged already" in again.stdout
+    for launcher in ("TORCHELASTIC", "SLURM"):           # torchrun restarts a rank that was killed, SLURM requeues a job
+        environ = environment() | {f"{launcher}_RESTART_COUNT": "1"}
+        again = forked.run(command(output, base, task, deterministic=True, overwrite=True), env=environ, capture_output=True, text=True)
+        assert f"{len(lines) - 1} attempts are logged already" in again.stdout
     assert output.read_bytes() == made[0].read_bytes()
     assert json.loads(done.stdout.splitlines()[-1])["kept"] == made[1]["kept"]
 

@@ -249,6 +249,11 @@ def test_sampling_errors_are_one_sentence_on_any_rank(tuned):
         assert done.returncode and done.stderr.count("error: ") == 1 and words in done.stderr, done.stderr
 
 
+def test_a_prompt_is_the_question_of_one_task(tuned):
+    with pytest.raises(BadInput, match="several tasks: name the one"):
+        sample.main([str(tuned), "--task=math:0+code:0", "--prompt=1 + 1?"])
+
+
 def test_interactive_answers_line_by_line_and_a_stop_text_ends_a_sample(tuned):
     line = [tuned, "--max_new_tokens=12", "--temperature=2", "--seed=3", "--dtype=fp32"]   # samples differ
 

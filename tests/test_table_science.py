@@ -309,7 +309,7 @@ def test_science_asks_for_a_unit_in_one_order_that_can_be_read_in_one_way():
 
 def test_science_units_are_read_in_the_forms_people_write():
     q = {"kind": "unit", "given": [["energy", "time"], ["over"]], "question": "", "answer": "kg m^2 s^-3"}
-    for text in ("kg m^2 s^-3", "kg*m^2/s^3", "kg·m²/s³", "kg m2 s-3", "m^2 kg / s^3", "kg m m/s/s/s",
+    for text in ("kg m^2 s^-3", "kg¹ m² s⁻³", "kg*m^2/s^3", "kg·m²/s³", "kg m2 s-3", "m^2 kg / s^3", "kg m m/s/s/s",
                  "kg m^(2) s^(-3)"):
         assert tasks.load("science").reward(q, f"<answer>{text}</answer>")[0] == 1.0, text
     for text in ("kg m^2 s^3", "kg m^2", "W", "kg m^2 s^-3 or 1", "kg g m^2 s^-3", "", "/", "kg m^2 /",

@@ -720,6 +720,21 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
         score, parts = task.reward({"question": "900 + 100 = ?", "answer": right}, "900 + 100 = 1000 <answer>1000</answer>")
         assert score == 1.0 and parts["reasoned"]
     assert paid("1000 clip", question="How many boxes?") == paid("$1000", question="How many cents?") == 0.0
+    for text, question, score in (
+            ("1000 apples", "How many more apples has Ann?", 1.0), ("1000 pears", "How many more apples has Ann?", 0.0),
+            ("1000 atoms", "How many H atoms are in it?", 1.0), ("1000 hours", "How many H atoms are in it?", 0.0),
+            ("1000", "How many did she sell?", 1.0), ("1000 did", "How many did she sell?", 0.0),
+            ("1000%", "What is 40% of 2500?", 0.0), ("1000%", "Ann saves 5%. What percentage is that?", 1.0),
+            ("1000%", "There is a 5% discount. How much does he pay?", 0.0),
+            ("1000 dollars", "A pen costs $5. How much does he pay?", 1.0), ("1000 km", "How much of it, in $?", 0.0)):
+        assert paid(text, question=question) == score, (text, question)
+    for unit, names in {"kB": ("kilobytes", "kB"), "MB": ("megabytes",), "micrometre": ("µm", "μm"), "m3": ("m³", "m^3", "cubic meters"),
+                        "mile": ("mi",), "gallon": ("gal",), "tonne": ("t",), "celsius": ("°C", "degrees Celsius", "C", "° C"),
+                        "kelvin": ("K",), "km/h": ("kph", "kilometers per hour", "km/hour"), "m/s": ("meters per second",),
+                        "mph": ("miles per hour",)}.items():
+        assert all(paid(f"1000 {name}", to=unit) == 1.0 for name in names), unit
+    for unit, name in (("kB", "kilobits"), ("celsius", "°F"), ("km/h", "miles per hour"), ("m3", "m^2"), ("m/s", "meters")):
+        assert paid(f"1000 {name}", to=unit) == 0.0, unit
     assert paid("$1000$ percentage", question="What percent?") == paid("$1000", question="How many dollars?") == 1.0
 
 

@@ -433,10 +433,13 @@ def test_digits_are_split_on_request_and_other_files_are_kept(text, tmp_path):
         content = json.dumps(bpe.train(numbers, 270, split_digits))
         library = Library.from_str(content)
         assert len(library.encode("1000").ids) == count and (as_tiktoken(content) is None) == split_digits
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BadInput, match="exists and is not this tokenizer: move it elsewhere, or choose another --out="):
-        bpe.main([str(text), f"--out={tmp_path}", "--vocab_size=300"])
-    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        folder = tmp_path / name.removesuffix(".json")
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(BadInput, match="exists and is not this tokenizer's: move it elsewhere, or choose another --out="):
+            bpe.main([str(text), f"--out={folder}", "--vocab_size=300"])
+        assert (folder / name).read_text() == "{}" and len(list(folder.iterdir())) == 1
     with pytest.raises(BadInput, match="Name a text"):
         bpe.main([])
     (tmp_path / "file").touch()

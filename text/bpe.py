@@ -21,6 +21,7 @@ from text import data
 from text.sources import decoded
 from text.tokenizer import END_OF_TEXT, FILE, HF_SETTINGS, SPLIT_DIGITS, Tokenizer, byte_level
 
+SETTINGS = "tokenizer_config.json"
 HELD_OUT = 2**22                             # bytes of the validation split to measure the result on
 
 
@@ -66,6 +67,12 @@ def bytes_per_token(tokenizer, texts):
     return n_bytes / max(1, n_tokens), n_bytes
 
 
+def refuse_other(path, content):
+    """Raise BadInput if there is a file with other content."""
+    if path.is_dir() or path.exists() and path.read_bytes() != content:
+        raise config.would_overwrite(path, "this tokenizer's", "--out=")
+
+
 def main(argv):
     cfg = config.load(Config, argv, positional="dataset")
     if not cfg.dataset:
@@ -76,16 +83,16 @@ def main(argv):
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise BadInput(f"The folder {out} can't be made ({e.strerror}): choose another --out=.") from None
+    settings = json.dumps(HF_SETTINGS | {"eos_token": END_OF_TEXT}, indent=1).encode()
+    refuse_other(out / SETTINGS, settings)
     try:
         about = train(texts_of(sources["train"], "counting words"), cfg.vocab_size, cfg.split_digits)
     except ImportError as e:
         raise BadInput(f"A tokenizer can't be trained, since {e}.") from None
     content = json.dumps(about, ensure_ascii=False, indent=1).encode()
-    if (out / FILE).is_dir() or (out / FILE).exists() and (out / FILE).read_bytes() != content:
-        raise config.would_overwrite(out / FILE, "this tokenizer", "--out=")
-    settings = HF_SETTINGS | {"eos_token": END_OF_TEXT}
+    refuse_other(out / FILE, content)
     write_atomically(out / FILE, content)
-    write_atomically(out / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
+    write_atomically(out / SETTINGS, settings)
     tokenizer = Tokenizer(out)
     if tokenizer.n_vocab < cfg.vocab_size:
         print(f"The text yields only {tokenizer.n_vocab:,} ids.")
