@@ -49,7 +49,7 @@ ALIASES = {
 }
 TEMPERATURES = {"c": "celsius", "f": "fahrenheit", "k": "kelvin", "centigrade": "celsius"}
 CUBIC_METRES = re.compile(r"\bcubic met(?:re|er)s?\b", re.IGNORECASE)
-DEGREES = re.compile(r"\s?(?:°|\bdegrees?\b)", re.IGNORECASE)
+DEGREES = re.compile(r"\s?(?:°|\bdegrees?\b)(?=\s?[^\W\d_])", re.IGNORECASE)      # of a scale
 PER = re.compile(r"([^\W\d_]+) per ([^\W\d_]+)")
 # The length of a month is ambiguous (30 days, 4 weeks, a twelfth of a year); these are consistent with each
 # other.

@@ -723,7 +723,7 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
     for text, question, score in (
             ("1000 apples", "How many more apples has Ann?", 1.0), ("1000 pears", "How many more apples has Ann?", 0.0),
             ("1000 atoms", "How many H atoms are in it?", 1.0), ("1000 hours", "How many H atoms are in it?", 0.0),
-            ("1000", "How many did she sell?", 1.0), ("1000 did", "How many did she sell?", 0.0),
+            ("1000 degrees", "How many degrees is the angle?", 1.0), ("1000", "How many did she sell?", 1.0), ("1000 did", "How many did she sell?", 0.0),
             ("1000%", "What is 40% of 2500?", 0.0), ("1000%", "Ann saves 5%. What percentage is that?", 1.0),
             ("1000%", "There is a 5% discount. How much does he pay?", 0.0),
             ("1000 dollars", "A pen costs $5. How much does he pay?", 1.0), ("1000 km", "How much of it, in $?", 0.0)):
