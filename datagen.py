@@ -499,6 +499,8 @@ def main(argv):
                              for launcher in ("TORCHELASTIC", "SLURM"))
     check(cfg)
     distributed.init()
+    if cfg.deterministic:
+        hardware.ignore_alignment()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     source = distributed.on_main(lambda: hf.find(cfg.init_from))
     tokenizer = source.tokenizer(cfg.tokenizer)

@@ -155,6 +155,8 @@ def evaluate_task(cfg):
     with task_errors():
         Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)       # raises for invalid options
         task = load(cfg.task)
+    if cfg.deterministic:
+        hardware.ignore_alignment()
     hw = hardware.setup(cfg.device, cfg.dtype, tf32=cfg.dtype != "fp32", compile=False)
     questions = distributed.on_main(lambda: read_questions(cfg, task, split))
     # check every model before hours are spent on the first

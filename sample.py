@@ -140,6 +140,8 @@ def main(argv):
                 raise config.BadInput(f"--task={cfg.task} is several tasks: name the one whose question it is.")
             pool = Pool(cfg.task, workers=1) if task.responds else None
         cfg.stop = task.stop if cfg.stop is None else cfg.stop
+    if cfg.deterministic:
+        hardware.ignore_alignment()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     source = distributed.on_main(lambda: hf.find(cfg.model))
     tokenizer = source.tokenizer(cfg.tokenizer)

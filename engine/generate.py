@@ -153,7 +153,8 @@ class Engine:
     """Sample in batches with generate(); replace the weights with load().
 
     Deterministic: every matrix product has the same shape whatever else is in the batch, so that a sample is
-    bitwise the same in any batch (at the same `slots` and `context`). Otherwise only its noise is the same:
+    bitwise the same in any batch (at the same `slots` and `context`; on an Intel CPU, after
+    hardware.ignore_alignment()). Otherwise only its noise is the same:
     logprobs agree to 1e-5 in fp32 without TF32, and in bf16 a different token is drawn occasionally.
     """
     model: InitVar[GPT]                      # copied; self.model is the engine's own

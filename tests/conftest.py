@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"          # before PyTorch is imported: two workers share two cores
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")         # hardware.ignore_alignment, before any product
 
 import forked
 

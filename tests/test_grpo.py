@@ -1295,7 +1295,7 @@ def test_a_prompt_that_fills_the_model_is_left_out_and_that_is_said(learn, tmp_p
     rows = [{"prompt": "the " + "x" * n, "answer": 3} for n in range(20, 34)]
     dataset = write(tmp_path, "\n".join(map(json.dumps, rows)), "q.jsonl")
     out = learn(dataset=dataset)
-    kept = {len(q["question"]) for q in questions.read_questions(dataset, 200)[0]}
+    kept = {len(q["prompt"]) for q in rows}
     short = {n for n in kept if n < 32}
     assert f"{len(short)} questions of" in learn.said and f"{len(kept - short)} dropped as too long" in learn.said and len(lines(out)) == 4
     assert len(short) > 5 and {len(s.request.ids) for s in watched.samples} == short and all(len(s.request.ids) + len(s.ids) <= 32 for s in watched.samples)
