@@ -131,7 +131,7 @@ class Config(RunOptions):
     data_dir: str = "data"                   # folder for tokenised texts
     prompt: str | None = None                # examples in .json or of a task: prompt template with {} for
                                              # the question; None: datagen.py's, or the task's
-    instruction: str | None = None           # of the same: system message for a chat model
+    instruction: str | None = None           # for the same examples: system message of a chat model
     valid_share: Fraction = 0.0              # examples: fraction of the questions held out for validation
     # speed: bench.py --ladder measures the gain of each
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"

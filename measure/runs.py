@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure.utilization import Utilization
+from measure.utilization import Utilization, visible_id
 from runtime import guard
 from runtime.config import BadInput
 from runtime.metrics import read_run
@@ -218,8 +218,7 @@ def time_peer(peer, cfg, hw, folder, ranks=1, **job):
     path = Path(folder) / "job.json"
     env = {}
     if hw.device.type == "cuda" and ranks == 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpu = visible.split(",")[hw.device.index] if visible else str(hw.device.index)
+        gpu = visible_id(hw.device.index)
         env = {"CUDA_VISIBLE_DEVICES": gpu}
     common = {"peer": peer, "folder": str(folder), "device": hw.device.type, "dtype": hw.dtype,
               "tf32": hw.tf32, "seed": cfg.seed}

@@ -16,7 +16,7 @@ class Utilization:
     """Context manager whose thread queries nvidia-smi, if it is installed; then see figures()."""
 
     def __init__(self, index=0):
-        self.index = index                   # of the GPU among CUDA_VISIBLE_DEVICES
+        self.index = index                   # PyTorch's number of the GPU
         self.samples = []                    # (time, one number or None for each of FIELDS)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -32,10 +32,8 @@ class Utilization:
             self.thread.join()
 
     def watch(self):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        card = visible.split(",")[self.index] if visible else self.index
         query = f"--query-gpu={','.join(FIELDS)}"
-        command = ["nvidia-smi", f"--id={card}", query, "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--id={visible_id(self.index)}", query, "--format=csv,noheader,nounits"]
         while not self.ended.wait(INTERVAL):
             try:
                 answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -59,6 +57,12 @@ class Utilization:
             if known:
                 figures[name] = max(known) / unit
         return figures
+
+
+def visible_id(index):
+    """Return nvidia-smi's name of PyTorch's GPU number `index`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[index] if visible else str(index)
 
 
 def number(text):

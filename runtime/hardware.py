@@ -332,7 +332,8 @@ def keep_freed_memory():
 
 def ignore_alignment():
     """Let MKL's products on an Intel CPU round alike wherever their operands lie in memory, as slots of a
-    deterministic engine do. It has no effect after the first product of the process."""
+    deterministic engine do: large fp32 products take a tenth longer (two Xeon cores with AMX, 2026-11-27).
+    It has no effect after the first product of the process."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text():
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
