@@ -331,9 +331,9 @@ def keep_freed_memory():
 
 
 def ignore_alignment():
-    """Let MKL's products on an Intel CPU round alike wherever their operands lie in memory, as slots of a
-    deterministic engine do: large fp32 products take a tenth longer (two Xeon cores with AMX, 2026-11-27).
-    It has no effect after the first product of the process."""
+    """Let MKL's products on an Intel CPU round alike wherever their operands lie in memory, for deterministic
+    engines, whose slots have different offsets. Large fp32 products then take a tenth longer (two Xeon cores
+    with AMX, 2026-11-27). It has no effect after the first product of the process."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text():
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

@@ -90,7 +90,7 @@ def number(text, unit=None):
     value = plain_number(text.strip(CURRENCIES) if money else text)
     if value is None and unit:
         found = WITH_UNIT.fullmatch(_units.in_one_word(text))
-        if found and same_unit(found["unit"], unit):
+        if found and _units.are_same(found["unit"], unit):
             value = plain_number(found["number"].strip(CURRENCIES))
     return value
 
@@ -157,13 +157,6 @@ def digits(n):
 def ungrouped(digits):
     """Return a number's digits without thousands separators."""
     return re.sub(rf"[, {SPACES}]", "", digits)
-
-
-def same_unit(word, asked):
-    """Return whether two words name the same unit; see _units.are_same."""
-    if word == "%" or asked == "%":
-        return {word.lower(), asked} <= {"%", "percent", "percentage", "pct"}
-    return _units.are_same(word, asked)
 
 
 def close(value, correct, tolerance):

@@ -85,7 +85,10 @@ def in_one_word(text):
 
 
 def are_same(word, other):
-    """Return whether two words name the same unit, known (km, kilometers; m/s, meters/second) or not."""
+    """Return whether two words name the same unit, known (km, kilometers; m/s, meters/second; %, percent) or
+    not."""
+    if "%" in (word, other):
+        return {word.lower(), other.lower()} <= {"%", "percent", "percentage", "pct"}
     names = [canonical(name) for name in (word, other)]
     if all(name in SIZES for name in names):
         return SIZES[names[0]] == SIZES[names[1]]
