@@ -216,7 +216,9 @@ def chunk_divergence(model, teacher, h, teacher_h, y, temperature):
     of the cross entropy of y [N], after h [N, C] and the teacher's teacher_h [N, C']."""
     ours = F.log_softmax(model.logits(h) / temperature, dim=-1)
     with torch.no_grad():
-        theirs = F.log_softmax(teacher.logits(teacher_h) / temperature, dim=-1)
+        # Qwen2.5-7B has 128 unused ids more than Qwen2.5-0.5B.
+        logits = teacher.logits(teacher_h)[:, :ours.shape[1]]
+        theirs = F.log_softmax(logits / temperature, dim=-1)
     return F.kl_div(ours, theirs, reduction="sum", log_target=True), F.nll_loss(ours, y, reduction="sum")
 
 

@@ -1,4 +1,5 @@
 """grpo.py --teacher: the KL divergence from another model on the student's own samples."""
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from runtime.distributed import TrainedModel
 from test_grpo import GRPO, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, same, watched  # noqa: F401
 from test_tokenizer import write as write_tokenizer
 from text import examples
+from text.tokenizer import Tokenizer
 
 ALONE = dict(beta=1.0, reward_weight=0.0)
 
@@ -64,6 +66,16 @@ def test_a_teacher_that_is_the_student_teaches_nothing(learn, base, distill):
     out = learn(teacher=base, max_steps=1, grad_clip=0, distill=distill, **ALONE)
     (line,) = lines(out)
     assert line["grad_norm"] < 1e-5 and abs(line["kl"]) < 1e-9
+
+
+@pytest.mark.parametrize("distill, ids", [("forward", 300), ("reverse", 257)])
+def test_a_teacher_may_have_unused_ids_and_its_tokenizer_in_another_file(learn, teacher, tmp_path, distill, ids):
+    """Qwen2.5-7B pads 151,665 tokens to 152,064 ids and Qwen2.5-0.5B to 151,936; a run of train.py has GPT-2's tokenizer by name, GPT-2 XL as a file."""
+    wide = hf.find(str(teacher)).load()
+    wide.config = dataclasses.replace(wide.config, vocab_size=ids)          # rows that training left unused
+    hf.export(wide, tmp_path / "exported", Tokenizer("bytes"))
+    one, other = (learn(name, teacher=it, distill=distill, max_steps=1, **ALONE) for name, it in (("one", teacher), ("other", tmp_path / "exported")))
+    assert largest_difference(weights(one, 1), weights(other, 1)) < 1e-5
 
 
 def test_the_student_approaches_the_teacher_and_rewards_count_beside_it(learn, teacher):

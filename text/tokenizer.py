@@ -121,6 +121,12 @@ class Tokenizer:
         """SHA-256 of the tokenizer.json, None without one."""
         return None if self.name in BUILT_IN else hashlib.sha256(self.encoding.content).hexdigest()
 
+    def vocabulary(self):
+        """Return {token: id}, bytes in byte_letters, as a tokenizer.json has it."""
+        if self.name not in BUILT_IN:
+            return self.encoding.hf.get_vocab()
+        return ids_of(self.encoding) | {END_OF_TEXT: self.encoding.eot_token}
+
     def is_file_of(self, name):
         """Return whether `name` is a path of the same tokenizer.json, as when a command is repeated."""
         return name not in BUILT_IN and self.sha256 is not None and Tokenizer(name).sha256 == self.sha256
@@ -311,8 +317,13 @@ def tokenizer_json(encoding):
             parts[i:i + 2] = [pairs[i]]
         if len(parts) == 2:
             merges.append([in_letters(part, letters) for part in parts])
-    vocab = {in_letters(token, letters): rank for token, rank in ranks.items()}
-    return byte_level(vocab, merges, encoding.eot_token, use_regex=encoding.name == "gpt2")
+    return byte_level(ids_of(encoding), merges, encoding.eot_token, use_regex=encoding.name == "gpt2")
+
+
+def ids_of(encoding):
+    """Return {token in byte_letters: id} of a built-in tokenizer, without the end of text."""
+    letters = byte_letters()
+    return {in_letters(token, letters): rank for token, rank in encoding._mergeable_ranks.items()}
 
 
 def as_tiktoken(content):
