@@ -2,7 +2,6 @@
 the figure that shows it, the remedy) or None; docs/diagnosis.md lists them."""
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import fmean, median
 
 RECENT_STEPS = 20                            # steps that a check looks at,
@@ -278,7 +277,8 @@ def reward_fell(run):
         return None
     now = fmean(rewards[-MIN_LINES:])
     best = max(fmean(rewards[i:i + MIN_LINES]) for i in range(len(rewards) - MIN_LINES))
-    noise = math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(rewards)) / 2)       # of one step's reward
+    # of one step's reward: a steady fall cancels in second differences, whose variance is 6 times that
+    noise = math.sqrt(fmean((a - 2 * b + c) ** 2 for a, b, c in zip(rewards, rewards[1:], rewards[2:])) / 6)
     if now >= best / 2 or best - now < 0.05 + 5 * noise * math.sqrt(2 / MIN_LINES):
         return None
     return f"The reward has fallen from {best:.2f} to {now:.2f}: {restart_advice(run)}."

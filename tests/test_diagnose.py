@@ -134,7 +134,7 @@ def uphill(monkeypatch):
     ("groups_alike", "return float(answer.isdigit()), {}", {}, None, "does not depend on the answer"),
     ("never_ends", HONEST, {"learning_rate": 3e-2, "max_steps": 8}, None, "lower --learning_rate=0.03"),
     ("never_ends", HONEST, {"temperature": 5}, None, "at --temperature=5 the model writes noise"),
-    ("reward_fell", HONEST, {"learning_rate": 1e-3, "max_steps": 12}, uphill, "the sign of the loss"),
+    ("reward_fell", HONEST, {"learning_rate": 1e-3, "prompts_per_step": 48, "max_steps": 20}, uphill, "the sign of the loss"),
 ], ids=["constant", "form alone", "rate x 100", "temperature 5", "uphill"])
 def test_only_the_cause_is_named(base, tmp_path, capsys, monkeypatch, name, reward, knobs, spoil, said):
     if spoil:
