@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-TOP_P_CANDIDATES = 1024        # likeliest ids considered by top_p alone: sorting the vocabulary is slow
+TOP_P_CANDIDATES = 1024        # likeliest ids that top_p keeps at most: sorting the vocabulary is slow
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def draw(logits, u, sampling):
         return ids, p.log()
     if sampling.temperature != 1:
         logits = logits - logits.amax(-1, keepdim=True)
-        logits = logits / sampling.temperature               # at most 0 at any temperature
+        logits = logits / max(sampling.temperature, 1e-38)   # at most 0 at any temperature
     candidates = None
     if sampling.top_k or sampling.top_p < 1:
         logits, candidates = top_candidates(logits, sampling.top_k, sampling.top_p)

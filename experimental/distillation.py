@@ -38,7 +38,7 @@ def check_teacher(source, tokenizer, vocab_size, positions):
                        "one with the same.")
     if source.config.vocab_size < vocab_size:
         raise BadInput(f"The teacher in {source.folder} has {source.config.vocab_size} ids, and the trained "
-                       f"model {vocab_size}: choose a teacher with as many.")
+                       f"model {vocab_size}: choose a teacher with at least as many.")
     if source.config.block_size < positions:
         raise BadInput(f"The teacher in {source.folder} has {source.config.block_size} positions, and "
                        f"{positions} are needed: train on shorter texts, or choose another teacher.")
