@@ -47,6 +47,7 @@ def be_program(arguments, env, cwd, fds, new_session):
     """Run `python *arguments` in this process."""
     os.environ.clear()
     os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)             # under nohup the tests ignore it, and so would the program
     if new_session:
         os.setsid()
     os.chdir(cwd)
