@@ -72,7 +72,7 @@ def draw(logits, u, sampling):
         return ids, p.log()
     if sampling.temperature != 1:
         logits = logits - logits.amax(-1, keepdim=True)
-        logits = logits / max(sampling.temperature, 1e-38)   # at most 0 at any temperature
+        logits = logits / max(sampling.temperature, 1e-38)   # fp32 rounds less than this to 0
     candidates = None
     if sampling.top_k or sampling.top_p < 1:
         logits, candidates = top_candidates(logits, sampling.top_k, sampling.top_p)
