@@ -277,7 +277,7 @@ def reward_fell(run):
         return None
     now = fmean(rewards[-MIN_LINES:])
     best = max(fmean(rewards[i:i + MIN_LINES]) for i in range(len(rewards) - MIN_LINES))
-    # The noise of one step comes from second differences: a steady fall cancels, noise's variance is times 6.
+    # The noise of one step: in second differences a steady fall cancels, and noise has 6 times the variance.
     noise = math.sqrt(fmean((a - 2 * b + c) ** 2 for a, b, c in zip(rewards, rewards[1:], rewards[2:])) / 6)
     if now >= best / 2 or best - now < 0.05 + 5 * noise * math.sqrt(2 / MIN_LINES):
         return None
