@@ -468,8 +468,8 @@ def check(cfg):
 
 
 def fingerprint(model):
-    """Return the SHA-256 of a model's weights."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of a model's architecture and weights."""
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(model.config)).encode())
     for name, weight in track(sorted(model.state_dict().items()), "hashing the weights", "tensors"):
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())

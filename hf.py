@@ -306,6 +306,14 @@ class ModelSource:
         return hashlib.sha256("".join(map(checkpoint.sha256, files)).encode()).hexdigest()
 
     @property
+    def description_sha256(self):
+        """The SHA-256 of the architecture (of Hugging Face files: of config.json) and of tokenizer.json."""
+        tokenizer = self.folder / "tokenizer.json"
+        digest = checkpoint.sha256(tokenizer) if tokenizer.exists() else None
+        architecture = self.about["architecture"] if self.step is not None else self.about
+        return hashlib.sha256(json.dumps([architecture, digest], sort_keys=True).encode()).hexdigest()
+
+    @property
     def has_tokenizer(self):
         return self.step is not None or (self.folder / "tokenizer.json").exists()
 

@@ -11,23 +11,27 @@ from runtime.config import BadInput
 
 def find_teacher(cfg, resuming):
     """Return the ModelSource of cfg.teacher, None without one. A resumed run keeps the checkpoint that it
-    began with, whatever the teacher's own run has saved since; BadInput if its weights are others."""
+    began with, whatever the teacher's own run has saved since; BadInput if the teacher's weights, architecture
+    or tokenizer have changed."""
     if not cfg.teacher:
         return None
     recorded = checkpoint.read_model(cfg.out_dir).get("teacher") if resuming else None
     if not recorded or recorded["name"] != cfg.teacher:
         recorded = {}
-    found = hf.find(cfg.teacher, recorded.get("step"))
-    if recorded.get("sha256", found.sha256) != found.sha256:
-        raise BadInput(f"The weights of the teacher {cfg.teacher} have changed since the run in {cfg.out_dir} "
-                       "began: restore them to resume, or start a new run with "
+    source = hf.find(cfg.teacher, recorded.get("step"))
+    differs = [name for key, name in (("description_sha256", "The architecture or tokenizer"), ("sha256", "The weights"))
+               if key in recorded and recorded[key] != getattr(source, key)]
+    if differs:
+        raise BadInput(f"{differs[0]} of the teacher {cfg.teacher} changed after the run in {cfg.out_dir} "
+                       "began: restore the teacher to resume, or start a new run with "
                        f"--init_from={cfg.out_dir} and another --out_dir=.")
-    return found
+    return source
 
 
 def identity(cfg, teacher):
     """Return the entry of model.json that find_teacher reads."""
-    return {"name": cfg.teacher, "step": teacher.step, "sha256": teacher.sha256} if teacher else None
+    return teacher and {"name": cfg.teacher, "step": teacher.step, "sha256": teacher.sha256,
+                        "description_sha256": teacher.description_sha256}
 
 
 def check_teacher(source, tokenizer, vocab_size, positions):

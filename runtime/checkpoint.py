@@ -28,6 +28,7 @@ import re
 import shutil
 import stat
 import struct
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -35,9 +36,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from runtime import lock
+from runtime import distributed, lock
 from runtime.config import LARGEST, BadInput, parse_json, read_sealed, seal
 from runtime.progress import ProgressLine
+from runtime.usage import one_line
 
 # A folder with these two files is a run. They are replaced atomically, so that they are never missing.
 IDENTITY_FILES = ("model.json", "config.json")
@@ -316,14 +318,26 @@ def read_model(out_dir):
     return read_sealed(Path(out_dir) / "model.json", "restore it, or give the out_dir of another run")
 
 
-def choose(out_dir, log=print):
-    """Return the step whose weights represent the run: the best evaluated one, else the newest intact one.
-    BadInput if there is none."""
-    step = best(out_dir)
-    if step is None or damage(out_dir, step):
-        step = newest_intact(out_dir, log)
-    if step is None:
+def choose(out_dir):
+    """Return the step whose weights represent the run: of the intact checkpoints the one with the lowest
+    validation loss, without any evaluated one the newest. Standard error names each damaged checkpoint that
+    might have been chosen instead. BadInput if none is intact."""
+    metas = {step: read_meta(out_dir, step) for step in steps(out_dir)}
+    losses = {step: meta.get("val_loss") for step, meta in metas.items()}
+    losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    # A checkpoint without a readable meta.json may have been the best.
+    problems = {step: damage(out_dir, step) for step, meta in metas.items() if not meta}
+    for step in sorted(metas, key=lambda step: (losses.get(step, math.inf), -step)):
+        problems[step] = damage(out_dir, step)
+        if problems[step] is None:
+            break
+    else:
         raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or wait until this one saves.")
+    for other, problem in problems.items():
+        sentence = f"The checkpoint of step {other} in {out_dir} is damaged ({problem}): using step {step}."
+        # A running run may have deleted it meanwhile.
+        if problem and step_folder(out_dir, other).is_dir() and distributed.is_first_to_say(sentence):
+            print(one_line(sentence), file=sys.stderr, flush=True)
     return step
 
 

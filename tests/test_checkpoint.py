@@ -84,6 +84,18 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, name, how):
     assert step == 1 and "step 2" in said[0]
 
 
+@pytest.mark.parametrize("name, problem", [("model.safetensors", "fails its checksum"), ("meta.json", "meta.json is missing")])
+def test_the_best_checkpoint_is_not_replaced_in_silence(tmp_path, capsys, name, problem):
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0), (4, 5.0)):
+        save(tmp_path, step, val_loss=loss, config={"keep_last": 9})
+    assert checkpoint.choose(tmp_path) == 3 and capsys.readouterr() == ("", "")
+    path = tmp_path / "checkpoints/step_00000003" / name
+    path.write_bytes(b"\0" + path.read_bytes()[1:]) if problem.endswith("checksum") else path.unlink()
+    assert checkpoint.choose(tmp_path) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "step 3" in said.err and problem in said.err and "using step 2" in said.err
+
+
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a/b"])
 def test_a_checkpoint_that_names_files_elsewhere_is_damaged(tmp_path, name):
     save(tmp_path, 1)

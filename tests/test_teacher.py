@@ -9,8 +9,9 @@ import torch
 
 import hf
 from conftest import flags, largest_difference, run, trained, weights
-from experimental.distillation import Teacher
-from runtime import hardware
+from experimental.distillation import Teacher, find_teacher, identity
+from runtime import config, hardware
+from runtime.config import BadInput
 from runtime.distributed import TrainedModel
 from test_grpo import GRPO, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, same, watched  # noqa: F401
 from test_tokenizer import write as write_tokenizer
@@ -152,10 +153,29 @@ def test_training_with_a_teacher_resumes_bit_for_bit(teacher, text, tmp_path):
     shutil.rmtree(own)
     trained(own, text, max_steps=40, n_layer=3, n_embd=48, seed=1)          # other weights after as many steps
     done = run(out, text, init_from="resume", max_steps=30)
-    assert done.returncode == 2 and "have changed since the run" in done.stderr
+    assert done.returncode == 2 and "The weights of the teacher" in done.stderr
     trained(tmp_path / "two", text, teacher=teacher, dtype="fp32", ranks=2)
     trained(tmp_path / "one", text, teacher=teacher, dtype="fp32")
     assert largest_difference(weights(tmp_path / "two"), weights(tmp_path / "one")) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_resumed_run_refuses_a_teacher_with_another_description(teacher, tmp_path, name):
+    """Other rotary positions, for one, would change the loss in silence."""
+    folder = tmp_path / "teacher"
+    source = hf.find(teacher)
+    hf.export(source.load(), folder, source.tokenizer())
+    if name == "tokenizer.json" and not (folder / name).exists():
+        (folder / name).write_text("{}")
+    cfg = SimpleNamespace(teacher=str(folder), out_dir=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    recorded = identity(cfg, find_teacher(cfg, resuming=False))
+    (tmp_path / "run/model.json").write_bytes(config.seal({"teacher": recorded}))
+    assert identity(cfg, find_teacher(cfg, resuming=True)) == recorded
+    described = json.loads((folder / name).read_text()) | {"rope_theta": 2e4}
+    (folder / name).write_text(json.dumps(described))
+    with pytest.raises(BadInput, match="The architecture or tokenizer of the teacher"):
+        find_teacher(cfg, resuming=True)
 
 
 def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
