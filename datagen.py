@@ -532,7 +532,7 @@ def main(argv):
               f"examples in each prompt; {dtype} on {hw.name}, {engine.slots} samples in flight{logged}.",
               flush=True)
 
-    stop = guard.StopSignal()
+    stop = guard.StopSignal(lambda: "the next answer", "the answers that are not graded yet")
     new = []
     cost = {}
     failure = None

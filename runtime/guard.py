@@ -1,4 +1,5 @@
 """Exit codes, retries after failures, stop signals and the policy for non-finite gradients."""
+import contextlib
 import errno
 import gc
 import os
@@ -107,21 +108,30 @@ def exit_code(main, argv):
 
 
 class StopSignal:
-    """Sets `received` at Ctrl-C, SIGTERM or SIGHUP instead of ending the process; a second Ctrl-C ends it.
-    The class keeps `received`, so that a Retry does not lose it."""
+    """Sets `received` at Ctrl-C, SIGTERM or SIGHUP instead of ending the process, and says on standard error
+    that the run will stop; a second Ctrl-C ends it. The class keeps `received`, so that a Retry does not lose
+    it."""
     received = None
 
-    def __init__(self):
+    def __init__(self, until, unsaved):
+        """until: function that returns the end of the message's "Stopping after ...". unsaved: the work that
+        a second signal loses."""
+        self.until = until
+        self.unsaved = unsaved
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:                # set by nohup
             signal.signal(signal.SIGHUP, self.receive)
 
-    @classmethod
-    def receive(cls, number, frame):
-        if cls.received == number == signal.SIGINT:
+    def receive(self, number, frame):
+        if StopSignal.received == number == signal.SIGINT:
             raise KeyboardInterrupt
-        cls.received = number
+        if StopSignal.received is None and distributed.is_main():
+            again = "A second Ctrl-C" if number == signal.SIGINT else "SIGKILL"
+            message = f"\nStopping after {self.until()}. {again} stops now and loses {self.unsaved}.\n"
+            with contextlib.suppress(OSError):           # after SIGHUP there may be no terminal
+                os.write(2, message.encode())            # a signal may interrupt print(), which then fails
+        StopSignal.received = number
 
     def requested(self):
         """Tell whether any rank received a signal. Every rank must call."""

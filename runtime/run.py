@@ -154,7 +154,7 @@ class Run:
             tokenizer.save(cfg.out_dir)
 
     def __enter__(self):
-        self.stop = StopSignal()
+        self.stop = StopSignal(self.time_to_stop, "this step")
         self.stopping = self.stop.requested()             # perhaps before a Retry
         return self
 
@@ -264,6 +264,14 @@ class Run:
         if self.evaluate and self.state.evaluation_due:
             self.evaluate()
             self.save()
+
+    def time_to_stop(self):
+        """Return the work that is left after a stop signal, with the rest of a step's mean time."""
+        if not self.step or not self.state_before:
+            return "this step and its checkpoint"
+        began = self.state_before["progress"]["seconds"]
+        spent = self.state.seconds - began + time.perf_counter() - self.clock
+        return f"this step (about {max(began / self.step - spent, 1):.0f} s) and its checkpoint"
 
     def due(self, interval):
         """Tell whether this step is a multiple of the interval, or the last; never with 0."""

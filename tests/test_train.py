@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -120,13 +121,16 @@ def test_ranks_that_cannot_share_the_batch_say_so(tmp_path, text):
 def test_a_signal_finishes_the_step_saves_and_exits(tmp_path, text, number, code):
     out = tmp_path / "a"
     process = forked.Popen(command(out, dataset=text, data_dir=tmp_path, max_steps=100_000, save_interval=10**6,
-                                       eval_interval=10**6), env=environment(), stdout=subprocess.PIPE, text=True)
+                                       eval_interval=10**6), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: (out / "metrics.jsonl").exists() and metrics(out))
     process.send_signal(number)
-    assert process.wait(60) == code
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == code
     step = checkpoint.newest_intact(out)
     assert step and max(metrics(out)) == step
-    assert f"Stopped as asked after step {step}" in process.stdout.read()
+    assert f"Stopped as asked after step {step}" in said
+    again = {signal.SIGINT: "A second Ctrl-C", signal.SIGTERM: "SIGKILL"}[number]
+    assert re.search(rf"Stopping after this step \(about \d+ s\) and its checkpoint. {again} stops now and loses this step.\n", errors)
 
 
 def test_sigterm_to_the_whole_group_with_loader_processes_saves_too(tmp_path, text):
