@@ -114,8 +114,8 @@ class Config(RunOptions):
                                              # corrects for engine logprobs unlike the trainer's; 0: off
     # optimizer
     max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
-    learning_rate: NonNegativeFloat = 3e-4   # for a million parameters; 1e-6 is usual for a few hundred
-                                             # million
+    learning_rate: NonNegativeFloat | None = None     # None: by the model's size (docs/rl.md), 3e-4 for a
+                                             # million parameters, 1e-5 for 135 million, 2e-4 with LoRA
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
     warmup_steps: NonNegativeInt = 5
@@ -157,6 +157,8 @@ class Config(RunOptions):
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
+    # Not options: learning_rate where that is None, see optim.default_learning_rate
+    default_rates = (None, 3e-4, 2e-4)
     default_tokens = MICRO_BATCH             # not an option: tokens_per_micro_batch where that is None
 
     @property

@@ -68,7 +68,9 @@ class Config(RunOptions):
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
     # optimizer
-    learning_rate: NonNegativeFloat = 0.01   # peak; Muon's updates are scaled to AdamW's size
+    learning_rate: NonNegativeFloat | None = None     # peak (Muon's updates are scaled to AdamW's size). None:
+                                             # 0.01 from scratch; for another model by its size
+                                             # (docs/training.md), or 1e-3 with LoRA
     optimizer: Literal["adamw", "muon"] = "muon"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
     warmup_steps: NonNegativeInt | None = 10     # None: 10% of the steps, at most 50
@@ -139,6 +141,9 @@ class Config(RunOptions):
     num_workers: Annotated[int, Bounds(0, 256)] | None = None  # loader processes; None: 2 on a GPU, else 0
     pin_memory: bool = True                  # on a GPU
     prefetch: Annotated[int, Bounds(1, 256)] = 2     # steps loaded ahead per loader process
+
+    # Not an option: learning_rate where that is None, see optim.default_learning_rate
+    default_rates = (0.01, 2e-3, 1e-3)
 
     @property
     def sequences(self):

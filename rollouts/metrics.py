@@ -10,7 +10,7 @@ from rollouts.accuracy import accuracy, n_right
 from rollouts.pipeline import zero_variance
 from runtime import distributed
 from runtime.progress import duration
-from runtime.run import non_default_options
+from runtime.run import non_default_options, rate_shown
 from runtime.vitals import fingerprint, moved
 from text.provenance import common_prompt
 
@@ -35,7 +35,7 @@ def start_up(cfg, run, stream, pipeline, about):
         f"({pool.kind}).",
         f"{cfg.prompts_per_step} prompts x {cfg.k_samples} samples per step, {cfg.inner_epochs} x "
         f"{cfg.mini_batches} optimizer steps each; {cfg.loss_type}, {cfg.optimizer}, {cfg.lr_schedule} "
-        f"learning rate {cfg.learning_rate:g}, {reference}.",
+        f"{rate_shown(cfg)}, {reference}.",
         f"Non-default options: {non_default_options(cfg)}",
     ])
 

@@ -183,6 +183,19 @@ def pending_bytes(optimizers):
     return total
 
 
+def default_learning_rate(cfg, n_params):
+    """Return the learning rate of a run that names none, and the reason for it. cfg.default_rates: the rate
+    from scratch, of all weights of a model of up to a million parameters, and of adapters. The second falls
+    with the size: docs/training.md has the trials."""
+    scratch, all_weights, adapters = cfg.default_rates
+    if cfg.init_from == "scratch":
+        return scratch, "the default from scratch"
+    if cfg.lora_rank:
+        return adapters, "the default of adapters"
+    rate = all_weights * min(1, 1e6 / n_params) ** 0.7
+    return float(f"{rate:.1g}"), f"the default for all weights of {n_params / 1e6:,.1f}M parameters"
+
+
 def lr_at(step, max_steps, learning_rate, min_lr, warmup_steps, schedule, cooldown=0.2):
     """Return the learning rate of a step, 0 to max_steps - 1: linear warm-up, then constant, cosine or linear
     decay to min_lr, or wsd: constant, then linear decay over the last fraction `cooldown` of the steps (Hu et

@@ -33,3 +33,5 @@ class RunOptions:
     tf32: bool = True                        # fp32 products on tensor cores
     fused_adamw: bool = True
     keep_memory: bool = True                 # on a CPU, keep freed memory in the process to avoid page faults
+
+    learning_rate_reason = ""                # not an option: why learning_rate has its default, see optim

@@ -490,6 +490,10 @@ def start(cfg, hardware, model, micro_batch, num_steps, digest, step=None, stage
     """Shard the model if asked, build its optimizers and return the Run, restored from the checkpoint of
     `step` if given. model: a GPT on parallel.building_device. digest: of the training data; BadInput if it is
     not the checkpoint's. stage_state: see Run."""
+    if cfg.learning_rate is None:
+        cfg.learning_rate, cfg.learning_rate_reason = optim.default_learning_rate(cfg, model.n_params())
+    if cfg.min_lr > cfg.learning_rate:
+        raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
     model = parallel.shard(model, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas,
@@ -529,10 +533,18 @@ def scheduled_lr(options, step, num_steps):
 def non_default_options(cfg, inherited=()):
     """Describe the options that differ from their defaults, without those inherited from init_from."""
     changed = []
+    if cfg.learning_rate_reason:
+        inherited = [*inherited, "learning_rate"]
     for name, value in dataclasses.asdict(cfg).items():
         if value != getattr(type(cfg), name) and name not in inherited:
             changed.append(one_line(f"{name}={value}"))
     return ", ".join(changed) or "-"
+
+
+def rate_shown(cfg):
+    """Return the learning rate for the start-up paragraph, with the reason of a default."""
+    reason = f" ({cfg.learning_rate_reason})" if cfg.learning_rate_reason else ""
+    return f"learning rate {cfg.learning_rate:g}{reason}"
 
 
 def lora(cfg):
@@ -584,8 +596,6 @@ def check_training(cfg):
     if cfg.parallel == "hybrid" and distributed.world_size() % distributed.local_world_size():
         raise BadInput("--parallel=hybrid needs the same number of ranks on each node: change torchrun's "
                        "--nproc_per_node.")
-    if cfg.min_lr > cfg.learning_rate:
-        raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
     for option in ("lora_alpha", "lora_linears"):
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "

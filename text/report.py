@@ -2,7 +2,7 @@
 from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
-from runtime.run import non_default_options
+from runtime.run import non_default_options, rate_shown
 from text.perplexity import evaluation_line
 
 
@@ -36,7 +36,7 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
         f"loader processes; peak {shown(hw.peak_tflops, 'g', ' TFLOP/s')}, {shown(hw.bandwidth, 'g', ' TB/s')}.",
         f"Micro-batch {micro_batch}{smaller} x accumulation {accumulation} x {ranks} = "
         f"{sequences} sequences of {dataset.longest} = {sequences * dataset.longest:,} tokens per step, at "
-        f"most; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak learning rate {cfg.learning_rate:g}.",
+        f"most; {cfg.optimizer}, {cfg.lr_schedule} schedule, peak {rate_shown(cfg)}.",
         f"Non-default options: {non_default_options(cfg, inherited)}",
     ]
     return "\n".join(lines)
