@@ -1,6 +1,7 @@
 """Logging for grpo.py: the start-up paragraph, and metrics (metrics.jsonl) and log lines of steps and
 evaluations."""
 import math
+import re
 from collections import Counter
 from statistics import fmean
 
@@ -8,6 +9,7 @@ import torch
 
 from rollouts.accuracy import accuracy, n_right
 from rollouts.pipeline import zero_variance
+from rollouts.questions import normalized
 from runtime import distributed
 from runtime.progress import duration
 from runtime.run import non_default_options
@@ -68,10 +70,21 @@ def sums_over(groups):
         completion_tokens=sum(c.n_sampled for c in completions),
         prompt_tokens=sum(c.n_context for c in completions),
         replies=sum(len(c.forced) for c in completions),
+        paid_replies=sum(c.grade.score == 1 and only_replies_answer(c) for c in graded),
         truncated=sum(not c.finished for c in completions),
         errors=len(completions) - len(graded),
         timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
     )
+
+
+def only_replies_answer(c):
+    """Return whether the answer to a Completion's question stands in the environment's texts alone."""
+    answer = normalized(str(c.question.get("answer") or ""))
+    if not c.forced or not answer:
+        return False
+    whole_words = rf"(?<!\w){re.escape(answer)}(?!\w)"
+    by_model, by_environment = (normalized(" ".join(c.turns[i::2])) for i in (0, 1))
+    return not re.search(whole_words, by_model) and bool(re.search(whole_words, by_environment))
 
 
 def shares(cfg, total):
@@ -145,7 +158,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
         **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
-        **({"replies": total["replies"] / n} if total["replies"] else {}),
+        **({key: total[key] / n for key in ("replies", "paid_replies")} if total["replies"] else {}),
         "errors": total["errors"],
         "timeouts": total["timeouts"],
         "entropy": total["entropy"] / targets,
@@ -209,7 +222,7 @@ def paid_elsewhere(pipeline, groups):
         best = max(group, key=lambda c: c.grade.score)
         if best.grade.score and best.question != other[0].question:
             answers.append((best, other[0].question))
-    grades = pipeline.pool.score([(question, c.text) for c, question in answers[:8]])
+    grades = pipeline.pool.score([(question, c.text, c.turns) for c, question in answers[:8]])
     same = [grade.score == c.grade.score for grade, (c, _) in zip(grades, answers) if not grade.error]
     return fmean(same) if same else None
 

@@ -6,7 +6,9 @@ like one of our modules. "+" between specs makes a mixture, see _mixture.py.
 A task is a module of plain functions. Only reward is required; a function that has a parameter `argument`
 gets the ARGUMENT of the spec.
 
-    reward(question, completion)   score from 0 to 1 (1: correct), or (score, {part name: bool})
+    reward(question, completion)   score from 0 to 1 (1: correct), or (score, {part name: bool}); a parameter
+                                   `turns` gets the model's and the environment's texts of an episode in turn,
+                                   and [completion] without respond
     questions(split, seed, n)      list of n distinct {"question": str, "answer": str, ...}, None: all or a
                                    default number; the splits train, valid and test share no question
     solution(question)             correct worked completion
@@ -203,7 +205,8 @@ class Task:
         self.domains = []                                # the tasks of a Mixture
         self.weights = {name: 1}
         self.score = self.call("reward")
-        self.must_take("reward(question, completion)", self.score, {}, "")
+        self.takes_turns = self.takes(self.score, "turns")
+        self.must_take("reward(question, completion)", self.score, {}, "", **self.turns_option([""]))
         if hasattr(module, "signature"):
             self.must_take("signature(completion)", self.call("signature"), "")
         texts = {"PROMPT": self.prompt, "STOP": self.stop or "", "INSTRUCTION": self.instruction or "",
@@ -221,10 +224,10 @@ class Task:
         """Return the Task of a question, as Mixture.of does."""
         return self
 
-    def must_take(self, form, function, *given):
+    def must_take(self, form, function, *given, **options):
         """Raise ValueError unless a function can be called with these arguments."""
         try:
-            inspect.signature(function).bind(*given)
+            inspect.signature(function).bind(*given, **options)
         except TypeError as e:
             name = form.partition("(")[0]
             raise ValueError(f"The {name} of the task {self.name} can't be called as {form} ({e}): {name}() "
@@ -332,15 +335,24 @@ class Task:
         """Return a completion up to its first stop, inclusive."""
         return "".join(completion.partition(self.stop)[:2]) if self.stop else completion
 
+    def cut_turn(self, text):
+        """Return a model's turn up to its first TURN_STOP, inclusive."""
+        return "".join(text.partition(self.turn_stop)[:2]) if self.turn_stop else text
+
     def signature(self, completion):
         """Return a text that is equal for equal solutions: the task's signature(), else the equations."""
         if hasattr(self.module, "signature"):
             return self.ask(str, "signature", completion)
         return _equations.signature(completion)
 
-    def reward(self, question, completion):
-        """Return (score, {part name: bool}); NotAScore if the score is not in [0, 1]."""
-        result = self.score(question, completion)
+    def turns_option(self, turns):
+        """Return the options of the module's reward for an episode's texts."""
+        return {"turns": [*turns]} if self.takes_turns else {}
+
+    def reward(self, question, completion, turns=None):
+        """Return (score, {part name: bool}); NotAScore if the score is not in [0, 1]. turns: an episode's
+        texts, the model's and the environment's in turn; None: the completion alone."""
+        result = self.score(question, completion, **self.turns_option(turns or [completion]))
         whole = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         score, parts = result if whole else (result, None)
         try:
