@@ -101,7 +101,10 @@ def load(spec):
 def load_one(spec):
     name, colon, argument = spec.partition(":")
     if name in NAMES:
-        return Task(spec, importlib.import_module(f"tasks.{MODULES[name]}"), argument if colon else None)
+        file = f"{Path(__file__).with_name(MODULES[name])}.py"
+        with load_errors(file, file):
+            module = importlib.import_module(f"tasks.{MODULES[name]}")
+        return Task(spec, module, argument if colon else None)
     match = re.fullmatch(USER_FILE, spec)
     if not match:
         raise LookupError(f"There is no task {name}: choose {', '.join(NAMES)}, or the path of a .py file.")
@@ -115,12 +118,18 @@ def load_one(spec):
     found = importlib.util.spec_from_file_location(module_name(Path(file).resolve()), file)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module                     # needed by dataclasses and pickle
-    try:
+    with load_errors(file, module.__file__):
         found.loader.exec_module(module)
-    except (Exception, SystemExit) as e:
-        raise ValueError(f"The task {file} can't be loaded ({describe_error(e, module.__file__)}): correct "
-                         "it.") from e
     return Task(spec, module, argument)
+
+
+@contextlib.contextmanager
+def load_errors(file, origin):
+    """Turn an exception of a task's import into a ValueError with its line. origin: the module's __file__."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        raise ValueError(f"The task {file} can't be loaded ({describe_error(e, origin)}): correct it.") from e
 
 
 def module_name(path):
@@ -252,11 +261,12 @@ class Task:
         return partial(found, **{key: value for key, value in options.items() if self.takes(found, key)})
 
     def sentence(self, name, function, *given):
-        """Call a function of the module. If a user's function fails, raise ValueError with its line."""
+        """Call a function of the module. If it fails, raise ValueError with its line; a ValueError or OSError
+        of a task in tasks/ has a sentence of its own."""
         try:
             return function(*given)
         except (Exception, SystemExit) as e:
-            if self.module.__name__.startswith("tasks."):
+            if isinstance(e, ValueError | OSError) and self.module.__name__.startswith("tasks."):
                 raise
             reason = describe_error(e, self.module.__file__)
             raise ValueError(f"{name}() of the task {self.name} failed ({reason}): {name}() {RESERVED}, so "

@@ -109,9 +109,10 @@ def failure(kind, error):
     return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"{error} in respond()")
 
 
-def check_graded(spec, grades, kind="reward"):
-    """Raise BrokenReward if there are Grades, or Replies (kind: respond), and all have errors."""
+def check_graded(spec, grades):
+    """Raise BrokenReward if there are Grades, or Replies, and all have errors."""
     if grades and all(graded.error for graded in grades):
+        kind = "respond" if "respond()" in grades[0].error else "reward"
         raise BrokenReward(f"The {kind} of the task {spec} failed for all of {len(grades)} completions ("
                            f"{grades[0].error}): correct {FORMS[kind]}, or choose another task.")
 
@@ -438,7 +439,7 @@ class Pool:
                 first[future.number] = graded
                 if len(first) == FIRST:
                     try:
-                        check_graded(self.spec, [first[n] for n in range(FIRST)], future.kind)
+                        check_graded(self.spec, [first[n] for n in range(FIRST)])
                     except BrokenReward as e:
                         self.end(e)
         if speak:
