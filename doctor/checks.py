@@ -362,13 +362,12 @@ def part_always_paid(run):
 
 
 def paid_for_replies(run):
-    """Samples are right although the environment's texts alone hold the answer."""
-    share = run.mean("paid_replies") or 0
-    if share * run.samples() < 10 or share < 0.1 * (run.mean("pass_at_1") or 0):
+    """The reward pays for an answer that the environment's texts alone hold."""
+    share = run.mean("paid_replies")
+    if share is None or share < 0.2:
         return None
-    return (f"{share:.0%} of the last {run.samples():,} samples score 1 although the answer stands in the "
-            "environment's text alone: let reward(question, completion, turns) look for it in turns[-1], the "
-            "model's last text.")
+    return (f"{share:.0%} of the right samples are paid for an answer that stands in the environment's text "
+            "alone: let reward(question, completion, turns) look for it in turns[-1], the model's last text.")
 
 
 def few_questions(run):

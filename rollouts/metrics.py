@@ -70,21 +70,10 @@ def sums_over(groups):
         completion_tokens=sum(c.n_sampled for c in completions),
         prompt_tokens=sum(c.n_context for c in completions),
         replies=sum(len(c.forced) for c in completions),
-        paid_replies=sum(c.grade.score == 1 and only_replies_answer(c) for c in graded),
         truncated=sum(not c.finished for c in completions),
         errors=len(completions) - len(graded),
         timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
     )
-
-
-def only_replies_answer(c):
-    """Return whether the answer to a Completion's question stands in the environment's texts alone."""
-    answer = normalized(str(c.question.get("answer") or ""))
-    if not c.forced or not answer:
-        return False
-    whole_words = rf"(?<!\w){re.escape(answer)}(?!\w)"
-    by_model, by_environment = (normalized(" ".join(c.turns[i::2])) for i in (0, 1))
-    return not re.search(whole_words, by_model) and bool(re.search(whole_words, by_environment))
 
 
 def shares(cfg, total):
@@ -158,7 +147,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
         **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
-        **({key: total[key] / n for key in ("replies", "paid_replies")} if total["replies"] else {}),
+        **({"replies": total["replies"] / n} if total["replies"] else {}),
         "errors": total["errors"],
         "timeouts": total["timeouts"],
         "entropy": total["entropy"] / targets,
@@ -211,7 +200,30 @@ def vitals(run, pipeline, groups, metrics):
         values["error"] = next((c.grade.error for c in completions if c.grade.error), None)
     if metrics["zero_variance"] >= 0.9:
         values["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
+    if metrics.get("replies"):
+        values["paid_replies"] = paid_replies(pipeline, completions)
     return values
+
+
+def paid_replies(pipeline, completions):
+    """Return the share of up to eight right episodes whose answer the environment alone wrote and that are
+    not right without its texts; None without a right one."""
+    right = [c for c in completions if c.forced and c.grade.score == 1]
+    right = right[::max(1, len(right) // 8)][:8]
+    without = []
+    for c in filter(only_replies_answer, right):
+        turns = ["" if i % 2 else text for i, text in enumerate(c.turns)]
+        without.append((c.question, "".join(turns), turns))
+    grades = pipeline.pool.score(without)
+    return sum(grade.score < 1 and not grade.error for grade in grades) / len(right) if right else None
+
+
+def only_replies_answer(c):
+    """Return whether the answer to a Completion's question stands in the environment's texts alone."""
+    answer = normalized(str(c.question.get("answer") or ""))
+    whole_words = rf"(?<!\w){re.escape(answer)}(?!\w)"
+    by_model, by_environment = (normalized(" ".join(c.turns[i::2])) for i in (0, 1))
+    return bool(answer and re.search(whole_words, by_environment)) and not re.search(whole_words, by_model)
 
 
 def paid_elsewhere(pipeline, groups):

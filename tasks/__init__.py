@@ -215,7 +215,8 @@ class Task:
         self.weights = {name: 1}
         self.score = self.call("reward")
         self.takes_turns = self.takes(self.score, "turns")
-        self.must_take("reward(question, completion)", self.score, {}, "", **self.turns_option([""]))
+        turns = {"turns": []} if self.takes_turns else {}
+        self.must_take("reward(question, completion)", self.score, {}, "", **turns)
         if hasattr(module, "signature"):
             self.must_take("signature(completion)", self.call("signature"), "")
         texts = {"PROMPT": self.prompt, "STOP": self.stop or "", "INSTRUCTION": self.instruction or "",
@@ -355,14 +356,11 @@ class Task:
             return self.ask(str, "signature", completion)
         return _equations.signature(completion)
 
-    def turns_option(self, turns):
-        """Return the options of the module's reward for an episode's texts."""
-        return {"turns": [*turns]} if self.takes_turns else {}
-
     def reward(self, question, completion, turns=None):
         """Return (score, {part name: bool}); NotAScore if the score is not in [0, 1]. turns: an episode's
         texts, the model's and the environment's in turn; None: the completion alone."""
-        result = self.score(question, completion, **self.turns_option(turns or [completion]))
+        options = {"turns": list(turns or [completion])} if self.takes_turns else {}
+        result = self.score(question, completion, **options)
         whole = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         score, parts = result if whole else (result, None)
         try:

@@ -177,20 +177,26 @@ def test_an_answer_that_the_environment_alone_wrote(turns, answer, alone):
 
 
 LOOK_UP = """
+plain = questions
+
+def questions(split, seed=0, n=None):
+    return [question | {"answer": "Rome"} for question in plain(split, seed, n)]
+
 def respond(question, text):
-    return f"<{question['answer']}>"
+    return "<Rome>"
 
 def reward(question, completion, turns):
-    return float(question["answer"] in READ)
+    return float("Rome" in READ)
 """
 
 
-@pytest.mark.parametrize("read", ["completion", "turns[-1]"])
-def test_a_reward_that_pays_for_the_environments_text_is_counted(learn, episodes, tmp_path, read):
+@pytest.mark.parametrize("read, paid", [("completion", 1), ("turns[-1]", None), ("completion + 'Rome'", 0)])
+def test_a_reward_that_pays_for_the_environments_text_is_measured(learn, episodes, tmp_path, read, paid):
+    """One that is paid without it, too, is another fault."""
     (tmp_path / "own.py").write_text(episodes.read_text() + LOOK_UP.replace("READ", read))
     out = learn(task=tmp_path / "own.py", max_steps=1, **RULES)
     (line,) = lines(out)
-    assert line["replies"] > 0.3 and (line["paid_replies"] > 0.3) == (read == "completion") and line["paid_replies"] <= line["pass_at_1"]
+    assert line["replies"] > 0.3 and line["paid_replies"] == paid
 
 
 def test_a_function_that_always_fails_ends_the_run_whatever_the_other_does(tmp_path):
