@@ -235,34 +235,38 @@ def reap(worker, *_):
                 end_family(os.getpid())
 
 
-def end_family(leader):
-    """Kill a worker's first process, the subreaper, after all that descend from it or are in its session; but
-    for Linux only its process group."""
+def end_family(*leaders):
+    """Kill the first processes of workers, the subreapers, after all that descend from them or are in their
+    sessions; on systems other than Linux only their process groups."""
+    for leader in {*leaders} - {os.getpid()}:
+        with contextlib.suppress(OSError):
+            os.kill(leader, signal.SIGSTOP)      # or it would do the same at its worker's end
     for _ in range(100):                         # they may start others meanwhile
-        pids = family_of(leader)
+        pids = family_of(leaders)
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         if not pids:
             break
         time.sleep(0.002)
-    with contextlib.suppress(OSError):
-        os.killpg(leader, signal.SIGKILL)
+    for leader in leaders:
+        with contextlib.suppress(OSError):
+            os.killpg(leader, signal.SIGKILL)
 
 
-def family_of(leader):
-    """Return the ids of the running processes that descend from another or are in its session (Linux)."""
+def family_of(leaders):
+    """Return the ids of the running processes that descend from others or are in their sessions (Linux)."""
     processes = {}                               # {id: (state, parent, session)}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent, _, session, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
             processes[int(path.parent.name)] = state, int(parent), int(session)
-    family = {leader}
+    family = {*leaders}
     size = 0
     while size < len(family):
         size = len(family)
         family |= {pid for pid, (_, *others) in processes.items() if family & {*others}}
-    return [pid for pid in family - {leader} if processes[pid][0] not in "ZX"]
+    return [pid for pid in family - {*leaders} if processes[pid][0] not in "ZX"]
 
 
 def confine():
@@ -389,8 +393,7 @@ class Pool:
         """End the workers at once, without waiting for grades."""
         self.end(RuntimeError("This reward pool is closed: make another."))
         with self.changed:
-            for worker in self.workers:
-                worker.kill()
+            end_family(*(worker.process.pid for worker in self.workers if worker.process))
         for worker in self.workers:
             worker.thread.join()
 
@@ -586,15 +589,10 @@ class Worker:
         if not poll.poll(1000 * timeout):
             raise TimeoutError(f"timed out after {timeout:g} s")
 
-    def kill(self):
-        """Kill the process, if there is one, and all processes that it started."""
-        if self.process:
-            end_family(self.process.pid)
-
     def remove(self):
         with self.pool.changed:
             if self.process:
-                self.kill()
+                end_family(self.process.pid)
                 self.process.wait()
                 self.process.stdin.close(), self.process.stdout.close()
                 self.process = None
