@@ -238,9 +238,6 @@ def reap(worker, *_):
 def end_family(*leaders):
     """Kill the first processes of workers, the subreapers, after all that descend from them or are in their
     sessions; on systems other than Linux only their process groups."""
-    for leader in {*leaders} - {os.getpid()}:
-        with contextlib.suppress(OSError):
-            os.kill(leader, signal.SIGSTOP)      # or it would do the same at its worker's end
     for _ in range(100):                         # they may start others meanwhile
         pids = family_of(leaders)
         for pid in pids:
@@ -279,7 +276,8 @@ def confine():
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([MEMORY, *limits]), hard))
-    set_process(PR_SET_PDEATHSIG, signal.SIGKILL)        # if it hangs, it does not notice the end of its input
+    # because a hanging worker does not notice the end of its input
+    set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # --- the pool ---
