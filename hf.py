@@ -330,7 +330,7 @@ class ModelSource:
         if self.step is None:
             with checkpoint.loading(f"The model in {self.folder}"):
                 load_safetensors(model, self.folder, self.about)
-            return
+            return self.check_finite(model)
         with checkpoint.loading(f"The checkpoint of step {self.step} in {self.folder}"):
             weights = checkpoint.load_weights(self.folder, self.step)
             lora = self.about.get("lora")
@@ -340,6 +340,15 @@ class ModelSource:
                 load_adapters(add_lora(adapted, **lora), weights)
                 weights = merged(adapted)
             model.load_state_dict(weights)
+        self.check_finite(model)
+
+    def check_finite(self, model):
+        """Raise BadInput if a weight is NaN or infinite."""
+        for name, weight in model.state_dict().items():
+            # The sum takes a twentieth of the time; that of large weights may overflow.
+            if not weight.sum().isfinite() and not weight.isfinite().all():
+                raise BadInput(f"{name} of the model in {self.folder} holds NaN or infinity: give another "
+                               "checkpoint, or restore the original files.")
 
 
 def find(path_or_name, step=None):
@@ -415,7 +424,7 @@ def download(name):
         return Path(folder)
     except Exception as e:
         raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
-                       f"({hub.one_line(e)[:200]}): correct the name, or download the folder on a machine with "
+                       f"({hub.reason(e)[:200]}): correct the name, or download the folder on a machine with "
                        "network access and give its path.") from None
 
 

@@ -361,6 +361,15 @@ def part_always_paid(run):
                      "or make it harder to reach.")
 
 
+def paid_for_replies(run):
+    """The reward pays for an answer that the environment's texts alone hold."""
+    share = run.mean("paid_replies")
+    if share is None or share < 0.2:
+        return None
+    return (f"{share:.0%} of the right samples are paid for an answer that stands in the environment's text "
+            "alone: let reward(question, completion, turns) look for it in turns[-1], the model's last text.")
+
+
 def few_questions(run):
     """Each question is asked many times."""
     times = run.last("epoch")
@@ -513,7 +522,7 @@ def low_mfu(run):
 
 RL = (never_right, never_ends, other_prompts, groups_alike, broken_verifier, stale_engine, engine_differs,
       rate_too_small, rate_too_large, reward_fell, same_samples, memorised, lengths_run_away, part_never_paid,
-      part_always_paid, few_questions, slower_than_before)
+      part_always_paid, paid_for_replies, few_questions, slower_than_before)
 TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
             slower_than_before, waits_for_data, low_mfu)
 

@@ -93,4 +93,5 @@ def follow(out_dir):
 
 def command_of(name):
     """Return the command in the header of config/NAME.py, such as "grpo.py config/grpo_a100x8.py"."""
-    return re.search(rf"\w+\.py config/{name}\.py", Path(f"config/{name}.py").read_text())[0]
+    text = Path(f"config/{name}.py").read_text()
+    return re.search(rf"\w+\.py (config/\w+\.py )*config/{name}\.py", text)[0]

@@ -41,6 +41,8 @@ class Environment:
         at_stop = bool(task.stop) and task.stop in turns[-1]
         if is_last or at_stop or not task.responds:
             return False
+        # Characters behind TURN_STOP that share its last token are no part of the call.
+        turns[::2] = map(task.cut_turn, turns[::2])
         self.waiting[self.pool.respond(question, self.text(turns))] = sample
         return True
 

@@ -1,6 +1,7 @@
 """Logging for grpo.py: the start-up paragraph, and metrics (metrics.jsonl) and log lines of steps and
 evaluations."""
 import math
+import re
 from collections import Counter
 from statistics import fmean
 
@@ -8,6 +9,7 @@ import torch
 
 from rollouts.accuracy import accuracy, n_right
 from rollouts.pipeline import zero_variance
+from rollouts.questions import normalized
 from runtime import distributed
 from runtime.progress import duration
 from runtime.run import non_default_options, rate_shown
@@ -198,7 +200,30 @@ def vitals(run, pipeline, groups, metrics):
         values["error"] = next((c.grade.error for c in completions if c.grade.error), None)
     if metrics["zero_variance"] >= 0.9:
         values["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
+    if metrics.get("replies"):
+        values["paid_replies"] = paid_replies(pipeline, completions)
     return values
+
+
+def paid_replies(pipeline, completions):
+    """Return the share of up to eight right episodes whose answer the environment alone wrote and that are
+    not right without its texts; None without a right one."""
+    right = [c for c in completions if c.forced and c.grade.score == 1]
+    right = right[::max(1, len(right) // 8)][:8]
+    without = []
+    for c in filter(only_replies_answer, right):
+        turns = ["" if i % 2 else text for i, text in enumerate(c.turns)]
+        without.append((c.question, "".join(turns), turns))
+    grades = pipeline.pool.score(without)
+    return sum(grade.score < 1 and not grade.error for grade in grades) / len(right) if right else None
+
+
+def only_replies_answer(c):
+    """Return whether the answer to a Completion's question stands in the environment's texts alone."""
+    answer = normalized(str(c.question.get("answer") or ""))
+    whole_words = rf"(?<!\w){re.escape(answer)}(?!\w)"
+    by_model, by_environment = (normalized(" ".join(c.turns[i::2])) for i in (0, 1))
+    return bool(answer and re.search(whole_words, by_environment)) and not re.search(whole_words, by_model)
 
 
 def paid_elsewhere(pipeline, groups):
@@ -209,7 +234,7 @@ def paid_elsewhere(pipeline, groups):
         best = max(group, key=lambda c: c.grade.score)
         if best.grade.score and best.question != other[0].question:
             answers.append((best, other[0].question))
-    grades = pipeline.pool.score([(question, c.text) for c, question in answers[:8]])
+    grades = pipeline.pool.score([(question, c.text, c.turns) for c, question in answers[:8]])
     same = [grade.score == c.grade.score for grade, (c, _) in zip(grades, answers) if not grade.error]
     return fmean(same) if same else None
 

@@ -165,7 +165,7 @@ class Pipeline:
                 if not (completion.grade or completion.finished or grade_unfinished):
                     completion.grade = UNFINISHED
                 if not completion.grade:
-                    self.pool.submit(completion.question, completion.text)
+                    self.pool.submit(completion.question, completion.text, completion.turns)
                 line.add()
                 yield completion
         self.pool.flush()

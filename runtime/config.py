@@ -221,7 +221,9 @@ def read_file(path):
     names = {"__file__": path}
     try:
         exec(compile(Path(path).read_bytes(), path, "exec"), names)
-    except Exception as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:               # also SystemExit: it is no end of the run
         lines = [frame.lineno for frame in traceback.extract_tb(e.__traceback__) if frame.filename == path]
         where = f" at line {lines[-1] if lines else e.lineno}" if lines or isinstance(e, SyntaxError) else ""
         raise BadInput(f"{path} failed{where}: {type(e).__name__}: {e}") from None

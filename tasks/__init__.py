@@ -6,7 +6,9 @@ like one of our modules. "+" between specs makes a mixture, see _mixture.py.
 A task is a module of plain functions. Only reward is required; a function that has a parameter `argument`
 gets the ARGUMENT of the spec.
 
-    reward(question, completion)   score from 0 to 1 (1: correct), or (score, {part name: bool})
+    reward(question, completion)   score from 0 to 1 (1: correct), or (score, {part name: bool}); a parameter
+                                   `turns` gets the model's and the environment's texts of an episode in turn,
+                                   and [completion] without respond
     questions(split, seed, n)      list of n distinct {"question": str, "answer": str, ...}, None: all or a
                                    default number; the splits train, valid and test share no question
     solution(question)             correct worked completion
@@ -99,7 +101,10 @@ def load(spec):
 def load_one(spec):
     name, colon, argument = spec.partition(":")
     if name in NAMES:
-        return Task(spec, importlib.import_module(f"tasks.{MODULES[name]}"), argument if colon else None)
+        file = f"{Path(__file__).with_name(MODULES[name])}.py"
+        with load_errors(file, file):
+            module = importlib.import_module(f"tasks.{MODULES[name]}")
+        return Task(spec, module, argument if colon else None)
     match = re.fullmatch(USER_FILE, spec)
     if not match:
         raise LookupError(f"There is no task {name}: choose {', '.join(NAMES)}, or the path of a .py file.")
@@ -113,12 +118,18 @@ def load_one(spec):
     found = importlib.util.spec_from_file_location(module_name(Path(file).resolve()), file)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module                     # needed by dataclasses and pickle
-    try:
+    with load_errors(file, module.__file__):
         found.loader.exec_module(module)
-    except (Exception, SystemExit) as e:
-        raise ValueError(f"The task {file} can't be loaded ({describe_error(e, module.__file__)}): correct "
-                         "it.") from e
     return Task(spec, module, argument)
+
+
+@contextlib.contextmanager
+def load_errors(file, origin):
+    """Turn an exception of a task's import into a ValueError with its line. origin: the module's __file__."""
+    try:
+        yield
+    except (Exception, SystemExit) as e:
+        raise ValueError(f"The task {file} can't be loaded ({describe_error(e, origin)}): correct it.") from e
 
 
 def module_name(path):
@@ -203,7 +214,9 @@ class Task:
         self.domains = []                                # the tasks of a Mixture
         self.weights = {name: 1}
         self.score = self.call("reward")
-        self.must_take("reward(question, completion)", self.score, {}, "")
+        self.takes_turns = self.takes(self.score, "turns")
+        turns = {"turns": []} if self.takes_turns else {}
+        self.must_take("reward(question, completion)", self.score, {}, "", **turns)
         if hasattr(module, "signature"):
             self.must_take("signature(completion)", self.call("signature"), "")
         texts = {"PROMPT": self.prompt, "STOP": self.stop or "", "INSTRUCTION": self.instruction or "",
@@ -221,10 +234,10 @@ class Task:
         """Return the Task of a question, as Mixture.of does."""
         return self
 
-    def must_take(self, form, function, *given):
+    def must_take(self, form, function, *given, **options):
         """Raise ValueError unless a function can be called with these arguments."""
         try:
-            inspect.signature(function).bind(*given)
+            inspect.signature(function).bind(*given, **options)
         except TypeError as e:
             name = form.partition("(")[0]
             raise ValueError(f"The {name} of the task {self.name} can't be called as {form} ({e}): {name}() "
@@ -249,11 +262,12 @@ class Task:
         return partial(found, **{key: value for key, value in options.items() if self.takes(found, key)})
 
     def sentence(self, name, function, *given):
-        """Call a function of the module. If a user's function fails, raise ValueError with its line."""
+        """Call a function of the module. If it fails, raise ValueError with its line; a ValueError or OSError
+        of a task in tasks/ has a sentence of its own."""
         try:
             return function(*given)
         except (Exception, SystemExit) as e:
-            if self.module.__name__.startswith("tasks."):
+            if isinstance(e, ValueError | OSError) and self.module.__name__.startswith("tasks."):
                 raise
             reason = describe_error(e, self.module.__file__)
             raise ValueError(f"{name}() of the task {self.name} failed ({reason}): {name}() {RESERVED}, so "
@@ -332,15 +346,21 @@ class Task:
         """Return a completion up to its first stop, inclusive."""
         return "".join(completion.partition(self.stop)[:2]) if self.stop else completion
 
+    def cut_turn(self, text):
+        """Return a model's turn up to its first TURN_STOP, inclusive."""
+        return "".join(text.partition(self.turn_stop)[:2]) if self.turn_stop else text
+
     def signature(self, completion):
         """Return a text that is equal for equal solutions: the task's signature(), else the equations."""
         if hasattr(self.module, "signature"):
             return self.ask(str, "signature", completion)
         return _equations.signature(completion)
 
-    def reward(self, question, completion):
-        """Return (score, {part name: bool}); NotAScore if the score is not in [0, 1]."""
-        result = self.score(question, completion)
+    def reward(self, question, completion, turns=None):
+        """Return (score, {part name: bool}); NotAScore if the score is not in [0, 1]. turns: an episode's
+        texts, the model's and the environment's in turn; None: the completion alone."""
+        options = {"turns": list(turns or [completion])} if self.takes_turns else {}
+        result = self.score(question, completion, **options)
         whole = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
         score, parts = result if whole else (result, None)
         try:

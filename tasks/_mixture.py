@@ -88,8 +88,8 @@ class Mixture:
     def cut(self, completion):
         return next(iter(self.tasks.values())).cut(completion)
 
-    def reward(self, question, completion):
-        return self.of(question).reward(question, completion)
+    def reward(self, question, completion, turns=None):
+        return self.of(question).reward(question, completion, turns)
 
     def solution(self, question):
         return self.of(question).solution(question)

@@ -2,9 +2,9 @@
 memory without ending the run, unless it fails for all of the first FIRST completions.
 
 `python -m tasks._pool SPEC` is a worker. Each line of its standard input is a JSON list of [number, kind of
-job, question, completion]. Its standard output is null once the task is loaded (or an error message), then
-one line [number, values of the Grade or Reply] per job. multiprocessing would import the caller, and torch
-with it, into each worker."""
+job, question, completion, turns of an episode]. Its standard output is null once the task is loaded (or an
+error message), then one line [number, values of the Grade or Reply] per job. multiprocessing would import the
+caller, and torch with it, into each worker."""
 import contextlib
 import functools
 import json
@@ -39,6 +39,8 @@ PATIENCE = 1.0                       # or after this many seconds
 FIRST = 32                           # the run ends if this many first grades are all errors
 LOADED = 97                          # exit code of a process that only loads a task
 KINDS = ("process", "thread", "serial")
+PR_SET_PDEATHSIG = 1                 # options of Linux's prctl
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class BrokenReward(BadInput, ValueError):
@@ -65,14 +67,15 @@ class Reply(NamedTuple):
     error: str | None
 
 
-def grade(task, question, completion):
+def grade(task, question, completion, turns=None):
     """Return the Grade of a completion, cut after the task's stop, or of an episode. An exception or a score
     outside [0, 1] becomes its error; a finite score outside [0, 1] is kept, and ends the run (see Pool)."""
     try:
         task = task.of(question)
         if not task.responds:                # else an environment may have written the stop
             completion = task.cut(completion)
-        score, parts = task.reward(question, completion)
+            turns = None
+        score, parts = task.reward(question, completion, turns)
         score = float(score)
         parts = {str(name): bool(value) for name, value in parts.items()}
         return Grade(score, parts, str(task.signature(completion)) if score == 1.0 else "", None)
@@ -90,15 +93,15 @@ def respond(task, question, text):
 
 
 JOBS = {"reward": grade, "respond": respond}
+RESULTS = {"reward": "grade of", "respond": "reply to"}
+FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)"}
 
 
-def run_job(task, kind, question, completion):
+def run_job(task, kind, question, completion, *others):
     """Return the Grade or Reply; that of a verifier that uses `random` is the same in any process and after a
     resume."""
     random.seed(pack([question, completion]))
-    return JOBS[kind](task, question, completion)
-RESULTS = {"reward": "grade of", "respond": "reply to"}
-FORMS = {"reward": "reward(question, completion)", "respond": "respond(question, text)"}
+    return JOBS[kind](task, question, completion, *others)
 
 
 def failure(kind, error):
@@ -106,9 +109,10 @@ def failure(kind, error):
     return Grade(0.0, {}, "", error) if kind == "reward" else Reply(None, f"{error} in respond()")
 
 
-def check_graded(spec, grades, kind="reward"):
-    """Raise BrokenReward if there are Grades, or Replies (kind: respond), and all have errors."""
+def check_graded(spec, grades):
+    """Raise BrokenReward if there are Grades, or Replies, and all have errors."""
     if grades and all(graded.error for graded in grades):
+        kind = "respond" if "respond()" in grades[0].error else "reward"
         raise BrokenReward(f"The {kind} of the task {spec} failed for all of {len(grades)} completions ("
                            f"{grades[0].error}): correct {FORMS[kind]}, or choose another task.")
 
@@ -165,8 +169,11 @@ def main(spec, folder=".", only_try=False):
     confine()
 
     def write(value):
-        grades.write(pack(value) + b"\n")
-        grades.flush()
+        try:
+            grades.write(pack(value) + b"\n")
+            grades.flush()
+        except BrokenPipeError:              # the run has ended
+            os._exit(1)
     try:
         task = tasks.load(spec)
     except (Exception, SystemExit) as e:
@@ -176,8 +183,8 @@ def main(spec, folder=".", only_try=False):
         return
     write(None)
     for line in items:
-        for number, kind, question, completion in unpack(line):
-            result = run_job(task, kind, question, completion)
+        for number, kind, *item in unpack(line):
+            result = run_job(task, kind, *item)
             if os.getpid() != me:                # a forked copy left by the verifier
                 os._exit(1)
             write([number, *result._replace(error=result.error and with_limit(result.error))])
@@ -191,14 +198,17 @@ def with_limit(error):
 
 def watch_over_worker():
     """Return in a forked process. The original process waits until the worker or the run ends, however that
-    happens, and then kills its session: the worker and programs started by the verifier."""
+    happens, and then kills all that the verifier started. On Linux it is the subreaper, hence the parent, of
+    those that a parent has left, also in a session of their own."""
     run = os.getppid()
     with contextlib.suppress(PermissionError):   # already a session leader
         os.setsid()
-    signal.signal(signal.SIGCHLD, lambda *_: end_session(os.getpid()))
-    if os.fork() == 0:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    set_process(PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
         return
+    signal.signal(signal.SIGCHLD, functools.partial(reap, worker))
+    reap(worker)                                 # if it has ended by now
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.close(1)                                  # only the worker keeps it open
@@ -207,19 +217,53 @@ def watch_over_worker():
     closed.poll()
     while os.getppid() == run:                   # the worker may still read the rest
         time.sleep(0.05)
-    end_session(os.getpid())
+    end_family(os.getpid())
 
 
-def end_session(leader):
-    """Kill all processes of a session, the leader last. On Linux this includes other process groups, such as
-    those of coreutils' `timeout`; elsewhere only the leader's group is killed."""
+def set_process(option, value):
+    """Set an attribute of this process by Linux's prctl; elsewhere do nothing."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def reap(worker, *_):
+    """Wait for children that have ended; once the worker is one of them, end this process and all others."""
+    with contextlib.suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            if pid == worker:
+                end_family(os.getpid())
+
+
+def end_family(*leaders):
+    """Kill the first processes of workers, the subreapers, after all that descend from them or are in their
+    sessions; on systems other than Linux only their process groups."""
+    for _ in range(100):                         # they may start others meanwhile
+        pids = family_of(leaders)
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            break
+        time.sleep(0.002)
+    for leader in leaders:
+        with contextlib.suppress(OSError):
+            os.killpg(leader, signal.SIGKILL)
+
+
+def family_of(leaders):
+    """Return the ids of the running processes that descend from others or are in their sessions (Linux)."""
+    processes = {}                               # {id: (state, parent, session)}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            session = path.read_text(errors="replace").rpartition(")")[2].split()[3]
-            if int(session) == leader != int(path.parent.name):
-                os.kill(int(path.parent.name), signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        os.killpg(leader, signal.SIGKILL)
+            state, parent, _, session, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            processes[int(path.parent.name)] = state, int(parent), int(session)
+    family = {*leaders}
+    size = 0
+    while size < len(family):
+        size = len(family)
+        family |= {pid for pid, (_, *others) in processes.items() if family & {*others}}
+    return [pid for pid in family - {*leaders} if processes[pid][0] not in "ZX"]
 
 
 def confine():
@@ -232,10 +276,8 @@ def confine():
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([MEMORY, *limits]), hard))
-    with contextlib.suppress(ImportError, OSError, AttributeError):
-        import ctypes
-        # Linux's PR_SET_PDEATHSIG, because a hanging worker does not notice the end of its input
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # because a hanging worker does not notice the end of its input
+    set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # --- the pool ---
@@ -270,7 +312,7 @@ class Pool:
         self.kind = kind
         self.folder = os.getcwd()
         self.counts = {"errors": 0, "timeouts": 0, "restarts": 0}
-        self.outbox = deque()                                # (question, completion) not yet passed on
+        self.outbox = deque()                                # submitted, not yet passed on
         self.handed_over = time.monotonic()                  # time when the outbox was last emptied
         self.pending = deque()                               # futures not collected
         self.replies = deque()                               # (future, item) of respond without a worker
@@ -294,15 +336,16 @@ class Pool:
             self.close()
             raise
 
-    def submit(self, question, completion):
-        """Queue a completion. question: a dict of JSON values. RuntimeError if the pool is closed.
+    def submit(self, question, completion, turns=None):
+        """Queue a completion. question: a dict of JSON values; turns: an episode's texts (Task.reward).
+        RuntimeError if the pool is closed.
 
         Workers get HAND_OVER completions at a time: on a CPU every process that wakes interrupts the sampling
         threads, which for single completions costs a small model up to a tenth of its speed (docs/notes.md).
         """
         if self.ended:
             raise self.ended
-        self.outbox.append((question, completion))
+        self.outbox.append((question, completion, turns))
         if len(self.outbox) >= HAND_OVER or time.monotonic() - self.handed_over > PATIENCE:
             self.flush()
 
@@ -328,8 +371,8 @@ class Pool:
         return grades
 
     def score(self, pairs):
-        """Return the Grades of [(question, completion)]; earlier submissions still need collect()."""
-        futures = [self._put("reward", question, completion) for question, completion in pairs]
+        """Return the Grades of [arguments of submit]; earlier submissions still need collect()."""
+        futures = [self._put("reward", *pair) for pair in pairs]
         return [self.take(future) for future in track(futures, "verifying", "answers")]
 
     def respond(self, question, text):
@@ -348,8 +391,7 @@ class Pool:
         """End the workers at once, without waiting for grades."""
         self.end(RuntimeError("This reward pool is closed: make another."))
         with self.changed:
-            for worker in self.workers:
-                worker.kill()
+            end_family(*(worker.process.pid for worker in self.workers if worker.process))
         for worker in self.workers:
             worker.thread.join()
 
@@ -359,24 +401,23 @@ class Pool:
     def __exit__(self, *_):
         self.close()
 
-    def _put(self, kind, question, completion):
+    def _put(self, kind, *item):
         future = Future()
         with self.changed:
             if self.ended:
                 raise self.ended
             future.kind = kind
-            future.completion = completion
+            future.completion = item[1]
             future.number = self.submitted[kind]
             self.submitted[kind] += 1
-            item = (question, completion)
             if self.kind == "process":
-                item = pack([future.number, kind, question, completion])
+                item = pack([future.number, kind, *item])
             if self.kind != "serial":
                 self.queue(kind).append((future, item))
                 self.changed.notify()
         if self.kind == "serial":
             before = random.getstate()
-            self.hand_over(future, run_job(self.task, kind, question, completion))
+            self.hand_over(future, run_job(self.task, kind, *item))
             random.setstate(before)
         return future
 
@@ -399,7 +440,7 @@ class Pool:
                 first[future.number] = graded
                 if len(first) == FIRST:
                     try:
-                        check_graded(self.spec, [first[n] for n in range(FIRST)], future.kind)
+                        check_graded(self.spec, [first[n] for n in range(FIRST)])
                     except BrokenReward as e:
                         self.end(e)
         if speak:
@@ -546,15 +587,10 @@ class Worker:
         if not poll.poll(1000 * timeout):
             raise TimeoutError(f"timed out after {timeout:g} s")
 
-    def kill(self):
-        """Kill the process, if there is one, and all processes that it started."""
-        if self.process:
-            end_session(self.process.pid)
-
     def remove(self):
         with self.pool.changed:
             if self.process:
-                self.kill()
+                end_family(self.process.pid)
                 self.process.wait()
                 self.process.stdin.close(), self.process.stdout.close()
                 self.process = None

@@ -32,8 +32,13 @@ def answer_to(question, guess):
     return "higher\n" if int(guess[:9]) < int(question["answer"]) else "lower\n"
 
 
+def last_line(text):
+    """Return the last line that is not blank: a token may end several lines."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
 def respond(question, text):
-    return answer_to(question, (text.splitlines() or [""])[-1].strip())
+    return answer_to(question, last_line(text))
 
 
 def play(question, rng, way):
@@ -62,5 +67,4 @@ def solution(question):
 
 
 def reward(question, completion):
-    guesses = [line.strip() for line in completion.splitlines()]
-    return float(guesses[-1:] == [question["answer"]])
+    return float(last_line(completion) == question["answer"])

@@ -154,6 +154,14 @@ def test_an_edited_config_of_a_run_is_one_sentence(tmp_path, content, words):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("body, words", [
+    ("import sys\nsys.exit(0)", "at line 2: SystemExit: 0$"), ("raise GeneratorExit", "at line 1: GeneratorExit: $"), ("x = 1 / 0", "at line 1: ZeroDiv")])
+def test_a_config_file_that_fails_or_exits_is_one_sentence(tmp_path, body, words):
+    (tmp_path / "own.py").write_text(body)
+    with pytest.raises(BadInput, match=words):
+        load(f"{tmp_path}/own.py")
+
+
 def test_an_unreadable_file_is_one_sentence(tmp_path, capsys):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(BadInput, match=r"can't be read \((Is a directory|No such file or directory)\): mend it\."):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -318,6 +319,19 @@ def test_a_verifier_that_always_fails_is_heard_and_ends_the_run(base, tmp_path, 
     assert [line.startswith("error: ") for line in own] == [False] * ranks + [True], done.stderr
     assert not output.exists() and "better model" not in done.stderr
     assert ranks > 1 or done.stderr.count("\n") == 2
+
+
+@pytest.mark.parametrize("failed, truncated, ends", [(1, 47, False), (2, 2, False), (3, 2, True), (1, 0, True)])
+def test_a_failed_reply_among_truncated_attempts_is_no_broken_task(tmp_path, capsys, failed, truncated, ends):
+    cfg = datagen.Config(task="guess", output=f"{tmp_path}/rft.json", oversample=failed + truncated)
+    attempts = datagen.Attempts(cfg.output, HEADER, False)
+    for i in range(failed + truncated):
+        said = dict(verdict="error", error="respond() failed: KeyError: 'x'") if i < failed else dict(verdict="unfinished", error=None)
+        attempts.records[0, i] = dict(number=0, sample=i, question="q", answer="1", completion="", ids=[1], score=0.0, parts={}, signature="") | said
+    cost = dict(seconds=1.0, tokens=9, errors=failed, timeouts=0, restarts=0)
+    with pytest.raises(BadInput, match="The respond of .* all of .* correct respond") if ends else nullcontext():
+        assert datagen.finish(cfg, [{"question": "q", "answer": "1"}], attempts, [([], cost)], 0) == 1
+    assert ends or f"error {failed}" in capsys.readouterr().out
 
 
 def test_a_task_of_few_questions_is_asked_all_of_them(base, task, tmp_path):

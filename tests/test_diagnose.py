@@ -301,6 +301,7 @@ START = {"step": 0, "config": dict(k_samples=8, prompts_per_step=32, max_new_tok
     "lengths_run_away": {"completion_tokens": lambda step: 20.0 + 5 * step},
     "part_never_paid": {"parts/polite": 0.0},
     "part_always_paid": {"parts/polite": 1.0, "reward": 0.6, "pass_at_1": 0.2},
+    "paid_for_replies": {"paid_replies": 0.3},
     "few_questions": {"epoch": 9.0},
     "slower_than_before": {"tokens_per_s": lambda step: 1000.0 if step < 10 else 300.0},
 }.items(), ids=lambda value: value if isinstance(value, str) else "")

@@ -4,6 +4,7 @@ import random
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ import torch
 import hf
 import tasks
 from conftest import ROOT, environment, flags, weights
+from engine.generate import Request, Sample
 from model import IGNORE
+from rollouts.episodes import Environment
+from rollouts.metrics import only_replies_answer
+from rollouts.pipeline import Completion
 from tasks import _pool
 from tasks._pool import Pool
 from test_grpo import GRPO, TASK, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, plainly, same, watched  # noqa: F401
@@ -128,6 +133,70 @@ def test_replies_and_their_errors(tmp_path, kind):
         if kind == "process":                # the beginnings that datagen.py and metrics.jsonl look for
             assert found[8].error.startswith("the worker died") and found[9].error == "timed out after 2 s in respond()"
         assert [grade.score for grade in pool.collect(wait=True)] == [1.0]
+
+
+@pytest.mark.parametrize("kind", ["process", "thread", "serial"])
+def test_the_turns_reach_the_reward(tmp_path, kind):
+    (tmp_path / "own.py").write_text("def reward(question, completion, turns):\n    return 1.0, {'|'.join(turns): True}\n"
+                                     "def respond(question, text):\n    pass\n")
+    with Pool(str(tmp_path / "own.py"), workers=1, kind=kind) as pool:
+        pool.submit({}, "abc", ["a", "b", "c"])
+        pool.submit({}, "abc")
+        assert [grade.parts for grade in pool.collect(wait=True)] == [{"a|b|c": True}, {"abc": True}]
+        assert pool.score([({}, "ab", ["a", "b", ""])])[0].parts == {"a|b|": True}
+
+
+class Words:
+    """A tokenizer whose ids are texts."""
+    stop = ()
+    is_chat = False
+
+    def text_of(self, ids):
+        return "".join(ids)
+
+
+@pytest.mark.parametrize("name, own, asked", [
+    ("unit_conversion_tool", [["<calc>2 * 3", "</calc>."], ["<calc>6 * 4", "</calc>.\n"]], "<calc>2 * 3</calc> = 6<calc>6 * 4</calc>"),
+    ("guess", [["15", "\n\n"], ["20", "\n\n"]], "15\n = 620\n")])
+def test_an_environment_gets_the_text_up_to_the_end_of_a_turn(name, own, asked):
+    """Without the characters behind it that share its last token; the turns of the episode keep them, as the ids do."""
+    heard = []
+    environment = Environment(tasks.load(name), Words(), SimpleNamespace(respond=lambda question, text: heard.append(text)), {0: {}})
+    ids = own[0] + [" = 6"] + own[1]
+    sample = Sample(Request([1]), 0, ids, forced=[(2, 3)], replies=[" = 6"])
+    assert environment.ask(sample) and heard == [asked] and sample.ids == ids
+    assert environment.turns(sample, ids) == ["".join(own[0]), " = 6", "".join(own[1])]
+
+
+@pytest.mark.parametrize("turns, answer, alone", [
+    (["where?", "in Rome.", "ok"], "Rome", True), (["where?", "in Rome.", "rome!"], "Rome", False), (["Rome?", "Rome.", ""], "Rome", False),
+    (["a", "1,000 12", "5 120"], "12", True), (["a", "12", "12.0"], "12", False), (["a", "b", ""], "Rome", False), (["a", "b", ""], "", False),
+    (["a", "None", ""], None, False), (["a", "7", ""], 7, True)])
+def test_an_answer_that_the_environment_alone_wrote(turns, answer, alone):
+    assert only_replies_answer(Completion([], [], [], True, {"answer": answer}, forced=[(1, 2)], turns=turns)) == alone
+
+
+LOOK_UP = """
+plain = questions
+
+def questions(split, seed=0, n=None):
+    return [question | {"answer": "Rome"} for question in plain(split, seed, n)]
+
+def respond(question, text):
+    return "<Rome>"
+
+def reward(question, completion, turns):
+    return float("Rome" in READ)
+"""
+
+
+@pytest.mark.parametrize("read, paid", [("completion", 1), ("turns[-1]", None), ("completion + 'Rome'", 0)])
+def test_a_reward_that_pays_for_the_environments_text_is_measured(learn, episodes, tmp_path, read, paid):
+    """One that is paid without it, too, is another fault."""
+    (tmp_path / "own.py").write_text(episodes.read_text() + LOOK_UP.replace("READ", read))
+    out = learn(task=tmp_path / "own.py", max_steps=1, **RULES)
+    (line,) = lines(out)
+    assert line["replies"] > 0.3 and line["paid_replies"] == paid
 
 
 def test_a_function_that_always_fails_ends_the_run_whatever_the_other_does(tmp_path):
@@ -298,4 +367,6 @@ def test_guessing_by_halves_wins_every_game():
             for i in range(0, len(lines) - 1, 2):
                 assert task.respond(question, "".join(lines[:i + 1])) == lines[i + 1]
     assert ways["halves"] == 200 > ways["within"] > 1.3 * ways["anywhere"]
+    assert task.respond({"answer": "7"}, "3\n\n") == "higher\n" and task.reward({"answer": "7"}, "3\n\nhigher\n7\n\n")[0] == 1
+    assert task.respond({"answer": "7"}, "\n") is None and task.reward({"answer": "7"}, "3\nhigher\n")[0] == 0
     assert task.respond({"answer": "7"}, "no idea\n") is None and task.respond({"answer": "7"}, "3\nhigher\n" + "9" * 5000 + "\n") == "lower\n"

@@ -1,6 +1,7 @@
 """transformers and model.py compute the same function before and after import and export by hf.py."""
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -179,11 +180,18 @@ def spoil(folder, change):
     (lambda t: t.pop(next(iter(t))), "has no tensor model"),
     (lambda t: t.update(extra=torch.zeros(1)), "unexpected tensors for a .*, extra"),
     (lambda t: t.update({k: v[:1].clone() for k, v in list(t.items())[:1]}), "has the shape"),
+    (lambda t: next(iter(t.values())).view(-1)[7:8].fill_(math.nan), r"^[\w.]+\.weight of the model in .* holds NaN or infinity: "),
+    (lambda t: next(iter(t.values())).view(-1)[7:8].fill_(-math.inf), r"^[\w.]+\.weight of the model in .* holds NaN or infinity: "),
 ])
 def test_mismatched_tensors_are_named(folder, change, words):
     spoil(folder, change)
     with pytest.raises(BadInput, match=words):
         hf.load(folder)
+
+
+def test_weights_whose_sum_overflows_are_finite(folder):
+    spoil(folder, lambda t: next(iter(t.values())).view(-1)[:9].fill_(3e38))
+    assert hf.load(folder).n_params()
 
 
 @pytest.mark.parametrize("kind", HONOURED)

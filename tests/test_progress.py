@@ -258,7 +258,7 @@ def test_a_line_is_written_to_a_file_now_and_then(monkeypatch, capfd):
 @pytest.fixture
 def graded(monkeypatch, tmp_path):
     """Return the path of a task that accepts every answer."""
-    monkeypatch.setitem(_pool.JOBS, "reward", lambda task, question, completion: Grade(1.0, {}, "", None))
+    monkeypatch.setitem(_pool.JOBS, "reward", lambda task, question, completion, turns: Grade(1.0, {}, "", None))
     (tmp_path / "right.py").write_text("def reward(question, completion):\n    return 1.0\n")
     return str(tmp_path / "right.py")
 

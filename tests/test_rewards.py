@@ -42,7 +42,7 @@ def reward(question, completion):
             raise ValueError("of the copy")
         os.wait()
     if completion == "program":
-        with subprocess.Popen(question["program"]) as program, open(question["pid"], "w") as file:
+        with subprocess.Popen(question["program"], start_new_session=question["session"]) as program, open(question["pid"], "w") as file:
             print(program.pid, file=file, end="", flush=True)
             program.wait()
     if completion == "pipe":                           # a grade for each descriptor that may be the protocol's
@@ -132,12 +132,13 @@ def test_slow_grades_are_shared_by_the_workers(mischief):
         assert seconds([({"sleep": 1.5}, "slowest")] + [({"sleep": 0.15}, "slow")] * 10) < 1.95      # none is behind the slowest
 
 
+@pytest.mark.parametrize("session", [False, True])
 @pytest.mark.parametrize("program", [["sleep", "100"], ["timeout", "100", "sleep", "100"]])
-def test_programs_of_a_verifier_end_with_it(mischief, tmp_path, program):
-    """Those in a process group of their own, too, which `timeout` makes."""
+def test_programs_of_a_verifier_end_with_it(mischief, tmp_path, program, session):
+    """Those in a process group of their own, too, which `timeout` makes, and those in a session of their own."""
     path = tmp_path / "pid"
     with Pool(mischief, workers=1, timeout=1.0) as pool:
-        [late] = pool.score([({"pid": str(path), "program": program}, "program")])
+        [late] = pool.score([({"pid": str(path), "program": program, "session": session}, "program")])
     assert late.error == "timed out after 1 s" and end_soon([path.read_text()])
 
 
@@ -396,13 +397,18 @@ def test_signals_are_the_stages_to_decide(mischief):
         assert [g.signature for g in pool.score([({}, "fine")] * 3)] == ["fine"] * 3 and pool.counts["restarts"] == 0
 
 
-@pytest.mark.parametrize("ending", ["kill -9", "not closed"])
+@pytest.mark.parametrize("ending", ["kill -9", "not closed", "a crash"])
 def test_what_a_verifier_started_ends_with_the_run(mischief, tmp_path, ending):
+    """Also in a session of its own, and a daemon, whose parent has ended."""
     (tmp_path / "starts.py").write_text(f"""
-import subprocess
+import os, subprocess
 def reward(question, completion):
+    pids = [subprocess.Popen(["sleep", "600"], start_new_session=new).pid for new in (False, True)]
+    daemon = subprocess.run("setsid sleep 600 >/dev/null & echo $!", shell=True, text=True, stdout=subprocess.PIPE).stdout
     with open({str(tmp_path / "pids")!r}, "a") as file:
-        file.write(f"{{subprocess.Popen(['sleep', '600']).pid}}\\n")
+        print(*pids, daemon, file=file, end="")
+    if {ending == "a crash"}:
+        os._exit(3)
     return 1.0
 """)
     program = f"""
@@ -411,12 +417,30 @@ sys.path.insert(0, {str(ROOT)!r})
 from tasks._pool import Pool
 pool = Pool({str(tmp_path / "starts.py")!r}, workers=2, timeout=60)
 pool.score([({{}}, "fine")] * 4)
+if {ending == "a crash"}:
+    time.sleep(60)
 if {ending == "kill -9"}:
     os.kill(os.getpid(), 9)
 """
-    subprocess.run([sys.executable, "-c", program])
+    run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    if ending == "a crash":                                  # of the worker; the run goes on
+        until = time.monotonic() + 20
+        while time.monotonic() < until and (not (tmp_path / "pids").exists() or (tmp_path / "pids").read_text().count("\n") < 4):
+            time.sleep(0.05)
+    else:
+        run.wait()
     pids = (tmp_path / "pids").read_text().split()
-    assert len(pids) == 4 and end_soon(pids)
+    assert len(pids) == 12 and end_soon(pids)
+    run.kill()
+    run.wait()
+
+
+def test_a_worker_whose_run_is_gone_says_nothing():
+    """As after a run that is killed while its workers start."""
+    worker = subprocess.Popen([sys.executable, "-m", "tasks._pool", "guess"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE)
+    worker.stdout.close()
+    assert worker.communicate()[1] == b""
 
 
 @pytest.mark.parametrize("ending", ["kill -9", "not closed"])
@@ -456,7 +480,7 @@ def test_there_are_as_many_workers_as_a_rank_has_cores(monkeypatch):
 def test_completions_are_handed_over_together_or_when_they_have_waited(tmp_path, monkeypatch):
     (tmp_path / "quick.py").write_text("def reward(question, completion):\n    return 1.0\n")
     graded = []
-    monkeypatch.setitem(_pool.JOBS, "reward", lambda task, question, completion: graded.append(completion) or Grade(1.0, {}, "", None))
+    monkeypatch.setitem(_pool.JOBS, "reward", lambda task, question, completion, turns: graded.append(completion) or Grade(1.0, {}, "", None))
     with Pool(str(tmp_path / "quick.py"), kind="serial") as pool:
         for i in range(_pool.HAND_OVER - 1):
             pool.submit({}, f"{i}")

@@ -14,6 +14,7 @@ import pytest
 import tasks
 from conftest import ROOT
 from tasks import _equations, _questions, _units, countdown, unit_conversion
+from tasks._pool import grade
 
 EXAMPLE = re.compile(r"Question: (.*)\nReasoning: 1 (\w+) = ([\d.]+) (\w+)\. ([\d.]+) ([*/]) ([\d.]+) = ([\d.]+)\.\n"
                      r"Answer: <answer>([\d.]+)</answer>\n")
@@ -502,6 +503,36 @@ def test_what_fails_in_a_task_of_ones_own_is_a_sentence_that_names_the_line(tmp_
         task.examples(2) if ask == "examples" else getattr(task, ask)("train")
     sentence = str(error.value)
     assert words.replace("FILE", spec) in sentence and spec in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize("text, words", [
+    ("def reward(", "The task FILE can't be loaded (SyntaxError: "), ("import sys\nsys.exit(0)", "(SystemExit: 0, line 2 of mine.py): correct it"),
+    ("x = {}['a']", "(KeyError: 'a', line 1 of mine.py)"), ("import nothing_of_that_name", "nothing_of_that_name', line 1 of mine.py"),
+    ("def reward(q, c): return 1\ndef questions(split): return {}[split]", "(KeyError: 'train', line 2 of mine.py)")])
+def test_a_broken_task_taken_by_name_is_a_sentence(tmp_path, monkeypatch, text, words):
+    own(tmp_path, text)
+    monkeypatch.setattr(tasks, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(tasks, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(tasks, "NAMES", ["mine"])
+    monkeypatch.setitem(tasks.MODULES, "mine", "mine")
+    monkeypatch.delitem(sys.modules, "tasks.mine", raising=False)
+    with pytest.raises(ValueError) as error:
+        tasks.load("mine").questions("train")
+    assert words.replace("FILE", f"{tmp_path}/mine.py") in str(error.value) and "\n" not in str(error.value)
+
+
+TURNS = ["3\n", "higher\n", "7\n"]
+
+
+@pytest.mark.parametrize("head", ["turns", "turns=None", "argument=None, turns=None", "*, turns", "**others"])
+def test_a_reward_can_read_the_turns_of_an_episode(tmp_path, head):
+    turns = "others['turns']" if "others" in head else "turns"
+    text = f"STOP = '.'\ndef reward(question, completion, {head}):\n    return len({turns}) / 10, dict.fromkeys({turns}, True)\n"
+    task = tasks.load(own(tmp_path, text + "def respond(question, text): pass\n"))
+    assert task.reward({}, "".join(TURNS), TURNS) == (0.3, dict.fromkeys(TURNS, True))
+    assert task.reward({}, "7") == (0.1, {"7": True}) == grade(task, {}, "7")[:2]
+    assert grade(tasks.load(own(tmp_path, text)), {}, "7. 8", ["7. 8"])[:2] == (0.1, {"7.": True})        # no episode: cut at the stop
+    assert tasks.load("guess").reward({"answer": "7"}, "".join(TURNS), TURNS)[0] == 1
 
 
 def test_a_task_may_import_its_neighbours_which_hide_nothing_of_ours(tmp_path):

@@ -267,4 +267,5 @@ def test_a_hub_that_does_not_answer_is_said_at_once(tmp_path):
     done = forked.run([sys.executable, "train.py", "--dataset=org/name", f"--out_dir={tmp_path}/out", f"--data_dir={tmp_path}/d"],
                           capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
     assert done.returncode == 2 and time.monotonic() - began < 20
+    assert "can't be reached, and the local cache" in done.stderr and "Offline" not in done.stderr
     assert "does not answer" in done.stderr and "give their path" in done.stderr and len(done.stderr.strip().splitlines()) == 1

@@ -11,6 +11,12 @@ def one_line(error):
     return " ".join((str(error).strip() or type(error).__name__).split()).rstrip(".")
 
 
+def reason(error):
+    """Return on one line why the hub's client gave nothing."""
+    offline = "OfflineModeIsEnabled" in str(error) or type(error).__name__ == "LocalEntryNotFoundError"
+    return "it can't be reached, and the local cache has no copy" if offline else one_line(error)
+
+
 def is_reachable():
     """Return whether the hub (HF_ENDPOINT) responds within five seconds."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "false", ""):

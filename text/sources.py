@@ -132,7 +132,7 @@ def find_on_hub(name, text_key):
     except Exception as e:                   # connection, name, configuration or format
         silent = "" if hub_answers else ", which does not answer"
         raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the "
-                       f"Hugging Face hub{silent} ({hub.one_line(e)}): correct the name, or download the "
+                       f"Hugging Face hub{silent} ({hub.reason(e)}): correct the name, or download the "
                        "files where there is a network and give their path.") from None
     lines = repository == "Salesforce/wikitext"
     texts = {}
