@@ -6,7 +6,7 @@
     python train.py --init_from=resume --out_dir=out/book
     python train.py config/rft.py --init_from=out/base --dataset=data/rft.json
     python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt \\
-        --lora_rank=16 --optimizer=adamw --learning_rate=2e-4
+        --lora_rank=16 --optimizer=adamw
     torchrun --nproc_per_node=2 train.py config/...
 
 Options, as --key=value:

@@ -2,7 +2,7 @@
 
     python grpo.py config/grpo.py --init_from=out/rft --task=unit_conversion
 
-For a million parameters; a few hundred million need a learning rate near 1e-6, or 1e-5 with --lora_rank=16.
+For a million parameters. A larger model, or adapters, take --learning_rate=none: the default for their size.
 """
 init_from = "out/rft"
 out_dir = "out/grpo"

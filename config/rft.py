@@ -12,7 +12,7 @@ batch_size = 32
 gradient_accumulation_steps = 2          # 64 examples a step
 num_epochs = 3
 optimizer = "adamw"
-learning_rate = 2e-3                     # for a million parameters; 2e-5 is usual for a few hundred million
+learning_rate = 2e-3                     # for a million parameters; --learning_rate=none: by the model's size
 lr_schedule = "cosine"
 warmup_steps = None                      # a tenth of the steps, at most 50
 log_interval = 10
