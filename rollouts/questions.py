@@ -1,4 +1,4 @@
-"""Questions of a task or a .jsonl file, and the stream that orders them for grpo.py."""
+"""Questions of a task or a dataset, and the stream that orders them for grpo.py."""
 import contextlib
 import functools
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 import tasks
 from runtime import distributed
 from runtime.config import BadInput
-from text.examples import is_answer, read_rows
+from text import rows
 
 
 @contextlib.contextmanager
@@ -74,24 +74,28 @@ def report_duplicates(n, source):
         print(f"Questions of {source} dropped because an earlier one has the same text: {n}.", flush=True)
 
 
-def questions_in(path):
-    """Return the distinct questions of a .jsonl file, {text: question}; BadInput for any other row."""
+def questions_in(path, split="train"):
+    """Return the distinct questions of a dataset (see rows.read), {text: question}; BadInput for any other
+    row. All or none have an answer."""
+    found = rows.read(path, split)
+    needs_answer = any(isinstance(row, dict) and row.get("answer") is not None for row in found)
     questions = {}
-    number = 0
-    for number, row in enumerate(read_rows(path), 1):
-        text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
-        if not isinstance(text, str) or "answer" not in row or not is_answer(row["answer"]):
-            raise BadInput(f'Row {number} of {path} is not a question: it should be {{"prompt": text, '
-                           '"answer": ...}, and the answer not NaN.')
-        questions.setdefault(text, row | {"question": text})
-    report_duplicates(number - len(questions), path)
+    for number, row in enumerate(found, 1):
+        try:
+            question = rows.question_of(row, needs_answer)
+        except ValueError as e:
+            raise BadInput(f"Row {number} of {path} is not a question ({e}): correct it.") from None
+        system = question.get("system", "")
+        key = f"{system}\n{question['question']}" if system else question["question"]
+        questions.setdefault(key, question)
+    report_duplicates(len(found) - len(questions), path)
     if not questions:
         raise BadInput(f"{path} has no questions: give another --dataset=.")
     return questions
 
 
 def read_questions(path, n_valid):
-    """Return (training questions, validation questions) of a .jsonl file. A hash of the text selects a tenth
+    """Return (training questions, validation questions) of a dataset. A hash of the text selects a tenth
     for validation, at most n_valid."""
     questions = questions_in(path)
     tenth = [text for text in questions
