@@ -2,6 +2,7 @@
 import GGUF files.
 
     python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
+    python hf.py out/lora adapter --adapters=true   # for peft.PeftModel.from_pretrained(base, "adapter")
 """
 import contextlib
 import dataclasses
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from layers.lora import LoRA, add_lora, load_adapters, merged
+from layers.lora import LoRA, add_lora, adapters_off, load_adapters, merged
 from model import GPTConfig, blank, scale_rope
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
@@ -26,6 +27,7 @@ from text.tokenizer import Tokenizer
 
 # Masks and rotary frequencies, which older files store with the weights.
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")      # of names in a compiled or DDP model's state dict
 # Keys of config.json that model.py does not support, each with the value that has no effect in transformers.
 NEUTRAL_VALUES = {
     "add_cross_attention": False,
@@ -324,14 +326,20 @@ class ModelSource:
                 load_safetensors(model, self.folder, self.about)
             return
         with checkpoint.loading(f"The checkpoint of step {self.step} in {self.folder}"):
-            weights = checkpoint.load_weights(self.folder, self.step)
-            lora = self.about.get("lora")
-            if lora:
-                adapted = blank(self.config)
-                adapted.load_state_dict(checkpoint.load_base(self.folder))
-                load_adapters(add_lora(adapted, **lora), weights)
-                weights = merged(adapted)
-            model.load_state_dict(weights)
+            if self.about.get("lora"):
+                model.load_state_dict(merged(self.load_adapted()))
+            else:
+                model.load_state_dict(checkpoint.load_weights(self.folder, self.step))
+
+    def load_adapted(self):
+        """Return the GPT of a run with LoRA, its adapters not merged. BadInput for another model."""
+        if self.step is None or not self.about.get("lora"):
+            raise BadInput(f"{self.folder} has no adapters (it was not trained with --lora_rank): export it whole, "
+                           "with python hf.py MODEL OUT_DIR.")
+        model = blank(self.config)
+        model.load_state_dict(checkpoint.load_base(self.folder))
+        load_adapters(add_lora(model, **self.about["lora"]), checkpoint.load_weights(self.folder, self.step))
+        return model
 
 
 def find(path_or_name, step=None):
@@ -394,6 +402,9 @@ def load(path_or_name, *args, device="cpu"):
 
 def download(name):
     """Download a model from the hub with huggingface_hub and return its folder."""
+    if Path(name).exists():
+        raise BadInput(f"{name} is a file, and no GGUF file: give a run folder, or the folder that holds "
+                       "config.json and model.safetensors.")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, a "
                        "GGUF file, or a name on the hub.")
@@ -476,7 +487,10 @@ def read_tensors(folder):
         except (OSError, SafetensorError) as e:
             raise BadInput(f"{shard} can't be read ({e}): download it again.") from None
         for name in file.keys():
-            readers[name] = functools.partial(file.get_tensor, name)
+            plain = WRAPPERS.sub("", name)
+            if plain in readers:
+                raise BadInput(f"{folder} has two tensors {plain}: save the model again.")
+            readers[plain] = functools.partial(file.get_tensor, name)
     return readers
 
 
@@ -531,7 +545,9 @@ def write(folder, config_name, hf_config, tensors_name, tensors):
 
 def export_adapters(model, folder, base_model_name_or_path=""):
     """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained(base,
-    folder). `export` within adapters_off writes the base."""
+    folder). model: a GPT with adapters (`export` within adapters_off writes the base), or a run folder."""
+    if isinstance(model, str | Path):
+        model = find(model).load_adapted()
     config = model.config
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
     if not layers:
@@ -570,6 +586,7 @@ def export_adapters(model, folder, base_model_name_or_path=""):
 @dataclasses.dataclass
 class Config:
     paths: tuple = ()                        # run folder, output folder
+    adapters: bool = False                   # only the LoRA adapters, for PEFT; the base beside them in base/
 
 
 def main(argv):
@@ -580,14 +597,20 @@ def main(argv):
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise BadInput(f"{out} exists and is not an empty folder: choose another.")
     source = find(run)
-    model = source.load()
+    model = source.load_adapted() if cfg.adapters else source.load()
     try:
         tokenizer = source.tokenizer() if source.has_tokenizer else None
-        export(model, out, tokenizer)
+        if cfg.adapters:
+            export_adapters(model, out, Path(out, "base").resolve())
+        with adapters_off(model):
+            export(model, Path(out, "base") if cfg.adapters else out, tokenizer)
     except OSError as e:
         raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
     step = "" if source.step is None else f" of step {source.step}"
-    print(f"{out}: {model.n_params():,} parameters{step}, for {readers(write_config(model.config))}")
+    names = readers(write_config(model.config))
+    if cfg.adapters:
+        names = f"PEFT in adapter_model.safetensors, and the base in {out}/base for {names}"
+    print(f"{out}: {model.n_params():,} parameters{step}, for {names}")
     return 0
 
 

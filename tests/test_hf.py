@@ -186,6 +186,21 @@ def test_mismatched_tensors_are_named(folder, change, words):
         hf.load(folder)
 
 
+def test_weights_of_a_compiled_or_ddp_model_are_read(folder):
+    before = hf.load(folder).state_dict()
+    spoil(folder, lambda t: [t.update({f"module._orig_mod.{name}": t.pop(name)}) for name in list(t)])
+    assert all(torch.equal(value, before[name]) for name, value in hf.load(folder).state_dict().items())
+    spoil(folder, lambda t: t.update({name.removeprefix("module."): value.clone() for name, value in t.items()}))
+    with pytest.raises(BadInput, match="has two tensors"):
+        hf.load(folder)
+
+
+def test_a_file_that_is_no_model_is_no_missing_folder(tmp_path):
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(BadInput, match="model.pt is a file, and no GGUF file: give .* the folder that holds"):
+        hf.find(tmp_path / "model.pt")
+
+
 @pytest.mark.parametrize("kind", HONOURED)
 def test_every_key_of_config_json_is_honoured_refused_or_irrelevant(kind):
     """A new field of a later transformers has to be added to one of the three."""

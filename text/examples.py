@@ -63,9 +63,6 @@ def read(dataset, tokenizer, form=None, instruction=None):
     task's or the log's, else prompts.PROMPT. instruction: system message for a chat model; None: the task's
     or the log's, else the template's.
     """
-    if instruction and not tokenizer.is_chat:
-        raise BadInput("--instruction is a system message, and the model has no chat template: write it into "
-                       "--prompt.")
     if str(dataset).startswith(WORKED):
         return worked_examples(dataset.removeprefix(WORKED), tokenizer, form, instruction)
     path = Path(dataset)
@@ -96,12 +93,21 @@ def read(dataset, tokenizer, form=None, instruction=None):
             raise BadInput(f"--prompt and --instruction are for questions, and row {number} of {path} has "
                            "whole prompts: leave them out.")
         examples.append(example)
+    check_instruction(tokenizer, instruction)
     rows.report_unused(found, path)
     return examples
 
 
+def check_instruction(tokenizer, instruction):
+    """Raise BadInput for an instruction to a model without a chat template."""
+    if instruction and not tokenizer.is_chat:
+        raise BadInput("--instruction is a system message, and the model has no chat template: write it into "
+                       "--prompt.")
+
+
 def worked_examples(name, tokenizer, form=None, instruction=None):
     """Return Examples of a task's training questions with its own solutions. form, instruction: see read."""
+    check_instruction(tokenizer, instruction)
     examples = []
     try:
         task = _pool.load(name)

@@ -127,8 +127,8 @@ def check_keys(row, keys=ANSWER_KEYS):
     """Raise ValueError for a key of a row or message that changes its meaning and is not supported."""
     for key in keys & row.keys():
         if row[key] not in (*EMPTY, *keys[key]):
-            raise ValueError(f'"{key}": {str(row[key])[:40]} is not supported; write it into the texts, or leave '
-                             "the row out")
+            raise ValueError(f'"{key}": {str(row[key])[:40]} is not supported; leave the row out, or write it '
+                             "into its texts without that key")
 
 
 def checked_messages(messages):
@@ -142,8 +142,8 @@ def checked_messages(messages):
             raise ValueError(f"its message {str(message)[:80]} needs a text as role and as content; give it "
                              "both, or leave it out")
         if message["role"] not in ROLES:
-            raise ValueError(f"its message has the role {message['role'][:40]!r} and not {' or '.join(ROLES)}; "
-                             "rename it, or leave the row out")
+            raise ValueError(f"its message has the role {message['role'][:40]!r}, not system, user or "
+                             "assistant; rename it, or leave the row out")
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"its message has the weight {str(message['weight'])[:40]}; give 0 or 1")
     return messages
