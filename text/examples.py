@@ -189,7 +189,8 @@ def parts_of_ids(ids, forced):
 
 def example_of_object(row, tokenizer, form, instructions):
     """Return the Example of an object (see read), ValueError for another row."""
-    rows.check_keys(row)
+    if rows.is_example(row):                 # else named below
+        rows.check_keys(row)
     system = row.get("system") or None
     if system and not (isinstance(system, str) and tokenizer.is_chat):
         raise ValueError('its "system" needs to be a text, and a model with a chat template')
