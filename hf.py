@@ -2,7 +2,6 @@
 import GGUF files.
 
     python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
-    python hf.py out/lora adapter --adapters=true   # for peft.PeftModel.from_pretrained(base, "adapter")
 """
 import contextlib
 import dataclasses
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from layers.lora import LoRA, add_lora, adapters_off, load_adapters, merged
+from layers.lora import LoRA, add_lora, load_adapters, merged
 from model import GPTConfig, blank, scale_rope
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
@@ -545,7 +544,7 @@ def write(folder, config_name, hf_config, tensors_name, tensors):
 
 def export_adapters(model, folder, base_model_name_or_path=""):
     """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained(base,
-    folder). model: a GPT with adapters (`export` within adapters_off writes the base), or a run folder."""
+    folder). model: a run folder, or a GPT with adapters (`export` within adapters_off writes the base)."""
     if isinstance(model, str | Path):
         model = find(model).load_adapted()
     config = model.config
@@ -586,7 +585,6 @@ def export_adapters(model, folder, base_model_name_or_path=""):
 @dataclasses.dataclass
 class Config:
     paths: tuple = ()                        # run folder, output folder
-    adapters: bool = False                   # only the LoRA adapters, for PEFT; the base beside them in base/
 
 
 def main(argv):
@@ -597,20 +595,14 @@ def main(argv):
     if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
         raise BadInput(f"{out} exists and is not an empty folder: choose another.")
     source = find(run)
-    model = source.load_adapted() if cfg.adapters else source.load()
+    model = source.load()
     try:
         tokenizer = source.tokenizer() if source.has_tokenizer else None
-        if cfg.adapters:
-            export_adapters(model, out, Path(out, "base").resolve())
-        with adapters_off(model):
-            export(model, Path(out, "base") if cfg.adapters else out, tokenizer)
+        export(model, out, tokenizer)
     except OSError as e:
         raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
     step = "" if source.step is None else f" of step {source.step}"
-    names = readers(write_config(model.config))
-    if cfg.adapters:
-        names = f"PEFT in adapter_model.safetensors, and the base in {out}/base for {names}"
-    print(f"{out}: {model.n_params():,} parameters{step}, for {names}")
+    print(f"{out}: {model.n_params():,} parameters{step}, for {readers(write_config(model.config))}")
     return 0
 
 

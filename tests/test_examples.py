@@ -403,8 +403,8 @@ PAIR = {"prompt": "How many?", "completion": "42"}
     (PAIR | {"weight": 0.5}, '"weight": 0.5'), ({"question": "q", "answer": "0", "choices": ["a", "b"]}, '"choices": '),
     ({"question": "q", "answer": "a", "context": "c"}, '"context": c is not'), ({"messages": [{"role": "tool", "content": "x"}, *TURNS]}, "the role 'tool'"),
     ({"messages": [{"role": "human", "content": "x"}, TURNS[1]]}, "the role 'human'"), ({"messages": [TURNS[0], TURNS[1] | {"weight": 0}]}, "none of its messages"),
-    ({"messages": [TURNS[0], TURNS[1] | {"weight": 2}]}, "the weight 2; give 0 or 1"), (PAIR | {"system": 7}, '"system" needs to be a text'),
-    ({"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"}, "both a .system. and a message"),
+    ({"messages": [TURNS[0], TURNS[1] | {"weight": 2}]}, "the weight 2; give 0 or 1"), (PAIR | {"system": 7}, '"system" should be a text'),
+    ({"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"}, "without another message"),
     ({"question": "q", "answer": True}, "it should be"), ({"question": "q", "answer": float("nan")}, "it should be")])
 def test_a_key_that_changes_a_row_and_is_not_supported_is_named(tmp_path, chat, row, words):
     path = tmp_path / "a.jsonl"

@@ -283,7 +283,7 @@ def test_examples(tmp_path, name, text, words):
                                          ('{"prompt": "a", "tools": [{"name": "f"}]}', 'Row 1 of .*"tools": '),
                                          ('{"prompt": "a", "question": "b"}', 'Row 1 of .*"prompt" and "question" differ'),
                                          ('{"prompt": [{"role": "assistant", "content": "a"}]}', "Row 1 of .*a message of the user"),
-                                         ('{"prompt": "a", "system": 1}', 'Row 1 of .*"system" message a text')])
+                                         ('{"prompt": "a", "system": 1}', 'Row 1 of .*"system" should be a text')])
 def test_questions(tmp_path, text, words):
     (tmp_path / "questions.jsonl").write_text(text)
     sentence(lambda: questions.read_questions(tmp_path / "questions.jsonl", 4), words)

@@ -192,8 +192,9 @@ def example_of_object(row, tokenizer, form, instructions):
     if rows.is_example(row):                 # else named below
         rows.check_keys(row)
     system = row.get("system") or None
-    if system and not (isinstance(system, str) and tokenizer.is_chat):
-        raise ValueError('its "system" needs to be a text, and a model with a chat template')
+    if system and not tokenizer.is_chat:
+        raise ValueError('its "system" message needs a model with a chat template')
+    rows.checked_messages([], system)
     prompt = row.get("prompt")
     completion = row.get("completion")
     question = row.get("question")
@@ -204,13 +205,10 @@ def example_of_object(row, tokenizer, form, instructions):
         parts = [(tokenizer.prompt_ids(prompt, system), False), (tokenizer.answer_ids(completion), True)]
         return example_of_parts(parts, prompt)
     if isinstance(messages, list):
-        messages = rows.checked_messages(messages)
-        if system and messages[:1] and messages[0]["role"] == "system":
-            raise ValueError('it has both a "system" and a message of that role; leave one out')
+        messages = rows.checked_messages(messages, system)
         if not any(rows.is_target(message) for message in messages):
             raise ValueError("none of its messages is the assistant's, with a weight other than 0")
         asked = [message["content"] for message in messages if message["role"] == "user"]
-        messages = [{"role": "system", "content": system}] * bool(system) + messages
         return example_of_parts(tokenizer.conversation(messages), asked[0] if asked else "")
     if isinstance(question, str) and rows.is_answer(answer):
         ids = prompts.prompt_ids(tokenizer, question, form, instruction=system or instructions[question])

@@ -39,7 +39,8 @@ def rows_of(path, split="train"):
         if is_saved(path):
             yield from saved_rows(path, split)
         elif suffix_of(path) == ".parquet":
-            yield from parquet_rows(path)
+            for batch in load_package("pyarrow.parquet").ParquetFile(path).iter_batches(512):
+                yield from batch.to_pylist()
         elif suffix_of(path) == ".csv":
             yield from csv_rows(path)
         elif suffix_of(path) == ".json":
@@ -52,18 +53,8 @@ def rows_of(path, split="train"):
                         yield parse_json(line)
     except (OSError, ValueError, ImportError) as e:
         where = path if number is None else f"Line {number} of {path}"
-        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): correct it, or give "
-                       "another --dataset=.") from None
-
-
-def parquet_rows(path):
-    pyarrow = load_package("pyarrow")
-    try:
-        with load_package("pyarrow.parquet").ParquetFile(path) as file:
-            for batch in file.iter_batches(512):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as e:
-        raise ValueError(str(e).splitlines()[0]) from None
+        reason = getattr(e, "strerror", None) or " ".join(str(e).split())
+        raise BadInput(f"{where} can't be read ({reason}): correct it, or give another --dataset=.") from None
 
 
 def saved_rows(path, split):
@@ -131,9 +122,9 @@ def check_keys(row, keys=ANSWER_KEYS):
                              "into its texts without that key")
 
 
-def checked_messages(messages):
-    """Return the messages of a row; ValueError for one that is not {"role", "content"} or has another role
-    than ROLES."""
+def checked_messages(messages, system=None):
+    """Return a row's messages, after its "system" if it has one; ValueError for one that is not {"role",
+    "content"}, or has another role than ROLES."""
     for message in messages:
         if not isinstance(message, dict):
             raise ValueError(f'its message {str(message)[:80]} should be {{"role": text, "content": text}}')
@@ -146,7 +137,11 @@ def checked_messages(messages):
                              "assistant; rename it, or leave the row out")
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"its message has the weight {str(message['weight'])[:40]}; give 0 or 1")
-    return messages
+    if not system:
+        return messages
+    if not isinstance(system, str) or messages[:1] and messages[0]["role"] == "system":
+        raise ValueError('its "system" should be a text, without another message of that role')
+    return [{"role": "system", "content": system}, *messages]
 
 
 def is_target(message):
@@ -171,23 +166,17 @@ def report_unused(rows, path):
 def question_of(row, needs_answer):
     """Return a question for a task, row | {"question", perhaps "system"}; ValueError for another row. The
     prompt may be a list of a user's message, perhaps after a system message."""
-    if not isinstance(row, dict) or not row.keys() & {"prompt", "question"}:
+    if not isinstance(row, dict) or not (row.get("prompt") or row.get("question")):
         raise ValueError('it should be {"prompt": text, "answer": ...}')
     check_keys(row, PROMPT_KEYS)
-    text = row.get("prompt", row.get("question"))
-    system = row.get("system") or None
-    if isinstance(text, list):
-        messages = checked_messages(text)
-        if [message["role"] for message in messages] not in (["user"], ["system", "user"]):
-            raise ValueError("its prompt should be a message of the user, perhaps after one of the system")
-        if len(messages) > 1 and system:
-            raise ValueError('it has both a "system" and a message of that role; leave one out')
-        text = messages[-1]["content"]
-        system = messages[0]["content"] if len(messages) > 1 else system
-    if not isinstance(text, str) or not isinstance(system, str | None):
-        raise ValueError('it should be {"prompt": text, "answer": ...}, and a "system" message a text')
-    if row.get("question", text) != text:
+    prompt = row.get("prompt") or row["question"]
+    if (row.get("question") or prompt) != prompt:
         raise ValueError('its "prompt" and "question" differ; leave one out')
+    if not isinstance(prompt, list):
+        prompt = [{"role": "user", "content": prompt}]
+    *system, message = checked_messages(prompt, row.get("system"))
+    if [m["role"] for m in (*system, message)] not in (["user"], ["system", "user"]):
+        raise ValueError("its prompt should be a message of the user, perhaps after one of the system")
     if needs_answer and row.get("answer") is None:
         raise ValueError('it has no "answer"')
     if not is_finite(row.get("answer")):
@@ -198,4 +187,4 @@ def question_of(row, needs_answer):
         raise ValueError("it has a lone surrogate, half of a character in UTF-16") from None
     except TypeError as e:
         raise ValueError(f"{e}, as a row of JSON would be") from None
-    return row | {"question": text} | ({"system": system} if system else {})
+    return row | {"question": message["content"]} | ({"system": system[0]["content"]} if system else {})
