@@ -333,8 +333,8 @@ class ModelSource:
     def load_adapted(self):
         """Return the GPT of a run with LoRA, its adapters not merged. BadInput for another model."""
         if self.step is None or not self.about.get("lora"):
-            raise BadInput(f"{self.folder} has no adapters (it was not trained with --lora_rank): export it whole, "
-                           "with python hf.py MODEL OUT_DIR.")
+            raise BadInput(f"{self.folder} has no adapters (it was not trained with --lora_rank): export "
+                           "it whole, with python hf.py MODEL OUT_DIR.")
         model = blank(self.config)
         model.load_state_dict(checkpoint.load_base(self.folder))
         load_adapters(add_lora(model, **self.about["lora"]), checkpoint.load_weights(self.folder, self.step))

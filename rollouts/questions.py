@@ -74,15 +74,17 @@ def report_duplicates(n, source):
         print(f"Questions of {source} dropped because an earlier one has the same text: {n}.", flush=True)
 
 
-def questions_in(path, split="train"):
+def questions_in(path, split="train", task=None):
     """Return the distinct questions of a dataset (see rows.read), {text: question}; BadInput for any other
-    row. All or none have an answer."""
+    row. All or none have an answer; none may, unless the task is built in and reads it."""
     found = rows.read(path, split)
     needs_answer = any(isinstance(row, dict) and row.get("answer") is not None for row in found)
     questions = {}
     for number, row in enumerate(found, 1):
         try:
             question = rows.question_of(row, needs_answer)
+            if number == 1 and task and not needs_answer:
+                check_keys(task.of(question), question)
         except ValueError as e:
             raise BadInput(f"Row {number} of {path} is not a question ({e}): correct it.") from None
         system = question.get("system", "")
@@ -94,10 +96,19 @@ def questions_in(path, split="train"):
     return questions
 
 
-def read_questions(path, n_valid):
+def check_keys(task, question):
+    """Raise ValueError if a built-in task's reward reads a key that a question lacks."""
+    if task.module.__name__.startswith("tasks."):
+        try:
+            task.reward(question, "")
+        except KeyError as e:
+            raise ValueError(f"it has no {e}, and the task {task.name} reads that") from None
+
+
+def read_questions(path, n_valid, task=None):
     """Return (training questions, validation questions) of a dataset. A hash of the text selects a tenth
     for validation, at most n_valid."""
-    questions = questions_in(path)
+    questions = questions_in(path, task=task)
     tenth = [text for text in questions
              if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
     valid = [questions.pop(text) for text in tenth[:n_valid]]
@@ -109,7 +120,8 @@ def read_questions(path, n_valid):
 def open_questions(cfg, task):
     """Return (training questions, validation questions, note on dropped questions for the log)."""
     if cfg.dataset:
-        train, valid = read_questions(cfg.dataset, cfg.eval_questions if cfg.eval_interval else 0)
+        n_valid = cfg.eval_questions if cfg.eval_interval else 0
+        train, valid = read_questions(cfg.dataset, n_valid, task)
         return train[:cfg.num_questions], valid, ""
     train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
     valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []

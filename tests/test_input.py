@@ -296,6 +296,13 @@ def test_questions_have_an_answer_or_none_has_and_perhaps_a_system_message(tmp_p
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found, _ = questions.read_questions(path, 0)
     assert [(q["question"], q.get("system"), q.get("level")) for q in found] == [("a", "Shout.", None), ("a", "Whisper.", None), ("a", None, 3)]
+    with pytest.raises(BadInput, match="^Row 1 of .*it has no 'answer', and the task arithmetic reads that"):
+        questions.read_questions(path, 0, tasks.load("arithmetic"))
+    raw = {"question": "How many?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
+    gsm8k = tasks.load(f"gsm8k:{path}")
+    path.write_text(json.dumps(raw))                          # as GSM8K's own files have them
+    ((question,), _) = questions.read_questions(path, 0, gsm8k)
+    assert [gsm8k.reward(question, f"<answer>{said}</answer>")[0] for said in ("42", "6")] == [1, 0]
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):

@@ -37,8 +37,8 @@ def check_unmarked(tokenizer, text):
 def say_unseen(name):
     """Print once that the model does not see an instruction."""
     if distributed.is_main():
-        print(f"The model has no chat template, so it does not see {name}: write that into PROMPT or --prompt.",
-              file=sys.stderr, flush=True)
+        print(f"The model has no chat template, so it does not see {name}: write that into PROMPT or "
+              "--prompt.", file=sys.stderr, flush=True)
 
 
 def instruction_of(tokenizer, task, question):
@@ -46,8 +46,8 @@ def instruction_of(tokenizer, task, question):
     the task is the user's and the model has no chat template. ValueError if that concerns the question's."""
     system = question.get("system")
     if system and not tokenizer.is_chat:
-        raise ValueError(f"The question {question['question'][:40]!r} has a system message, and the model has no "
-                         "chat template: write it into the prompt.")
+        raise ValueError(f"The question {question['question'][:40]!r} has a system message, and the model has "
+                         "no chat template: write it into the prompt.")
     if task.instruction and not tokenizer.is_chat and not task.module.__name__.startswith("tasks."):
         say_unseen(f"INSTRUCTION of the task {task.name}")
     return system or task.instruction
@@ -58,7 +58,7 @@ def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=""):
 
     question: its text. examples: (question, completion) pairs that precede it, in the same form, or as turns
     of a chat. instruction: system message that replaces the chat template's, if any; ignored without a
-    template.
+    template (see say_unseen).
     """
     if not tokenizer.is_chat:
         text = ""

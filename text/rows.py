@@ -118,8 +118,8 @@ def check_keys(row, keys=ANSWER_KEYS):
     """Raise ValueError for a key of a row or message that changes its meaning and is not supported."""
     for key in keys & row.keys():
         if row[key] not in (*EMPTY, *keys[key]):
-            raise ValueError(f'"{key}": {str(row[key])[:40]} is not supported; leave the row out, or write it '
-                             "into its texts without that key")
+            raise ValueError(f'"{key}": {str(row[key])[:40]} is not supported; leave the row out, or write '
+                             "it into its texts without that key")
 
 
 def checked_messages(messages, system=None):
