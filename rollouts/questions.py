@@ -77,10 +77,10 @@ def report_duplicates(n, source):
 def questions_in(path, split="train", task=None):
     """Return the distinct questions of a dataset (see rows.read), {text: question}; BadInput for any other
     row. All or none have an answer; none may, unless the task is built in and reads it."""
-    found = rows.read(path, split)
-    needs_answer = any(isinstance(row, dict) and row.get("answer") is not None for row in found)
+    all_rows = rows.read(path, split)
+    needs_answer = any(isinstance(row, dict) and row.get("answer") is not None for row in all_rows)
     questions = {}
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(all_rows, 1):
         try:
             question = rows.question_of(row, needs_answer)
             if number == 1 and task and not needs_answer:
@@ -90,7 +90,7 @@ def questions_in(path, split="train", task=None):
         system = question.get("system", "")
         key = f"{system}\n{question['question']}" if system else question["question"]
         questions.setdefault(key, question)
-    report_duplicates(len(found) - len(questions), path)
+    report_duplicates(len(all_rows) - len(questions), path)
     if not questions:
         raise BadInput(f"{path} has no questions: give another --dataset=.")
     return questions

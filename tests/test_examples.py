@@ -463,7 +463,7 @@ def test_rows_are_the_same_from_every_kind_of_file(tmp_path, name, keys, capsys)
     if keys[0] == "question":
         assert list(questions.questions_in(path).values()) == asked
     if name == "splits":
-        assert "Left out of" in capsys.readouterr().out and len(questions.questions_in(path, "test")) == 1
+        assert f"{path}: 3 rows of its split train, without any others" in capsys.readouterr().out and len(questions.questions_in(path, "test")) == 1
         with pytest.raises(BadInput, match="no split valid, only train, test"):
             questions.questions_in(path, "valid")
 

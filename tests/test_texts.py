@@ -138,6 +138,11 @@ def test_texts_as_people_have_them(tmp_path, capsys):
     datasets.DatasetDict({"train": table, "validation": table.select(range(3)), "more": table}).save_to_disk(str(tmp_path / "splits"))
     assert sum(prepared(tmp_path / "saved", tmp_path), []) == DOCUMENTS
     assert prepared(tmp_path / "splits", tmp_path) == [DOCUMENTS, DOCUMENTS[:3]] and "its splits more" in capsys.readouterr().out
+    cards = tmp_path / "cards"
+    cards.mkdir()
+    (cards / "README.md").write_text("about")
+    (cards / "0.csv").write_text((tmp_path / "0.csv").read_text())
+    assert "about" not in sum(prepared(cards, tmp_path), [])
     (tmp_path / "web").mkdir()
     (tmp_path / "web/a.html").write_text("x")
     assert_refused(tmp_path / "web", tmp_path, "holds no text that is read, only .html: give")

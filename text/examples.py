@@ -66,8 +66,8 @@ def read(dataset, tokenizer, form=None, instruction=None):
     if str(dataset).startswith(WORKED):
         return worked_examples(dataset.removeprefix(WORKED), tokenizer, form, instruction)
     path = Path(dataset)
-    found = rows.read(path)
-    if not found:
+    all_rows = rows.read(path)
+    if not all_rows:
         raise BadInput(f"{path} holds no example: give another --dataset= (datagen.py writes none if no "
                        "question is solved).")
     logged_form = None
@@ -81,7 +81,7 @@ def read(dataset, tokenizer, form=None, instruction=None):
         instructions = defaultdict(lambda: instruction)
     form_of_questions = form or logged_form or prompts.PROMPT
     examples = []
-    for number, row in enumerate(track(found, f"tokenising {path}", "examples"), 1):
+    for number, row in enumerate(track(all_rows, f"tokenising {path}", "examples"), 1):
         try:
             if isinstance(row, dict):
                 example = example_of_object(row, tokenizer, form_of_questions, instructions)
@@ -94,7 +94,7 @@ def read(dataset, tokenizer, form=None, instruction=None):
                            "whole prompts: leave them out.")
         examples.append(example)
     check_instruction(tokenizer, instruction)
-    rows.report_unused(found, path)
+    rows.report_unused(all_rows, path)
     return examples
 
 

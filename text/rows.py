@@ -21,7 +21,10 @@ ANSWER_KEYS |= {"label": ONE, "weight": ONE, "train": ONE}
 def read(path, split="train"):
     """Return the list of rows of a .json (a list), .jsonl, .csv or .parquet file, or of a split of a folder
     that save_to_disk of the package datasets wrote. Raises BadInput."""
-    return list(rows_of(Path(path), split))
+    rows = list(rows_of(Path(path), split))
+    if Path(path, "dataset_dict.json").is_file():
+        print(f"{path}: {len(rows):,} rows of its split {split}, without any others.", flush=True)
+    return rows
 
 
 def first(path):
@@ -51,24 +54,21 @@ def rows_of(path, split="train"):
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield parse_json(line)
-    except (OSError, ValueError, ImportError) as e:
+    except (OSError, ValueError, ImportError, NotImplementedError) as e:
         where = path if number is None else f"Line {number} of {path}"
         reason = getattr(e, "strerror", None) or " ".join(str(e).split())
         raise BadInput(f"{where} can't be read ({reason}): correct it, or give another --dataset=.") from None
 
 
 def saved_rows(path, split):
-    """Yield the rows of a split, and print the others."""
+    """Yield the rows of a split, or of a Dataset without splits."""
     splits = load_saved(path)
     names = VALID_NAMES if split == "valid" else (split,)
     if not (path / "dataset_dict.json").is_file():
-        names = tuple(splits)                # a single one, without a name
+        names = tuple(splits)
     chosen = next((name for name in names if name in splits), None)
     if chosen is None:
         raise ValueError(f"it has no split {split}, only {', '.join(splits)}")
-    if len(splits) > 1:
-        others = [name for name in splits if name != chosen]
-        print(f"Left out of {path}: its splits {', '.join(others)}.", flush=True)
     yield from splits[chosen]
 
 

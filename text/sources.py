@@ -84,9 +84,9 @@ def find_files(path, text_key):
         found = sorted(file for file in path.rglob("*")
                        if file.is_file() and not hidden.search(str(file.relative_to(path))))
         usable = [file for file in found if suffix_of(file) in SUFFIXES]
-        # A table or README beside other files usually describes them.
-        files = [file for file in usable
-                 if suffix_of(file) != ".csv" and file.stem.lower() != "readme"] or usable
+        # A README, or a table beside other files, usually describes them.
+        files = [file for file in usable if file.name.lower() != "readme.md"] or usable
+        files = [file for file in files if suffix_of(file) != ".csv"] or files
     files = [file for file in files if file.stat().st_size]      # not empty
     if not files:
         suffixes = sorted({file.suffix or file.name for file in found if file.stat().st_size})[:5]
