@@ -42,6 +42,7 @@ from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegati
 from runtime.progress import track
 from tasks._pool import Grade, Pool, check_graded, load
 from text import examples
+from text.prompts import instruction_of
 
 
 @dataclass
@@ -296,7 +297,8 @@ class Share:
         ids = completion.ids
         grade = completion.grade
         stop = self.pipeline.tokenizer.stop
-        instruction = self.pipeline.task.of(completion.question).instruction
+        task = self.pipeline.task.of(completion.question)
+        instruction = instruction_of(self.pipeline.tokenizer, task, completion.question)
         told = {"instruction": instruction} if instruction and self.pipeline.tokenizer.is_chat else {}
         if completion.forced:
             told |= {"turns": completion.turns, "forced": completion.forced}

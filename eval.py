@@ -190,7 +190,7 @@ def read_questions(cfg, task, split):
     """Return the questions of cfg.dataset, or of the task's split."""
     if cfg.dataset:
         n = None if cfg.num_questions == "auto" else cfg.num_questions
-        return list(questions_in(cfg.dataset).values())[:n]
+        return list(questions_in(cfg.dataset, split, task).values())[:n]
     return questions_of(task, split, cfg.num_questions, most=500)
 
 

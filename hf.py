@@ -26,6 +26,7 @@ from text.tokenizer import Tokenizer
 
 # Masks and rotary frequencies, which older files store with the weights.
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")      # of names in a compiled or DDP model's state dict
 # Keys of config.json that model.py does not support, each with the value that has no effect in transformers.
 NEUTRAL_VALUES = {
     "add_cross_attention": False,
@@ -332,14 +333,10 @@ class ModelSource:
                 load_safetensors(model, self.folder, self.about)
             return self.check_finite(model)
         with checkpoint.loading(f"The checkpoint of step {self.step} in {self.folder}"):
-            weights = checkpoint.load_weights(self.folder, self.step)
-            lora = self.about.get("lora")
-            if lora:
-                adapted = blank(self.config)
-                adapted.load_state_dict(checkpoint.load_base(self.folder))
-                load_adapters(add_lora(adapted, **lora), weights)
-                weights = merged(adapted)
-            model.load_state_dict(weights)
+            if self.about.get("lora"):
+                model.load_state_dict(merged(self.load_adapted()))
+            else:
+                model.load_state_dict(checkpoint.load_weights(self.folder, self.step))
         self.check_finite(model)
 
     def check_finite(self, model):
@@ -349,6 +346,16 @@ class ModelSource:
             if not weight.sum().isfinite() and not weight.isfinite().all():
                 raise BadInput(f"{name} of the model in {self.folder} holds NaN or infinity: give another "
                                "checkpoint, or restore the original files.")
+
+    def load_adapted(self):
+        """Return the GPT of a run with LoRA, its adapters not merged. BadInput for another model."""
+        if self.step is None or not self.about.get("lora"):
+            raise BadInput(f"{self.folder} has no adapters (it was not trained with --lora_rank): export "
+                           "it whole, with python hf.py MODEL OUT_DIR.")
+        model = blank(self.config)
+        model.load_state_dict(checkpoint.load_base(self.folder))
+        load_adapters(add_lora(model, **self.about["lora"]), checkpoint.load_weights(self.folder, self.step))
+        return model
 
 
 def find(path_or_name, step=None):
@@ -411,6 +418,9 @@ def load(path_or_name, *args, device="cpu"):
 
 def download(name):
     """Download a model from the hub with huggingface_hub and return its folder."""
+    if Path(name).exists():
+        raise BadInput(f"{name} is a file, and no GGUF file: give a run folder, or the folder that holds "
+                       "config.json and model.safetensors.")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, a "
                        "GGUF file, or a name on the hub.")
@@ -493,7 +503,10 @@ def read_tensors(folder):
         except (OSError, SafetensorError) as e:
             raise BadInput(f"{shard} can't be read ({e}): download it again.") from None
         for name in file.keys():
-            readers[name] = functools.partial(file.get_tensor, name)
+            plain = WRAPPERS.sub("", name)
+            if plain in readers:
+                raise BadInput(f"{folder} has two tensors {plain}: save the model again.")
+            readers[plain] = functools.partial(file.get_tensor, name)
     return readers
 
 
@@ -548,7 +561,9 @@ def write(folder, config_name, hf_config, tensors_name, tensors):
 
 def export_adapters(model, folder, base_model_name_or_path=""):
     """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained(base,
-    folder). `export` within adapters_off writes the base."""
+    folder). model: a run folder, or a GPT with adapters (`export` within adapters_off writes the base)."""
+    if isinstance(model, str | Path):
+        model = find(model).load_adapted()
     config = model.config
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
     if not layers:

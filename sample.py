@@ -22,7 +22,7 @@ from runtime import config, distributed, guard, hardware
 from runtime.config import Count, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from runtime.progress import track
 from tasks._pool import Pool, load
-from text.prompts import context_of, prompt_ids
+from text.prompts import context_of, instruction_of, prompt_ids
 
 
 @dataclass
@@ -93,8 +93,9 @@ class Printer:
 
 def prompt_of(cfg, tokenizer, text, task):
     """Return the ids of a prompt; task: a Task whose question it is, or None."""
-    if task:
-        return prompt_ids(tokenizer, text, task.prompt, instruction=cfg.system or task.instruction)
+    if task and (tokenizer.is_chat or not cfg.system):
+        instruction = cfg.system or instruction_of(tokenizer, task, {})
+        return prompt_ids(tokenizer, text, task.prompt, instruction=instruction)
     return tokenizer.prompt_ids(text, cfg.system)
 
 

@@ -1,11 +1,13 @@
 """Distillation on a given text or on examples (--teacher): the loss of a position is teacher_weight times the
 KL divergence of the teacher's distribution from the model's, plus 1 - teacher_weight times the cross entropy
 (Hinton et al. 2015, at temperature 1)."""
+import sys
+
 import torch
 
 import hf
 from model import Prompts
-from runtime import checkpoint, parallel
+from runtime import checkpoint, distributed, parallel
 from runtime.config import BadInput
 
 
@@ -40,6 +42,9 @@ def check_teacher(source, tokenizer, vocab_size, positions):
     if not tokenizer.vocabulary().items() <= source.tokenizer().vocabulary().items():
         raise BadInput(f"The teacher in {source.folder} has another tokenizer than the trained model: choose "
                        "one with the same.")
+    if source.tokenizer().is_chat and not tokenizer.is_chat and distributed.is_main():
+        print(f"The teacher in {source.folder} has a chat template and the trained model has none, so the "
+              "teacher sees prompts without its template: prefer a model with it.", file=sys.stderr, flush=True)
     if source.config.vocab_size < vocab_size:
         raise BadInput(f"The teacher in {source.folder} has {source.config.vocab_size} ids, and the trained "
                        f"model {vocab_size}: choose a teacher with at least as many.")

@@ -18,7 +18,7 @@ from rollouts.episodes import Environment, reply_tokens
 from runtime import config, distributed
 from runtime.progress import ProgressLine
 from tasks._pool import Grade
-from text.prompts import context_of, prompt_ids
+from text.prompts import context_of, instruction_of, prompt_ids
 
 # the grade of truncated completions that are not verified
 UNFINISHED = Grade(0.0, {}, "", None)
@@ -49,7 +49,8 @@ def requests_of(tokenizer, task, questions, num_samples=1, max_new_tokens=128, f
         if own.name not in examples:
             examples[own.name] = own.examples(few_shot) if few_shot else ()
         others = [pair for pair in examples[own.name] if pair[0] != question["question"]]
-        ids = prompt_ids(tokenizer, question["question"], own.prompt, others, own.instruction)
+        instruction = instruction_of(tokenizer, own, question)
+        ids = prompt_ids(tokenizer, question["question"], own.prompt, others, instruction)
         requests.append(Request(ids, num_samples, key, max_new_tokens))
     return requests
 

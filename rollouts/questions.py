@@ -1,4 +1,4 @@
-"""Questions of a task or a .jsonl file, and the stream that orders them for grpo.py."""
+"""Questions of a task or a dataset, and the stream that orders them for grpo.py."""
 import contextlib
 import functools
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 import tasks
 from runtime import distributed
 from runtime.config import BadInput
-from text.examples import is_answer, read_rows
+from text import rows
 
 
 @contextlib.contextmanager
@@ -74,26 +74,41 @@ def report_duplicates(n, source):
         print(f"Questions of {source} dropped because an earlier one has the same text: {n}.", flush=True)
 
 
-def questions_in(path):
-    """Return the distinct questions of a .jsonl file, {text: question}; BadInput for any other row."""
+def questions_in(path, split="train", task=None):
+    """Return the distinct questions of a dataset (see rows.read), {text: question}; BadInput for any other
+    row. All or none have an answer; none may, unless the task is built in and reads it."""
+    all_rows = rows.read(path, split)
+    needs_answer = any(isinstance(row, dict) and row.get("answer") is not None for row in all_rows)
     questions = {}
-    number = 0
-    for number, row in enumerate(read_rows(path), 1):
-        text = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
-        if not isinstance(text, str) or "answer" not in row or not is_answer(row["answer"]):
-            raise BadInput(f'Row {number} of {path} is not a question: it should be {{"prompt": text, '
-                           '"answer": ...}, and the answer not NaN.')
-        questions.setdefault(text, row | {"question": text})
-    report_duplicates(number - len(questions), path)
+    for number, row in enumerate(all_rows, 1):
+        try:
+            question = rows.question_of(row, needs_answer)
+            if number == 1 and task and not needs_answer:
+                check_keys(task.of(question), question)
+        except ValueError as e:
+            raise BadInput(f"Row {number} of {path} is not a question ({e}): correct it.") from None
+        system = question.get("system", "")
+        key = f"{system}\n{question['question']}" if system else question["question"]
+        questions.setdefault(key, question)
+    report_duplicates(len(all_rows) - len(questions), path)
     if not questions:
         raise BadInput(f"{path} has no questions: give another --dataset=.")
     return questions
 
 
-def read_questions(path, n_valid):
-    """Return (training questions, validation questions) of a .jsonl file. A hash of the text selects a tenth
+def check_keys(task, question):
+    """Raise ValueError if a built-in task's reward reads a key that a question lacks."""
+    if task.module.__name__.startswith("tasks."):
+        try:
+            task.reward(question, "")
+        except KeyError as e:
+            raise ValueError(f"it has no {e}, and the task {task.name} reads that") from None
+
+
+def read_questions(path, n_valid, task=None):
+    """Return (training questions, validation questions) of a dataset. A hash of the text selects a tenth
     for validation, at most n_valid."""
-    questions = questions_in(path)
+    questions = questions_in(path, task=task)
     tenth = [text for text in questions
              if int(hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), 16) % 10 == 0]
     valid = [questions.pop(text) for text in tenth[:n_valid]]
@@ -105,7 +120,8 @@ def read_questions(path, n_valid):
 def open_questions(cfg, task):
     """Return (training questions, validation questions, note on dropped questions for the log)."""
     if cfg.dataset:
-        train, valid = read_questions(cfg.dataset, cfg.eval_questions if cfg.eval_interval else 0)
+        n_valid = cfg.eval_questions if cfg.eval_interval else 0
+        train, valid = read_questions(cfg.dataset, n_valid, task)
         return train[:cfg.num_questions], valid, ""
     train, dropped = unseen_questions(task, "train", cfg.num_questions, cfg.seed)
     valid = task.questions("valid")[:cfg.eval_questions] if cfg.eval_interval else []

@@ -296,7 +296,7 @@ def test_a_verifier_that_always_fails_is_heard_and_ends_the_evaluation(model, tm
     faults = (24, "return question['unit']", "KeyError: 'unit'"), (500, "pass", "returned the score None")
     for n, body, error in faults:
         path = tmp_path / f"broken_{n}.py"
-        head = TASK.partition("def reward")[0].replace("24 *", f"{n} *")
+        head = TASK.partition("def reward")[0].replace("INSTRUCTION", "unseen").replace("24 *", f"{n} *")
         path.write_text(f"{head}\ndef reward(question, completion):\n    {body}\n")
         with pytest.raises(BadInput, match=error):
             evaluation.main([str(model), f"--task={path}", "--dtype=fp32", "--max_new_tokens=2"])

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import hf
+import tasks
 from conftest import ROOT, largest_difference, metrics, run, trained, weights
 from model import GPT, GPTConfig, IGNORE
+from rollouts import pipeline, questions
 from runtime import checkpoint
 from runtime.config import BadInput
 from test_tokenizer import QWEN3, SMOL, write
@@ -384,6 +386,127 @@ def test_examples_in_the_form_of_others_are_named_with_what_converts_them(tmp_pa
     (tmp_path / "b.jsonl").write_text(json.dumps(converted))
     (example,) = examples.read(tmp_path / "b.jsonl", tokenizer)
     assert tokenizer.decode(example.ids[example.is_target][:2]) == "42" and example.question.split() == ["How", "many?"]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return Tokenizer(write(tmp_path_factory.mktemp("chat") / "smol", "smol", chat=SMOL))
+
+
+PAIR = {"prompt": "How many?", "completion": "42"}
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"messages": [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]}, '"tool_calls": .* not supported'),
+    ({"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "6 * 7"}]}, '"reasoning_content": 6 . 7 is not supported'),
+    ({"messages": TURNS, "tools": [{"name": "f"}]}, '"tools": '), (PAIR | {"label": False}, '"label": False'), (PAIR | {"weight": 0}, '"weight": 0'),
+    (PAIR | {"weight": 0.5}, '"weight": 0.5'), ({"question": "q", "answer": "0", "choices": ["a", "b"]}, '"choices": '),
+    ({"question": "q", "answer": "a", "context": "c"}, '"context": c is not'), ({"messages": [{"role": "tool", "content": "x"}, *TURNS]}, "the role 'tool'"),
+    ({"messages": [{"role": "human", "content": "x"}, TURNS[1]]}, "the role 'human'"), ({"messages": [TURNS[0], TURNS[1] | {"weight": 0}]}, "none of its messages"),
+    ({"messages": [TURNS[0], TURNS[1] | {"weight": 2}]}, "the weight 2; give 0 or 1"), (PAIR | {"system": 7}, '"system" should be a text'),
+    ({"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"}, "without another message"),
+    ({"question": "q", "answer": True}, "it should be"), ({"question": "q", "answer": float("nan")}, "it should be")])
+def test_a_key_that_changes_a_row_and_is_not_supported_is_named(tmp_path, chat, row, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(PAIR) + "\n" + json.dumps(row))
+    with pytest.raises(BadInput, match=f"Row 2 of .*{words}") as e:
+        examples.read(path, chat)
+    assert "\n" not in str(e.value)
+
+
+def test_keys_are_honoured_or_listed(tmp_path, chat, capsys):
+    path = tmp_path / "a.jsonl"
+    rows = [PAIR | {"system": "Be brief.", "id": 7, "source": "web", "tools": None, "label": True, "weight": 1},
+            {"messages": [TURNS[0], TURNS[1] | {"weight": 0, "name": "bot"}, TURNS[0], {"role": "assistant", "content": "43", "tool_calls": []}],
+             "system": "Be brief."}, {"question": "How many?", "answer": 42, "system": "Be brief.", "metadata": {}}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pair, talk, question = examples.read(path, chat)
+    told = chat.prompt_ids("How many?", "Be brief.")
+    for example in (pair, question):
+        assert example.ids.tolist() == told + chat.answer_ids("42") and example.is_target.sum() == len(chat.answer_ids("42"))
+    assert talk.ids[:len(told)].tolist() == told and talk.ids[talk.is_target].tolist() == chat.answer_ids("43")
+    assert capsys.readouterr().out == f"Keys of {path} that have no effect: id, messages: name, source.\n"
+    with pytest.raises(BadInput, match="Row 1 of .*a model with a chat template"):
+        examples.read(path, Tokenizer("bytes"))
+
+
+CONTAINERS = {
+    "a.json": lambda path, rows: path.write_text(json.dumps(rows)),
+    "a.jsonl": lambda path, rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows)),
+    "a.csv": lambda path, rows: path.write_text("\n".join(",".join(f'"{text}"' for text in line) for line in [rows[0], *(row.values() for row in rows)])),
+    "a.tsv": lambda path, rows: path.write_text("\n".join("\t".join(line) for line in [rows[0], *(row.values() for row in rows)])),
+    "a.parquet": lambda path, rows: datasets().Dataset.from_list(rows).to_parquet(str(path)),
+    "saved": lambda path, rows: datasets().Dataset.from_list(rows).save_to_disk(str(path)),
+    "splits": lambda path, rows: datasets().DatasetDict({split: datasets().Dataset.from_list(part) for split, part in (
+        ("train", rows), ("test", rows[:1]))}).save_to_disk(str(path)),
+}
+
+
+def datasets():
+    found = pytest.importorskip("datasets")
+    found.disable_progress_bars()
+    return found
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("keys", [("prompt", "completion"), ("question", "answer")])
+def test_rows_are_the_same_from_every_kind_of_file(tmp_path, name, keys, capsys):
+    texts = [("NA", "007"), ("What is, 2?", "two"), ("So; so", "null")]
+    rows = [dict(zip(keys, pair)) for pair in texts]
+    CONTAINERS[name](tmp_path / name, rows)
+    path = str(tmp_path / name)
+    assert examples.is_examples_file(path) and examples.read_form(path) == (None if keys[0] == "prompt" else prompts.PROMPT)
+    form = "{}" if keys[0] == "prompt" else prompts.PROMPT
+    for example, (question, answer) in zip(examples.read(path, Tokenizer("bytes")), texts, strict=True):
+        assert bytes(example.ids[:-1].tolist()).decode() == form.replace("{}", question) + answer
+    asked = [dict(question=question, answer=answer) for question, answer in texts]
+    if keys[0] == "question":
+        assert list(questions.questions_in(path).values()) == asked
+    if name == "splits":
+        assert f"{path}: 3 rows of its split train, without any others" in capsys.readouterr().out and len(questions.questions_in(path, "test")) == 1
+        with pytest.raises(BadInput, match="no split valid, only train, test"):
+            questions.questions_in(path, "valid")
+
+
+@pytest.mark.parametrize("content, words", [
+    ("question,answer\na,1,2\n", "line 2 does not have the 2 fields"), ("question,answer\na\n", "line 2 does not"),
+    ("question,answer,answer\na,1,2\n", "two columns have the same name"), ('question,answer\n"a,1\n', "can't be read"), ("", "holds no example")])
+def test_a_table_that_loses_fields_is_refused(tmp_path, content, words):
+    (tmp_path / "a.csv").write_text(content)
+    with pytest.raises(BadInput, match=words):
+        examples.read(tmp_path / "a.csv", Tokenizer("bytes"))
+
+
+def test_an_instruction_that_no_one_sees_is_refused_or_said(tmp_path, capsys, chat):
+    path, task = tmp_path / "rft.json", tmp_path / "own.py"
+    path.write_text('[["q", 1, "r"]]')
+    task.write_text("""INSTRUCTION = "Be brief."
+def questions(split, seed=0, n=None):
+    return [{"question": "q", "answer": 1}]
+def solution(question):
+    return "s"
+def reward(question, completion):
+    return 1.0
+""")
+    plain = Tokenizer("bytes")
+    for dataset in (str(path), f"examples:{task}"):
+        with pytest.raises(BadInput, match="--instruction is a system message"):
+            examples.read(dataset, plain, instruction="Be brief.")
+        assert examples.read(dataset, plain, instruction="")
+    own = tasks.load(str(task))
+    for _ in range(2):
+        pipeline.requests_of(plain, own, own.questions("train"))
+    examples.read(f"examples:{task}", plain)
+    assert capsys.readouterr().err.count("does not see INSTRUCTION of the task") == 1
+    examples.read("examples:arithmetic", plain)              # its worked examples show the form
+    log = [{"tokenizer": {}, "prompt": "{}"}, RECORD | {"instruction": "Be brief."}]
+    examples.attempts_path(path).write_text("".join(map(examples.line_of, log)))
+    examples.read(path, plain)
+    assert "does not see the instruction in " in capsys.readouterr().err
+    (request,) = pipeline.requests_of(chat, own, [{"question": "q", "answer": 1, "system": "Shout."}])
+    assert request.ids == chat.prompt_ids("q", "Shout.")
+    with pytest.raises(ValueError, match="question 'q' has a system message"):
+        pipeline.requests_of(plain, own, [{"question": "q", "answer": 1, "system": "Shout."}])
 
 
 def test_a_prompt_in_a_chat_s_template_is_not_put_into_it_once_more(tmp_path):

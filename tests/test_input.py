@@ -277,10 +277,32 @@ def test_examples(tmp_path, name, text, words):
 
 
 @pytest.mark.parametrize("text, words", [(DEEP, "Line 1 of .* can't be read"), ('{"prompt": "a", "answer": NaN}', "Row 1 of .* not NaN"),
-                                         ('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": -Infinity}', "Row 2 of")])
+                                         ('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": -Infinity}', "Row 2 of"),
+                                         ('{"prompt": "a"}\n{"prompt": "b\\ud800"}', "Row 2 of .*questions.jsonl .*lone surrogate"),
+                                         ('{"prompt": "a"}\n{"prompt": "b", "answer": 1}', 'Row 1 of .*no "answer"'),
+                                         ('{"prompt": "a", "tools": [{"name": "f"}]}', 'Row 1 of .*"tools": '),
+                                         ('{"prompt": "a", "question": "b"}', 'Row 1 of .*"prompt" and "question" differ'),
+                                         ('{"prompt": [{"role": "assistant", "content": "a"}]}', "Row 1 of .*a message of the user"),
+                                         ('{"prompt": "a", "system": 1}', 'Row 1 of .*"system" should be a text')])
 def test_questions(tmp_path, text, words):
     (tmp_path / "questions.jsonl").write_text(text)
     sentence(lambda: questions.read_questions(tmp_path / "questions.jsonl", 4), words)
+
+
+def test_questions_have_an_answer_or_none_has_and_perhaps_a_system_message(tmp_path):
+    path = tmp_path / "q.jsonl"
+    told = [{"role": "system", "content": "Shout."}, {"role": "user", "content": "a"}]
+    rows = [{"prompt": told}, {"prompt": "a", "system": "Whisper."}, {"prompt": told[1:], "level": 3}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = questions.read_questions(path, 0)
+    assert [(q["question"], q.get("system"), q.get("level")) for q in found] == [("a", "Shout.", None), ("a", "Whisper.", None), ("a", None, 3)]
+    with pytest.raises(BadInput, match="^Row 1 of .*it has no 'answer', and the task arithmetic reads that"):
+        questions.read_questions(path, 0, tasks.load("arithmetic"))
+    raw = {"question": "How many?", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"}
+    gsm8k = tasks.load(f"gsm8k:{path}")
+    path.write_text(json.dumps(raw))                          # as GSM8K's own files have them
+    ((question,), _) = questions.read_questions(path, 0, gsm8k)
+    assert [gsm8k.reward(question, f"<answer>{said}</answer>")[0] for said in ("42", "6")] == [1, 0]
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):

@@ -105,6 +105,13 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     expected = base["blocks.1.mlp.down.weight"] + 2 * saved["blocks.1.mlp.down.lora_b"] @ saved["blocks.1.mlp.down.lora_a"]
     assert torch.allclose(merged["blocks.1.mlp.down.weight"], expected) and not torch.equal(expected, base["blocks.1.mlp.down.weight"])
     assert torch.equal(merged["blocks.1.mlp.up.weight"], base["blocks.1.mlp.up.weight"])
+    peft = pytest.importorskip("peft")
+    hf.export_adapters(tmp_path / "a", tmp_path / "adapter", source)
+    with torch.no_grad():
+        theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        assert (theirs(torch.arange(9)[None]).logits - load(tmp_path / "a")(torch.arange(9)[None])).abs().max() < 1e-4
+    with pytest.raises(BadInput, match="has no adapters"):
+        hf.export_adapters(source, tmp_path / "none")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step_00000008")
     trained(tmp_path / "b", text, defaults={}, init_from="resume")

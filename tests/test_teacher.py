@@ -9,12 +9,17 @@ import torch
 
 import hf
 from conftest import flags, largest_difference, run, trained, weights
+<<<<<<< HEAD
 from experimental.distillation import Teacher, find_teacher, identity
 from runtime import config, hardware
 from runtime.config import BadInput
+=======
+from experimental.distillation import Teacher, check_teacher
+from runtime import hardware
+>>>>>>> w-c1
 from runtime.distributed import TrainedModel
 from test_grpo import GRPO, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, same, watched  # noqa: F401
-from test_tokenizer import write as write_tokenizer
+from test_tokenizer import SMOL, write as write_tokenizer
 from text import examples
 from text.tokenizer import Tokenizer
 
@@ -194,3 +199,12 @@ def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
     assert "another tokenizer" in learn.error
     learn("short", code=2, teacher=tmp_path / "short", beta=1, overwrite=True)
     assert "both --out_dir and --teacher" in learn.error and hf.find(tmp_path / "short").step == 1
+
+
+def test_a_chat_teacher_of_a_model_without_a_template_is_said(tmp_path, capsys):
+    chat, plain = (Tokenizer(write_tokenizer(tmp_path / str(n), "smol", chat=template)) for n, template in enumerate((SMOL, None)))
+    source = SimpleNamespace(folder="out/teacher", tokenizer=lambda: chat, config=SimpleNamespace(vocab_size=512, block_size=64))
+    check_teacher(source, chat, 400, 64)
+    assert capsys.readouterr().err == ""
+    check_teacher(source, plain, 400, 64)
+    assert "out/teacher has a chat template and the trained model has none" in capsys.readouterr().err

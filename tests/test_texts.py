@@ -111,7 +111,41 @@ def test_suffixes_ignore_case_and_what_is_left_out_is_named(tmp_path, capsys):
     assert prepared(source, tmp_path) == [["one", "two", "three"], ["three"]]
     assert "Left out of" in (said := capsys.readouterr().out) and ": d-train.jsonl.gz, more.txt, notes.md (" in said
     with pytest.raises(BadInput, match="not a text file"):
-        sources.find_files(source / "X.CSV", "text")
+        sources.find_files(source / "X.ZIP", "text")
+
+
+def test_texts_as_people_have_them(tmp_path, capsys):
+    """Markdown, a table's only column, and what save_to_disk() writes."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for i in range(16):
+        (notes / f"{i:02}.md").write_text(f"# {i}\n\nwords\n")
+    assert len(sum(prepared(notes, tmp_path), [])) >= 16
+    (notes / "README.md").write_text("about")
+    (notes / "list.csv").write_text("name,year\na,1\n")
+    assert "about" not in sum(prepared(notes, tmp_path), [])
+    assert "Left out of" in (said := capsys.readouterr().out) and "README.md, list.csv" in said
+    for number, separator in enumerate(",;\t"):
+        (tmp_path / f"{number}.csv").write_text(f"id{separator}text\n" + "".join(f'{i}{separator}"{i}, NA"\n' for i in range(40)))
+        assert sum(prepared(tmp_path / f"{number}.csv", tmp_path), []) == [f"{i}, NA" for i in range(40)]
+    (tmp_path / "one.csv").write_text("story\n" + "007\n" * 40)
+    assert sum(prepared(tmp_path / "one.csv", tmp_path), []) == ["007"] * 40 and "only column, 'story'" in capsys.readouterr().out
+    assert_refused(tmp_path / "one.csv", tmp_path, "no column 'body'", text_key="body")
+    table = datasets.Dataset.from_list([{"text": document} for document in DOCUMENTS])
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": table, "validation": table.select(range(3)), "more": table}).save_to_disk(str(tmp_path / "splits"))
+    assert sum(prepared(tmp_path / "saved", tmp_path), []) == DOCUMENTS
+    assert prepared(tmp_path / "splits", tmp_path) == [DOCUMENTS, DOCUMENTS[:3]] and "its splits more" in capsys.readouterr().out
+    cards = tmp_path / "cards"
+    cards.mkdir()
+    (cards / "README.md").write_text("about")
+    (cards / "0.csv").write_text((tmp_path / "0.csv").read_text())
+    assert "about" not in sum(prepared(cards, tmp_path), [])
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.html").write_text("x")
+    assert_refused(tmp_path / "web", tmp_path, "holds no text that is read, only .html: give")
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])

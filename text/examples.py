@@ -1,7 +1,6 @@
 """Fine-tuning examples: read and encode prompts with completions, batch them by (seed, step)."""
 import hashlib
 import json
-import math
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from model import IGNORE
 from runtime.config import BadInput, checksum, parse_json
 from runtime.progress import track
 from tasks import _pool
-from text import prompts
+from text import prompts, rows
 from text.sources import suffix_of
 
 WORKED = "examples:"                         # prefix of a dataset: worked examples of a task
@@ -35,78 +34,87 @@ class Example:
 # --- reading ---
 
 def is_examples_file(dataset, text_key="text"):
-    """Return whether a dataset holds examples: a task's, or a .json file, or .jsonl with prompts or
-    messages."""
+    """Return whether a dataset holds examples: a task's, or a .json file, or another with the columns of an
+    example and none of the name text_key."""
     if dataset.startswith(WORKED):
         return True
-    path = Path(dataset)
-    if suffix_of(path) != ".jsonl" or not path.is_file():
-        return suffix_of(path) == ".json" and not dataset.startswith("task:")
-    try:
-        with open(path, encoding="utf-8-sig", errors="replace") as f:
-            row = parse_json(next((line for line in f if line.strip()), "{}"))
-    except (OSError, ValueError):
-        return False
-    keys = row.keys() if isinstance(row, dict) else set()
-    if text_key in keys:
-        return False
-    return "messages" in keys or {"prompt", "completion"} <= keys or other_form(row) is not None
+    if suffix_of(dataset) == ".json":
+        return not dataset.startswith("task:")
+    row = rows.first(dataset)
+    return not (isinstance(row, dict) and text_key in row) and (
+        rows.is_example(row) or rows.other_form(row) is not None)
 
 
 def read(dataset, tokenizer, form=None, instruction=None):
     """Return the list of Examples in a dataset. BadInput if it can't be read or a row is not an example.
 
-    examples:NAME   worked examples of a task, at most NUM_WORKED;
-    .json    [[question, answer, reasoning], ...] as datagen.py writes it: the target is the reasoning, as the
-             sampled ids if the log beside the file has them; of an episode, a list of texts, the first, third
-             and so on are targets, and the environment's between them are not; or [[question, answer], ...]:
-             the target is the answer within <answer> tags;
-    .jsonl   {"prompt": text, "completion": text} or {"messages": [{"role", "content"}, ...]} a line; every
-             assistant message is a target.
+    examples:NAME   worked examples of a task, at most NUM_WORKED
+    a file, or a folder written by save_to_disk of the package datasets (see rows.read), with rows
 
-    form: prompt form for a model without a chat template; None: the task's or the log's, else prompts.PROMPT.
-    instruction: system message for a chat model; None: the task's or the log's, else the template's.
+    [question, answer, reasoning]   as datagen.py writes it: the target is the reasoning, as the sampled ids
+             if the log beside a .json file has them; of an episode, a list of texts, the first, third and so
+             on are targets, and the environment's between them are not
+    [question, answer]              the target is the answer within <answer> tags
+    {"question", "answer"}          the target is the answer as it is
+    {"prompt", "completion"}        the target is the completion; the prompt is whole
+    {"messages": [{"role", "content"}, ...]}   the assistant's messages are targets, without "weight": 0
+
+    An object may have a "system" message. form: of questions for a model without a chat template; None: the
+    task's or the log's, else prompts.PROMPT. instruction: system message for a chat model; None: the task's
+    or the log's, else the template's.
     """
     if str(dataset).startswith(WORKED):
         return worked_examples(dataset.removeprefix(WORKED), tokenizer, form, instruction)
     path = Path(dataset)
-    is_json = suffix_of(path) == ".json"
-    rows = read_rows(path, lines=not is_json)
-    if not isinstance(rows, list) or not rows:
+    all_rows = rows.read(path)
+    if not all_rows:
         raise BadInput(f"{path} holds no example: give another --dataset= (datagen.py writes none if no "
                        "question is solved).")
-    if not is_json and (form, instruction) != (None, None):
-        raise BadInput(f"--prompt and --instruction are for examples in .json or of a task, and {path} has whole "
-                       "prompts: leave them out.")
     logged_form = None
     sampled = {}
     instructions = defaultdict(str)
-    if is_json:
+    if suffix_of(path) == ".json":
         logged_form, sampled, instructions = read_log(path, tokenizer)
+        if any(instructions.values()) and not tokenizer.is_chat:
+            prompts.say_unseen(f"the instruction in {attempts_path(path)}")
     if instruction is not None:
         instructions = defaultdict(lambda: instruction)
-    form = form or logged_form or prompts.PROMPT
+    form_of_questions = form or logged_form or prompts.PROMPT
     examples = []
-    for number, row in enumerate(track(rows, f"tokenising {path}", "examples"), 1):
+    for number, row in enumerate(track(all_rows, f"tokenising {path}", "examples"), 1):
         try:
-            if is_json:
-                examples.append(example_of_list(row, tokenizer, form, sampled, instructions))
+            if isinstance(row, dict):
+                example = example_of_object(row, tokenizer, form_of_questions, instructions)
             else:
-                examples.append(example_of_object(row, tokenizer))
+                example = example_of_list(row, tokenizer, form_of_questions, sampled, instructions)
         except ValueError as e:
             raise BadInput(f"Row {number} of {path} is not an example ({e}): correct it.") from None
+        if (form, instruction) != (None, None) and not rows.has_question(row):
+            raise BadInput(f"--prompt and --instruction are for questions, and row {number} of {path} has "
+                           "whole prompts: leave them out.")
+        examples.append(example)
+    check_instruction(tokenizer, instruction)
+    rows.report_unused(all_rows, path)
     return examples
+
+
+def check_instruction(tokenizer, instruction):
+    """Raise BadInput for an instruction to a model without a chat template."""
+    if instruction and not tokenizer.is_chat:
+        raise BadInput("--instruction is a system message, and the model has no chat template: write it into "
+                       "--prompt.")
 
 
 def worked_examples(name, tokenizer, form=None, instruction=None):
     """Return Examples of a task's training questions with its own solutions. form, instruction: see read."""
+    check_instruction(tokenizer, instruction)
     examples = []
     try:
         task = _pool.load(name)
         questions = task.questions("train", n=NUM_WORKED, fewer=True)
         for question in track(questions, f"solving {name}", "questions"):
             own = task.of(question)
-            system = own.instruction if instruction is None else instruction
+            system = prompts.instruction_of(tokenizer, own, question) if instruction is None else instruction
             prompt = prompts.prompt_ids(tokenizer, question["question"], form or own.prompt,
                                         instruction=system)
             answer = parts_of_turns(played(own, question, task.solution(question)), tokenizer)
@@ -132,42 +140,18 @@ def played(task, question, solution):
     return [*turns, solution[start:]]
 
 
-def read_rows(path, lines=True):
-    """Return the JSON of a file's lines, or with lines=False of the whole file. Raises BadInput."""
-    where = path
-    try:
-        text = Path(path).read_text("utf-8-sig")
-        if not lines:
-            return parse_json(text)
-        rows = []
-        for number, line in enumerate(text.split("\n"), 1):
-            where = f"Line {number} of {path}"
-            if line.strip():
-                rows.append(parse_json(line))
-        return rows
-    except (OSError, ValueError) as e:
-        raise BadInput(f"{where} can't be read ({getattr(e, 'strerror', None) or e}): correct it, or give "
-                       "another --dataset=.") from None
-
-
-def is_answer(value):
-    """Return False for NaN and Infinity, which Python reads from JSON."""
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 def example_of_list(row, tokenizer, form, sampled, instructions):
     """Return the Example of [question, answer, reasoning] or [question, answer], ValueError for another row.
     sampled: {(question, turns): parts} of read_log. instructions: {question: system message}."""
     is_example = (
         isinstance(row, list) and len(row) in (2, 3)
         and all(isinstance(text, str) for text in (row[0], *(turns_of(row[2]) if len(row) == 3 else ())))
-        and (len(row) == 3 or isinstance(row[1], str | int | float) and not isinstance(row[1], bool))
-        and is_answer(row[1])
+        and (rows.is_answer(row[1]) if len(row) == 2 else rows.is_finite(row[1]))
         and str(row[-1]).strip()
     )
     if not is_example:
-        raise ValueError(other_form(row) or "it should be [question, answer, reasoning], or [question, "
-                                            "answer] with a text or a finite number as the answer")
+        raise ValueError(rows.other_form(row) or "it should be [question, answer, reasoning], or [question, "
+                                                 "answer] with a text or a finite number as the answer")
     question, answer, *reasoning = row
     turns = turns_of(reasoning[0]) if reasoning else (f"<answer>{answer}</answer>",)
     parts = sampled.get((question, turns)) or parts_of_turns(turns, tokenizer)
@@ -203,51 +187,35 @@ def parts_of_ids(ids, forced):
     return [*parts, (ids[start:], True)]
 
 
-def example_of_object(row, tokenizer):
-    """Return the Example of {"prompt", "completion"} or {"messages"}, ValueError for another row."""
-    found = row if isinstance(row, dict) else {}
-    question = found.get("prompt")
-    completion = found.get("completion")
-    if isinstance(question, str) and isinstance(completion, str):
-        prompts.check_unmarked(tokenizer, question)
-        prompt = tokenizer.prompt_ids(question)
-        return example_of_parts([(prompt, False), (tokenizer.answer_ids(completion), True)], question)
-    messages = found.get("messages")
-    if not isinstance(messages, list):
-        raise ValueError(other_form(row) or 'it should be {"prompt": text, "completion": text} or '
-                                            '{"messages": [{"role": ..., "content": ...}, ...]}')
-    for message in messages:
-        if not is_message(message):
-            raise ValueError(f"its message {str(message)[:80]} needs a text as role and as content; give it "
-                             "both, or leave it out")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("none of its messages is the assistant's")
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    return example_of_parts(tokenizer.conversation(messages), asked[0] if asked else "")
-
-
-def other_form(row):
-    """Return the name of another project's row format with the expression that converts it, else None."""
-    if isinstance(row, list) and row and all(isinstance(turn, dict) and "role" in turn for turn in row):
-        return 'a list of turns: write {"messages": row} in its place, in a .jsonl file'
-    if not isinstance(row, dict):
-        return None
-    if isinstance(row.get("conversations"), list):
-        return ("ShareGPT's form: write "
-                '{"messages": [{"role": {"human": "user", "gpt": "assistant"}.get(m["from"], m["from"]), '
-                '"content": m["value"]} for m in row["conversations"]]} in its place, in a .jsonl file')
-    if {"instruction", "output"} <= row.keys():
-        return ("Alpaca's form: write "
-                r'{"prompt": "\n".join(filter(None, [row["instruction"], row.get("input")])), '
-                '"completion": row["output"]} in its place, in a .jsonl file')
-    if isinstance(row.get("prompt"), list) and "completion" in row:
-        return ('a prompt and a completion of turns: write {"messages": row["prompt"] + row["completion"]} '
-                "in its place, in a .jsonl file")
-    return None
-
-
-def is_message(value):
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+def example_of_object(row, tokenizer, form, instructions):
+    """Return the Example of an object (see read), ValueError for another row."""
+    if rows.is_example(row):                 # else named below
+        rows.check_keys(row)
+    system = row.get("system") or None
+    if system and not tokenizer.is_chat:
+        raise ValueError('its "system" message needs a model with a chat template')
+    rows.checked_messages([], system)
+    prompt = row.get("prompt")
+    completion = row.get("completion")
+    question = row.get("question")
+    answer = row.get("answer")
+    messages = row.get("messages")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        prompts.check_unmarked(tokenizer, prompt)
+        parts = [(tokenizer.prompt_ids(prompt, system), False), (tokenizer.answer_ids(completion), True)]
+        return example_of_parts(parts, prompt)
+    if isinstance(messages, list):
+        messages = rows.checked_messages(messages, system)
+        if not any(rows.is_target(message) for message in messages):
+            raise ValueError("none of its messages is the assistant's, with a weight other than 0")
+        asked = [message["content"] for message in messages if message["role"] == "user"]
+        return example_of_parts(tokenizer.conversation(messages), asked[0] if asked else "")
+    if isinstance(question, str) and rows.is_answer(answer):
+        ids = prompts.prompt_ids(tokenizer, question, form, instruction=system or instructions[question])
+        return example_of_parts([(ids, False), (tokenizer.answer_ids(str(answer)), True)], question)
+    raise ValueError(rows.other_form(row) or 'it should be {"prompt": text, "completion": text}, '
+                                             '{"question": text, "answer": text} or '
+                                             '{"messages": [{"role": ..., "content": ...}, ...]}')
 
 
 def example_of_parts(parts, question):
@@ -296,8 +264,11 @@ def log_beside(dataset):
 
 
 def read_form(dataset):
-    """Return the prompt form of a .json file: the log's, else prompts.PROMPT."""
-    return next(log_beside(dataset), {}).get("prompt") or prompts.PROMPT
+    """Return the prompt form of a file's questions: the log's, else prompts.PROMPT. None if it has none."""
+    if not rows.has_question(rows.first(dataset)):
+        return None
+    logged = next(log_beside(dataset), {}) if suffix_of(dataset) == ".json" else {}
+    return logged.get("prompt") or prompts.PROMPT
 
 
 def read_log(path, tokenizer):

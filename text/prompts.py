@@ -1,4 +1,5 @@
 """Encode prompts, identically for sampling and fine-tuning."""
+import functools
 import sys
 
 from runtime import distributed
@@ -32,12 +33,32 @@ def check_unmarked(tokenizer, text):
                          '{"messages"} as docs/rft.md shows')
 
 
+@functools.cache
+def say_unseen(name):
+    """Print once that the model does not see an instruction."""
+    if distributed.is_main():
+        print(f"The model has no chat template, so it does not see {name}: write that into PROMPT or "
+              "--prompt.", file=sys.stderr, flush=True)
+
+
+def instruction_of(tokenizer, task, question):
+    """Return the system message of a question: its own, else its task's, which may be empty. Print a line if
+    the task is the user's and the model has no chat template. ValueError if that concerns the question's."""
+    system = question.get("system")
+    if system and not tokenizer.is_chat:
+        raise ValueError(f"The question {question['question'][:40]!r} has a system message, and the model has "
+                         "no chat template: write it into the prompt.")
+    if task.instruction and not tokenizer.is_chat and not task.module.__name__.startswith("tasks."):
+        say_unseen(f"INSTRUCTION of the task {task.name}")
+    return system or task.instruction
+
+
 def prompt_ids(tokenizer, question, form=PROMPT, examples=(), instruction=""):
     """Return the list of ids of a prompt.
 
     question: its text. examples: (question, completion) pairs that precede it, in the same form, or as turns
     of a chat. instruction: system message that replaces the chat template's, if any; ignored without a
-    template.
+    template (see say_unseen).
     """
     if not tokenizer.is_chat:
         text = ""

@@ -28,7 +28,7 @@ def prompt_form(cfg):
             return common_prompt(tasks.load(name))
     except (LookupError, OSError, ValueError):                # raised again where it is needed
         return None
-    if Path(cfg.dataset).suffix.lower() != ".json":
+    if not examples.is_examples_file(cfg.dataset, cfg.text_key):
         return None
     return cfg.prompt or examples.read_form(cfg.dataset)
 

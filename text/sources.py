@@ -1,4 +1,4 @@
-"""Read text from .txt, .jsonl and .parquet files, folders of them, and datasets of the Hugging Face hub.
+"""Read text from files (see SUFFIXES), folders of them, and datasets of the Hugging Face hub.
 
 A source is a part of a split:
 
@@ -10,6 +10,8 @@ A source is a part of a split:
                            does not change the tokens
 """
 import codecs
+import copy
+import csv
 import os
 import re
 from bisect import bisect_right
@@ -24,10 +26,10 @@ from text import hub
 CHUNK = 2**20                        # bytes read and tokenised at a time
 SPLITS = ("train", "valid")
 VALID_NAMES = ("valid", "validation", "val", "dev")
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
-KINDS = ".txt, .jsonl or .parquet"
-NOT_TEXT = (".json", ".csv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt",
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".csv")
+ALIASES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl", ".markdown": ".md", ".rst": ".md", ".tsv": ".csv"}
+KINDS = ".txt, .md, .jsonl, .parquet or .csv"
+NOT_TEXT = (".json", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".npy", ".pt",
             ".safetensors")
 HUB_NAMES = {"wikitext": "Salesforce/wikitext:wikitext-103-raw-v1"}
 # Line ends at which GPT-2's pattern, and those that split digits, always end a piece: a cut there changes no
@@ -45,7 +47,9 @@ def find(dataset, text_key, only=None):
     training text; a single file is then used whole."""
     path = Path(dataset)
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", dataset) and suffix_of(path) not in SUFFIXES
-    if path.exists():
+    if is_saved(path):
+        texts = splits_of(load_saved(path), dataset, text_key)
+    elif path.exists():
         texts = find_files(path, text_key)
     elif dataset in HUB_NAMES or hub_name:
         with ProgressLine(f"downloading {dataset} from the Hugging Face hub"):
@@ -79,10 +83,16 @@ def find_files(path, text_key):
         hidden = re.compile(r"(^|/)\.")
         found = sorted(file for file in path.rglob("*")
                        if file.is_file() and not hidden.search(str(file.relative_to(path))))
-        files = [file for file in found if suffix_of(file) in SUFFIXES]
+        usable = [file for file in found if suffix_of(file) in SUFFIXES]
+        # A README, or a table beside other files, usually describes them.
+        files = [file for file in usable if file.name.lower() != "readme.md"] or usable
+        files = [file for file in files if suffix_of(file) != ".csv"] or files
     files = [file for file in files if file.stat().st_size]      # not empty
     if not files:
-        raise BadInput(f"The dataset {path} holds no text: give a {KINDS} file, or a folder of them.")
+        suffixes = sorted({file.suffix or file.name for file in found if file.stat().st_size})[:5]
+        has = f", only {', '.join(suffixes)}" if suffixes else ", as it is empty"
+        raise BadInput(f"The dataset {path} holds no text that is read{has}: give a {KINDS} file, or a "
+                       "folder of them.")
     words = {}                               # {file: words in its relative path}
     for file in files:
         name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else ""
@@ -96,7 +106,7 @@ def find_files(path, text_key):
     if left_out:
         more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
         print(f"Left out of {path}: {', '.join(left_out[:5])}{more} (empty, or not {KINDS}, or not marked "
-              "train as others are).", flush=True)
+              "train as others are, or a table or README beside other files).", flush=True)
     return {split: [source_of(file, text_key) for file in of_split]
             for split, of_split in (("train", train), ("valid", valid), ("test", test))}
 
@@ -113,7 +123,52 @@ def source_of(path, text_key):
         return JsonLines(path, text_key)
     if suffix_of(path) == ".parquet":
         return Parquet(path, text_key)
+    if suffix_of(path) == ".csv":
+        return HubRows(csv_table(path), path, text_key)
     return Text(path)
+
+
+def is_saved(path):
+    """Return whether a folder was written by save_to_disk of the package datasets."""
+    return any(Path(path, name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def load_saved(path):
+    """Return {split: datasets.Dataset} of a folder written by save_to_disk; a Dataset alone is train."""
+    try:
+        dataset = load_package("datasets").load_from_disk(str(path))
+    except Exception as e:                   # package, format or files
+        raise BadInput(f"{path} can't be read ({hub.one_line(e)}): save it again with "
+                       "save_to_disk().") from None
+    return dataset if isinstance(dataset, dict) else {"train": dataset}
+
+
+def csv_table(path):
+    """Return a table's rows as a datasets.Dataset of texts."""
+    try:
+        return load_package("datasets").Dataset.from_list(list(csv_rows(path)))
+    except (ValueError, ImportError) as e:
+        raise BadInput(f"The table {path} can't be read ({e}): correct it.") from None
+
+
+def csv_rows(path):
+    """Yield a table's rows as {column: text}. The first line names the columns and shows what separates them
+    (comma, semicolon or tab). ValueError for another number of fields."""
+    csv.field_size_limit(2**31 - 1)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        separator = max(",;\t", key=file.readline().count)
+        file.seek(0)
+        rows = csv.DictReader(file, delimiter=separator, strict=True)
+        try:
+            names = rows.fieldnames or []
+            if len(set(names)) < len(names):
+                raise ValueError("two columns have the same name in its first line")
+            for row in rows:
+                if None in row or None in row.values():
+                    raise ValueError(f"line {rows.line_num} does not have the {len(names)} fields of line 1")
+                yield row
+        except csv.Error as e:
+            raise ValueError(f"line {rows.line_num}: {e}") from None
 
 
 def find_on_hub(name, text_key):
@@ -134,7 +189,11 @@ def find_on_hub(name, text_key):
         raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the "
                        f"Hugging Face hub{silent} ({hub.reason(e)}): correct the name, or download the "
                        "files where there is a network and give their path.") from None
-    lines = repository == "Salesforce/wikitext"
+    return splits_of(dataset, name, text_key, lines=repository == "Salesforce/wikitext")
+
+
+def splits_of(dataset, name, text_key, lines=False):
+    """Return {split: sources} of {split: datasets.Dataset}. lines: see HubRows."""
     texts = {}
     for split, hub_splits in (("train", ["train"]), ("valid", VALID_NAMES), ("test", ["test"])):
         texts[split] = [HubRows(dataset[hub_split], f"{name} ({hub_split})", text_key, lines)
@@ -142,6 +201,9 @@ def find_on_hub(name, text_key):
     if not any(texts.values()):
         raise BadInput(f"The dataset {name} has no split 'train' (it has {', '.join(dataset)}): give files "
                        "of your choice by path.")
+    left_out = [split for split in dataset if split not in ("train", *VALID_NAMES, "test")]
+    if left_out:
+        print(f"Left out of {name}: its splits {', '.join(left_out)}.", flush=True)
     return texts
 
 
@@ -324,7 +386,8 @@ class JsonLines(Text):
         if not isinstance(row, dict) or self.key not in row:
             has = f"has the keys {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}"
             raise BadInput(f"{self.where(at)} has no '{self.key}' (it {has}): name the key of the text with "
-                           '--text_key=, or write {"prompt", "completion"} rows to train on answers.')
+                           '--text_key=, or write {"prompt", "completion"} rows, in one file, to train on '
+                           "answers.")
         text = row[self.key]
         if not isinstance(text, str | None):
             raise BadInput(f"{self.where(at)} has a '{self.key}' of type {type(text).__name__}, not "
@@ -342,10 +405,14 @@ class Rows:
 
     def check_columns(self, columns):
         """Raise BadInput unless the column exists and holds text. columns: {name: pyarrow type}."""
+        if self.key == "text" and len(columns) == 1 and self.key not in columns:
+            (self.key,) = columns
+            print(f"{self.name}: each row of its only column, {self.key!r}, is a document.", flush=True)
         column_type = str(columns.get(self.key))
         if self.key not in columns:
             raise BadInput(f"{self.name} has no column '{self.key}' (it has {', '.join(columns)}): name the "
-                           "column of the text with --text_key=.")
+                           "column of the text with --text_key=, or to train on answers give one file, or a "
+                           "folder that save_to_disk() of the package datasets wrote.")
         if not re.match("(dictionary<values=)?(large_)?string", column_type):
             raise BadInput(f"{self.name}: the column '{self.key}' holds {column_type}, not text: choose "
                            "another --text_key=.")
@@ -374,6 +441,12 @@ class Rows:
         head, tail = divide_document(self.name, text or "", share)
         return [self.part(self.start, row), head], [tail, self.part(row + 1, self.stop)]
 
+    def part(self, start, stop):
+        part = copy.copy(self)
+        part.start = start
+        part.stop = stop
+        return part
+
     def parts(self, row):
         """Return the sources before a row and from it on."""
         return [self.part(self.start, row)], [self.part(row, self.stop)]
@@ -383,11 +456,16 @@ class Rows:
             for text in texts:
                 yield True, text or "", self.width
 
+    def raw(self):
+        for texts in self.batches():
+            for text in texts:
+                yield f"{len(text or '')} {text}".encode()
+
 
 class Parquet(Rows):
     """Rows of a .parquet file, decoded in batches."""
 
-    def __init__(self, path, key, start=0, stop=None):
+    def __init__(self, path, key):
         try:
             pyarrow = load_package("pyarrow")
             load_package("pyarrow.parquet")
@@ -396,7 +474,7 @@ class Parquet(Rows):
         self.path = path
         self.name = path
         self.key = key
-        self.start = start
+        self.start = 0
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as e:
@@ -404,16 +482,13 @@ class Parquet(Rows):
         with file:
             rows = file.metadata.num_rows
             self.check_columns({field.name: field.type for field in file.schema_arrow})
-        self.stop = rows if stop is None else stop
+        self.stop = rows
         self.width = path.stat().st_size / max(1, rows)
 
     def unreadable(self, error):
         """Return the BadInput for an exception of pyarrow."""
         reason = str(error).splitlines()[0]
         return BadInput(f"{self.path} is not a readable parquet file ({reason}): replace or remove it.")
-
-    def part(self, start, stop):
-        return Parquet(self.path, self.key, start, stop)
 
     def raw(self):
         yield f"{self.key} {self.start} {self.stop}".encode()
@@ -444,18 +519,15 @@ class HubRows(Rows):
     """Rows of a dataset from the package datasets. lines: the rows are the lines of one text, as in WikiText,
     whose empty rows have lost their blank."""
 
-    def __init__(self, dataset, name, key, lines=False, start=0, stop=None):
+    def __init__(self, dataset, name, key, lines=False):
         self.dataset = dataset
         self.name = name
         self.key = key
         self.lines = lines
-        self.start = start
-        self.stop = len(dataset) if stop is None else stop
+        self.start = 0
+        self.stop = len(dataset)
         self.check_columns({field.name: field.type for field in dataset.features.arrow_schema})
         self.width = dataset.data.nbytes / max(1, len(dataset))
-
-    def part(self, start, stop):
-        return HubRows(self.dataset, self.name, self.key, self.lines, start, stop)
 
     def batches(self):
         """Yield lists of texts, None for a row without text."""
@@ -463,11 +535,6 @@ class HubRows(Rows):
         rows = column.select(range(self.start, self.stop)).with_format("arrow")
         for batch in rows.iter(2048):
             yield batch.column(0).to_pylist()
-
-    def raw(self):
-        for texts in self.batches():
-            for text in texts:
-                yield f"{len(text or '')} {text}".encode()
 
     def fragments(self):
         if not self.lines:

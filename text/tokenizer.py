@@ -219,7 +219,7 @@ class Tokenizer:
         for message in messages:
             if message["role"] == "assistant":
                 parts.append((self.answer_header(), False))
-                parts.append((self.answer_ids(message["content"]), True))
+                parts.append((self.answer_ids(message["content"]), message.get("weight") != 0))
                 parts.append((self.encode("\n").tolist(), False))
             else:
                 parts.append((self.turn(message["role"], message["content"]), False))
