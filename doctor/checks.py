@@ -8,6 +8,7 @@ RECENT_STEPS = 20                            # steps that a check looks at,
 MIN_LINES = 3                                # but at least this many logged ones
 MAX_LINES = 500                              # kept in memory
 MIN_SAMPLES = 200                            # needed for a statement about none or all of them
+MIN_TRUNCATED_LINES = 10                     # needed for a statement about truncation of less than a half
 MIN_QUESTIONS = 24                           # with one answer: fewer may well have the same right one
 
 
@@ -149,11 +150,15 @@ def never_ends(run):
 
 
 def truncated_unpaid(run):
-    """A tenth of the completions or more is truncated, and hardly one of these is paid."""
+    """A tenth of the completions or more is truncated, and hardly one of these is paid. In the first steps a
+    model often stops rambling by itself."""
     share = run.mean("truncated")
     score = run.mean("truncated_score")
     reward = run.mean("reward")
-    if None in (share, score, reward) or not 0.1 <= share < 0.5 or reward < 0.05 or score > 0.1 * reward:
+    if len(run.steps) < MIN_TRUNCATED_LINES or None in (share, score, reward):
+        return None
+    newest = fmean(number(line.get("truncated")) or 0 for line in run.recent[-MIN_LINES:])
+    if share >= 0.5 or min(share, newest) < 0.1 or reward < 0.05 or score > 0.1 * reward:
         return None
     return (f"{reaching_limit(run, share)} and earn {score:.2g} on average, all together {reward:.2g}"
             f"{truncation_advice(run, share)}.")
@@ -171,6 +176,10 @@ def truncation_advice(run, share):
         return f"; {temperature_advice(run)}"
     if first < min(0.25, share / 2) and (run.mean("reward") or 0) <= first_value(run, "reward"):
         return f", {first:.0%} did at the first step, and the reward has not improved: {restart_advice(run)}"
+    score = run.mean("truncated_score") or 0
+    if score > 0.5:
+        return (f". These earn {score:.2f} on average, so the reward does not ask for an end: use "
+                "--overlong=penalty, or set the task's STOP to a text behind the answer")
     return (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, "
             "or set the task's STOP to a text that the model writes")
 
