@@ -573,8 +573,9 @@ def low_mfu(run):
 
 
 RL = (never_right, never_ends, truncated_unpaid, replies_too_long, one_answer, other_prompts, groups_alike,
-      broken_verifier, stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell, same_samples,
-      memorised, lengths_run_away, part_never_paid, part_always_paid, few_questions, slower_than_before)
+      broken_verifier, stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell,
+      same_samples, memorised, lengths_run_away, part_never_paid, part_always_paid, few_questions,
+      slower_than_before)
 TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
             slower_than_before, waits_for_data, low_mfu)
 
