@@ -1,4 +1,4 @@
-"""Evaluate models: accuracy, answer rate and pass@k on a task, or perplexity on a text.
+"""Evaluate models: accuracy, mean score and pass@k on a task, or perplexity on a text.
 
     python eval.py out/base --task=unit_conversion
     python eval.py HuggingFaceTB/SmolLM2-360M --task=gsm8k --num_samples=8 --temperature=1
@@ -25,7 +25,7 @@ first_line()                             # --help without the seconds that impor
 import hf
 import tasks
 from engine import Engine, Sampling
-from rollouts.accuracy import accuracy, by_domain, difference, macro
+from rollouts.accuracy import accuracy, by_domain, difference, macro, mean_score, partly_right
 from rollouts.pipeline import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import questions_in, questions_of, task_errors
 from runtime import config, distributed, guard, hardware
@@ -167,6 +167,7 @@ def evaluate_task(cfg):
     rows = []
     answers = []                             # rows for cfg.output
     first_grades = None
+    with_scores = False                      # whether the table has a column for mean scores
     with task_errors(), Pool(cfg.task, cfg.reward_workers) as pool:
         for candidate in candidates:
             row, grades, texts = evaluate_model(cfg, hw, task, questions, pool, candidate)
@@ -178,7 +179,9 @@ def evaluate_task(cfg):
             if task.domains:
                 row |= domain_figures(task, questions, grades, first_grades)
             check_graded(cfg.task, [grade for samples in grades for grade in samples])
-            report(row, grades, max(map(len, cfg.models)), many, heading=not rows)
+            heading = not rows or (partly_right(grades) and not with_scores)
+            with_scores = with_scores or partly_right(grades)
+            report(row, grades, max(map(len, cfg.models)), many, with_scores, heading)
             rows.append(row)
             gc.collect()                     # free this model before the next is loaded
     if cfg.output and distributed.is_main():
@@ -210,7 +213,7 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
                         label=f"evaluating {candidate.name}")
     seconds = time.perf_counter() - began
     (tokens,) = distributed.sum([engine.progress.tokens])
-    figures = accuracy(grades) | {
+    figures = accuracy(grades) | mean_score(grades) | {
         "model": candidate.name,
         "task": cfg.task,
         "num_samples": cfg.num_samples,
@@ -257,17 +260,21 @@ def domain_figures(task, questions, grades, first_grades):
     first = by_domain(task, questions, first_grades)
     domains = {}
     for name, rows in by_domain(task, questions, grades).items():
-        domains[name] = accuracy(rows) | difference(first[name], rows)
-    means = macro(domains.values()) | macro(domains.values(), "difference")
+        domains[name] = accuracy(rows) | mean_score(rows) | difference(first[name], rows)
+    means = {}
+    for name in ("accuracy", "mean_score", "difference"):
+        means |= macro(domains.values(), name)
     return {"domains": domains} | {f"macro_{name}": value for name, value in means.items()}
 
 
-def report(row, grades, width, many, heading):
-    """Print a model's row of the table, in percent."""
+def report(row, grades, width, many, with_scores, heading):
+    """Print a model's row of the table, in percent. with_scores: also its mean score."""
     def percent(key, sign=""):
         p, low, high = (f"{100 * row[key + end]:{sign}.1f}" for end in ("", "_low", "_high"))
         return f"{p} [{low}, {high}]"
     cells = {f"{'accuracy':>17}": percent("accuracy")}
+    if with_scores:
+        cells[f"{'mean score':>17}"] = percent("mean_score")
     if many:
         cells[f"{'above the first':>20}"] = percent("difference", "+") if "difference" in row else ""
     shares = {name: figures["accuracy"] for name, figures in row.get("domains", {}).items()}

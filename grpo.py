@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Annotated, Literal
 
 from runtime.usage import first_line
@@ -31,7 +30,7 @@ from engine import Engine, Sampling
 from experimental.distillation import check_teacher, find_teacher, identity
 from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
-from rollouts.accuracy import accuracy, by_domain
+from rollouts.accuracy import accuracy, by_domain, macro, mean_score
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, logprobs_of, micro_batches, padded
 from rollouts.episodes import reply_tokens
 from rollouts.fit import fit_update, slots_beside_update, worst_case
@@ -463,8 +462,8 @@ def evaluate(cfg, run, pipeline, valid):
     domains = by_domain(pipeline.task, questions, grades)
     rewards = []
     for rows in domains.values():
-        rewards.append(fmean([grade.score for row in rows for grade in row if not grade.error] or [0.0]))
-    result["reward"] = fmean(rewards)
+        rewards.append(mean_score([row for row in rows if not row[0].error], "reward"))
+    result |= macro(rewards, "reward")
     log_evaluation(run, result, domains, questions, grades, texts)
     # Of equal steps, the last is best.
     run.record_validation(1 - result["reward"] - 1e-9 * run.step)

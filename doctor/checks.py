@@ -8,6 +8,8 @@ RECENT_STEPS = 20                            # steps that a check looks at,
 MIN_LINES = 3                                # but at least this many logged ones
 MAX_LINES = 500                              # kept in memory
 MIN_SAMPLES = 200                            # needed for a statement about none or all of them
+MIN_TRUNCATED_LINES = 10                     # needed for a statement about truncation of less than a half
+MIN_QUESTIONS = 24                           # with one answer: fewer may well have the same right one
 
 
 @dataclass
@@ -144,16 +146,75 @@ def never_ends(run):
     share = run.mean("truncated")
     if share is None or share < 0.5:
         return None
-    limit = run.config.get("max_new_tokens")
+    return f"{reaching_limit(run, share)} without ending{truncation_advice(run, share)}."
+
+
+def truncated_unpaid(run):
+    """A tenth of the completions or more is truncated, and hardly one of these is paid. In the first steps a
+    model often stops rambling by itself."""
+    share = run.mean("truncated")
+    score = run.mean("truncated_score")
+    reward = run.mean("reward")
+    if len(run.steps) < MIN_TRUNCATED_LINES or None in (share, score, reward):
+        return None
+    newest = fmean(number(line.get("truncated")) or 0 for line in run.recent[-MIN_LINES:])
+    if share >= 0.5 or min(share, newest) < 0.1 or reward < 0.05 or score > 0.1 * reward:
+        return None
+    return (f"{reaching_limit(run, share)} and earn {score:.2g} on average, all together {reward:.2g}"
+            f"{truncation_advice(run, share)}.")
+
+
+def reaching_limit(run, share):
+    """Return the beginning of a sentence about truncated completions."""
+    return f"{share:.0%} of the completions reach --max_new_tokens={run.config.get('max_new_tokens')}"
+
+
+def truncation_advice(run, share):
+    """Return the cause and the remedy of a share of truncated completions."""
     first = first_value(run, "truncated")
     if temperature_advice(run):
-        why = f"; {temperature_advice(run)}"
-    elif first < 0.25 and (run.mean("reward") or 0) <= first_value(run, "reward"):
-        why = f", {first:.0%} did at the first step, and the reward has not improved: {restart_advice(run)}"
+        return f"; {temperature_advice(run)}"
+    if first < min(0.25, share / 2) and (run.mean("reward") or 0) <= first_value(run, "reward"):
+        return f", {first:.0%} did at the first step, and the reward has not improved: {restart_advice(run)}"
+    score = run.mean("truncated_score") or 0
+    if score > 0.5:
+        return (f". These earn {score:.2f} on average, so the reward does not ask for an end: use "
+                "--overlong=penalty, or set the task's STOP to a text behind the answer")
+    return (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, "
+            "or set the task's STOP to a text that the model writes")
+
+
+def replies_too_long(run):
+    """Episodes end because the environment's reply does not fit."""
+    share = run.mean("reply_too_long")
+    if share is None or share < 0.1:
+        return None
+    return (f"{share:.0%} of the episodes end because a reply of the environment does not fit: all replies "
+            f"have room for --max_new_tokens={run.config.get('max_new_tokens')} tokens, if the model's "
+            "positions allow them. Return shorter texts from respond(), raise --max_new_tokens, or choose a "
+            "model with more positions.")
+
+
+def one_answer(run):
+    """Nearly all completions to different questions are the same text."""
+    text = run.last("most_common_text")
+    lines = []
+    for line in reversed(run.recent):
+        if (number(line.get("most_common_share")) or 0) < 0.9 or line["most_common_text"] != text:
+            break
+        lines.append(line)
+    if len(lines) < MIN_LINES or sum(line["most_common_questions"] for line in lines) < MIN_QUESTIONS:
+        return None
+    newest = lines[0]
+    reward = run.mean("reward") or 0
+    if reward > first_value(run, "reward") or reward > 0.5:
+        why = (f"the reward pays it {reward:.2f} on average. Let the reward depend on the question, or ask "
+               "questions with other answers")
     else:
-        why = (": raise --max_new_tokens if the answers are good so far, else fine-tune on answers that end, "
-               "or set the task's STOP to a text that the model writes")
-    return f"{share:.0%} of the completions reach --max_new_tokens={limit} without ending{why}."
+        why = f"the policy has collapsed. {restart_advice(run).capitalize()}"
+    return (f"{newest['most_common_share']:.0%} of the last step's completions, to "
+            f"{newest['most_common_questions']} different questions, are the same text, "
+            f"{excerpt(text)}: {why}.")
 
 
 def other_prompts(run):
@@ -520,9 +581,10 @@ def low_mfu(run):
             "--compile, and run `python bench.py --ladder` to see the effect of each option.")
 
 
-RL = (never_right, never_ends, other_prompts, groups_alike, broken_verifier, stale_engine, engine_differs,
-      rate_too_small, rate_too_large, reward_fell, same_samples, memorised, lengths_run_away, part_never_paid,
-      part_always_paid, paid_for_replies, few_questions, slower_than_before)
+RL = (never_right, never_ends, truncated_unpaid, replies_too_long, one_answer, other_prompts, groups_alike,
+      broken_verifier, stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell,
+      same_samples, memorised, lengths_run_away, part_never_paid, part_always_paid, paid_for_replies,
+      few_questions, slower_than_before)
 TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
             slower_than_before, waits_for_data, low_mfu)
 
@@ -530,10 +592,12 @@ TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, va
 EXPLAINS = {
     "broken_verifier": ("never_right", "groups_alike", "part_never_paid"),
     "other_prompts": ("never_right", "groups_alike"),
-    "rate_too_large": ("never_right", "never_ends", "groups_alike", "same_samples", "reward_fell",
-                       "lengths_run_away", "part_never_paid"),
+    "rate_too_large": ("never_right", "never_ends", "truncated_unpaid", "groups_alike", "same_samples",
+                       "reward_fell", "lengths_run_away", "part_never_paid"),
     "stale_engine": ("engine_differs", "rate_too_large"),
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
+    "replies_too_long": ("never_right", "groups_alike", "part_never_paid"),
+    "one_answer": ("groups_alike", "same_samples", "lengths_run_away"),
     "never_right": ("groups_alike", "part_never_paid"),
     "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away",), "bad_start": ("not_learning",),
     "loss_spikes": ("not_learning", "validation_rises"), "loss_rises": ("loss_spikes", "not_learning"),

@@ -40,7 +40,7 @@ PANELS = (
     ("validation perplexity per token", {"val_ppl_token": "o-"}, "log"), LEARNING_RATE, SPEED)
 # If all runs are grpo.py's; its loss is not informative.
 GRPO_PANELS = (
-    ("mean reward of a step", {"reward": "-"}, "linear"),
+    ("mean reward", {"reward": "-", "val_reward": "o--"}, "linear"),
     ("held-out accuracy, greedy", {"val_accuracy": "o-"}, "linear"),
     ("tokens per completion", {"completion_tokens": "-"}, "linear"),
     ("entropy, nats per token", {"entropy": "-"}, "linear"),
@@ -84,8 +84,9 @@ def compare_with_seeds(lines, figures):
 
 
 def draw(runs, x, output, figures=None, dpi=120):
-    """Draw one panel per metric and one colour per run; dots are evaluations. runs: {name: lines of metrics}.
-    output: a path or a binary file. figures: of seeds, see `recorded`; their range is shaded."""
+    """Draw one panel per metric and one colour per run; dots are evaluations, with their
+    95% intervals. runs: {name: lines of metrics}. output: a path or a binary file. figures: of seeds, see
+    `recorded`; their range is shaded."""
     try:
         ticker = load_package("matplotlib.ticker")
         Figure = load_package("matplotlib.figure").Figure
@@ -109,9 +110,14 @@ def draw(runs, x, output, figures=None, dpi=120):
             for key, style in curves.items():
                 xs, ys = points(lines, key, x_key)
                 if xs:
-                    label = f"{name}, validation" if key == "val_loss" else name
+                    label = f"{name}, validation" if key in ("val_loss", "val_reward") else name
                     axis.plot([x * x_scale for x in xs], ys, style, color=f"C{i % 10}", linewidth=1.2,
                               markersize=4, label=label)
+                    _, low = points(lines, f"{key}_low", x_key)
+                    _, high = points(lines, f"{key}_high", x_key)
+                    if len(low) == len(high) == len(xs):
+                        axis.fill_between([x * x_scale for x in xs], low, high, color=f"C{i % 10}",
+                                          alpha=0.15, linewidth=0)
         axis.set_yscale(y_scale)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

@@ -63,7 +63,7 @@ class Sample:
     ids: list = field(default_factory=list)  # new token ids
     logprobs: list = field(default_factory=list)       # under the sampling distribution (greedy: T = 1), nats
     full_logprobs: list = field(default_factory=list)  # at T = 1 over all ids, with Sampling.full_logprobs
-    reason: str = ""                         # stop | length
+    reason: str = ""                         # stop | length | reply: the environment's, without room
     forced: list = field(default_factory=list)         # (first, last): the environment wrote ids[first:last];
                                              # their logprobs are 0
     pending: list = field(default_factory=list)        # its ids that the engine has yet to append
@@ -514,7 +514,8 @@ class Engine:
                 sample.pending = ids
                 continue
             if ids:
-                sample.reason = "length"
+                at_limit = self.new_tokens[i] == self.max_new_tokens[i]
+                sample.reason = "length" if at_limit else "reply"
             rows[i] = None
             ended.append(sample)
         return ended

@@ -36,6 +36,26 @@ def accuracy(grades):
     }
 
 
+def mean_score(grades, name="mean_score"):
+    """Return the mean score of Grades [n_questions][num_samples] with its 95% interval, {name, name_low,
+    name_high}; of no question, 0 with a wide one. An answer that could not be graded has the score 0.
+
+    The samples of a question depend on each other, so their mean counts as one observation (a cluster-robust
+    standard error: Miller 2024, "Adding Error Bars to Evals"). Scores lie in [0, 1], so Wilson's
+    interval at the effective sample size of `interval` holds for any of them (simulated coverage 0.94 to 1);
+    scores of 0 and 1 alone have the accuracy's.
+    """
+    means = [fmean(grade.score for grade in row) for row in grades] or [0.0]
+    num_samples = math.inf if partly_right(grades) else sum(map(len, grades)) / len(means)
+    low, high = interval(means, max(1, num_samples))
+    return {name: fmean(means), f"{name}_low": low, f"{name}_high": high}
+
+
+def partly_right(grades):
+    """Tell whether any score is neither 0 nor 1."""
+    return any(grade.score not in (0, 1) for row in grades for grade in row)
+
+
 def by_domain(task, questions, grades):
     """Return {task name: Grades [n][num_samples] of its questions} for each task of a mixture with
     questions."""
@@ -75,7 +95,8 @@ def pass_at(k, n, right):
 
 
 def interval(shares, num_samples):
-    """Return a 95% interval (low, high) for the mean of the questions' shares of right samples.
+    """Return a 95% interval (low, high) for the mean of the questions' shares of right samples, or of their
+    mean scores in [0, 1] (num_samples = inf).
 
     Wilson's interval (1927) at the effective sample size: the number of independent answers that would have
     the same standard error. It is the number of questions if a question's samples agree or there is one each,

@@ -58,6 +58,7 @@ def sums_over(groups):
     """Return sums over groups of Completions, as a Counter."""
     completions = [c for group in groups for c in group]
     graded = [c for c in completions if not c.grade.error]
+    truncated = [c for c in completions if not c.finished and c.reason != "reply"]
     return Counter(
         samples=len(completions),
         graded=len(graded),
@@ -70,7 +71,9 @@ def sums_over(groups):
         completion_tokens=sum(c.n_sampled for c in completions),
         prompt_tokens=sum(c.n_context for c in completions),
         replies=sum(len(c.forced) for c in completions),
-        truncated=sum(not c.finished for c in completions),
+        truncated=len(truncated),
+        truncated_score=sum(c.grade.score for c in truncated),
+        reply_too_long=sum(c.reason == "reply" for c in completions),
         errors=len(completions) - len(graded),
         timeouts=sum((c.grade.error or "").startswith("timed out") for c in completions),
     )
@@ -92,6 +95,7 @@ def shares(cfg, total):
         "groups": total["groups"],
         "completion_tokens": total["completion_tokens"] / n,
         "truncated": total["truncated"] / n,
+        "truncated_score": total["truncated_score"] / (total["truncated"] or math.nan),
     }
 
 
@@ -147,7 +151,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
         **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
-        **({"replies": total["replies"] / n} if total["replies"] else {}),
+        **{name: total[name] / n for name in ("replies", "reply_too_long") if total[name]},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
         "entropy": total["entropy"] / targets,
@@ -194,6 +198,7 @@ def vitals(run, pipeline, groups, metrics):
         "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
     }
     completions = [c for group in groups for c in group]
+    values |= most_common(completions)
     if not metrics["pass_at_1"]:
         values["sample"] = completions[0].text[:300]
     if metrics["errors"]:
@@ -224,6 +229,18 @@ def only_replies_answer(c):
     whole_words = rf"(?<!\w){re.escape(answer)}(?!\w)"
     by_model, by_environment = (normalized(" ".join(c.turns[i::2])) for i in (0, 1))
     return bool(answer and re.search(whole_words, by_environment)) and not re.search(whole_words, by_model)
+
+
+def most_common(completions):
+    """Return the share of Completions that have the most common text, the number of different questions that
+    they answer, and the beginning of that text."""
+    questions = {}                           # {text: the questions of its completions}
+    for c in completions:
+        questions.setdefault(c.text.strip(), []).append(c.question["question"])
+    text = max(questions, key=lambda text: len(questions[text]))
+    return {"most_common_share": len(questions[text]) / len(completions),
+            "most_common_questions": len(set(questions[text])),
+            "most_common_text": text[:300]}
 
 
 def paid_elsewhere(pipeline, groups):
@@ -267,6 +284,10 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
         line += f" | pass@1 of {', '.join(domains)}"
     if "surgery/conflicts" in metrics:
         line += f" | conflicts {metrics['surgery/conflicts']:.0%}"
+    if metrics["truncated"] > 0.05:
+        line += f" | cut off {metrics['truncated']:.0%}"
+    if metrics.get("reply_too_long", 0) > 0.05:
+        line += f" | replies too long {metrics['reply_too_long']:.0%}"
     if metrics["errors"]:
         line += f" | {metrics['errors']} errors"
     if not updates:
@@ -295,4 +316,5 @@ def log_evaluation(run, result, domains, questions, grades, texts):
     run.log.metrics(step=run.step, **figures)
     run.log.say(f"step {run.step}/{cfg.max_steps} | {len(grades)} held-out questions, greedy: "
                 f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
-                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f}{per_task}")
+                f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f} "
+                f"[{result['reward_low']:.3f}, {result['reward_high']:.3f}]{per_task}")

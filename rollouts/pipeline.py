@@ -89,7 +89,7 @@ class Completion:
     prompt: list                             # ids
     ids: list                                # sampled, with the final stop token, and an environment's
     logprobs: list                           # of ids at sampling time, nats; 0 for an environment's
-    finished: bool                           # not truncated at max_new_tokens
+    finished: bool                           # whether the model ended it
     question: dict | None = None
     key: int = 0                             # the request's key: index of the question (grpo.py: its position
                                              # in the stream)
@@ -99,6 +99,8 @@ class Completion:
     forced: list = dataclasses.field(default_factory=list)       # (first, last): ids[first:last] are the
                                              # environment's, which are context and not trained on
     turns: list | None = None                # of an episode: the model's and the environment's texts in turn
+    reason: str = ""                         # of the end: stop | length (max_new_tokens) | reply (the
+                                             # environment's did not fit)
     # set by grpo.py
     reward: float = 0.0                      # NaN if grading failed
     advantage: float = 0.0
@@ -157,7 +159,8 @@ class Pipeline:
             for sample in self.engine.generate(requests, None, sampling, environment):
                 request = sample.request
                 completion = Completion(request.ids, sample.ids, sample.logprobs, sample.reason == "stop",
-                                        questions[request.key], request.key, sample.index)
+                                        questions[request.key], request.key, sample.index,
+                                        reason=sample.reason)
                 if environment:
                     environment.finish(sample, completion)
                 else:

@@ -291,6 +291,11 @@ START = {"step": 0, "config": dict(k_samples=8, prompts_per_step=32, max_new_tok
 @pytest.mark.parametrize("name, figures", {
     "never_right": {"pass_at_1": 0.0, "reward": 0.0, "parts/answered": 0.1},
     "never_ends": {"truncated": 0.9},
+    "truncated_unpaid": {"truncated": lambda step: (0.29, 0.18, 0.24, 0.38)[step % 4], "truncated_score": 0.01,
+                         "reward": 0.625},
+    "replies_too_long": {"reply_too_long": 0.2, "truncated": 0.0, "zero_variance": 0.95},
+    "one_answer": {"most_common_share": 0.94, "most_common_questions": 18, "most_common_text": "five words", "reward": lambda step: 0.3 + 0.05 * step,
+                   "distinct": 1.05, "zero_variance": 0.95},
     "groups_alike": {"zero_variance": 0.97, "pass_at_1": 0.99},
     "broken_verifier": {"errors": 90, "timeouts": 80, "pass_at_1": 0.4},
     "engine_differs": {"logprob_gap": 0.3},
@@ -310,6 +315,33 @@ def test_each_check_by_its_metrics(name, figures):
     doctor = Doctor([START, *lines(15, **figures)])
     assert [finding.name for finding in doctor.holding] == [name]
     assert doctor.holding[0].sentence.endswith(".") and "\n" not in doctor.holding[0].sentence
+
+
+@pytest.mark.parametrize("figures", [
+    {"truncated": 0.3, "truncated_score": 0.2}, {"truncated": 0.05, "truncated_score": 0.0},
+    {"truncated": lambda step: 0.6 / step, "truncated_score": 0.0, "reward": lambda step: 0.1 + 0.05 * step},     # it learns to end
+    {"most_common_share": 0.94, "most_common_questions": 18, "most_common_text": lambda step: str(step % 2)},      # a right one each time
+    {"most_common_share": 0.94, "most_common_questions": 1, "most_common_text": "yes"}, {"reply_too_long": 0.05}])
+def test_paid_truncation_and_answers_in_common_are_healthy(figures):
+    assert not Doctor([START, *lines(15, **figures)]).findings
+
+
+@pytest.mark.parametrize("score, said", [(0.9, "the reward does not ask for an end"), (0.1, "raise --max_new_tokens")])
+def test_truncated_answers_that_are_paid_need_no_more_tokens(score, said):
+    (finding,) = Doctor([START, *lines(5, truncated=0.9, truncated_score=score)]).holding
+    assert finding.name == "never_ends" and said in finding.sentence
+
+
+def test_the_same_text_for_all_questions_is_shown():
+    figures = dict(most_common_share=0.94, most_common_questions=18, most_common_text="a b\nc d e", distinct=1.0)
+    (paid,) = Doctor([START, *lines(1, reward=0.3), *lines(5, 2, reward=0.998, pass_at_1=0.9, **figures)]).holding
+    assert '94% of the last step\'s completions, to 18 different questions, are the same text, "a b c d e"' in paid.sentence
+    assert "depend on the question" in paid.sentence
+    (lost,) = Doctor([START, *lines(1, reward=0.3), *lines(5, 2, reward=0.2, pass_at_1=0.1, **figures)]).holding
+    assert "collapsed" in lost.sentence and "--learning_rate" in lost.sentence
+    asked = [{"question": f"{i}?", "answer": ""} for i in range(4)]
+    completions = [Completion([1], [2], [], True, asked[i % 4], i, 0, "same " if i < 6 else str(i)) for i in range(8)]
+    assert metrics.most_common(completions) == {"most_common_share": 6 / 8, "most_common_questions": 4, "most_common_text": "same"}
 
 
 def test_metrics_without_values_are_no_finding_and_no_error():

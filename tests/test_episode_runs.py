@@ -87,6 +87,16 @@ def test_ids_are_those_of_the_rollout_and_texts_are_what_was_said(learn, watched
             assert all(y[t] in (IGNORE, x[t + 1]) for t in range(last))
 
 
+def test_a_reply_that_does_not_fit_is_another_end_than_the_limit(learn, watched, episodes, tmp_path):
+    (tmp_path / "long.py").write_text(episodes.read_text().replace('f"<{len(text)}a>"', '"a" * 40'))
+    out = learn(task=tmp_path / "long.py", max_steps=1, **RULES)
+    reasons = [c.reason for groups in watched.groups for group in groups for c in group]
+    assert {*reasons} == {"stop", "length", "reply"}
+    (line,) = lines(out)
+    assert (line["truncated"], line["reply_too_long"]) == pytest.approx([reasons.count(r) / len(reasons) for r in ("length", "reply")])
+    assert f" | cut off {line['truncated']:.0%} | replies too long {line['reply_too_long']:.0%}" in learn.said
+
+
 def test_stopped_and_resumed_equals_a_run_that_was_not_bit_for_bit(learn, episodes):
     knobs = dict(task=episodes, max_steps=4, save_interval=2, keep_last=9, eval_interval=2, **RULES)
     out = learn(**knobs)

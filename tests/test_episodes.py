@@ -99,8 +99,11 @@ def test_a_reply_without_room_ends_the_episode():
     for s in done:
         n = len(s.request.ids) + len(s.ids)
         assert n <= 192 and all(last - first == 60 for first, last in s.forced)
-        if s.reason == "length" and s.ids[-1] in STOP and len(own(s)) < 130:
-            assert n + 60 >= 192
+        if s.reason == "reply":
+            assert s.ids[-1] in STOP and (n + 60 >= 192 or sum(last - first for first, last in s.forced) + 60 > 130)
+        else:
+            assert s.ids[-1] in STOP if s.reason == "stop" else len(own(s)) == 130 or n == 192
+    assert {s.reason for s in done} == {"stop", "length", "reply"}
     few = sampled(Engine(make(), slots=8, sampling=Sampling(stop=STOP)), requests(9, 3, 20), environment=Replies(most=9, length=lambda n: 9)).values()
     assert max(len(s.forced) for s in few) == 2              # of 20 tokens at most
     with pytest.raises(ValueError, match="can't go on behind the text of an environment"):

@@ -17,7 +17,7 @@ from conftest import ROOT, command, environment, trained
 from engine import Engine, Sampling
 from model import GPT, GPTConfig
 from rollouts import accuracy as statistics_of_grades
-from rollouts.accuracy import accuracy, difference, interval, pass_at
+from rollouts.accuracy import accuracy, difference, interval, mean_score, pass_at
 from rollouts.pipeline import Pipeline, ask, requests_of
 from rollouts.questions import questions_of
 from runtime.config import BadInput
@@ -114,6 +114,36 @@ def test_about_95_percent_of_intervals_hold_the_truth(n, k, beta, truth):
         low, high = interval(shares.tolist(), k)
         held += low <= truth <= high
     assert 0.93 < held / 3000 < 0.97
+
+
+GRADED = {                                   # (questions, samples, scores of a question [n, k], the mean)
+    "half": (100, 1, lambda rng, n, k: (rng.random((n, k)) < 0.3) / 2, 0.15),
+    "rare half": (200, 1, lambda rng, n, k: (rng.random((n, k)) < 0.05) / 2, 0.025),
+    "three": (100, 4, lambda rng, n, k: rng.choice([0, 0.5, 1], p=[0.3, 0.5, 0.2], size=(n, k)), 0.45),
+    "by question": (50, 8, lambda rng, n, k: rng.choice([0, 0.25, 0.5, 1], p=[0.4, 0.3, 0.2, 0.1], size=(n, 1)).repeat(k, 1), 0.275)}
+
+
+@pytest.mark.parametrize("name", GRADED)
+def test_about_95_percent_of_intervals_hold_the_mean_score(name):
+    n, k, draw, truth = GRADED[name]
+    rng = np.random.default_rng(n + k)
+    held, width = 0, 0
+    for _ in range(2000):
+        means = draw(rng, n, k).mean(1)
+        low, high = interval(means.tolist(), math.inf)
+        held += low <= truth <= high
+        width += (high - low) / (2 * 1.96 * means.std() / math.sqrt(n) + 1e-9) / 2000
+    assert 0.93 < held / 2000 < 0.98 and 0.9 < width < 1.3            # that of a normal interval over questions
+
+
+def test_scores_of_0_and_1_have_the_interval_of_accuracy():
+    grades = graded([1, 0, 1], [0, 0, 0], [1, 1, None], [1, 0, 0])
+    figures = mean_score(grades, "accuracy")
+    assert figures == {name: accuracy(grades)[name] for name in figures}
+    halves = graded([0.5, 0.5], [0.5, 0.5])
+    figures = mean_score(halves)
+    assert figures["mean_score"] == 0.5 and 0 < figures["mean_score_low"] < 0.5 < figures["mean_score_high"] < 1
+    assert mean_score([])["mean_score"] == 0
 
 
 @pytest.mark.parametrize("n, k", [(60, 1), (100, 4), (200, 8)])
@@ -312,6 +342,20 @@ def test_as_many_questions_as_there_are_unless_a_number_is_asked_for(task):
     sentence = "^--num_questions=25 is too many: the split test of .* has 24 questions; lower --"
     with pytest.raises(BadInput, match=sentence):
         questions_of(luck, "test", 25)
+
+
+def test_the_table_shows_a_mean_score_once_there_are_other_scores_than_0_and_1(model, tmp_path, capsys):
+    half = tmp_path / "half.py"
+    half.write_text("def reward(question, completion):\n    return 0.5 * (len(completion) % 2)\n")
+    (tmp_path / "asked.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": ""}}\n' for n in range(8)))
+    arguments = (f"--dataset={tmp_path / 'asked.jsonl'}", "--temperature=1", "--num_samples=4")
+    lines, found = evaluate(capsys, model, f"--task={half}", *arguments)
+    assert found["accuracy"] == 0 < found["mean_score_low"] < found["mean_score"] < found["mean_score_high"] < 0.5
+    score, low, high = (100 * found[f"mean_score{end}"] for end in ("", "_low", "_high"))
+    assert "mean score" in lines[1] and f"{score:.1f} [{low:.1f}, {high:.1f}]" in lines[2]
+    half.write_text("def reward(question, completion):\n    return float(len(completion) % 2)\n")
+    lines, found = evaluate(capsys, model, f"--task={half}", *arguments)
+    assert "mean score" not in lines[1] and found["mean_score"] == found["accuracy"] and found["mean_score_low"] == found["accuracy_low"]
 
 
 def test_what_can_not_be_sampled_is_a_sentence_on_every_rank(task):

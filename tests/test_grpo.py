@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -1141,11 +1143,13 @@ def test_the_metrics_have_their_keys_and_are_true(learn, watched):
             reward=sum(r.reward for r in rollouts) / 16, completion_tokens=sum(len(r.ids) for r in rollouts) / 16, tokens=tokens,
             truncated=sum(not r.finished for r in rollouts) / 16, zero_variance=sum(len({r.reward for r in g}) == 1 for g in groups) / 4,
             pass_at_1=sum(r.grade.score == 1 for r in rollouts) / 16, pass_at_4=sum(any(r.grade.score == 1 for r in g) for g in groups) / 4,
-            questions=4 * line["step"], errors=0, skipped_steps=0, updates=1, lr=3e-3, **{"training/global_step": line["step"]},
+            truncated_score=fmean(r.grade.score for r in rollouts if not r.finished), most_common_share=max(Counter(
+                r.text.strip() for r in rollouts).values()) / 16, questions=4 * line["step"], errors=0, skipped_steps=0, updates=1, lr=3e-3, **{"training/global_step": line["step"]},
             **{f"parts/{part}": sum(r.grade.parts[part] for r in rollouts) / 16 for part in ("many", "ended")})
         assert {key: line[key] for key in expected} == pytest.approx(expected)
         assert line["entropy"] > 0 and line["grad_norm"] > 0 and line["rollout_s"] > 0 and line["perf/throughput"] > 0
-    first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    first, evaluation = map(json.loads, (out / "metrics.jsonl").read_text().splitlines()[:2])
+    assert 0 <= evaluation["val_reward_low"] <= evaluation["val_reward"] < evaluation["val_reward_high"] <= 1
     assert first["config"]["k_samples"] == 4 and set(metrics(out, "val_accuracy")) == {0, 1, 2}
     samples = (out / "samples.txt").read_text()
     assert samples.count("--> reward") == 6 and samples.count("of 5 right") == 3 and "step 1/2" in (out / "training.log").read_text()

@@ -1,4 +1,5 @@
 """TensorBoard, Weights & Biases and plots of a run."""
+import io
 import json
 import sys
 
@@ -80,6 +81,17 @@ def test_a_run_is_compared_with_recorded_seeds(tmp_path, capsys):
     for knobs, words in ((["--expected=nothing"], "choose chess_mini"), (["--expected=cpu_small", "--x=time"], "needs --x=steps")):
         with pytest.raises(BadInput, match=words):
             curves.main([str(tmp_path), *knobs])
+
+
+def test_held_out_rewards_are_drawn_with_their_interval(monkeypatch):
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    drawn = {"plot": [], "fill_between": []}
+    for name, method in ((name, getattr(axes, name)) for name in drawn):
+        monkeypatch.setattr(axes, name, lambda *given, name=name, method=method, **style: drawn[name].append(given[1:4]) or method(*given, **style))
+    rows = [{"step": step, "val_reward": 0.2 * step, "val_reward_low": 0.1 * step, "val_reward_high": 0.3 * step} for step in (0, 2)]
+    curves.draw({"a": [rows[0], {"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}, rows[1]]}, "steps", io.BytesIO())
+    assert [given[:2] for given in drawn["plot"]] == [([1, 2], [0.1, 0.2]), ([0, 2], [0, 0.4])]
+    assert drawn["fill_between"] == [([0, 2], [0, 0.2], [0, pytest.approx(0.6)])]
 
 
 def test_plot_errors_are_one_sentence(tmp_path):
