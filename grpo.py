@@ -113,7 +113,7 @@ class Config(RunOptions):
                                              # corrects for engine logprobs unlike the trainer's; 0: off
     # optimizer
     max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
-    learning_rate: NonNegativeFloat | None = None     # None: by the model's size (docs/rl.md), 3e-4 for a
+    learning_rate: NonNegativeFloat | None = None     # None: by the model's size (docs/training.md), 3e-4 for a
                                              # million parameters, 1e-5 for 135 million, 2e-4 with LoRA
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
