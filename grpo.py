@@ -113,8 +113,8 @@ class Config(RunOptions):
                                              # corrects for engine logprobs unlike the trainer's; 0: off
     # optimizer
     max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
-    learning_rate: NonNegativeFloat | None = None     # None: by the model's size (docs/training.md), 3e-4 for a
-                                             # million parameters, 1e-5 for 135 million, 2e-4 with LoRA
+    learning_rate: NonNegativeFloat | None = None     # None: 3e-4 for a million parameters, less for more
+                                             # (docs/training.md), 2e-4 with LoRA
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
     warmup_steps: NonNegativeInt = 5

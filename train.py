@@ -68,9 +68,9 @@ class Config(RunOptions):
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
     # optimizer
-    learning_rate: NonNegativeFloat | None = None     # peak (Muon's updates are scaled to AdamW's size). None:
-                                             # 0.01 from scratch; for another model by its size
-                                             # (docs/training.md), or 1e-3 with LoRA
+    learning_rate: NonNegativeFloat | None = None     # peak (Muon's updates have AdamW's size). None: 0.01
+                                             # from scratch, 1e-3 with LoRA, else 2e-3 for a million
+                                             # parameters and less for more (docs/training.md)
     optimizer: Literal["adamw", "muon"] = "muon"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
     warmup_steps: NonNegativeInt | None = 10     # None: 10% of the steps, at most 50
