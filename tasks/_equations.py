@@ -8,7 +8,7 @@ words (2x + 3 = 7, 4 boxes = 48 eggs) are neither true nor false, and those with
 import math
 import re
 from collections import namedtuple
-from operator import ge, gt, le, lt, ne
+from operator import eq, ge, gt, le, lt, ne
 
 from tasks import _numbers, _units
 from tasks._numbers import LONGEST, LONGEST_TEXT, NUMBER
@@ -38,7 +38,7 @@ RESULT = re.compile(rf"([-+*/x]\s?[$(]{{0,2}}[0-9][0-9.,]{{0,40}}\)?(?:\s?{LETTE
 WRAPPING = re.compile(r"=[\s\"'‘’“”„«»`~|\[\]{}#_@&\u200b-\u200f\u2060\ufeff]+")  # before a result
 ASKED = re.compile(r"=\s{0,3}\?")
 RELATION = re.compile("[=≺≻≤≥≠]")
-HOLDS = {"≺": lt, "≻": gt, "≤": le, "≥": ge, "≠": ne}
+HOLDS = {"=": eq, "≺": lt, "≻": gt, "≤": le, "≥": ge, "≠": ne}
 POWER_OF_TEN = re.compile(r"(?<![\w.,^])10\^([-+]?[0-9]{1,3})(?![\w^])")
 MIXED = re.compile(r"(?<![\w.,/])([0-9]{1,3}) ([1-9][0-9]?/[1-9][0-9]?)(?![\w/]|\.[0-9])")                # 2 1/2
 TOKEN = re.compile(rf"""
@@ -186,15 +186,18 @@ def statements(text):
 
 
 def is_false(tokens, sides):
-    """Return whether a statement about two sides that `link` can't read is false: a side is empty, both are
-    amounts of different quantities, or neither has a word or variable (`5 = 5` is true)."""
+    """Return whether a statement about two sides that `link` can't read is false: a side is empty or ends
+    in two numbers, both are amounts of different quantities, or neither has a word or variable (`5 = 5` is
+    true)."""
     a = sides[0].left
     b = sides[1].right
     units = {_units.size_of(unit)[0] for unit in (sides[0].left_unit, sides[1].right_unit) if unit and a and b}
     if len(units) == 2 and not units & {"money", "calendar"}:
         return True                                  # `1 hour = 60 km`
     words = any(name in ("word", "variable") for side in tokens for name, _ in side)
-    return not all(tokens) or not words and not (a and b and near(a.values[0], b.values[0]))
+    if not all(tokens) or [name for name, _ in tokens[1][-2:]] == ["number", "number"]:
+        return True
+    return not words and not (a and b and near(a.values[0], b.values[0]))
 
 
 def joined(text):
@@ -239,7 +242,8 @@ def comparison(a, b, unit_a, unit_b, holds):
     if None in (unit_a, unit_b):
         return None
     factor = ratio(unit_a, unit_b) if unit_a and unit_b else 1.0
-    true = any(holds(factor * x, y) for x in a.values for y in b.values)
+    pairs = [(factor * x, y) for x in a.values for y in b.values]
+    true = any(holds(0.0 if near(x, y) else x - y, 0.0) for x, y in pairs)
     return Equation(a.values[0], b.values[0], true, False, "", [], [])
 
 
