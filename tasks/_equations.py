@@ -45,7 +45,7 @@ TOKEN = re.compile(rf"""
       (?P<glued>(?<=[0-9)])(?=\ ?\())                                # 5(3 + 2) is a product
     | (?P<minus>(?<![\w)%])-(?=[$(.0-9]))                      # of a negative number, if nothing is before it
     | (?P<sign>[xX](?=[ ]?[$(.0-9])|[-/](?!{LETTER})|\+|\*(?!\*))
-    | (?P<space>(?:[\s$€£\\])+|\*\*+)                                # ** is bold type
+    | (?P<space>(?:[\s$€£\\_'’])+|\*\*+)                                # ** is bold type
     | (?P<number>{NUMBER})
     | (?P<percent>%|percent\b)
     | (?P<variable>(?<=[0-9)])(?![ghlmst])[a-zA-Z](?!\w)|(?<!\w){LETTER}(?=\())    # 2y + 3, f(3)

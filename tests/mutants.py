@@ -101,7 +101,10 @@ def mutant(task, question, rng):
         while new.strip().startswith(("=\n", "= ")) and wrong.replace(" ", "") == found[1]:
             return None
     else:
-        tokens = [m for m in TOKEN.finditer(reasoning, head)]
+        tokens = [m for m in TOKEN.finditer(reasoning, head)
+                  if "worked" not in question or "gsm8k" not in task.name or EQUATION.fullmatch(statement_at(reasoning, m.start()))]
+        if not tokens:
+            return None
         found = rng.choice(tokens)
         new = other_token(task.name.partition(":")[0], found[0], question, rng)
         if new is None:
@@ -118,11 +121,10 @@ def statement_at(text, place):
     return next((m[0].rpartition(": ")[2] for m in STATEMENT.finditer(text) if m.start() <= place < m.end()), "")
 
 
-def mutants(task, n, seed=0):
-    """Yield n (question, fault, completion) of a task."""
+def mutants(task, n, seed=0, among=1000):
+    """Yield n (question, fault, completion) of up to `among` questions of a task."""
     rng = random.Random(f"{task.name} {seed}")
-    questions = task.questions("train", n=None if "gsm8k" in task.name else 1000, fewer=True) if "gsm8k" not in task.name else task.questions("train")
-    questions = [q for q in questions if task.verified(*task.reward(q, task.solution(q)))]
+    questions = [q for q in task.questions("train", n=among, fewer=True) if task.verified(*task.reward(q, task.solution(q)))]
     for _ in range(n):
         found = None
         while found is None:
@@ -131,10 +133,10 @@ def mutants(task, n, seed=0):
         yield question, *found
 
 
-def verified(spec, n, seed=0):
-    """Return the (fault, completion) of n mutants of a task that it verifies."""
+def verified(spec, n, seed=0, among=1000):
+    """Return the (fault, question, completion) of n mutants of a task that it verifies."""
     task = tasks.load(spec)
-    return [(fault, question, completion) for question, fault, completion in mutants(task, n, seed)
+    return [(fault, question, completion) for question, fault, completion in mutants(task, n, seed, among)
             if task.verified(*task.reward(question, completion))]
 
 
