@@ -296,8 +296,11 @@ def side_of(tokens):
     runs = stretches(tokens)
     first, right_unit = next((run for run in runs if run[0]), runs[0])        # `= about 5`
     last, left_unit = runs[-1]
+    left = expression(last)
+    if right_unit != "" and [name for name, _ in first[-2:]] == ["number", "number"]:
+        first = first[:-1]                           # `120 / 1.5 = 80 18-inch lengths`
+        right_unit = None
     right = expression(first)
-    left = right if len(runs) == 1 else expression(last)
     return Side(left, right, left_unit, right_unit, label=len(runs) > 1)
 
 

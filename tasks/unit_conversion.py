@@ -85,7 +85,7 @@ OPERATOR = re.compile(r"[+*]|/ ?[(0-9]|[\w)] ?[-xX] ?[(0-9]")
 UNIT = r"(?:[^\W\d_][\w/-]*(?:\^3)?|%)"
 AMOUNT = re.compile(rf"(?<![\w.])(-?(?:{_numbers.NUMBER}))\s*({UNIT}?)(?!\^)")
 # `1 kg is 1000 gram`, `one kg = 1000 gram`
-IS = re.compile(rf"([0-9]\s?{UNIT})\s{{1,3}}(?:is|are|equals?|makes?|[-=]{{1,9}}>|[→⇒])\s{{1,3}}(?=-?[.0-9])")
+IS = re.compile(rf"(\d\s?{UNIT})\s{{1,3}}(?:is|are|equals?|makes?|[-=]{{1,9}}>|[→⇒])\s{{1,3}}(?=-?[.\d])")
 COUNTS = {"a": 1, "an": 1, "each": 1, "every": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6,
           "seven": 7, "eight": 8, "nine": 9, "ten": 10, "hundred": 100, "thousand": 1000}
 COUNTED = re.compile(rf"\b({'|'.join(COUNTS)})\s{{1,3}}({UNIT})", re.IGNORECASE)

@@ -79,6 +79,7 @@ def other_token(name, token, question, rng):
         return rng.choice([unit for unit in UNITS if unit != token and not _units.are_same(unit, token)]) if token in UNITS else None
     words = next((words for words in CLASSES.get(name, ()) if token in words), [token])
     others = [word for word in words if word.lower().rstrip("s") != token.lower().rstrip("s")
+              and word not in str(question.get("given", ""))
               and (token not in science.MONTHS or science.MONTHS[word] != science.MONTHS[token])]
     return rng.choice(others) if others else None
 
