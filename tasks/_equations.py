@@ -40,7 +40,7 @@ ASKED = re.compile(r"=\s{0,3}\?")
 RELATION = re.compile("[=≺≻≤≥≠]")
 HOLDS = {"=": eq, "≺": lt, "≻": gt, "≤": le, "≥": ge, "≠": ne}
 POWER_OF_TEN = re.compile(r"(?<![\w.,^])10\^([-+]?[0-9]{1,3})(?![\w^])")
-MIXED = re.compile(r"(?<![\w.,/])([0-9]{1,3}) ([1-9][0-9]?/[1-9][0-9]?)(?![\w/]|\.[0-9])")                # 2 1/2
+MIXED = re.compile(r"(?<![\w.,/])([0-9]{1,3}) ([1-9][0-9]?/[1-9][0-9]?)(?![\w/]|\.[0-9])")       # 2 1/2
 TOKEN = re.compile(rf"""
       (?P<glued>(?<=[0-9)])(?=\ ?\())                                # 5(3 + 2) is a product
     | (?P<minus>(?<![\w)%])-(?=[$(.0-9]))                      # of a negative number, if nothing is before it
@@ -191,8 +191,8 @@ def is_false(tokens, sides):
     true)."""
     a = sides[0].left
     b = sides[1].right
-    units = {_units.size_of(unit)[0] for unit in (sides[0].left_unit, sides[1].right_unit) if unit and a and b}
-    if len(units) == 2 and not units & {"money", "calendar"}:
+    units = {_units.size_of(unit)[0] for unit in (sides[0].left_unit, sides[1].right_unit) if unit}
+    if a and b and len(units) == 2 and not units & {"money", "calendar"}:
         return True                                  # `1 hour = 60 km`
     words = any(name in ("word", "variable") for side in tokens for name, _ in side)
     if not all(tokens) or [name for name, _ in tokens[1][-2:]] == ["number", "number"]:

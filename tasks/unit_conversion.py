@@ -86,8 +86,8 @@ UNIT = r"(?:[^\W\d_][\w/-]*(?:\^3)?|%)"
 AMOUNT = re.compile(rf"(?<![\w.])(-?(?:{_numbers.NUMBER}))\s*({UNIT}?)(?!\^)")
 # `1 kg is 1000 gram`, `one kg = 1000 gram`
 IS = re.compile(rf"(\d\s?{UNIT})\s{{1,3}}(?:is|are|equals?|makes?|[-=]{{1,9}}>|[→⇒])\s{{1,3}}(?=-?[.\d])")
-COUNTS = {"a": 1, "an": 1, "each": 1, "every": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6,
-          "seven": 7, "eight": 8, "nine": 9, "ten": 10, "hundred": 100, "thousand": 1000}
+COUNTS = dict.fromkeys(("a", "an", "each", "every"), 1) | {"hundred": 100, "thousand": 1000}
+COUNTS |= dict(zip("one two three four five six seven eight nine ten".split(), range(1, 11)))
 COUNTED = re.compile(rf"\b({'|'.join(COUNTS)})\s{{1,3}}({UNIT})", re.IGNORECASE)
 WRONG = 0.2                          # share of documents with a wrong step
 MOSTLY_WRONG = 0.7                   # share for the conversions with a common mistake, one in five
@@ -421,8 +421,8 @@ def facts(question, completion):
     question. A number on the right without a unit has the unit asked for."""
     n_asked, unit, answer, unit_asked = (question.get(key, "") for key in ("n", "from", "answer", "to"))
     text = with_units(_answers.before_answer(completion)).replace("°", " ").replace("degrees ", "")
-    text = IS.sub(r"\1 = ", COUNTED.sub(lambda m: f"{COUNTS[m[1].lower()]} {m[2]}" if size_of_unit(m[2]) else m[0],
-                                        text))
+    text = COUNTED.sub(lambda m: f"{COUNTS[m[1].lower()]} {m[2]}" if size_of_unit(m[2]) else m[0], text)
+    text = IS.sub(r"\1 = ", text)
     for statement in _equations.statements(text):
         if OPERATOR.search(statement):
             continue

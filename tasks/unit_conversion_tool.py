@@ -85,7 +85,9 @@ def wastes(text):
         later = TAGS.sub("", text[call.end():])
         used = [n for e in _equations.read(_answers.before_answer(later)) for n in e.operands]      # unsigned
         used.append(_answers.answer(later) or 0)
-        if call[2] in (None, "?") or not any(_equations.near(abs(float(call[2])), abs(float(n))) for n in used):
+        if call[2] in (None, "?"):
+            return True
+        if not any(_equations.near(abs(float(call[2])), abs(float(n))) for n in used):
             return True
     return len({call[1] for call in calls}) < len(calls)
 
