@@ -3,10 +3,12 @@
 An equation has numbers and + - * / ( ) on both sides of an equals sign. Numbers may have a currency before
 them and a unit after them, as in `3 boxes * $2 per box = $6`. Every link of a chain (`6 * 2 = 12 = 3 * 4`) is
 an equation. Known units are converted if the plain numbers differ: `6 kg = 6 * 1000 gram` and `1 kg = 1000
-gram` are true. Other statements (2x + 3 = 7, 2^3 = 8) are not equations, and neither true nor false."""
+gram` are true. Two numbers may be compared (`3 * 4 > 10`). Of the other statements, those with a variable or
+words (2x + 3 = 7, 4 boxes = 48 eggs) are neither true nor false, and those without (2^3 = 8) are false."""
 import math
 import re
 from collections import namedtuple
+from operator import eq, ge, gt, le, lt, ne
 
 from tasks import _numbers, _units
 from tasks._numbers import LONGEST, LONGEST_TEXT, NUMBER
@@ -18,21 +20,37 @@ ROUNDED = 0.1                        # relative difference allowed for rounding 
 
 NOTE = re.compile(r"<<([^<>]{0,200})>>")             # GSM8K's annotations, <<48/2=24>>: separate equations
 # End of a statement: the end of a line or clause, or a character that no side of an equation contains.
-BREAK = re.compile(r"[^\w\s.,()=+*/$€£%\\'’^√²³:-]|\n|\.(?![0-9])|,(?![0-9]{3}(?![0-9]))|:(?![0-9])")
-# List marker before a statement: `- `, `1) `, `(b) `.
-MARKER = re.compile(r"\s*(?:[-*+]\s|(?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=\S)|"
+BREAK = re.compile(r"[^\w\s.,()=≺≻≤≥≠+*/$€£%\\'’^√²³:-]|\n|\.(?![0-9])|,(?![0-9]{3}(?![0-9]))|:(?![0-9])")
+# List marker or conjunction before a statement: `- `, `1) `, `(b) `, `so `.
+MARKER = re.compile(r"\s*(?:(?:so|thus|then|hence|therefore|and|now|because|since|is)\s+(?=[$(.0-9-])|"
+                    r"[-*+]\s|(?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=\S)|"
                     r"\((?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=[$(.0-9a-zA-Z]))")
 LETTER = r"[^\W\d_]"
+DIGIT = re.compile(r"(?![0-9])\d")               # in another script
+EQUALS = re.compile(r"[:.]\s{0,3}=|[≡≐≒﹦]")
+ARROW = re.compile(r"[-=]{1,9}>|[→⇒⟶➔]")
+COMPARISON = re.compile(r"(?<=[\w)%])\s{0,3}(<=|>=|!=|[<>≤≥≠])\s{0,3}(?=[-$(.]{0,2}[0-9])")
+COMPARED = {"<=": "≤", ">=": "≥", "!=": "≠", "<": "≺", ">": "≻"}        # `<` elsewhere begins a tag
+# a result behind a word or an arrow: `3 * 4 is 12`, `3 * 4 -> 12`
+RESULT = re.compile(rf"([-+*/x]\s?[$(]{{0,2}}[0-9][0-9.,]{{0,40}}\)?(?:\s?{LETTER}{{1,20}})?)\s{{0,3}}"
+                    r"(?:(?:is|are|equals|makes|gives)\b|⇒)\s{0,3}"
+                    r"(?=[-$(.]{0,2}[0-9][0-9.,]{0,40}(?![0-9.,]|\s?[-+*/=x%(]))")
+WRAPPING = re.compile(r"=[\s\"'‘’“”„«»`~|\[\]{}#_@&\u200b-\u200f\u2060\ufeff]+")  # before a result
+ASKED = re.compile(r"=\s{0,3}\?")
+RELATION = re.compile("[=≺≻≤≥≠]")
+HOLDS = {"=": eq, "≺": lt, "≻": gt, "≤": le, "≥": ge, "≠": ne}
+POWER_OF_TEN = re.compile(r"(?<![\w.,^])10\^([-+]?[0-9]{1,3})(?![\w^])")
+MIXED = re.compile(r"(?<![\w.,/])([0-9]{1,3}) ([1-9][0-9]?/[1-9][0-9]?)(?![\w/]|\.[0-9])")       # 2 1/2
 TOKEN = re.compile(rf"""
       (?P<glued>(?<=[0-9)])(?=\ ?\())                                # 5(3 + 2) is a product
     | (?P<minus>(?<![\w)%])-(?=[$(.0-9]))                      # of a negative number, if nothing is before it
     | (?P<sign>[xX](?=[ ]?[$(.0-9])|[-/](?!{LETTER})|\+|\*(?!\*))
-    | (?P<space>(?:[\s$€£\\])+|\*\*+)                                # ** is bold type
+    | (?P<space>(?:[\s$€£\\_'’])+|\*\*+)                                # ** is bold type
     | (?P<number>{NUMBER})
     | (?P<percent>%|percent\b)
     | (?P<variable>(?<=[0-9)])(?![ghlmst])[a-zA-Z](?!\w)|(?<!\w){LETTER}(?=\())    # 2y + 3, f(3)
-    | (?P<word>[-/]?{LETTER}[\w'’]*(?:[-/]{LETTER}[\w'’]*)*)
-    | (?P<open>\() | (?P<close>\)) | (?P<equals>=+) | (?P<other>.)
+    | (?P<word>[-/]?{LETTER}[\w'’]*(?:[-/]{LETTER}[\w'’]*)*(?:\^[0-9])?)
+    | (?P<open>\() | (?P<close>\)) | (?P<relation>=(?:\s{{0,3}}=)*|[≺≻≤≥≠]) | (?P<other>.)
 """, re.VERBOSE)
 SIGNS = {"x": "*", "X": "*", "": "*"}
 # arithmetic in words
@@ -51,12 +69,13 @@ Side = namedtuple("Side", "left right left_unit right_unit label")
 # operands: numbers on sides with an operator; results: numbers on sides without. computed: whether there are
 # operators.
 Equation = namedtuple("Equation", "left right true computed spelled operands results")
+UNREADABLE = Equation(None, None, False, False, "", [], [])
 TOO_MANY = Equation(math.nan, math.nan, False, True, "", [], [math.nan])
 
 
 def equations(text):
     """Return [(left value, right value)] of the equations in a text; NaN or infinity if not finite."""
-    return [(e.left, e.right) for e in read(text)]
+    return [(e.left, e.right) for e in read(text) if e.left is not None]
 
 
 def all_true(text):
@@ -132,21 +151,53 @@ def signature(text):
 # --- parsing ---
 
 def read(text, unread=False):
-    """Yield the Equations of a text; unread: also those that can't be parsed, with true=True."""
-    if text.count("=") > MOST:
+    """Yield the Equations of a text. Those that can't be parsed have no values: they are false, or, with a
+    variable or words, unread=True yields them with true=True."""
+    if sum(text.count(sign) for sign in "=<>≤≥≠") > MOST:
         yield TOO_MANY
         return
     for part in [NOTE.sub("", text), *NOTE.findall(text)]:
-        for statement in BREAK.split(_numbers.normal(joined(part))):
-            if "=" not in statement:
+        for statement in statements(part):
+            if not RELATION.search(statement):
                 continue
-            sides = [side_of(tokens) for tokens in tokens_of_sides(statement)]
+            tokens, relations = tokens_of_sides(statement)
+            sides = [side_of(side) for side in tokens]
             computed = any(e and e.operators for side in sides for e in (side.left, side.right))
-            links = [link(left, right, computed) for left, right in zip(sides, sides[1:])]
-            yield from filter(None, links)
-            if unread and not all(links):
+            passed = False
+            for i, relation in enumerate(relations):
+                equation = link(sides[i], sides[i + 1], relation, computed)
+                if equation:
+                    yield equation
+                elif is_false(tokens[i:i + 2], sides[i:i + 2]):
+                    yield UNREADABLE
+                else:
+                    passed = True
+            if unread and passed:
                 numbers = [float(_numbers.ungrouped(digits)) for digits in re.findall(NUMBER, statement)]
                 yield Equation(None, None, True, False, "", numbers, [])
+
+
+def statements(text):
+    """Return the statements of a text, in one spelling of digits, signs and relations."""
+    text = ARROW.sub("⇒", EQUALS.sub("=", DIGIT.sub(lambda m: str(int(m[0])), text)))
+    text = POWER_OF_TEN.sub(r"1e\1", _numbers.normal(joined(text)))
+    text = MIXED.sub(r"(\1+\2)", RESULT.sub(r"\1 = ", WRAPPING.sub("= ", ASKED.sub(" ", text))))
+    return BREAK.split(COMPARISON.sub(lambda m: COMPARED.get(m[1], m[1]), text))
+
+
+def is_false(tokens, sides):
+    """Return whether a statement about two sides that `link` can't read is false: a side is empty or ends
+    in two numbers, both are amounts of different quantities, or neither has a word or variable (`5 = 5` is
+    true)."""
+    a = sides[0].left
+    b = sides[1].right
+    units = {_units.size_of(unit)[0] for unit in (sides[0].left_unit, sides[1].right_unit) if unit}
+    if a and b and len(units) == 2 and not units & {"money", "calendar"}:
+        return True                                  # `1 hour = 60 km`
+    words = any(name in ("word", "variable") for side in tokens for name, _ in side)
+    if not all(tokens) or [name for name, _ in tokens[1][-2:]] == ["number", "number"]:
+        return True
+    return not words and not (a and b and near(a.values[0], b.values[0]))
 
 
 def joined(text):
@@ -162,13 +213,15 @@ def joined(text):
     return "\n".join(map(" ".join, lines))
 
 
-def link(left, right, chained):
+def link(left, right, relation, chained):
     """Return the Equation between two adjacent Sides, or None. chained: a side of the statement has an
     operator, so that plain numbers are results and not a label or definition."""
     a = left.left
     b = right.right
     if not a or not b or a.cut or b.open or left.label and not a.operators:
         return None                                  # a label: `total 5 = 5 * 1`
+    if relation != "=":
+        return comparison(a, b, left.left_unit, right.right_unit, HOLDS[relation])
     factors = factors_of(a, b, left.left_unit, right.right_unit, chained)
     if factors is None:
         return None
@@ -182,6 +235,16 @@ def link(left, right, chained):
     results = results or [*a.values, *b.values, *b.literals]
     text = f"{a.spelled}={b.spelled}"
     return Equation(a.values[0], b.values[0], true, bool(operands), text, operands, results)
+
+
+def comparison(a, b, unit_a, unit_b, holds):
+    """Return the Equation, without operands and results, of a comparison, None with other units."""
+    if None in (unit_a, unit_b):
+        return None
+    factor = ratio(unit_a, unit_b) if unit_a and unit_b else 1.0
+    pairs = [(factor * x, y) for x in a.values for y in b.values]
+    true = any(holds(0.0 if near(x, y) else x - y, 0.0) for x, y in pairs)
+    return Equation(a.values[0], b.values[0], true, False, "", [], [])
 
 
 def factors_of(a, b, unit_a, unit_b, chained):
@@ -213,25 +276,31 @@ def ratio(unit_a, unit_b):
 
 
 def tokens_of_sides(statement):
-    """Return a statement's tokens [(kind, text)], one list per side of an equals sign."""
+    """Return a statement's tokens [(kind, text)], one list per side of a relation, and the relations."""
     start = 0
     while marker := MARKER.match(statement, start):
         start = marker.end()
     sides = [[]]
+    relations = []
     for token in TOKEN.finditer(statement, start):
-        if token.lastgroup == "equals":
+        if token.lastgroup == "relation":
+            relations.append(token[0][0])
             sides.append([])
         elif token.lastgroup != "space":
             sides[-1].append((token.lastgroup, token[0]))
-    return sides
+    return sides, relations
 
 
 def side_of(tokens):
     """Return the Side of a list of tokens."""
     runs = stretches(tokens)
-    (first, right_unit), (last, left_unit) = runs[0], runs[-1]
+    first, right_unit = next((run for run in runs if run[0]), runs[0])        # `= about 5`
+    last, left_unit = runs[-1]
+    left = expression(last)
+    if right_unit != "" and [name for name, _ in first[-2:]] == ["number", "number"]:
+        first = first[:-1]                           # `120 / 1.5 = 80 18-inch lengths`
+        right_unit = None
     right = expression(first)
-    left = right if len(runs) == 1 else expression(last)
     return Side(left, right, left_unit, right_unit, label=len(runs) > 1)
 
 

@@ -27,6 +27,7 @@ FACTOR = re.compile(r"(kg|m|s)(?:\^?(\()?(-?[0-9]{1,2})(?(2)\)))?")
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 INORGANIC = ("H2O H2O2 NH3 N2H4 HNO3 N2O5 H2S H2SO4 SO3 H3PO4 P4O10 PF5 SF6 Na2O Na2CO3 Na2SO4 Na3PO4 Mg3N2 "
              "MgSO4 Al2O3 Al2S3 AlPO4 K3N KNO3 K2CO3 K3PO4 CaF2 Ca3N2 CaCO3 CO2 CS2 CF4").split()
+ELEMENTS = {"C", "H", "O", *re.findall("[A-Z][a-z]?", " ".join(INORGANIC))}
 FORMULAS = ("v = a * t", "s = v * t", "v = u + a * t")
 LARGER = {("m", "cm"): 100, ("cm", "mm"): 10, ("hours", "minutes"): 60, ("minutes", "seconds"): 60,
           ("weeks", "days"): 7, ("days", "hours"): 24}
@@ -254,13 +255,14 @@ def facts(question, text):
     elif kind == "atoms":
         _, counts, _, n = given
         for of_one, count, element in ATOMS.findall(text):
-            in_one = counts.get(element)
-            yield not in_one or int(count) == in_one or not of_one and int(count) == n * in_one
+            in_one = counts.get(element, 0)
+            yield (element not in ELEMENTS or int(count) == in_one
+                   or not of_one and int(count) == n * in_one)
     elif kind == "motion":
         form, a, t, *u = given
         values = {form[0]: question["answer"], form[4]: a, "t": t} | ({"u": u[0], "a": a} if u else {})
-        for formula in re.findall(r"[^0-9.\n]*=[^0-9.\n]*", text):
-            formula = re.sub(r"(?<=[av])(?=t\b)", " * ", formula)
+        for formula in re.findall(r"[^0-9.\n]*[=<>≤≥≠][^0-9.\n]*", text):
+            formula = re.sub(r"(?<=[av])(?=t\b)", " * ", formula.strip(" ="))
             formula = re.sub(r"\b[a-z]\b", lambda m: str(values.get(m[0], m[0])), formula)
             yield all(e.true for e in _equations.read(formula))
     elif kind == "weekday":

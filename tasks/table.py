@@ -29,7 +29,7 @@ PHRASINGS = {
 TINY = ("cell", "join", "count", "largest")          # kinds of level 0
 THAN = {">": "over", "<": "under"}
 # In a chain, a comparison starts with the last number of the previous one.
-COMPARISON = re.compile(r"(?<![\w.])(?<![0-9],)([0-9]{1,6}) ?([<>])=? ?"
+COMPARISON = re.compile(r"(?<![\w.])(?<![0-9],)([0-9]{1,6}) ?([<>]) ?"
                         r"(?=([0-9]{1,6})(?![\w.]?[0-9]|,[0-9]{3}(?![0-9])| ?[-+*/] ?[0-9]))")
 COMPARED = re.compile(r"[^\W\d]\w* [0-9]+ [<>] [0-9]+")      # as in worked examples, where the word is a name
 WORD = re.compile(r"(?<![\w'’])\w+")
@@ -180,7 +180,7 @@ def reasoned(question, completion, value):
     if kind == "sum":                                    # 12,345 in a CSV are two numbers
         return _answers.reasoned(question, completion, value, values)
     comparisons = [(int(a), sign, int(b)) for a, sign, b in COMPARISON.findall(text)]
-    if any(sign != compared(a, b) for a, sign, b in comparisons):
+    if any(a == b or sign != compared(a, b) for a, sign, b in comparisons):
         return False
     if not all(e.true for e in _equations.read(text)):
         return False
@@ -206,7 +206,8 @@ def fits(question, text):
     if kind == "join":
         found = {word for sentence in sentences(text) for word in WORD.findall(sentence)}
         others = {*NAMES, *CODES, *COLUMNS} - {*asked, column}
-        return not found & others and {*filter(str.isdecimal, found)} <= {right}
+        labels = set(re.findall(r"\bhas (\w+) [0-9]", text))
+        return not found & others and labels <= {column} and {*filter(str.isdecimal, found)} <= {right}
     table = {name: dict(zip(columns, numbers)) for name, *numbers in rows}
     for sentence in sentences(text):
         first, *others = re.split(" ?, ?", sentence)

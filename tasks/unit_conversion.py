@@ -20,7 +20,7 @@ from operator import add, mul, sub, truediv
 from pathlib import Path
 
 from tasks import _answers, _equations, _numbers, _questions, _steps
-from tasks._units import UNITS, canonical
+from tasks._units import UNITS, canonical, size_of as size_of_unit
 
 INSTRUCTION = ("Convert the units with short reasoning: the ratio, then the equation, such as 6 * 1000 = "
                "6000. Then give the number alone within <answer></answer>.")
@@ -81,8 +81,14 @@ LOOSE = Fraction(1, 20)              # relative error of an answer that earns th
 EXACT = Fraction(1, 1000)            # relative error of an answer that may be trained on
 RATE = re.compile(r"\b([a-zA-Z]{1,20})(?: ?/ ?| per )([a-zA-Z]{1,20})\b")
 OF_MEAN_LENGTH = re.compile(r"\b(months?|years?|decades?|century|centuries)\b", re.IGNORECASE)
-OPERATOR = re.compile(r"[+*%^]|/ ?[(0-9]|[\w)] ?[-xX] ?[(0-9]")
-AMOUNT = re.compile(rf"(?<![\w.])(-?(?:{_numbers.NUMBER}))\s*((?:[^\W\d_][\w/-]*)?)")
+OPERATOR = re.compile(r"[+*]|/ ?[(0-9]|[\w)] ?[-xX] ?[(0-9]")
+UNIT = r"(?:[^\W\d_][\w/-]*(?:\^3)?|%)"
+AMOUNT = re.compile(rf"(?<![\w.])(-?(?:{_numbers.NUMBER}))\s*({UNIT}?)(?!\^)")
+# `1 kg is 1000 gram`, `one kg = 1000 gram`
+IS = re.compile(rf"(\d\s?{UNIT})\s{{1,3}}(?:is|are|equals?|makes?|[-=]{{1,9}}>|[→⇒])\s{{1,3}}(?=-?[.\d])")
+COUNTS = dict.fromkeys(("a", "an", "each", "every"), 1) | {"hundred": 100, "thousand": 1000}
+COUNTS |= dict(zip("one two three four five six seven eight nine ten".split(), range(1, 11)))
+COUNTED = re.compile(rf"\b({'|'.join(COUNTS)})\s{{1,3}}({UNIT})", re.IGNORECASE)
 WRONG = 0.2                          # share of documents with a wrong step
 MOSTLY_WRONG = 0.7                   # share for the conversions with a common mistake, one in five
 
@@ -410,16 +416,30 @@ def with_units(text):
 
 
 def facts(question, completion):
-    """Yield whether each fact, an equality of two amounts such as `1 year = 365.25 day`, is true. A fact with
-    unknown units is false; degrees are known only in the fact that answers the question. A number on the
-    right without a unit has the unit asked for."""
+    """Yield whether each fact, an equality or comparison of two amounts such as `1 year = 365.25 day`, is
+    true, within 0.1%. A fact with unknown units is false; degrees are known only in the fact that answers the
+    question. A number on the right without a unit has the unit asked for."""
     n_asked, unit, answer, unit_asked = (question.get(key, "") for key in ("n", "from", "answer", "to"))
     text = with_units(_answers.before_answer(completion)).replace("°", " ").replace("degrees ", "")
-    for statement in _equations.BREAK.split(_numbers.normal(_equations.joined(text))):
-        sides = [] if OPERATOR.search(statement) else [AMOUNT.findall(side) for side in statement.split("=")]
-        for left, right in zip(sides, sides[1:]):
+    text = COUNTED.sub(lambda m: f"{COUNTS[m[1].lower()]} {m[2]}" if size_of_unit(m[2]) else m[0], text)
+    text = IS.sub(r"\1 = ", text)
+    for statement in _equations.statements(text):
+        if OPERATOR.search(statement):
+            continue
+        sides = [AMOUNT.findall(side) for side in _equations.RELATION.split(statement)]
+        for left, right, relation in zip(sides, sides[1:], _equations.RELATION.findall(statement)):
             if left and right:
                 (n, frm), (m, to) = left[-1], right[0]
-                read = _equations.read(f"{n} {frm} = {m} {to or unit_asked}")
                 asked = (n, frm[:1].lower(), m, to[:1].lower()) == (n_asked, unit[:1], answer, unit_asked[:1])
-                yield [e.true for e in read] == [True] or asked and unit in TO_CELSIUS
+                yield asked and unit in TO_CELSIUS or is_fact(n, frm, relation, m, to or unit_asked)
+            elif left:
+                yield re.search(r"\d", statement.partition("=")[2]) is None
+
+
+def is_fact(n, frm, relation, m, to):
+    """Return whether a relation of two amounts in known units of one quantity is true, within 0.1%."""
+    (quantity, size), (other, other_size) = (size_of_unit(unit) or (unit, 0) for unit in (frm, to))
+    left = Fraction(_numbers.ungrouped(n)) * size
+    right = Fraction(_numbers.ungrouped(m)) * other_size
+    difference = 0 if _numbers.close(left, right, EXACT) else left - right
+    return size != 0 and quantity == other and _equations.HOLDS[relation](difference, 0)

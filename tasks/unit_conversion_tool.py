@@ -7,14 +7,14 @@ import random
 import re
 from fractions import Fraction
 
-from tasks import _equations, _questions, unit_conversion as plain
+from tasks import _answers, _equations, _questions, unit_conversion as plain
 
 INSTRUCTION = (f"{plain.INSTRUCTION} A calculator writes the result behind an expression such as "
                "<calc>344 * 24</calc>.")
 TURN_STOP = "</calc>"
 MAX_TURNS = 5
 SHARE = 0.3                          # of the documents
-EQUATION = re.compile(r"(\d[\d.]*(?: [-+*/] [\d.]*\d)+) = ")
+EQUATION = re.compile(r"(-?\d[\d.]*(?: [-+*/] [\d.]*\d)+) = -?[\d.]*\d")
 NUMBER = r"-?\d{1,15}(?:\.\d{1,15})?"
 EXPRESSION = re.compile(rf"{NUMBER}(?: [*/] {NUMBER}){{1,5}}|{NUMBER}(?: [-+] {NUMBER}){{1,5}}")
 LAST_CALL = re.compile(r"<calc>([^<]*)</calc>\W{0,2}$")       # a token may have characters behind it
@@ -46,8 +46,9 @@ def solution(question):
 
 
 def with_calls(text):
-    """Return a text in which the calculator computes each equation."""
-    return EQUATION.sub(r"<calc>\1</calc> = ", text)
+    """Return a worked text in which the calculator writes each result, the last of which is the answer."""
+    text = EQUATION.sub(lambda equation: f"<calc>{equation[1]}</calc> = {result(equation[1])}", text)
+    return _answers.ANSWER.sub(f"<answer>{CALL.findall(text)[-1][1]}</answer>", text)
 
 
 def documents(split, seed=0, argument=None):
@@ -77,10 +78,18 @@ def reward(question, completion):
 
 
 def wastes(text):
-    """Return whether a call has no result, repeats another, or has a result that is not used later."""
+    """Return whether a call has no result, repeats another, or has a result that is neither the answer nor a
+    number in the left side of a later equation."""
     calls = list(CALL.finditer(text))
-    unused = [call for call in calls if call[2] in (None, "?") or call[2] not in text[call.end():]]
-    return bool(unused) or len({call[1] for call in calls}) < len(calls)
+    for call in calls:
+        later = TAGS.sub("", text[call.end():])
+        used = [n for e in _equations.read(_answers.before_answer(later)) for n in e.operands]      # unsigned
+        used.append(_answers.answer(later) or 0)
+        if call[2] in (None, "?"):
+            return True
+        if not any(_equations.near(abs(float(call[2])), abs(float(n))) for n in used):
+            return True
+    return len({call[1] for call in calls}) < len(calls)
 
 
 def signature(completion):

@@ -17,7 +17,7 @@ from model import IGNORE
 from rollouts.episodes import Environment
 from rollouts.metrics import only_replies_answer
 from rollouts.pipeline import Completion
-from tasks import _pool
+from tasks import _pool, unit_conversion as plain
 from tasks._pool import Pool
 from test_grpo import GRPO, TASK, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, plainly, same, watched  # noqa: F401
 from test_tokenizer import SMOL, write as write_tokenizer
@@ -344,6 +344,16 @@ def test_the_calculator_computes_what_the_documents_say():
     assert called >= 300
     share = [("<calc>" in document) for document in task.documents("valid")]
     assert 0.25 < sum(share) / len(share) < 0.35
+    for level in "123":                          # results are the calculator's in the text too, and in wrong documents
+        task = tasks.load(f"unit_conversion_tool:{level}")
+        rng = random.Random(level)
+        for question in task.questions("train", n=700):
+            said = task.solution(question)
+            assert task.verified(*task.reward(question, said)), said
+            wrong = task.module.with_calls(plain.wrong_solution(question, rng, ("ratio", "inverse"), parts=False))
+            for text in (said, wrong):
+                for call in re.finditer(r"</calc>( = -?[\d.]*\d)", text):
+                    assert task.respond(question, text[:call.start()] + "</calc>") == call[1], text
 
     def answer(expression):
         return task.respond({}, f"so <calc>{expression}</calc>")
@@ -357,7 +367,8 @@ def test_the_calculator_computes_what_the_documents_say():
     ("<calc>2 * 3</calc> = 6. <answer>6</answer>", False), ("2 * 3 = 6. <answer>6</answer>", False),
     ("<calc>2 * 3</calc> = 6. <calc>6 * 4</calc> = 24. <answer>24</answer>", False), ("<calc>2 * 3</calc> = 6. <answer>7</answer>", True),
     ("<calc>2 x 3</calc> = ?. <answer>6</answer>", True), ("<calc>2 * 3</calc> = 6. <calc>2 * 3</calc> = 6. <answer>6</answer>", True),
-    ("<calc>2 * 3</calc>\n = 6\n. <answer>6</answer>", False), ("<calc>2 * 3</calc>", True)])
+    ("<calc>2 * 3</calc>\n = 6\n. <answer>6</answer>", False), ("<calc>2 * 3</calc>", True), ("<calc>1 * 1</calc> = 1. <answer>6</answer>", True),
+    ("<calc>1 * 1</calc> = 1. 1 week = 7 day. 2 * 16 = 32. <answer>16</answer>", True), ("<calc>1 * 6</calc> = 6. <answer>6000</answer>", True)])
 def test_a_wasted_call_is_a_part_of_the_grade_and_costs_no_reward(said, wasted):
     task = tasks.load("unit_conversion_tool")
     question = {"question": "Convert 2 x to y.", "answer": "6", "n": "2", "from": "week", "to": "day", "level": 1}

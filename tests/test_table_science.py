@@ -155,6 +155,10 @@ def false_tables(q, text):
         found |= {"edge": re.sub("([0-9]+)(,|\\.$)", r"\1,000 \2", text), "chain": f"{text} 5 > 3 > 4."}
     if kind in ("count", "which"):
         found["no names"] = re.sub("|".join(names), "ox", text)
+    if kind in ("count", "which", "largest"):
+        found["equal"] = f"{text} 7 < 7."
+    if kind == "join":
+        found["column"] = re.sub("has [a-z]+ ([0-9])", r"has has \1", text)
     if kind == "sum":
         found["list"] = re.sub("^[0-9]+", "0", text)
         found["names"] = f"{names[0]} {q['rows'][1][1 + q['column']]}. {text}"
@@ -265,11 +269,11 @@ def false_facts(q, text):
     return {
         "unit": {"vector": re.sub("^([a-z]+ )(-?[0-9]+)", other, text),
                  "sums": text + " ".join(f" {i} + 1 = {i + 1}." for i in range(20))},
-        "atoms": {"count": re.sub("(One has )([0-9]+)", other, text)},
-        "motion": {"formula": text.replace("*", "-", 1)},
+        "atoms": {"count": re.sub("(One has )([0-9]+)", other, text), "element": re.sub("[A-Z][a-z]?[.]", "Al." if " Al." not in text else "C.", text, count=1)},
+        "motion": {"formula": text.replace("*", "-", 1), "compared": text.replace("=", "<", 1)},
         "weekday": {"all days": f"{text} {every_day}", "edge": re.sub("(?<=[a-z] )([1-6])", r"\g<1>0", text)},
         "days": {"length": re.sub("( has )([0-9]+)", other, text)},
-        "sum": {"factor": re.sub("( = )([0-9]+)", other, text, count=1)},
+        "sum": {"factor": re.sub("( = )([0-9]+)", other, text, count=1), "unit": re.sub("( = [0-9]+) [a-z]+", r"\1 kg", text, count=1)},
     }[q["kind"]]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import tasks
 from conftest import ROOT
+from mutants import SPECS, verified
 from tasks import _equations, _questions, _units, countdown, unit_conversion
 from tasks._pool import grade
 
@@ -629,6 +630,26 @@ def test_no_way_of_writing_it_makes_a_false_equation_pass(text):
     assert not _equations.all_true(f"6 * 1000 = 6000. {text}") and not _equations.all_true(f"{text}\n6 * 1000 = 6000.")
 
 
+RESULTS = ['= "407"', "= “407”", "= '407'", "= [407]", "= {407}", "= |407|", "= ~407", "= about 407", "= ４０７", "= 40 7", "= exactly 40 7", "= #407",
+           "= @407", "= _407_", "= **407**", "=\u200b407", "= =407", ":= 407", ". = 407", "≡ 407", "-> 407", "=> 407", "→ 407", "is 407", "equals 407",
+           "> 408", "<= 407", "!= 408", "= ,407", "= !407", "= 2^3", "="]
+
+
+@pytest.mark.parametrize("spec", ["arithmetic", "math", "stories"])
+def test_a_false_result_is_not_kept_in_any_form(spec, stories):
+    task = tasks.load(stories if spec == "stories" else spec)
+    q = {"question": "What is 12 * 34?", "answer": "408"}
+
+    def kept(text):
+        return task.verified(*task.reward(q, f"12 * 34 = 408. {text}. <answer>408</answer>"))
+    assert [form for form in RESULTS if kept(f"12 * 34 {form}")] == [] and not kept("so 407 = 12 * 34") and not kept("5 = 6") and not kept("1 hour = 60 km")
+    right = [form.replace("407", "408").replace("４０７", "４０８") for form in RESULTS[:9] + RESULTS[11:25]]
+    assert [form for form in right if not kept(f"12 * 34 {form}")] == []
+    for text in ("2x + 3 = 7", "x = 5, x + 7 = y", "4 boxes = 4 * 12 eggs", "12 * 34 = ?", "12 * 34 > 400", "3 1/2 * 2 = 7", "1.5 * 10^3 = 1500",
+                 "420 / 7 = 60 6-packs", "5 = 5", "A third of it is 136", "a < b"):
+        assert kept(text), text
+
+
 @pytest.mark.parametrize("text", [
     "1) 6 * 1000 = 6000.", "a) 6 * 1000 = 6000", "33.33 * 3 = 100", "2000 / 3 = 667", "67% of 30 = 20.1", "6 * 1000\n= 6000", "6 ⋅ 1000 = 6 000", r"\frac{6}{2} = 3", "10/3 = 3.33", "2/3 = 66.67%",
     "100 - 30% = 70", "100% - 20% = 80%", "100 + 5% = 105", "4 weeks = 4 * 7 days = 28 days", "6 kg = 6 * 1000 = 6000 gram",
@@ -636,6 +657,12 @@ def test_no_way_of_writing_it_makes_a_false_equation_pass(text):
     "2 hours every day for a total of 2*3 = 6 hours", "1 + 1 = 2 and 1 month = 30 days", "Day 2 = 15 and 1 + 1 = 2", "5 feet 6 inches = 66 inches"])
 def test_what_honest_people_write_is_not_false(text):
     assert _equations.all_true(f"1 + 1 = 2. {text}")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_mutant_of_a_worked_solution_is_verified(spec, monkeypatch):
+    """2,000 of each: python tests/mutants.py."""
+    assert verified(spec, 60, seed=1, among=150) == []
 
 
 def test_some_equation_leads_from_the_question_to_the_answer(stories):
@@ -660,8 +687,11 @@ def test_some_equation_leads_from_the_question_to_the_answer(stories):
 CONVERTED = {    # (from, to): number, its equation, facts that are true, and that are false or can't be read
     ("kg", "gram"): (
         "6", "6 * 1000 = 6000",
-        ["We know that 1 kg = 1000 grams, so", "1 kg = 1000. 6 kg = 6000.", "6 kg * 1000 g per kg = 6000 gram."],
-        ["So 1 kg = 100 gram.", "1 kg = 100.", "1 ee = 1000 gram.", "1 hour = 60 km."]),
+        ["We know that 1 kg = 1000 grams, so", "1 kg = 1000. 6 kg = 6000.", "6 kg * 1000 g per kg = 6000 gram.", "1 kg = 10^3 gram.", "One kg = 1000 gram.",
+         "A kg is 1000 gram.", "1 kg -> 1000 gram.", "1 kg > 900 gram.", "1 m^3 = 1000 litres."],
+        ["So 1 kg = 100 gram.", "1 kg = 100.", "1 ee = 1000 gram.", "1 hour = 60 km.", "1 kg = 10^2 gram.", "one kg = 100 gram.", "a kg = 100 gram.",
+         "1 kg := 100 gram.", "1 dl = 100 %.", "1 kg is 100 gram.", "1 kg -> 100 gram.", "1 kg → 100 gram.", "1 kg > 1000 gram.", "1 kg < 900 gram.",
+         '1 kg = "100" gram.', "1 inch = 2.5 cm.", "6 * 1000 -> 7000."]),
     ("km/h", "m/s"): (
         "36", "36 / 3.6 = 10",
         ["1 km/h = 1000 metres per hour, 1 m/s = 3600 meters / hour.", "1 m/s = 3.6 km/h. 36 km/h = 10 m/s.",
