@@ -17,7 +17,7 @@ SHARE = 0.3                          # of the documents
 EQUATION = re.compile(r"(-?\d[\d.]*(?: [-+*/] [\d.]*\d)+) = -?[\d.]*\d")
 NUMBER = r"-?\d{1,15}(?:\.\d{1,15})?"
 EXPRESSION = re.compile(rf"{NUMBER}(?: [*/] {NUMBER}){{1,5}}|{NUMBER}(?: [-+] {NUMBER}){{1,5}}")
-LAST_CALL = re.compile(r"<calc>([^<]*)</calc>\W{0,2}$")       # a token may have characters behind it
+LAST_CALL = re.compile(r"<calc>([^<]*)</calc>$")
 CALL = re.compile(r"<calc>(.*?)</calc>(?:\s*= (-?[\d.]*\d|\?))?")
 TAGS = re.compile("</?calc>")
 
