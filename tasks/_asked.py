@@ -128,7 +128,7 @@ def number_of(words, senses, ask, text):
 
 def mentioned(text):
     """Return the senses of all words in a text."""
-    return set().union(*map(_units.senses, _units.WORD.findall(_units.in_one_word(text))))
+    return set().union(*map(_units.senses, _units.WORD.findall(f"{text} {_units.in_one_word(text)}")))
 
 
 def currencies(text):

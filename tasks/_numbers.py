@@ -123,7 +123,7 @@ def with_words(value, currency, unit, asked):
     for word, after in zip(words, [*words[1:], ""]):
         if word in _units.STOPS - {"a", "an"} or LATER.search(unit):
             break
-        is_joined = before == "and" or _units.senses(before)
+        is_joined = before in ("and", "or") or _units.senses(before)
         if is_joined and (word in ALTER and word.removesuffix("s") not in named or word == "or" and _units.senses(after)):
             return None
         before = before if word == "a" else word

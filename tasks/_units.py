@@ -47,7 +47,7 @@ ALIASES = {
     "μg": "microgram", "t": "tonne", "yd": "yard", "mi": "mile", "gal": "gallon", "m³": "m3", "m^3": "m3",
     "kilobit": "kbit", "megabit": "Mbit", "kilobyte": "kB", "megabyte": "MB", "gigabyte": "GB",
     "terabyte": "TB", "kibibyte": "KiB", "mebibyte": "MiB", "gibibyte": "GiB", "kph": "km/h", "kmh": "km/h",
-    "kmph": "km/h", "kb": "kbit", "Kb": "kbit", "Mb": "Mbit", "Mg": "tonne", "yr": "year", "wk": "week",
+    "kmph": "km/h", "KB": "kB", "kb": "kbit", "Kb": "kbit", "Mb": "Mbit", "Mg": "tonne", "yr": "year", "wk": "week",
 }
 # The length of a month is ambiguous (30 days, 4 weeks, a twelfth of a year); these are consistent with each
 # other.
@@ -109,7 +109,7 @@ LENGTH = "|".join(f"{name}s?" for name in ("in", *SIZES, *ALIASES) if SIZES.get(
 POWERS = [(re.compile(form.replace("LENGTH", rf"({LENGTH})\b"), re.IGNORECASE), short) for form, short in (
     (r"\b(?:square[\s-]+|sq\.?[\s-]*)LENGTH", r"\1^2"), (r"\b(?:cubic[\s-]+|cu\.?[\s-]*)LENGTH", r"\1^3"),
     (rf"\b({LENGTH})(?:\^?[2²]| squared?\b)", r"\1^2"), (rf"\b({LENGTH})(?:\^?[3³]| cubed\b)", r"\1^3"),
-    (r"([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)", r"\1/\2"))]
+    (r"\b(?!and\b|or\b)([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)", r"\1/\2"))]
 WORD = re.compile(r"US\$|[^\W\d_][^\W_]*(?:[-'’./^][^\W_]+)*|[%$€£¥₹¢°]")
 END = re.compile(r"[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")         # of a noun phrase; so are these words:
 STOPS = set("of in into per a an at for by on to from with without than as if when while until before after during "
