@@ -1,9 +1,8 @@
-"""Find the unit that a question asks for, so that answers in another one can be refused.
+"""Find the unit that a question asks for, so that an answer in another one can be refused.
 
-A question is in doubt about its unit unless it says `how many hours`, `in km`, `how much does he pay`, ...; then
-answers may have any unit, but not another currency than the question's."""
+The unit is in doubt unless a question says `how many hours`, `in km`, `how much does he pay` or the like;
+then an answer may have any unit, but no currency that the question does not have."""
 import re
-from fractions import Fraction
 from functools import lru_cache
 
 from tasks import _numbers, _units
@@ -12,35 +11,37 @@ from tasks._units import Asked
 COUNT = {("count", 1)}
 SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Ms\.)(?<!Dr\.)(?<!St\.)\s+(?=[^a-z])")
 NUMERAL = "|".join([r"\d", *_numbers.WORDS, *_numbers.SCALES, "half"])
-PERCENT = re.compile(rf"\b(?:what|which|how (?:many|much))(?:'s)?\s?(?:(?!{NUMERAL})[\w'’]+\s){{0,4}}?(?:%|percent)|"
-                     r"\b(?:in|as an?|find the|calculate the) percent", re.IGNORECASE)
-SHARE_OF = re.compile(r"\b(?:what(?:'s| is| are)|find|calculate|compute) \S+ ?(?:%|percent) of", re.IGNORECASE)
-MAYBE_PERCENT = re.compile("%|percent|rate|chance|likely|probab|interest|margin", re.IGNORECASE)
-CHANGE = re.compile("increas|decreas|reduc|gr[eo]w|rise|rose|drop|fell|fall|chang", re.IGNORECASE)
-IN = re.compile(r"\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?:(?:terms|units) of |whole |US |U\.S\. )*", re.IGNORECASE)
-ASK = re.compile(r"\bhow (?P<how>many|much|far|long|old|tall|wide|heavy)\b|"
-                 r"\b(?:what|which|(?:calculate|find|compute|determine)(?!\s+(?:out\s+)?(?:how|what)))\b", re.IGNORECASE)
-MAIN = re.compile(r"(?:^|[,;:(.?!-]|\b(?:and|then|so|but|or|in|by|of|at|for|about|to|exactly|approximately|also))\s*$",
-                  re.IGNORECASE)     # before a question word that does not belong to a clause
-LEADING = re.compile(r"\s*(?:(?:'s|’s|is|are|was|were|will be|would be|of|the|these|those|his|her|its|their|my|our|"
-                     r"your|all|an?|more|\w+['’]s) )*", re.IGNORECASE)
-NUMBER_OF = re.compile(r"(?:\w+ ){0,3}?(number|amount|quantity) of ", re.IGNORECASE)
-PER_TIME = re.compile(r"\b(?:per|an?|each|every|one) (hour|minute|second)\b", re.IGNORECASE)
-MONEY = (r"money|cash|costs?|prices?|pay|pays|paid|payment|spend|spends|spent|spending|earn|earns|earned|earnings|"
-         r"charged?|charges|owed?|owes|salary|wages?|income|revenue|profits?|budget|bills?|fees?|fare|rent|debts?|"
-         r"expenses?|expensive|cheaper|worth")
-IS_MONEY = re.compile(rf"(?<!\bto )\b(?:{MONEY})\b|"
-                      rf"\b(?:have|has|had|needs?|needed|going|able|expect|wants?|get|supposed|required) to (?:{MONEY})\b",
-                      re.IGNORECASE)                # not `how much must he run to earn $5`
-GAIN = re.compile(r"\b(?:makes?|made|gets?|got|receives?|sells?|sold|gives?|gave|donated?|raised?|w[io]n|left|"
-                  r"leftover|lose|lost|collect|invest|have|has|had)\b", re.IGNORECASE)
-WEIGH = re.compile(r"\bweighs?\b", re.IGNORECASE)
-SHARES = set("rate margin ratio percent percentage interest number".split())
+PERCENT = re.compile(rf"(?i)\b(?:what|which|how (?:many|much))(?:'s)?\s?(?:(?!{NUMERAL})[\w'’]+\s){{0,4}}?"
+                     r"(?:%|percent)|\b(?:in|as an?|find the|calculate the) percent")
+SHARE_OF = re.compile(r"(?i)\b(?:what(?:'s| is| are)|find|calculate|compute) \S+ ?(?:%|percent) of")
+MAYBE_PERCENT = re.compile("(?i)%|percent|rate|chance|likely|probab|interest|margin")
+CHANGE = re.compile("(?i)increas|decreas|reduc|gr[eo]w|rise|rose|drop|fell|fall")
+IN = re.compile(r"(?i)\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?:(?:terms|units) of |whole |US )*")
 CLOSED = re.compile(r"\s*(?:[^\w\s]|$)")
-FILLERS = set("more less total in altogether extra additional change".split())
+ASK = re.compile(r"(?i)\bhow (?P<how>many|much|far|long|old|tall|wide|heavy)\b|\bwhat\b|"
+                 r"\b(?<!to )(?:calculate|find|compute|determine)\b(?!\s+(?:out\s+)?(?:how|what))")
+# Text before a question word that does not belong to a clause.
+MAIN = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|but|or|in|by|of|at|for|about|to|exactly|also))\s*$")
+LEADING = re.compile(r"(?i)\s*(?:(?:['’]s|is|are|was|were|will be|would be|of|the|these|those|his|her|its|"
+                     r"their|my|our|your|all|an?|more|\w+['’]s) )*")
+NUMBER_OF = re.compile(r"(?i)(?:\w+ ){0,3}?(number of|amount of|sum of|difference in) ")
+PER_TIME = re.compile(r"(?i)\b(?:per|an?|each|every|one) (hour|minute|second)\b")
+MONEY = (r"money|cash|costs?|prices?|pay|pays|paid|payment|spend|spends|spent|spending|earn|earns|earned|"
+         r"earnings|charged?|charges|owed?|owes|salary|wages?|income|revenue|profits?|"
+         r"budget|bills?|fees?|fare|rent|"
+         r"debts?|expenses?|expensive|cheaper|worth|balance|commission|allowance")
+IS_MONEY = re.compile(                              # not `how much must he run to earn $5`
+    rf"(?i)(?<!\bto )\b(?:{MONEY})\b|"
+    rf"\b(?:have|has|had|needs?|needed|going|able|expect|wants?|get|supposed|required) to (?:{MONEY})\b")
+GAIN = re.compile(r"(?i)\b(?:makes?|made|gets?|got|receives?|received|sells?|sold|gives?|gave|"
+                  r"donated?|raised?|w[io]n|left|leftover|lose|lost|collect|invest|have|has|had)\b")
+WEIGH = re.compile(r"(?i)\bweighs?\b")
+OF = re.compile(r"\s*of\b")
+SHARES = set("rate margin ratio percent percentage interest number".split())
+FILLERS = set("more less total amount money cash altogether extra additional change".split())
 QUANTITIES = {name: {(quantity, None) for quantity in quantities.split()} for names, quantities in (
-    ("far tall wide taller wider deeper farther further distance perimeter circumference", "length"),
-    ("long longer length", "length time calendar"), ("time old older younger age", "time calendar"),
+    ("far tall wide taller wider deeper farther further distance perimeter circumference height", "length"),
+    ("long longer length", "length time calendar"), ("time old older younger age ages", "time calendar"),
     ("heavy heavier weight mass", "mass"), ("area", "area"), ("volume", "volume")) for name in names.split()}
 
 
@@ -67,11 +68,12 @@ def asked_in(text, answer):
         words, senses = _units.read(ask[m.end():])
         is_plural = senses and (_units.is_plural(words[0].lower()) or not words[0].isalpha())
         if is_plural or senses and len(words) == 1 and CLOSED.match(ask, m.end() + len(words[0])):
-            asked = [found for found in asked if found and found[0] & senses] + [(senses, words)]
+            asked = [a for a in asked if a and a[1] and not a[0] & COUNT] + [(senses, words)]
     names = scales(text, answer)
     if asked and all(asked):
         names = names.union(*(words for _, words in asked))
-        return Asked(set().union(*(senses for senses, _ in asked)), None, names)
+        every = set().union(*(senses for senses, _ in asked))
+        return Asked(every, None, names)
     money = currencies(text)
     quantities = {*_units.CURRENCIES} if money else set()
     if SHARE_OF.search(ask) or not MAYBE_PERCENT.search(text):
@@ -81,37 +83,40 @@ def asked_in(text, answer):
 
 def scales(text, answer):
     """Return the words thousand, million, ... that the right answer, a number, leaves out."""
-    number = abs(Fraction(answer.replace(",", ""))) if answer else 0
+    number = abs(_numbers.number(answer) or 0)
     found = {name for name, scale in _numbers.SCALES.items() if number < scale >= 1000 and name in text}
     return frozenset(found | ({"k"} if "thousand" in found else set()))
 
 
 def sought(match, ask, text):
     """Return the (senses, words) of the unit that a question word in the sentence `ask` asks for, or None."""
-    rest = ask[match.end():]
-    rest = rest[LEADING.match(rest).end():]
     how = (match["how"] or "").lower()
-    counted = NUMBER_OF.match(rest) if not how else None
+    rest = ask[match.end():]
+    counted = None
+    if how != "much":
+        rest = rest[LEADING.match(rest).end():]
+        counted = NUMBER_OF.match(rest) if not how else None
     if counted:
         rest = rest[counted.end():]
+        rest = rest[LEADING.match(rest).end():]
     words, senses = _units.read(rest)
-    lower = [word.lower() for word in words]
-    if how == "many" or counted and not IS_MONEY.search(" ".join(lower)):
-        return number_of(words, senses, ask, text) if senses or not counted or counted[1] == "number" else None
-    is_money = IS_MONEY.search(" ".join(lower) if lower and how != "much" else rest)
-    for name in [how, *lower, "weight" if how == "much" and not is_money and WEIGH.search(rest) else ""]:
+    names = [word.lower().partition("/")[0] for word in words]
+    if how == "many" or counted and (senses or counted[1].lower() == "number of"):
+        return number_of(words, senses, ask, text)
+    is_amount = how in ("", "much") and {*names} <= FILLERS and not OF.match(rest)
+    is_money = IS_MONEY.search(rest if is_amount else " ".join(names))
+    for name in [how, *names, "weight" if how == "much" and not is_money and WEIGH.search(rest) else ""]:
         if name in QUANTITIES:
             return QUANTITIES[name], []
-    if SHARES & {*lower}:
+    if how not in ("", "much") or SHARES & {*names}:
         return None
-    if how == "much" and not all(word in FILLERS or IS_MONEY.fullmatch(word) for word in lower):
-        return None
-    if is_money and (how in ("", "much")):
-        money = currencies(text) or {(currency, None) for currency in _units.CURRENCIES}
-        return money | ({("percent", 1)} if CHANGE.search(rest) and "%" in text else set()), []
-    if how == "much" and currencies(text):
-        times = ("time", "calendar") if GAIN.search(rest) else ()
-        return currencies(text) | {sense for sense in mentioned(text) if sense[0] not in times}, []
+    money = currencies(text)
+    change = {("percent", 1)} if CHANGE.search(rest) and MAYBE_PERCENT.search(text) else set()
+    if is_money:
+        return (money or {(currency, None) for currency in _units.CURRENCIES}) | change, []
+    if is_amount and money and (how or "amount" in names):
+        no_units = ("percent", "time", "calendar") if GAIN.search(rest) else ("percent",)
+        return money | change | {sense for sense in mentioned(text) if sense[0] not in no_units}, []
     return None
 
 
@@ -122,7 +127,8 @@ def number_of(words, senses, ask, text):
         return senses | {*filter(None, rates)}, words
     if not any(_units.is_plural(word) or word in _numbers.SCALES for word in _units.parts(words, "")):
         return None
-    measures = {sense for sense in mentioned(text) if sense[0] in ("mass", "volume")}      # grams: how many carbs
+    # grams: how many carbs
+    measures = {sense for sense in mentioned(text) if sense[0] in ("mass", "volume")}
     return COUNT | measures, words
 
 
@@ -134,5 +140,5 @@ def mentioned(text):
 def currencies(text):
     """Return the senses of the words in a text that can only be money; of any size if it has only cents."""
     found = [_units.senses(word) for word in _units.WORD.findall(text)]
-    money = set().union(*(senses for senses in found if senses and {q for q, _ in senses} <= {*_units.CURRENCIES}))
-    return money | {(q, None) for q, _ in money} if money and all(size == 1 for _, size in money) else money
+    money = set().union(*(senses for senses in found if {q for q, _ in senses} <= {*_units.CURRENCIES}))
+    return money | {(q, None) for q, _ in money} if {size for _, size in money} == {1} else money

@@ -32,11 +32,12 @@ WITH_UNIT = re.compile(r"(?P<number>.*?[0-9)])\s{0,2}(?P<unit>(?:[%$€£¥₹¢
 WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
                  "sixteen seventeen eighteen nineteen".split(), range(1, 20)))
 WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10 ** 6, "billion": 10 ** 9, "trillion": 10 ** 12}
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10 ** 6, "billion": 10 ** 9,
+          "trillion": 10 ** 12}
 LATER = re.compile(r"\b(?:ago|later|from now)\b")   # after a time: `$20 two weeks ago`
 # Words after a number that give it another value, or another number to choose.
-ALTER = {*WORDS, *SCALES, *"half halves thirds quarters fourths fifths sixths eighths tenths hundredths squared "
-         "cubed pi π sqrt root mod factorial".split()}
+ALTER = {*WORDS, *SCALES, *"half halves thirds quarters fourths fifths sixths eighths tenths hundredths "
+         "squared cubed pi π sqrt root mod factorial".split()}
 WRAPPED = re.compile(r"(?:\*\*(.*)\*\*|\*(.*)\*|`(.*)`|\"(.*)\"|'(.*)'|“(.*)”|\\boxed\{(.*)\}|\\\((.*)\\\)|"
                      r"\\\[(.*)\\\]|\$(.*)\$)\.?", re.DOTALL)
 
@@ -124,7 +125,8 @@ def with_words(value, currency, unit, asked):
         if word in _units.STOPS - {"a", "an"} or LATER.search(unit):
             break
         is_joined = before in ("and", "or") or _units.senses(before)
-        if is_joined and (word in ALTER and word.removesuffix("s") not in named or word == "or" and _units.senses(after)):
+        is_choice = word == "or" and _units.senses(after)
+        if is_joined and (is_choice or word in ALTER and word.removesuffix("s") not in named):
             return None
         before = before if word == "a" else word
     first = re.match(r"[^\W\d_](?![^\W\d_])", unit)

@@ -47,7 +47,8 @@ ALIASES = {
     "μg": "microgram", "t": "tonne", "yd": "yard", "mi": "mile", "gal": "gallon", "m³": "m3", "m^3": "m3",
     "kilobit": "kbit", "megabit": "Mbit", "kilobyte": "kB", "megabyte": "MB", "gigabyte": "GB",
     "terabyte": "TB", "kibibyte": "KiB", "mebibyte": "MiB", "gibibyte": "GiB", "kph": "km/h", "kmh": "km/h",
-    "kmph": "km/h", "KB": "kB", "kb": "kbit", "Kb": "kbit", "Mb": "Mbit", "Mg": "tonne", "yr": "year", "wk": "week",
+    "kmph": "km/h", "KB": "kB", "kb": "kbit", "Kb": "kbit", "Mb": "Mbit", "Mg": "tonne",
+    "yr": "year", "wk": "week",
 }
 # The length of a month is ambiguous (30 days, 4 weeks, a twelfth of a year); these are consistent with each
 # other.
@@ -88,37 +89,43 @@ def size_of(word):
 # Money is in hundredths, areas in square millimetres, a percentage and a count in ones. These words are not
 # in SIZES, whose units are those of equations.
 CURRENCIES = {"dollar": "$ us$ usd dollar buck", "euro": "€ eur euro", "sterling": "£ gbp quid sterling",
-              "yen": "¥ jpy yen", "rupee": "₹ inr rupee", "yuan": "cny rmb yuan", "peso": "peso", "franc": "franc"}
+              "yen": "¥ jpy yen", "rupee": "₹ inr rupee", "yuan": "cny rmb yuan", "peso": "peso"}
 SENSES = {name: {(currency, 100)} for currency, names in CURRENCIES.items() for name in names.split()}
-for names, senses_of_names in (
+for names, meant in (
         ("pound", {("sterling", 100), SIZES["pound"]}), ("cent ¢", {("dollar", 1), ("euro", 1)}),
         ("penny pennies", {("dollar", 1), ("sterling", 1)}), ("pence", {("sterling", 1)}),
-        ("% percent percentage pct", {("percent", 1)}), ("cup", {SIZES["cup"], ("count", 1)}),
-        ("stone", {SIZES["stone"], ("count", 1)}), ("knot", {SIZES["knot"], ("count", 1)}),
-        ("bit", {SIZES["bit"], ("count", 1)}), ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}),
+        ("% percent percentage pct", {("percent", 1)}), ("square sq cubic cu", {("incomplete", 1)}),
+        ("cup", {SIZES["cup"], ("count", 1)}), ("stone", {SIZES["stone"], ("count", 1)}),
+        ("knot", {SIZES["knot"], ("count", 1)}), ("bit", {SIZES["bit"], ("count", 1)}),
+        ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("cc", {SIZES["ml"]}),
         ("ton", {SIZES["tonne"], ("mass", Fraction("907184740")), ("mass", Fraction("1016046908.8"))}),
         ("degree °", {("celsius", 1), ("fahrenheit", 1), ("angle", 1)}), ("kelvin K", {("kelvin", 1)}),
         ("celsius centigrade C", {("celsius", 1)}), ("c", {("celsius", 1), ("dollar", 1), ("euro", 1)}),
-        ("fahrenheit F f", {("fahrenheit", 1)}), ("cc", {SIZES["ml"]}), ("acre", {("area", Fraction("4046856422.4"))}),
-        ("hectare", {("area", 10 ** 10)}), ("square sq cubic cu", {("incomplete", 1)}), ("squares Ms", set())):
-    SENSES |= dict.fromkeys(names.split(), senses_of_names)
+        ("fahrenheit F f", {("fahrenheit", 1)}), ("acre", {("area", Fraction("4046856422.4"))}),
+        ("hectare", {("area", 10 ** 10)}), ("squares Ms", set())):
+    SENSES |= dict.fromkeys(names.split(), meant)
 LETTERS = "ghlLmst"                  # symbols of one letter
-IRREGULAR = set("feet inches pennies centuries people men women children mice teeth geese fish sheep deer".split())
-DEGREES = re.compile(r"\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)", re.IGNORECASE)
-LENGTH = "|".join(f"{name}s?" for name in ("in", *SIZES, *ALIASES) if SIZES.get(ALIASES.get(name, name), ["length"])[0] == "length")
-POWERS = [(re.compile(form.replace("LENGTH", rf"({LENGTH})\b"), re.IGNORECASE), short) for form, short in (
-    (r"\b(?:square[\s-]+|sq\.?[\s-]*)LENGTH", r"\1^2"), (r"\b(?:cubic[\s-]+|cu\.?[\s-]*)LENGTH", r"\1^3"),
-    (rf"\b({LENGTH})(?:\^?[2²]| squared?\b)", r"\1^2"), (rf"\b({LENGTH})(?:\^?[3³]| cubed\b)", r"\1^3"),
-    (r"\b(?!and\b|or\b)([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)", r"\1/\2"))]
+IRREGULAR = set("feet inches pennies centuries people men women children mice teeth geese fish sheep".split())
+DEGREES = re.compile(r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)")
+LENGTHS = {unit for unit, (quantity, _) in SIZES.items() if quantity == "length"}
+LENGTH = "|".join(f"{name}s?" for name in ("in", *LENGTHS, *ALIASES) if ALIASES.get(name, "m") in LENGTHS)
+POWERS = [(re.compile(form), short) for form, short in (
+    (rf"(?i)\b(?:square[\s-]+|sq\.?[\s-]*)({LENGTH})\b", r"\1^2"),
+    (rf"(?i)\b(?:cubic[\s-]+|cu\.?[\s-]*)({LENGTH})\b", r"\1^3"),
+    (rf"(?i)\b({LENGTH})(?:\^?[2²]| squared?\b)", r"\1^2"),
+    (rf"(?i)\b({LENGTH})(?:\^?[3³]| cubed\b)", r"\1^3"),
+    (r"(?i)\b(?!and\b|or\b)([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)",
+     r"\1/\2"))]
 WORD = re.compile(r"US\$|[^\W\d_][^\W_]*(?:[-'’./^][^\W_]+)*|[%$€£¥₹¢°]")
-END = re.compile(r"[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")         # of a noun phrase; so are these words:
-STOPS = set("of in into per a an at for by on to from with without than as if when while until before after during "
-            "that which who whom whose what how why where is are was were be been am do does did has have had will "
-            "would can could should must may might shall he she it they we you i each every all so because but "
-            "the this these those his her its their my our your over under between more".split())
+END = re.compile(r"[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")         # of a noun phrase, as are these words
+STOPS = set("of in into per a an at for by on to from with without than as if when while until before after "
+            "during that which who whom whose what how why where is are was were be been am do does did has "
+            "have had will would can could should must may might shall he she it they we you i each "
+            "every all so because but the this these those his her its their my our your over "
+            "under between last next".split())
 
-# senses: {(quantity, size)} that the unit of an answer may have, size None: any; quantities: those of which no
-# other unit is right, None: all; words: those of the question that name the unit.
+# senses: {(quantity, size)} that the unit of an answer may have, size None: any; quantities: those of which
+# no other unit is right, None: all; words: those of the question that name the unit.
 Asked = namedtuple("Asked", "senses quantities words")
 
 
@@ -131,7 +138,7 @@ def in_one_word(text):
 
 
 def senses(word):
-    """Return the {(quantity, size)} that a word from in_one_word may mean as a unit; empty for other words."""
+    """Return the {(quantity, size)} that a word from in_one_word may mean as a unit, maybe none."""
     top, _, below = word.partition("/")
     if below:
         speed = size_of(word)
@@ -140,8 +147,9 @@ def senses(word):
         return {speed} | (set() if canonical(below) in ("hour", "minute", "second") else senses(top))
     base, _, power = word.partition("^")
     if power:
-        lengths = [size for quantity, size in senses("inch" if base == "in" else base) if quantity == "length"]
-        return {("area", size ** 2) if power == "2" else ("volume", size ** 3 / 1000) for size in lengths}
+        base_senses = senses("inch" if base == "in" else base)
+        lengths = [size for quantity, size in base_senses if quantity == "length"]
+        return {("area", n ** 2) if power == "2" else ("volume", n ** 3 / 1000) for n in lengths}
     for form in (word, word.lower()) if len(word) > 1 else (word,):
         for name in (form, form.removesuffix("s")):
             if name in SENSES:
@@ -155,8 +163,10 @@ def is_plural(word):
 
 
 def read(text):
-    """Return the words of the noun phrase that a text begins with, and the senses of its units. A unit in the
-    singular before another word is none: of `second graders`, `dollar bills`; nor is a word after a plural."""
+    """Return the words of the noun phrase that a text begins with, and the senses of its units.
+
+    A unit in the singular before another word is none (`second graders`, `dollar bills`), nor is a unit after
+    another noun in the plural (`friends last week`)."""
     words = []
     for word in WORD.findall(END.split(in_one_word(text))[0]):
         if word.lower().partition("/")[0] in STOPS:
