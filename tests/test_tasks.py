@@ -210,7 +210,7 @@ def test_grades_are_loose_and_exactness_is_not():
             ("6 * 1000 = 6400. <answer>6400</answer>", (0.0, True, False, False, False)),
             ("<answer>6000</answer>", (1.0, True, True, True, False)), ("6 * 1000 = 6000.", (0.0, False, False, False, True)),
             ("6 * 1,000 = 6,000. <answer> 6,000.0 </answer><answer>1</answer>", (1.0, True, True, True, True)),
-            ("<answer>6000 m</answer>", (0.0, False, False, False, False)), ("<answer>1e999</answer>", (0.0, False, False, False, False)),
+            ("<answer>6000 m</answer>", (1.0, True, True, True, False)), ("<answer>1e999</answer>", (0.0, False, False, False, False)),
             ("6 * 1000 = 6000, 2 + 2 = 5. <answer>6000</answer>", (1.0, True, True, True, False))):
         score, parts = task.reward({"question": "", "answer": "6000"}, completion)
         assert (score, *parts.values()) == expected, completion
