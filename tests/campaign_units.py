@@ -12,29 +12,35 @@ from pathlib import Path
 
 from tasks import _answers, _equations, _numbers
 
-WRONG = {"money": "€{}, £{}, {} hours, {} km, {}%, {} cents", "time": "${}, {} km, {}%", "length": "${}, {} hours, {}%",
-         "mass, volume": "${}, {} hours, {}%", "count": "${}, {} hours, {}%"}
+WRONG = {"money": "€{}, £{}, {} hours, {} km, {}%, {} cents", "time": "${}, {} km, {}%",
+         "length": "${}, {} hours, {}%", "mass, volume": "${}, {} hours, {}%",
+         "count": "${}, {} hours, {}%"}
 KINDS = {"time": "hours minutes days years weeks months seconds", "length": "miles feet inches meters km kilometers",
          "mass, volume": "pounds ounces kg grams gallons liters", "money": "dollars dollar"}
 KIND_OF = {unit: kind for kind, units in KINDS.items() for unit in units.split()}
 
+PHRASE = re.compile(r"\b(?:of|for|at|by|on|to|from|with|the|is|are|was|were|did|do|that|and|left|more)\b")
+
 
 def main(path):
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    tried, refused, wrong, paid = 0, [], Counter(), Counter()
+    tried = 0
+    refused = []
+    wrong = Counter()
+    paid = Counter()
     for row in rows:
         worked, _, answer = row["answer"].rpartition("####")
         answer = answer.strip()
         value = _numbers.number(answer)
         asked = _answers.asked_unit({"question": row["question"], "answer": answer})
-        line = _equations.NOTE.sub("", worked).strip().split("\n")[-1].replace("sq.", "square").replace("square in ", "square inches ")
+        line = _equations.NOTE.sub("", worked).strip().split("\n")[-1]
         number = rf"(-?[$€£]?)(?<![\d.,]){re.escape(answer)}(?:\.00)?(?![\d,]|\.\d)([ %/a-zA-Z²'’]*)"
         found = list(re.finditer(number, line))
         if not found:
             continue
         tail = found[-1][2].rstrip()
         sign = found[-1][1][-1:].strip("-")
-        noun = re.split(r"\b(?:of|in|for|at|by|on|to|from|with|the|is|are|was|were|did|do|that|and|left|more)\b", tail)[0].rstrip()
+        noun = PHRASE.split(tail)[0].rstrip()
         for text in {f"{sign}{answer}{tail}", f"{sign}{answer}{noun}"}:
             tried += 1
             if _numbers.number(text, asked) != value:
