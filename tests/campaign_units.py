@@ -15,7 +15,8 @@ from tasks import _answers, _equations, _numbers
 WRONG = {"money": "€{}, £{}, {} hours, {} km, {}%, {} cents", "time": "${}, {} km, {}%",
          "length": "${}, {} hours, {}%", "mass, volume": "${}, {} hours, {}%",
          "count": "${}, {} hours, {}%"}
-KINDS = {"time": "hours minutes days years weeks months seconds", "length": "miles feet inches meters km kilometers",
+KINDS = {"time": "hours minutes days years weeks months seconds",
+         "length": "miles feet inches meters km kilometers",
          "mass, volume": "pounds ounces kg grams gallons liters", "money": "dollars dollar"}
 KIND_OF = {unit: kind for kind, units in KINDS.items() for unit in units.split()}
 
