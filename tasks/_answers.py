@@ -3,29 +3,22 @@ import re
 from fractions import Fraction
 
 from tasks import _equations, _numbers
+from tasks._asked import asked_unit
 from tasks._steps import NUMBERED, Steps, follows, plain
 
 LONGEST_STEPS = 2000                 # characters read by grade_steps
 ANSWER = re.compile(r"<answer ?>([^<]{0,200})</answer ?>", re.IGNORECASE)
-HOW_MANY = re.compile(r"\bhow many (?:(?:more|fewer|total|other|extra|additional|different|new|whole|of|the|"
-                      r"these|those|his|her|its|their) |[a-z]{1,2} (?=atoms))*(%|[^\W\d_]{1,40})",
-                      re.IGNORECASE)         # of "how many more H atoms" the last word
-NO_UNITS = set("do does did is are was were has have had will would can could should must".split())
-SENTENCE = re.compile(r"(?<=[.!?])\s+")
-PERCENT = re.compile(r"percent|\b(?:what|which) ?%", re.IGNORECASE)
-WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-                 "sixteen seventeen eighteen nineteen".split(), range(1, 20)))
-WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
-WORDS |= dict(zip("third fourth fifth sixth seventh eighth ninth tenth".split(), range(3, 11)))
+WORDS = _numbers.WORDS | dict(zip("third fourth fifth sixth seventh eighth ninth tenth".split(),
+                                  range(3, 11)))
 WORDS |= {"hundred": 100, "thousand": 1000, "million": 1_000_000, "dozen": 12, "half": 2, "quarter": 4,
           "once": 1, "twice": 2, "double": 2, "thrice": 3, "triple": 3, "minute": 60, "hour": 60, "day": 24,
           "week": 7, "year": 12}
 
 
-def answer(completion, unit=None):
-    """Return the number in the first <answer>...</answer> or None. unit: see _numbers.number."""
+def answer(completion, asked=None):
+    """Return the number in the first <answer>...</answer> or None. asked: see _numbers.number."""
     found = ANSWER.search(completion)
-    return _numbers.number(found[1], unit) if found else None
+    return _numbers.number(found[1], asked) if found else None
 
 
 def words(completion):
@@ -44,20 +37,6 @@ def before_answer(completion):
     """Return the text before the first answer, the whole completion without one."""
     found = ANSWER.search(completion)
     return completion[:found.start()] if found else completion
-
-
-def asked_unit(question):
-    """Return the unit that an answer may have, or None. The last sentence asks."""
-    if "to" in question:
-        return question["to"]
-    text = question.get("question", "")
-    asks = SENTENCE.split(text.strip())[-1]
-    found = HOW_MANY.search(asks) or HOW_MANY.search(text)
-    if found and not found[1].lower().startswith(("percent", "%")):
-        return None if found[1].lower() in NO_UNITS else found[1]
-    if found or PERCENT.search(asks):
-        return "%"
-    return "dollar" if "how much" in asks.lower() and ("$" in text or "dollar" in text) else None
 
 
 def right_answer(question):

@@ -26,8 +26,18 @@ POWER = re.compile(rf"{SIGN}10\^(?P<power>[-+]?[0-9]{{1,3}})\.?")
 RATIO = re.compile(rf"{SIGN}(?P<open>\()?(?:(?P<whole>[0-9]{{1,12}})[+ ])?(?P<above>[0-9]{{1,12}})\s?/\s?"
                    r"(?P<below>[0-9]{1,12})(?(open)\))\.?")
 LABEL = re.compile(r"^(?:[a-zA-Z]\s?)?=\s?")       # `x = 11`, `= 11`
-CURRENCIES = "$€£ "
-WITH_UNIT = re.compile(r"(?P<number>.*[0-9)$])\s{0,2}(?P<unit>%|[^\W\d_][\w/^]*)\.?")
+PRICE = re.compile(r"(?P<sign>[-+]?)\s?(?P<currency>US\$|USD|EUR|GBP|[$€£¥₹])\s?(?P<number>.*)")
+WITH_UNIT = re.compile(r"(?P<number>.*?[0-9)])\s{0,2}(?P<unit>(?:[%$€£¥₹¢°/(]|[^\W\d_])"
+                       r"(?:[^\W\d_]|\^[23]|[\s'’/%°().$€£-])*)")
+WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+                 "sixteen seventeen eighteen nineteen".split(), range(1, 20)))
+WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10 ** 6, "billion": 10 ** 9,
+          "trillion": 10 ** 12}
+LATER = re.compile(r"\b(?:ago|later|from now)\b")   # after a time: `$20 two weeks ago`
+# Words after a number that give it another value, or another number to choose.
+ALTER = {*WORDS, *SCALES, *"half halves thirds quarters fourths fifths sixths eighths tenths hundredths "
+         "squared cubed pi π sqrt root mod factorial".split()}
 WRAPPED = re.compile(r"(?:\*\*(.*)\*\*|\*(.*)\*|`(.*)`|\"(.*)\"|'(.*)'|“(.*)”|\\boxed\{(.*)\}|\\\((.*)\\\)|"
                      r"\\\[(.*)\\\]|\$(.*)\$)\.?", re.DOTALL)
 
@@ -77,22 +87,54 @@ def fraction(found):
 
 # --- numbers ---
 
-def number(text, unit=None):
+def number(text, asked=None):
     """Return the exact value of a text as a Fraction, or None unless the whole text is one number (`5 or 6`
-    is not).
+    is not), perhaps with a currency sign.
 
-    unit: the unit asked for, which may follow the number. A currency sign may precede or follow it, unless
-    the unit is known not to be money."""
+    asked: _units.Asked; other words may follow the number then, but no unit that it does not allow."""
     if len(text) > 5 * LONGEST:
         return None
     text = LABEL.sub("", normal(unwrapped(text)).strip())
-    money = not unit or _units.size_of(unit) in (None, _units.size_of("dollar"))
-    value = plain_number(text.strip(CURRENCIES) if money else text)
-    if value is None and unit:
-        found = WITH_UNIT.fullmatch(_units.in_one_word(text))
-        if found and _units.are_same(found["unit"], unit):
-            value = plain_number(found["number"].strip(CURRENCIES))
-    return value
+    currency = unit = ""
+    if found := PRICE.fullmatch(text):
+        currency = found["currency"]
+        text = found["sign"] + found["number"]
+    value = plain_number(text)
+    if value is None and (found := WITH_UNIT.fullmatch(_units.in_one_word(text))):
+        value = plain_number(found["number"])
+        unit = found["unit"].strip()
+        if currency == "$" and unit.startswith("$"):          # TeX: $1000$ km
+            currency = ""
+            unit = unit[1:]
+    if value is None or asked is None:
+        return value if unit in ("", *"$€£¥₹") else None
+    return with_words(value, currency, unit, asked)
+
+
+def with_words(value, currency, unit, asked):
+    """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
+    alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
+    named = _units.parts(asked.words)
+    words = _units.WORD.findall(unit.lower())
+    while words and (scale := words[0].removesuffix("s")) in SCALES and scale not in named:
+        value *= SCALES[scale]
+        words = words[1:]
+        unit = unit.partition(" ")[2]
+    before = "and"                   # a word after the number, `and` or a unit belongs to the number
+    for word, after in zip(words, [*words[1:], ""]):
+        if word in _units.STOPS - {"a", "an"} or LATER.search(unit):
+            break
+        is_joined = before in ("and", "or") or _units.senses(before)
+        is_choice = word == "or" and _units.senses(after)
+        if is_joined and (is_choice or word in ALTER and word.removesuffix("s") not in named):
+            return None
+        before = before if word == "a" else word
+    first = re.match(r"[^\W\d_](?![^\W\d_])", unit)
+    if first and first[0] not in "aA" and not _units.senses(first[0]) and first[0].lower() not in named:
+        return None                                           # a variable: 5x
+    if currency and words and not _units.senses(words[0]):
+        unit = ""                                             # $20 in two weeks
+    return value if all(_units.allows(asked, text) for text in (currency, unit)) else None
 
 
 def written(text):

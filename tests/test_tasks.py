@@ -212,7 +212,7 @@ def test_grades_are_loose_and_exactness_is_not():
             ("6 * 1000 = 6400. <answer>6400</answer>", (0.0, True, False, False, False)),
             ("<answer>6000</answer>", (1.0, True, True, True, False)), ("6 * 1000 = 6000.", (0.0, False, False, False, True)),
             ("6 * 1,000 = 6,000. <answer> 6,000.0 </answer><answer>1</answer>", (1.0, True, True, True, True)),
-            ("<answer>6000 m</answer>", (0.0, False, False, False, False)), ("<answer>1e999</answer>", (0.0, False, False, False, False)),
+            ("<answer>6000 m</answer>", (1.0, True, True, True, False)), ("<answer>1e999</answer>", (0.0, False, False, False, False)),
             ("6 * 1000 = 6000, 2 + 2 = 5. <answer>6000</answer>", (1.0, True, True, True, False))):
         score, parts = task.reward({"question": "", "answer": "6000"}, completion)
         assert (score, *parts.values()) == expected, completion
@@ -756,7 +756,7 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
         return task.reward({"question": "", "answer": "1000"} | question, f"<answer>{text}</answer>")[0]
     for text in FORMS:
         assert paid(text) == 1.0, text
-    for text in ("5 or 6", "1000 or 1001", "1000, 2000", "1 0000", "10 00", "1000 km", "~1000", "x = 1000 = y", "2000/2", "10^3^1", "2 = 1000", "(1000", "1000)", "1, 000",
+    for text in ("5 or 6", "1000 or 1001", "1000, 2000", "1 0000", "10 00", "~1000", "x = 1000 = y", "2000/2", "10^3^1", "2 = 1000", "(1000", "1000)", "1, 000",
                  "*1000", "`1000", "1000, or so", "1000!", "1000 1", "",
                  "10^999", "1000**", "ten", "$$", "1e400", "1000 - 0"):
         assert paid(text) == 0.0, text
@@ -780,11 +780,11 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
     for right in (1000, "1,000", 1000.0):
         score, parts = task.reward({"question": "900 + 100 = ?", "answer": right}, "900 + 100 = 1000 <answer>1000</answer>")
         assert score == 1.0 and parts["reasoned"]
-    assert paid("1000 clip", question="How many boxes?") == paid("$1000", question="How many cents?") == 0.0
+    assert paid("1000 clip", question="How many boxes?") == paid("1000 km") == 1.0 and paid("$1000", question="How many cents?") == 0.0
     for text, question, score in (
-            ("1000 apples", "How many more apples has Ann?", 1.0), ("1000 pears", "How many more apples has Ann?", 0.0),
+            ("1000 apples", "How many more apples has Ann?", 1.0), ("1000 pears", "How many more apples has Ann?", 1.0),
             ("1000 atoms", "How many H atoms are in it?", 1.0), ("1000 hours", "How many H atoms are in it?", 0.0),
-            ("1000 degrees", "How many degrees is the angle?", 1.0), ("1000", "How many did she sell?", 1.0), ("1000 did", "How many did she sell?", 0.0),
+            ("1000 degrees", "How many degrees is the angle?", 1.0), ("1000", "How many did she sell?", 1.0), ("1000 did", "How many did she sell?", 1.0),
             ("1000%", "What is 40% of 2500?", 0.0), ("1000%", "Ann saves 5%. What percentage is that?", 1.0),
             ("1000%", "There is a 5% discount. How much does he pay?", 0.0),
             ("1000 dollars", "A pen costs $5. How much does he pay?", 1.0), ("1000 km", "How much of it, in $?", 0.0)):
@@ -797,6 +797,103 @@ def test_right_answers_are_paid_in_the_forms_people_write(spec, stories):
     for unit, name in (("kB", "kilobits"), ("celsius", "°F"), ("km/h", "miles per hour"), ("m3", "m^2"), ("m/s", "meters")):
         assert paid(f"1000 {name}", to=unit) == 0.0, unit
     assert paid("$1000$ percentage", question="What percent?") == paid("$1000", question="How many dollars?") == 1.0
+
+
+# question: right answers; answers in a unit that is known, and not the one asked for. All numbers are right.
+ASKED = {
+    # a question word before the last sentence does not ask
+    "Ann earns $5 an hour and wonders how many hours she must work. She works ten. What is her pay?": ("$50, 50 dollars, 50", "50 hours, €50, 50%, 50 km"),
+    "Bo knows how many km he ran. Shoes cost $30. How much does he pay for two pairs?": ("$60, 60 dollars, 60.00 USD", "60 km, 60 hours, £60"),
+    "How many hours does he work? He works 8 hours on 5 days. How many dollars does he earn at $2 an hour?": ("$80, 80 dollars, 80 dollars a week", "80 hours, 80%, 80 €"),
+    "If she knows how many hours she works, what is her total income in dollars?": ("$9, 9 dollars", "9 hours, 9 cents"),
+    "She paid $3. How many pens did she get, if she does not know how much they cost?": ("4 pens, 4 blue pens, 4", "$4, 4 hours"),
+    # percent
+    "What is 20 percent of 50?": ("10, 10 dollars, 10 km", "10%, 10 percent"),
+    "What is 20% of 50 kg?": ("10 kg, 10 kilos", "10%, 10 pct"),
+    "A shirt costs $80. How much does he pay after a 25 percent discount?": ("$60, 60 dollars, 60", "60%, 60 percent, 60 euros, 60 km"),
+    "Of 50 students 20 percent leave. How many students are left?": ("40 students, 40 pupils, 40", "40%, 40 percent, $40, 40 hours"),
+    "What percent of 50 is 10?": ("20%, 20 percent, 20, 20 percent of it", "$20, 20 km, 20 hours"),
+    "There are 5 red balls of 20. What is the percentage of red balls?": ("25%, 25 percent, 25 percentage points", "25 kg, €25"),
+    "By how many percent did it rise from $4 to $5?": ("25%, 25 pct", "$25, 25 dollars"),
+    "There are 3 red balls of 12. What is the probability of red, in percent?": ("25%, 25 percent", "25 m, $25"),
+    "The price rises from $50 by 20%. By how much does the price rise?": ("$10, 10 dollars", "10 hours, €10"),
+    "A third of 60% of the class are boys. What share is that?": ("20%, 20 percent, 20", ""),
+    # how much
+    "A pen costs $3. How much longer is a pen of 12 cm than one of 7 cm?": ("5 cm, 5 centimeters, 5", "$5, 5 dollars, 5 kg, 5%"),
+    "A dog eats $3 of food and gains 2 kg. How much does it weigh?": ("9 kg, 9 pounds", "$9, 9 hours, £9"),
+    "A bag of 6 cups of flour costs $3. How much flour is left?": ("5 cups, 5 grams", "€5"),
+    "It takes Ann 3 hours and $4 to get there. How much time does she lose?": ("5 hours, 5 minutes", "$5, 5 dollars, 5 kg"),
+    "A taxi costs €2. How much do ten rides cost?": ("€20, 20 euros, 20 EUR", "$20, 20 dollars, £20, 20 hours, 20%"),
+    "A taxi costs £2. How much do ten rides cost?": ("£20, 20 pounds, 20 quid, 20 pounds sterling", "$20, 20 euros, 20 kg, 20 minutes"),
+    "He has ₹30 and spends ₹10. How much money does he have left?": ("₹20, 20 rupees", "$20, ¥20, 20 hours"),
+    "He has $30 and loses $10 in 3 hours. How much does he have left?": ("$20, 20 dollars left", "20 hours, €20, 20%"),
+    "How much more expensive is a $9 ticket than a $4 one?": ("$5, 5 dollars more", "5 hours, 5 yen"),
+    "How much does a book cost?": ("$5, 5 euros, £5, 5 dollars and a bit", "5 hours, 5 km, 5%"),
+    "How much must he run to earn $5 at 20 cents a mile?": ("25 miles, 25", "€25"),
+    "He owes $7 and pays $12. How much does he owe now?": ("-$5, $-5, -5 dollars, −$5, -5", "-€5, -5 hours, €-5, $5, -5%"),
+    # units of several words
+    "How many miles per hour is that?": ("30 miles per hour, 30 mph, 30 miles/hour, 30 miles an hour, 30 mi/h", "30 miles, 30 km/h, 30 hours, 30 kilometers per hour, 30 feet per second"),
+    "What is its speed in meters per second?": ("30 m/s, 30 meters per second, 30 metres/second", "30 m, 30 meters, 30 seconds, 30 km/h"),
+    "How many miles does he drive each hour?": ("30 miles, 30 miles per hour, 30 mph", "30 km, 30 hours, $30, 30 km/h"),
+    "How many miles does he drive in 2 hours?": ("60 miles, 60 mi", "60 mph, 60 hours, 60 miles per hour"),
+    "How many square feet is the room?": ("120 square feet, 120 sq ft, 120 sq. ft., 120 ft^2, 120 ft², 120 ft2, 120 square feet of floor", "120 feet, 120 square, 120 cubic feet, 120 square meters, 120 ft"),
+    "What is the volume in cubic meters?": ("9 m^3, 9 cubic meters, 9 m³, 9 m3, 9 cubic metres", "9 m, 9 m², 9 square meters, 9 liters"),
+    "What is the area of a garden of 4 feet by 5 feet?": ("20 square feet, 20 sq ft, 20", "20 feet, 20 hours, 20 cubic feet, $20"),
+    "How many liters per day does he drink?": ("2 liters, 2 liters per day, 2 l", "2 ml, 2 hours, $2"),
+    "How many fluid ounces is it?": ("8 fluid ounces, 8 ounces, 8 oz, 8 fl oz", "8 pounds, 8 cups, 8 hours"),
+    "How many dollars per hour does she earn?": ("$15, 15 dollars per hour, $15/hour, $15 an hour, 15 dollars", "15 hours, €15, 15 cents, 15 mph"),
+    "How many kilowatt hours does he use?": ("7 kWh, 7 kilowatt hours, 7 kilowatt-hours", "$7, 7 km"),
+    # words that are no units
+    "How many green apples are left?": ("5 apples, 5 green apples, 5 fruits, 5 pieces of fruit, 5 apples per person", "5 hours, $5, 5%, 5 km"),
+    "How many more H atoms are in it?": ("6 H, 6 atoms, 6 H atoms, 6 hydrogen atoms", "6 hours, $6, 6%"),
+    "How many did she sell?": ("6, 6 eggs, 6 pies, $6", "6%"),
+    "There are 24 second graders and 6 third graders. How many students are there?": ("30 students, 30 second graders, 30 children", "30 seconds, 30 minutes, $30"),
+    "How many dollar bills has he?": ("5 dollar bills, 5 bills, 5 notes", "5 hours, 5 km"),
+    "How many people did not come?": ("8 people did not come, 8 did not, 8 guests in two days", "8 hours, $8"),
+    "Each bar has 15 grams of carbs. How many carbs do two bars have?": ("30 carbs, 30 grams, 30 g, 30 grams of carbs", "30 hours, $30, 30%"),
+    "How many dozen eggs are there?": ("5 dozen, 5 dozens, 5 dozen eggs", "5 hours, 5 kg"),
+    "How many eggs are there?": ("60 eggs, 5 dozen, 5 dozen eggs", "60 dozen, 60 hours"),
+    "A city has 2 million people, half leave. How many people are left?": ("1000000, 1 million, 1 million people", "1000000 hours, $1 million, 1000 hours"),
+    # other ways of asking than `how many`
+    "How far is it in km?": ("9 km, 9 kilometers, 9 KM, 9 Km, 9 kms", "9 miles, 9 m, 9 hours, $9"),
+    "How far is it?": ("9 km, 9 miles, 9 blocks", "9 hours, $9, 9 kg"),
+    "What is the total cost in dollars?": ("6 dollars, $6, 6 USD, US$6", "€6, 6 cents, 6 hours, £6"),
+    "What is his change, in cents?": ("250 cents, 250¢, 250", "$250, 250 dollars, €250, 250 km"),
+    "A pen costs $2.50. Give its price in cents.": ("250 cents, 250 ¢", "$250, 250 dollars"),
+    "How much is the fare in euros?": ("€6, 6 euros, 6 EUR", "$6, 6 dollars, 6 cents"),
+    "How long does it take, in minutes?": ("45 minutes, 45 min, 45 mins", "45 hours, 45 seconds, 45 m, $45"),
+    "How old is he?": ("45 years, 45 years old, 45", "$45, 45 km, 45 kg"),
+    "How tall is the tree in feet?": ("45 feet, 45 ft, 45 feet tall, 45 foot", "45 inches, 45 m, 45 pounds"),
+    "Calculate the number of hours that he sleeps.": ("8 hours, 8 hrs, 8 hours of sleep, 8 h", "8 minutes, 8 days, $8, 8%"),
+    "Convert 6 kg to gram.": ("6000 gram, 6000 g, 6000 grams", "6000 kg, 6000 mg, 6000 pounds"),
+    "What is the temperature in degrees Celsius?": ("25 °C, 25 degrees Celsius, 25 C, 25 degrees, 25°", "25 °F, 25 degrees Fahrenheit, 25 kelvin, $25"),
+    "How many feet and inches is it?": ("7 feet, 7 inches", "7 hours, 7 kg"),
+    # case
+    "How many mg is it?": ("5 mg, 5 milligrams, 5 MG", "5 Mg, 5 g, 5 kg"),
+    "How many MB is it?": ("5 MB, 5 megabytes, 5 Megabytes", "5 Mb, 5 kB, 5 megabits, 5 Mbit"),
+    "How many kB is it?": ("5 kB, 5 KB, 5 kilobytes", "5 kb, 5 Kb, 5 kbit, 5 MB"),
+    "How many kilometers is it?": ("5 km, 5 KM, 5 Km, 5 Kilometers", "5 m, 5 M/s, 5 miles"),
+}
+# These words give a number another value.
+ALTERED = ("5 million", "5 and a half", "5 or six", "5 halves", "5x", "5 x", "5 pi", "5 squared", "5 feet six inches", "5 hours and thirty minutes", "5 dozen", "5 thousand dollars")
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_a_right_number_is_refused_only_for_a_known_unit_of_another_kind_or_size(question):
+    task = tasks.load("arithmetic")
+    right, wrong = (texts.split(", ") if texts else [] for texts in ASKED[question])
+    plain = next((text for text in right if re.fullmatch("-?[0-9]+", text)), None) or re.search("-?[0-9]+", right[0].replace("$", ""))[0]
+    refused = [text for text in right if task.reward({"question": question, "answer": plain}, f"<answer>{text}</answer>")[0] != 1.0]
+    paid = [text for text in wrong if task.reward({"question": question, "answer": plain}, f"<answer>{text}</answer>")[0] != 0.0]
+    assert (refused, paid) == ([], [])
+
+
+def test_many_answers_with_units_are_tried_and_words_that_change_a_number_count():
+    right, wrong = ([text for texts in ASKED.values() for text in texts[i].split(", ")] for i in (0, 1))
+    assert len(right) >= 150 and len(wrong) >= 150
+    task = tasks.load("arithmetic")
+    for question in ("", "How many apples?", "What is the total?"):
+        assert not any(task.reward({"question": question, "answer": "5"}, f"<answer>{text}</answer>")[0] for text in ALTERED)
 
 
 def test_all_tasks_read_answers_with_one_reader():
