@@ -225,12 +225,12 @@ def readers(hf_config, tokenizer=None):
     is_relu2 = hf_config.get("hidden_act") == "relu"
     names = "transformers alone (--mlp=swiglu in train.py makes models for vLLM too)" if is_relu2 else (
         "transformers and vLLM")
-    try:
-        gguf_export.architecture_of(hf_config)
-        gguf_export.vocabulary_of(tokenizer)
-    except BadInput:
-        return names
-    return f"{names}; hf.py --gguf writes a file for llama.cpp"
+    if tokenizer:
+        with contextlib.suppress(BadInput):
+            gguf_export.architecture_of(hf_config)
+            gguf_export.vocabulary_of(tokenizer)
+            names += "; hf.py --gguf writes a file for llama.cpp"
+    return names
 
 
 # --- weights ---
@@ -596,7 +596,8 @@ def main(argv):
         raise BadInput("hf.py needs two folders: python hf.py RUN OUT_DIR, or python hf.py RUN --gguf")
     run = cfg.paths[0]
     quantisation = "F16" if cfg.gguf is True else cfg.gguf
-    out = Path(cfg.paths[-1] if len(cfg.paths) == 2 else f"{Path(run).resolve().stem}-{quantisation}.gguf")
+    name = Path(run).resolve().name.removesuffix(".gguf")
+    out = Path(cfg.paths[-1] if len(cfg.paths) == 2 else f"{name}-{quantisation}.gguf")
     if cfg.gguf and out.exists():
         raise BadInput(f"{out} exists: choose another file, python hf.py RUN FILE.gguf --gguf")
     if not cfg.gguf and out.exists() and (not out.is_dir() or any(out.iterdir())):
