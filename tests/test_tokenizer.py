@@ -313,7 +313,7 @@ NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}        
     (lambda t: changed(t / "a", model=BPE, added_tokens=[{"id": 0, "content": END, "special": True, **dict.fromkeys(
         ("single_word", "lstrip", "rstrip", "normalized"), False)}]), "encodes a text to no tokens"),
     (lambda t: changed(t / "a", pre_tokenizer=MARKING, model=BPE | {"vocab": dict(zip("\u2581ab", range(3)))}), "a piece of a text"),
-    (lambda t: changed(t / "a", model=LACKING), "no ids for '..t' and .* other characters of 208, which a text would lose"),
+    (lambda t: changed(t / "a", model=LACKING), "no ids for '.t' and .* other characters of 208, which a text would lose"),
     (lambda t: changed(t / "a", model=json.loads((write(t / "b") / "tokenizer.json").read_text())["model"] | {"dropout": 0.1}),
      "differently each time .dropout=0.1.: set dropout to null"),
     (lambda t: changed(t / "a", normalizer=NOTHING), "can't be used .*PanicException"),
