@@ -58,7 +58,12 @@ KEYS = {
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 }
 # Keys that model.py does not support, each with the value that has no effect in llama.cpp
-NEUTRAL_VALUES = {"attention.causal": True, "rope.scaling.attn_factor": 1.0, "expert_count": 0, "expert_used_count": 0}
+NEUTRAL_VALUES = {
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+}
 ADDED_TOKENS = ("add_bos_token", "add_eos_token", "add_sep_token")
 CONV1D = re.compile(r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight")
 ROTATED = re.compile(r"attn_[qk]\.")
@@ -194,7 +199,8 @@ def hf_name(name, kind, path):
     match = TENSOR.fullmatch(name)
     names = GPT2_TENSORS if kind == "gpt2" else LLAMA_TENSORS
     if not match or match[2] not in names:
-        raise BadInput(f"{path} has the tensor {name}, which model.py does not support: choose another model.")
+        raise BadInput(f"{path} has the tensor {name}, which model.py does not support: choose "
+                       "another model.")
     prefix = "transformer" if kind == "gpt2" else "model"
     layers = "h" if kind == "gpt2" else "layers"
     layer = f"{layers}.{match[1]}." if match[1] else ""
@@ -254,7 +260,9 @@ def hf_config(fields, stored):
     # as llama.cpp: an old name of the factor, 0 is none, and a factor without a type is linear
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) or 1.0
     rope_type = own.get("rope.scaling.type", "linear").replace("none", "default")
-    rope = {"rope_type": "default"} if rope_type == "linear" and factor == 1 else {"rope_type": rope_type, "factor": factor}
+    rope = {"rope_type": rope_type, "factor": factor}
+    if rope_type == "linear" and factor == 1:
+        rope = {"rope_type": "default"}
     return common | {
         "max_position_embeddings": own["context_length"],
         "num_hidden_layers": own["block_count"],
@@ -279,8 +287,8 @@ def tokenizer_files(fields, path):
     own = without_prefix(fields, "tokenizer.ggml")
     split = own.get("pre")
     if own.get("model") != "gpt2" or split not in SPLITS:
-        raise BadInput(f"{path} has another tokenizer, {own.get('model')} {split}: choose a model with gpt2 and "
-                       f"{', '.join(SPLITS)}, or take its safetensors.")
+        raise BadInput(f"{path} has another tokenizer, {own.get('model')} {split}: choose a model "
+                       f"with gpt2 and {', '.join(SPLITS)}, or take its safetensors.")
     tokens = own["tokens"]
     kinds = own["token_type"]
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}

@@ -389,8 +389,8 @@ class TokenizerJson:
             raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): "
                            "download it again.") from None
         if getattr(self.hf.model, "dropout", None):
-            raise BadInput(f"{path} encodes a text differently each time (dropout={self.hf.model.dropout:.3g}): set "
-                           "dropout to null in that file.")
+            raise BadInput(f"{path} encodes a text differently each time "
+                           f"(dropout={self.hf.model.dropout:.3g}): set dropout to null in that file.")
         self.hf.no_truncation()
         self.hf.no_padding()
         self.hf.encode_special_tokens = True                  # spelled in a text, they are text
