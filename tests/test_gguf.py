@@ -241,7 +241,7 @@ SHAPES = {
 def test_a_model_written_as_gguf_is_read_again(architecture, quantisation, tmp_path):
     """In F16, the logits are those of the weights rounded to fp16; transformers reads the same."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=300, block_size=64, **SHAPES[architecture])).eval()
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=300, block_size=1024, **SHAPES[architecture])).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

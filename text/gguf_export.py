@@ -50,7 +50,7 @@ def vocabulary_of(tokenizer):
         if (model["type"] == "BPE" and (same or not model["merges"]) and not any(map(model.get, unlike))
                 and about.get("normalizer") == normalizer):
             return about, name
-    raise BadInput(f"llama.cpp has no tokenizer that splits text like {tokenizer.name}: choose byte-level BPE "
+    raise BadInput(f"llama.cpp has no tokenizer that splits like {tokenizer.name}: choose byte-level BPE "
                    "that splits like GPT-2, SmolLM2 or Qwen2 (python -m text.bpe), gpt2 or bytes.")
 
 
@@ -123,7 +123,7 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
     """Add the vocabulary, the special tokens and the chat template; ids without a token are unused."""
     stops = list(dict.fromkeys([tokenizer.eos, tokenizer.end, *tokenizer.stop]))
     if len(stops) > len(STOPS):
-        raise BadInput(f"The model has {len(stops)} stop tokens, and GGUF holds {len(STOPS)}: choose another.")
+        raise BadInput(f"The model has {len(stops)} stop tokens, and GGUF {len(STOPS)}: choose another.")
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for token, i in about["model"]["vocab"].items():
