@@ -61,7 +61,7 @@ class Config:
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.0      # 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
-    top_p: UnitInterval = 1.0                # the fewest tokens (up to 1,024) whose probabilities sum to this
+    top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
     seed: NonNegativeInt = 0                 # for sampling
     deterministic: bool = False              # samples do not depend on the rest of the batch, bit for bit

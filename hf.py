@@ -1,7 +1,8 @@
 """Import and export models as Hugging Face files (GPT-2, Llama, SmolLM2, Qwen2.5, Qwen3), adapters as PEFT's;
-import GGUF files.
+import and export GGUF files.
 
     python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
+    python hf.py out/base --gguf     # base-F16.gguf for llama.cpp; --gguf=Q8_0: half the size
 """
 import contextlib
 import dataclasses
@@ -11,6 +12,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +23,7 @@ from model import GPTConfig, blank, scale_rope
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
-from text import gguf_files, hub
+from text import hub
 from text.tokenizer import Tokenizer
 
 # Masks and rotary frequencies, which older files store with the weights.
@@ -216,12 +218,20 @@ def write_llama(config, kind):
     }
 
 
-def readers(hf_config):
+def readers(hf_config, tokenizer=None):
     """Return the names of the programs that compute an exported model rightly. llama.cpp computes SiLU in a
-    Llama or Qwen, whatever config.json says; vLLM refuses another activation."""
-    if hf_config.get("hidden_act") == "relu":
-        return "transformers alone (--mlp=swiglu in train.py makes models for vLLM, llama.cpp and Ollama too)"
-    return "transformers, vLLM, llama.cpp and Ollama"
+    Llama or Qwen, whatever config.json says, and its converter knows published tokenizers alone; vLLM refuses
+    another activation."""
+    from text import gguf_export
+    is_relu2 = hf_config.get("hidden_act") == "relu"
+    names = "transformers alone (--mlp=swiglu in train.py makes models for vLLM too)" if is_relu2 else (
+        "transformers and vLLM")
+    if tokenizer:
+        with contextlib.suppress(BadInput):
+            gguf_export.architecture_of(hf_config)
+            gguf_export.vocabulary_of(tokenizer)
+            names += "; hf.py --gguf writes a file for llama.cpp"
+    return names
 
 
 # --- weights ---
@@ -369,6 +379,7 @@ def find(path_or_name, step=None):
         raise BadInput(f"{folder} is a run folder without model.json: restore it, or give another run.")
     else:
         if folder.suffix == ".gguf" and not folder.is_dir():
+            from text import gguf_files
             folder = gguf_files.convert(folder)
         folder = folder if folder.is_dir() else download(str(path_or_name))
         refuse_checkpoint_or_adapter(folder)
@@ -513,6 +524,14 @@ def read_tensors(folder):
 def export(model, folder, tokenizer=None):
     """Write config.json and model.safetensors (fp32, adapters merged) for transformers, and the tokenizer for
     its AutoTokenizer."""
+    hf_config, tensors = hf_files(model, tokenizer)
+    write(folder, "config.json", hf_config, "model.safetensors", tensors)
+    if tokenizer:
+        tokenizer.export(folder)
+
+
+def hf_files(model, tokenizer=None):
+    """Return config.json (a dict) and {Hugging Face name: fp32 tensor} of a GPT, adapters merged."""
     config = model.config
     hf_config = write_config(config)
     weights = merged(model)
@@ -528,9 +547,7 @@ def export(model, folder, tokenizer=None):
         parts = [value.t()] if transposed else split_stacked(config, value, hf_names)
         for hf_name, part in zip(hf_names, parts):
             tensors[hf_name] = part.clone().contiguous()
-    write(folder, "config.json", hf_config, "model.safetensors", add_gates(config, tensors))
-    if tokenizer:
-        tokenizer.export(folder)
+    return hf_config, add_gates(config, tensors)
 
 
 def split_stacked(config, value, hf_names):
@@ -601,25 +618,37 @@ def export_adapters(model, folder, base_model_name_or_path=""):
 
 @dataclasses.dataclass
 class Config:
-    paths: tuple = ()                        # run folder, output folder
+    paths: tuple = ()                        # run folder, output folder; with --gguf the output file, or none
+    gguf: bool | Literal["F16", "Q8_0"] = False      # write one GGUF file; true: F16
 
 
 def main(argv):
     cfg = config.load(Config, argv, positional="paths")
-    if len(cfg.paths) != 2:
-        raise BadInput("hf.py needs two folders: python hf.py RUN OUT_DIR")
-    run, out = cfg.paths
-    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+    if not 1 <= len(cfg.paths) <= 2 or len(cfg.paths) == 1 and not cfg.gguf:
+        raise BadInput("hf.py needs two folders: python hf.py RUN OUT_DIR, or python hf.py RUN --gguf")
+    run = cfg.paths[0]
+    quantisation = "F16" if cfg.gguf is True else cfg.gguf
+    name = Path(run).resolve().name.removesuffix(".gguf")
+    out = Path(cfg.paths[-1] if len(cfg.paths) == 2 else f"{name}-{quantisation}.gguf")
+    if cfg.gguf and out.exists():
+        raise BadInput(f"{out} exists: choose another file, python hf.py RUN FILE.gguf --gguf")
+    if not cfg.gguf and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(f"{out} exists and is not an empty folder: choose another.")
     source = find(run)
     model = source.load()
-    try:
-        tokenizer = source.tokenizer() if source.has_tokenizer else None
-        export(model, out, tokenizer)
-    except OSError as e:
-        raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
+    tokenizer = source.tokenizer() if source.has_tokenizer or cfg.gguf else None
+    if cfg.gguf:
+        from text import gguf_export
+        gguf_export.export(*hf_files(model, tokenizer), tokenizer, out, quantisation)
+        suited = "llama.cpp"
+    else:
+        try:
+            export(model, out, tokenizer)
+        except OSError as e:
+            raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
+        suited = readers(write_config(model.config), tokenizer)
     step = "" if source.step is None else f" of step {source.step}"
-    print(f"{out}: {model.n_params():,} parameters{step}, for {readers(write_config(model.config))}")
+    print(f"{out}: {model.n_params():,} parameters{step}, for {suited}")
     return 0
 
 

@@ -35,7 +35,7 @@ class Config:
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.8      # 0: greedy
     top_k: PositiveInt | None = None         # sample only from the k likeliest tokens; None: all
-    top_p: UnitInterval = 1.0                # the fewest tokens (up to 1,024) whose probabilities sum to this
+    top_p: UnitInterval = 1.0                # the fewest tokens whose probabilities sum to this (GPU: 1,024)
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
     task: str = ""                           # ask prompts as questions of this task: with its prompt form and
                                              # instruction, up to its stop text

@@ -1,12 +1,13 @@
 """From logits to tokens: filters, per-sample noise, the draw, stop strings. Shapes: B rows, V ids."""
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-TOP_P_CANDIDATES = 1024        # likeliest ids that top_p keeps at most: sorting the vocabulary is slow
+TOP_P_CANDIDATES = 1024        # likeliest ids among which top_p looks first: sorting the vocabulary is slow
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,10 @@ def uniform(stream, position):
 def draw(logits, u, sampling):
     """Draw ids [B] from fp32 logits [B, V] by inverting the distribution at u [B].
 
-    Return the ids and their logprobs under the sampling distribution (greedy: at T = 1).
+    Return the ids and their logprobs under the sampling distribution (greedy: at T = 1). Alone, top_p keeps
+    at most TOP_P_CANDIDATES ids on a GPU, which a look at their mass would stop in each step; a CPU keeps all.
     """
+    raw = logits
     if sampling.temperature == 0:
         p, ids = logits.softmax(-1).max(-1)
         return ids, p.log()
@@ -74,8 +77,14 @@ def draw(logits, u, sampling):
         logits = logits - logits.amax(-1, keepdim=True)
         logits = logits / max(sampling.temperature, 1e-38)   # fp32 rounds less than this to 0
     candidates = None
+    is_cut = None
     if sampling.top_k or sampling.top_p < 1:
-        logits, candidates = top_candidates(logits, sampling.top_k, sampling.top_p)
+        logits, candidates, mass = top_candidates(logits, sampling.top_k, sampling.top_p)
+        if not sampling.top_k and raw.shape[-1] > TOP_P_CANDIDATES:
+            if raw.device.type == "cpu":
+                is_cut = mass < sampling.top_p
+            else:
+                warnings.warn(f"Without top_k, top_p keeps at most {TOP_P_CANDIDATES:,} ids on a GPU.")
     if sampling.min_p:
         threshold = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits = logits.masked_fill(logits < threshold, -math.inf)
@@ -84,11 +93,15 @@ def draw(logits, u, sampling):
     logprobs = p.gather(1, ids)[:, 0].log()
     if candidates is not None:
         ids = candidates.gather(1, ids)
-    return ids[:, 0], logprobs
+    ids = ids[:, 0]
+    if is_cut is not None and is_cut.any():
+        all_ids = replace(sampling, top_k=raw.shape[-1])
+        ids[is_cut], logprobs[is_cut] = draw(raw[is_cut], u[is_cut], all_ids)
+    return ids, logprobs
 
 
 def top_candidates(logits, top_k, top_p):
-    """Return the candidates' logits [B, n] in descending order and their ids [B, n].
+    """Return the candidates' logits [B, n] in descending order, their ids [B, n], and their mass [B].
 
     The logit is -inf where top_p excludes an id. Without top_k, probabilities are those among all ids.
     """
@@ -100,7 +113,8 @@ def top_candidates(logits, top_k, top_p):
         total = logits.logsumexp(-1, keepdim=True)
         logits, ids = logits.topk(min(TOP_P_CANDIDATES, V))
     p = (logits - total).exp()
-    return logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf), ids
+    sums = p.cumsum(-1)
+    return logits.masked_fill(sums - p >= top_p, -math.inf), ids, sums[:, -1]
 
 
 def invert(p, u):

@@ -31,7 +31,7 @@ from engine import Engine, Request, Sampling
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, micro_batches, padded
 from rollouts.pipeline import Completion
 from runtime.progress import track
-from text.tokenizer import IM_END, IM_START, chatml_jinja
+from text.tokenizer import BUILT_IN, IM_END, IM_START, chatml_jinja
 
 CONTROL = re.compile(f"({re.escape(IM_START)}|{re.escape(IM_END)})")
 OPTIONS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p", "min_p"}     # of generation
@@ -51,6 +51,8 @@ class NanoRFT(TemplateLM):
         self.tokenizer_name = str(path)
         tokenizer = source.tokenizer()
         self.tokenizer = tokenizer
+        added = {} if tokenizer.name in BUILT_IN else tokenizer.encoding.hf.get_added_tokens_decoder()
+        self.special = {*tokenizer.stop, *(i for i, token in added.items() if token.special)}
         self.eot_token_id = tokenizer.eos
         first = prefix_token_id, tokenizer.bos, tokenizer.eos
         self.prefix_token_id = next(i for i in first if i is not None)
@@ -137,7 +139,7 @@ class NanoRFT(TemplateLM):
             samples = engine.generate(Request(ids[new - self.max_length:], 1, key, new)
                                       for key, ids in prompts.items())
             for sample in track(samples, "generating", "texts", len(prompts)):
-                text = self.tokenizer.text_of(sample.ids)
+                text = self.tokenizer.decode([i for i in sample.ids if i not in self.special])
                 texts[sample.request.key] = postprocess_generated_text(text, until, None)
         return texts
 

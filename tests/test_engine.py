@@ -456,13 +456,21 @@ def test_a_tiny_temperature_is_greedy():
 
 
 def test_top_p_alone_counts_the_mass_of_all_ids(monkeypatch):
-    """Ids outside the TOP_P_CANDIDATES count as well."""
+    """Ids outside the TOP_P_CANDIDATES count as well, and a CPU keeps them where they are needed."""
     monkeypatch.setattr("engine.sampler.TOP_P_CANDIDATES", 4)
-    p = torch.tensor([0.3, 0.2, 0.11, 0.09] + [0.03] * 10)
+    p = torch.tensor([0.3, 0.2, 0.11, 0.09, *(0.039 - 0.002 * i for i in range(10))])
     u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
-    for top_p, allowed in ((0.45, 2), (0.55, 3), (0.95, 4)):
-        ids, _ = draw(p.log().expand(999, 14), u, Sampling(top_p=top_p))
+    for top_p, allowed in ((0.45, 2), (0.55, 3), (0.69, 4), (0.85, 9), (0.95, 12)):
+        ids, logprobs = draw(p.log().expand(999, 14), u, Sampling(top_p=top_p))
         assert ids.unique().tolist() == list(range(allowed))
+        torch.testing.assert_close(logprobs, (p[ids] / p[:allowed].sum()).log())
+    # rows that need more ids leave the others as they are, bit by bit
+    logits = torch.randn(50, 14) * torch.tensor([[0.3], [5.0]]).repeat(25, 1)
+    together = draw(logits, u[:50], Sampling(top_p=0.8))
+    alone = [draw(logits[i:i + 1], u[i:i + 1], Sampling(top_p=0.8)) for i in range(50)]
+    assert all(torch.equal(a, torch.cat(b)) for a, b in zip(together, zip(*alone)))
+    with pytest.warns(UserWarning, match="top_p keeps at most 4 ids on a GPU"):
+        draw(p.log()[None].to("meta"), u[:1].to("meta"), Sampling(top_p=0.5))
 
 
 def test_the_context_ends_a_sample():

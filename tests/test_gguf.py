@@ -1,4 +1,5 @@
 """GGUF files, written by the package gguf, are read like their dequantised tensors."""
+import dataclasses
 import os
 import shutil
 import sys
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import hf
-from model import GPTConfig
+from model import GPT, GPTConfig
 from runtime.config import BadInput
-from text.tokenizer import byte_letters
+from text import gguf_export
+from text.tokenizer import Tokenizer, byte_letters
 
 gguf = pytest.importorskip("gguf")
 
@@ -45,8 +47,9 @@ def random_tensors(kind, seed):
     return {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def write_gguf(path, kind="llama", pre="smollm", quantised="F16", seed=0):
-    """Write a GGUF file as llama.cpp's converter does, and return {Hugging Face name: dequantised tensor}."""
+def write_gguf(path, kind="llama", pre="smollm", quantised="F16", seed=0, fields=()):
+    """Write a GGUF file as llama.cpp's converter does, and return {Hugging Face name: dequantised tensor}. fields: further
+    (key, value, type)."""
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(2)
     writer.add_context_length(128)
@@ -65,6 +68,8 @@ def write_gguf(path, kind="llama", pre="smollm", quantised="F16", seed=0):
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHATML)
+    for key, value, name in fields:
+        writer.add_key_value(key, value, gguf.GGUFValueType[name])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2 if kind == "qwen2" else gguf.MODEL_ARCH.LLAMA, 2)
     expected = {}
     for name, value in random_tensors(kind, seed).items():
@@ -173,10 +178,111 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(monkeypatch):
 def test_export_says_where_it_can_be_used(capsys):
     expected = write_gguf("small.gguf", quantised="Q8_0")
     assert hf.main(["small.gguf", "exported"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("for transformers, vLLM, llama.cpp and Ollama")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("for transformers and vLLM; hf.py --gguf writes a file for llama.cpp")
     check_weights(hf.find("exported"), expected)
     default = hf.write_config(GPTConfig())
     assert default["hidden_act"] == "relu" and hf.readers(default).startswith("transformers alone")
+
+
+@pytest.mark.parametrize("fields, scaling", [
+    ([("llama.rope.scaling.factor", 4.0, "FLOAT32")], {"rope_type": "linear", "factor": 4.0}),
+    ([("llama.rope.scale_linear", 2.0, "FLOAT32")], {"rope_type": "linear", "factor": 2.0}),
+    ([("llama.rope.scaling.type", "none", "STRING"), ("llama.rope.scaling.factor", 4.0, "FLOAT32")], None),
+    ([("llama.rope.scaling.factor", 0.0, "FLOAT32"), ("llama.expert_count", 0, "UINT32"), ("llama.attention.causal", True, "BOOL"),
+      ("llama.rope.scaling.attn_factor", 1.0, "FLOAT32"), ("llama.attention.value_length", 16, "UINT32")], None)])
+def test_keys_that_change_the_computation_are_honoured(fields, scaling):
+    write_gguf("small.gguf", fields=fields)
+    assert hf.find("small.gguf").config.rope_scaling == scaling
+
+
+@pytest.mark.parametrize("key, value, name", [
+    ("llama.rope.scaling.attn_factor", 0.5, "FLOAT32"), ("llama.attention.causal", False, "BOOL"), ("llama.expert_count", 8, "UINT32"),
+    ("llama.attention.value_length", 8, "UINT32"), ("llama.logit_scale", 2.0, "FLOAT32"), ("llama.attention.sliding_window", 64, "UINT32"),
+    ("llama.tensor_data_layout", [1, 2], "ARRAY"), ("tokenizer.ggml.add_eos_token", True, "BOOL")])
+def test_keys_that_are_not_supported_are_refused_by_name(key, value, name):
+    write_gguf("small.gguf", fields=[(key, value, name)])
+    with pytest.raises(BadInput, match=f"has {key}=.*, which model.py does not support"):
+        hf.find("small.gguf")
+
+
+def test_a_count_beyond_the_end_of_the_file_ends_at_once():
+    write_gguf("small.gguf", fields=[("general.numbers", [7] * 5, "ARRAY")])
+    content = Path("small.gguf").read_bytes()
+    five = len("general.numbers") + 8 + content.index(b"general.numbers")      # behind the types of the array and its items
+    assert content[five:five + 8] == (5).to_bytes(8, "little")
+    Path("small.gguf").write_bytes(content[:five] + (10**9).to_bytes(8, "little") + content[five + 8:])
+    with pytest.raises(BadInput, match="a count leads past the end of the file"):
+        hf.find("small.gguf")
+
+
+def test_a_killed_conversion_starts_again_and_leaves_nothing():
+    write_gguf("small.gguf")
+    folder = hf.find("small.gguf").folder
+    for pid in (os.getpid(), 1):             # a restarted container has the same process id
+        killed = folder.with_name(f"{folder.name}.tmp-{pid}")
+        killed.mkdir()
+        (killed / "config.json").touch()
+    shutil.rmtree(folder)
+    assert hf.find("small.gguf").folder == folder and os.listdir("data") == [folder.name]
+
+
+SHAPES = {
+    "apertus": dict(),
+    "qwen3": dict(mlp="swiglu", tied_head=True, n_kv_head=1, head_dim=48),
+    "qwen2": dict(mlp="swiglu", qk_norm=False, qkv_bias=True, n_kv_head=1, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "llama": dict(mlp="swiglu", qk_norm=False, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "gpt2": dict(mlp="gelu_tanh", norm="layernorm", position="learned", qk_norm=False, qkv_bias=True, o_bias=True,
+                      mlp_bias=True, tied_head=True),
+}
+
+
+@pytest.mark.parametrize("quantisation", ["F16", "Q8_0"])
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_a_model_written_as_gguf_is_read_again(architecture, quantisation, tmp_path):
+    """In F16, the logits are those of the weights rounded to fp16; transformers reads the same."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=300, block_size=1024, **SHAPES[architecture])).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+            if parameter.ndim == 2 and quantisation == "F16" and "position" not in name:       # those stay in fp32
+                parameter.copy_(parameter.half())
+    hf_config, tensors = hf.hf_files(model, Tokenizer("bytes"))
+    gguf_export.export(hf_config, tensors, Tokenizer("bytes"), Path("small.gguf"), quantisation)
+    assert gguf.GGUFReader("small.gguf").fields["general.architecture"].contents() == architecture
+    source = hf.find("small.gguf")
+    ids = torch.randint(300, (2, 60))
+    with torch.no_grad():
+        ours = model(ids)[..., :300]
+        again = source.load()(ids)[..., :300]
+        error = (ours - again).abs().max() / ours.abs().max()
+        assert error < (1e-5 if quantisation == "F16" else 0.05)
+        if architecture == "gpt2":           # in the others it ignores rope scaling, biases and head_dim
+            transformers = pytest.importorskip("transformers")
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="small.gguf", dtype=torch.float32)
+            torch.testing.assert_close(theirs(ids).logits[..., :300], again, atol=1e-4, rtol=1e-4)
+    assert np.array_equal(source.tokenizer().encode("naïve  12\n"), Tokenizer("bytes").encode("naïve  12\n"))
+
+
+def test_gguf_of_a_chat_model_has_its_tokenizer_stops_and_template(capsys):
+    write_gguf("small.gguf")
+    assert hf.main(["small.gguf", "--gguf=Q8_0"]) == 0 and "small-Q8_0.gguf: " in capsys.readouterr().out
+    first, second = (hf.find(name).tokenizer() for name in ("small.gguf", "small-Q8_0.gguf"))
+    assert first.describe() == second.describe() and first.encode("  12 a").tolist() == second.encode("  12 a").tolist()
+    with pytest.raises(BadInput, match="small-Q8_0.gguf exists"):
+        hf.main(["small.gguf", "--gguf=Q8_0"])
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(mlp="relu2", qk_norm=False), "ReLU² but without qk_norm"),
+    (dict(mlp="gelu", norm="layernorm", position="learned", qk_norm=False, qkv_bias=True, o_bias=True, mlp_bias=True), "gelu_tanh"),
+    (dict(mlp="swiglu", rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                      "original_max_position_embeddings": 64}), "Llama 3's rotary positions")])
+def test_what_llama_cpp_computes_otherwise_is_not_written(change, words):
+    config = hf.write_config(dataclasses.replace(GPTConfig(), **change))
+    with pytest.raises(BadInput, match=words):
+        gguf_export.architecture_of(config)
+    assert "gguf" not in hf.readers(config, Tokenizer("bytes"))
 
 
 @pytest.mark.real

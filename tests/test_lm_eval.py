@@ -79,6 +79,19 @@ def test_generated_texts_are_those_of_transformers(both):
         assert responses(ours)[task] == responses(theirs)[task]
 
 
+def test_a_special_token_that_does_not_stop_is_not_in_the_text(tmp_path, monkeypatch):
+    write(tmp_path, "smol")                  # <|im_start|> and <|im_end|>, but no chat template
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16, bos_token_id=None, eos_token_id=None)).save_pretrained(tmp_path)
+    model = NanoRFT(tmp_path, device="cpu")
+    start, think = (model.tokenizer.encoding.id_of(token) for token in ("<|im_start|>", "<think>"))
+    ids = [start, *model.tokenizer.encode("a cat").tolist(), think, start, model.eot_token_id]
+    sample = SimpleNamespace(ids=ids, request=SimpleNamespace(key=0))
+    monkeypatch.setattr("studies.lm_eval.Engine.generate", lambda self, requests: [sample])
+    assert model.generate_until([SimpleNamespace(args=("?", {"max_gen_toks": 8}))]) == ["a cat<think>"]
+
+
 def test_bad_input_is_a_sentence(tmp_path):
     with pytest.raises(BadInput, match="Name a model"):
         main(["--tasks=choices"])

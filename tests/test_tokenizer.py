@@ -298,6 +298,8 @@ def says(folder, system):
 
 BPE = {"type": "BPE", "vocab": {}, "merges": []}
 SLOW = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}      # fails at xxxx...
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+LACKING = {"type": "BPE", "vocab": {c: i for i, c in enumerate("the\u0120sak\u010a")}, "merges": []}
 MARKING = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}        # Llama 2's
 NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}                                  # panics
 
@@ -311,6 +313,9 @@ NOTHING = {"type": "Replace", "pattern": {"String": ""}, "content": "a"}        
     (lambda t: changed(t / "a", model=BPE, added_tokens=[{"id": 0, "content": END, "special": True, **dict.fromkeys(
         ("single_word", "lstrip", "rstrip", "normalized"), False)}]), "encodes a text to no tokens"),
     (lambda t: changed(t / "a", pre_tokenizer=MARKING, model=BPE | {"vocab": dict(zip("\u2581ab", range(3)))}), "a piece of a text"),
+    (lambda t: changed(t / "a", model=LACKING), "no ids for '.t' and .* other characters of 208, which a text would lose"),
+    (lambda t: changed(t / "a", model=json.loads((write(t / "b") / "tokenizer.json").read_text())["model"] | {"dropout": 0.1}),
+     "differently each time .dropout=0.1.: set dropout to null"),
     (lambda t: changed(t / "a", normalizer=NOTHING), "can't be used .*PanicException"),
     (lambda t: changed(t / "a", model={"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}), "can't be used .*unk_id"),
     (lambda t: write(t / "a", files={"config": {"eos_token_id": 2}}), "the text # to the id 2 .* correct eos_token_id"),
@@ -330,7 +335,7 @@ def test_a_bad_tokenizer_is_one_sentence(tmp_path, make, words):
 
 def test_a_pattern_that_gives_up_on_a_text_is_one_sentence(tmp_path):
     with pytest.raises(BadInput, match="tokenizer.json can't be used .PanicException"):
-        Tokenizer(changed(tmp_path, pre_tokenizer=SLOW, decoder=None)).encode(30 * "x")
+        Tokenizer(changed(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [SLOW, BYTES]})).encode(30 * "x")
 
 
 def test_a_chat_template_of_beginnings_alone_is_read_at_once(tmp_path):
@@ -449,6 +454,12 @@ def test_digits_are_split_on_request_and_other_files_are_kept(text, tmp_path):
         bpe.main([str(text), "--out="])
     with pytest.raises(BadInput, match="vocab_size"):
         bpe.main([str(text), "--vocab_size=256"])
+
+
+def test_a_long_piece_takes_linear_time_and_gives_no_long_token():
+    """200,000 characters took a minute and a half, and became one token."""
+    model = bpe.train(["ab " * 9 + "=" * 200_000], 4096, False)["model"]
+    assert max(map(len, model["vocab"])) == bpe.LONGEST and "ab" in model["vocab"]
 
 
 def test_a_short_text_gives_fewer_ids(tmp_path, capsys):

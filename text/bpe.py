@@ -5,9 +5,10 @@
 
 The output folder holds a tokenizer.json and a tokenizer_config.json, which transformers reads too. The same
 text always gives the same file. The text is streamed: memory grows with the number of its distinct words,
-beside the 256 pieces of some megabytes at most that the library `tokenizers` reads ahead.
+beside the 256 fragments of some megabytes at most that the library `tokenizers` reads ahead.
 """
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,7 @@ from text.tokenizer import END_OF_TEXT, FILE, HF_SETTINGS, SPLIT_DIGITS, Tokeniz
 
 SETTINGS = "tokenizer_config.json"
 HELD_OUT = 2**22                             # bytes of the validation split to measure the result on
+LONGEST = 128                                # bytes of a token at most, as in GPT-2's vocabulary
 
 
 @dataclass
@@ -49,9 +51,16 @@ def train(texts, vocab_size, split_digits):
     about = byte_level({}, [], end=0, use_regex=True, first=[SPLIT_DIGITS] if split_digits else [])
     about["added_tokens"] = []               # the trainer adds the end of text
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(about))
+    split = tokenizer.pre_tokenizer
+    # The trainer takes quadratic time in the length of a piece, such as a line of "=".
+    pieces = tokenizers.pre_tokenizers.FixedLength(LONGEST)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, pieces])
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=letters, show_progress=False))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT],
+                                             initial_alphabet=letters, show_progress=False)
+    # In the main thread, the library would only heed a Ctrl-C at its end.
+    ThreadPoolExecutor(1).submit(tokenizer.train_from_iterator, texts, trainer).result()
+    tokenizer.pre_tokenizer = split
     return json.loads(tokenizer.to_str())
 
 

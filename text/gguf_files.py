@@ -1,4 +1,7 @@
-"""Convert GGUF files with Llama's, Qwen2's or Qwen3's architecture to folders of Hugging Face files."""
+"""Convert GGUF files of GPT-2's, Llama's, Qwen2's and Qwen3's architectures, and of Apertus' with ReLU²
+(which text/gguf_export.py writes), to folders of Hugging Face files."""
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -16,7 +19,8 @@ from text.tokenizer import FILE, HF_SETTINGS, SPLIT_DIGITS, byte_level
 
 FOLDER = Path("data")                        # the default of --data_dir
 TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-HF_TENSORS = {
+# {GGUF's name of a tensor: Hugging Face's}
+LLAMA_TENSORS = {
     "token_embd": "embed_tokens",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -31,7 +35,41 @@ HF_TENSORS = {
     "ffn_down": "mlp.down_proj",
     "output_norm": "norm",
 }
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5      # kinds of tokens
+GPT2_TENSORS = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+    "output_norm": "ln_f",
+}
+# Apertus' activation xIELU is ReLU² if softplus(alpha_p) is 1, softplus(alpha_n) 0 and beta 0; a constant of
+# every layer
+RELU2 = {"xielu.alpha_p": 0.5413248546129181, "xielu.alpha_n": -200.0, "xielu.beta": 0.0, "xielu.eps": -1e-6}
+# Keys of an architecture that are read, or that change nothing in a causal model with these rotary positions
+KEYS = {
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "pooling_type",
+    "tensor_data_layout", "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "rope.freq_base",
+    "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned",
+}
+# Keys that model.py does not support, each with the value that has no effect in llama.cpp
+NEUTRAL_VALUES = {
+    "attention.causal": True,
+    "rope.scaling.attn_factor": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+}
+ADDED_TOKENS = ("add_bos_token", "add_eos_token", "add_sep_token")
+CONV1D = re.compile(r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight")
+ROTATED = re.compile(r"attn_[qk]\.")
+STOPS = ("eos", "eot", "eom")                # names of stop tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5            # types of tokens
+NO_MERGE = "ſ ſ"                             # never applies: a list of merges in GGUF can't be empty
 # Qwen2's pattern, which splits a text into words
 WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
          r"\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -55,13 +93,18 @@ def convert(path):
         return folder
     try:
         gguf = load_package("gguf")
-        temporary.mkdir(parents=True)
-        write(gguf, path, digest, temporary)
-        temporary.rename(folder)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with locked(FOLDER) as leftovers:
+            for leftover in leftovers or [temporary]:
+                shutil.rmtree(leftover, ignore_errors=True)
+            if not folder.exists():          # else another process has just converted it
+                temporary.mkdir()
+                write(gguf, path, digest, temporary)
+                temporary.rename(folder)
     except ImportError as e:
         raise BadInput(f"{path} can't be read, since {e}.") from None
     except OSError as e:
-        if not folder.exists():              # else another process was faster
+        if not folder.exists():              # else another process was faster, without a lock
             raise checkpoint.write_error(f"{folder}, converted from {path},", e, "start again") from None
     except NotImplementedError as e:
         raise BadInput(f"{path} has a quantisation that the package gguf can't read ({one_line(e)}): choose "
@@ -76,38 +119,97 @@ def convert(path):
     return folder
 
 
+@contextlib.contextmanager
+def locked(folder):
+    """Wait until no other process converts files into a folder, and yield the leftovers of killed ones; none
+    on a file system without locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        leftovers = list(folder.glob(f"*-{'[0-9a-f]' * 12}.tmp-*"))
+    except OSError:
+        leftovers = []
+    try:
+        yield leftovers
+    finally:
+        os.close(descriptor)
+
+
+def open_reader(gguf, path):
+    """Return a GGUFReader that raises ValueError where a count leads past the end of the file."""
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset, dtype, count=1, *args, **options):
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("a count leads past the end of the file")
+            return super()._get(offset, dtype, count, *args, **options)
+    return Reader(path)
+
+
 def write(gguf, path, digest, folder):
     """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json of a GGUF file."""
-    reader = gguf.GGUFReader(path)
+    reader = open_reader(gguf, path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    kind = fields.get("general.architecture")
-    if kind not in ("llama", "qwen2", "qwen3"):
-        raise BadInput(f"{path} has the architecture {kind}: choose a llama, qwen2 or qwen3.")
-    if fields.get("split.count", 1) > 1:
-        raise BadInput(f"{path} is one of {fields['split.count']} parts: merge them with llama.cpp's "
-                       "llama-gguf-split --merge.")
+    check_keys(fields, path)
     stored = {tensor.name: tensor for tensor in reader.tensors}
     config = hf_config(fields, stored)
-    tokenizer, settings = tokenizer_files(fields)
+    tokenizer, settings = tokenizer_files(fields, path)
     config["converted_from"] = {"file": path.name, "sha256": digest}
+    hf_tensors = {hf_name(name, config["model_type"], path): tensor for name, tensor in stored.items()}
+    if config.get("hidden_act") == "relu":   # relu(z)^2 = relu(z) * z: the gate is the input itself
+        hf_tensors |= {name.replace("up_proj", "gate_proj"): tensor for name, tensor in hf_tensors.items()}
     shapes = {}
-    for name, tensor in stored.items():
-        shapes[hf_name(name)] = torch.empty(*tensor.shape.tolist()[::-1], device="meta")
-    contents = (read_tensor(gguf, tensor, config) for tensor in stored.values())
+    for name, tensor in hf_tensors.items():
+        shape = tensor.shape.tolist()
+        shapes[name] = torch.empty(shape if is_transposed(tensor, config) else shape[::-1], device="meta")
+    contents = (read_tensor(gguf, tensor, config) for tensor in hf_tensors.values())
     checkpoint.write_tensors(folder / "model.safetensors", shapes, contents)
     for name, content in (("config.json", config), (FILE, tokenizer), ("tokenizer_config.json", settings)):
         (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def hf_name(name):
+def check_keys(fields, path):
+    """Raise BadInput for metadata that ask for a computation other than model.py's."""
+    architecture = fields.get("general.architecture")
+    if architecture not in ("apertus", "gpt2", "llama", "qwen2", "qwen3"):
+        raise BadInput(f"{path} has the architecture {architecture}: choose a gpt2, llama, qwen2 or qwen3.")
+    if fields.get("split.count", 1) > 1:
+        raise BadInput(f"{path} is one of {fields['split.count']} parts: merge them with llama.cpp's "
+                       "llama-gguf-split --merge.")
+    expected = {f"{architecture}.{key}": value for key, value in NEUTRAL_VALUES.items()}
+    expected[f"{architecture}.attention.value_length"] = head_dim(without_prefix(fields, architecture))
+    expected |= {f"tokenizer.ggml.{key}": False for key in ADDED_TOKENS}
+    if architecture == "apertus":
+        layers = fields["apertus.block_count"]
+        expected |= {key: [float(np.float32(value))] * layers for key, value in RELU2.items()}
+    for key, value in fields.items():
+        name = key.removeprefix(f"{architecture}.")
+        if key in expected:
+            is_neutral = value == expected[key]
+        else:
+            is_neutral = name == key or name in KEYS and not isinstance(value, list)
+        if not is_neutral:
+            raise BadInput(f"{path} has {key}={str(value)[:80]}, which model.py does not support: choose "
+                           "another model.")
+
+
+def hf_name(name, kind, path):
     """Return the Hugging Face name of a tensor."""
     if name == "output.weight":
         return "lm_head.weight"
     match = TENSOR.fullmatch(name)
-    if not match or match[2] not in HF_TENSORS:
-        raise ValueError(f"the tensor {name} is not supported")
-    layer = f"layers.{match[1]}." if match[1] else ""
-    return f"model.{layer}{HF_TENSORS[match[2]]}.{match[3]}"
+    names = GPT2_TENSORS if kind == "gpt2" else LLAMA_TENSORS
+    if not match or match[2] not in names:
+        raise BadInput(f"{path} has the tensor {name}, which model.py does not support: choose "
+                       "another model.")
+    prefix = "transformer" if kind == "gpt2" else "model"
+    layers = "h" if kind == "gpt2" else "layers"
+    layer = f"{layers}.{match[1]}." if match[1] else ""
+    return f"{prefix}.{layer}{names[match[2]]}.{match[3]}"
+
+
+def is_transposed(tensor, config):
+    """Return whether Hugging Face's files hold the transpose of a tensor, as for GPT-2's linear layers."""
+    return config["model_type"] == "gpt2" and bool(CONV1D.search(tensor.name))
 
 
 def read_tensor(gguf, tensor, config):
@@ -116,56 +218,81 @@ def read_tensor(gguf, tensor, config):
     value = gguf.dequantize(tensor.data, tensor.tensor_type)
     if not np.isfinite(value).all():
         raise ValueError(f"{tensor.name} has values that are not finite")
-    if config["model_type"] == "llama" and re.search(r"attn_[qk]\.", tensor.name):
+    if config["model_type"] == "llama" and ROTATED.search(tensor.name):
         pairs = value.reshape(-1, config["head_dim"] // 2, 2, *value.shape[1:])
         value = pairs.swapaxes(1, 2).reshape(value.shape)
-    return torch.tensor(value)
+    return torch.tensor(value.T if is_transposed(tensor, config) else value)
+
+
+def without_prefix(fields, prefix):
+    return {name.removeprefix(f"{prefix}."): value for name, value in fields.items()}
+
+
+def head_dim(own):
+    """Return the number of channels of a head. own: metadata without the architecture's prefix."""
+    return own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
 
 
 def hf_config(fields, stored):
     """Return config.json, a dict. fields: the file's metadata; stored: {name: tensor}."""
-    kind = fields["general.architecture"]
-    own = {name.removeprefix(f"{kind}."): value for name, value in fields.items()}
+    architecture = fields["general.architecture"]
+    kind = "qwen3" if architecture == "apertus" else architecture
+    own = without_prefix(fields, architecture)
     heads = own["attention.head_count"]
-    head_dim = own.get("attention.key_length", own["embedding_length"] // heads)
-    rope = {"rope_type": own.get("rope.scaling.type", "none").replace("none", "default")}
-    if "rope.scaling.factor" in own:
-        rope["factor"] = own["rope.scaling.factor"]
-    ends = [own.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return {
+    ends = [own.get(f"tokenizer.ggml.{name}_token_id") for name in STOPS]
+    common = {
         "model_type": kind,
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"],
         "vocab_size": int(stored["token_embd.weight"].shape[1]),
+        "tie_word_embeddings": "output.weight" not in stored,
+        "eos_token_id": [i for i in dict.fromkeys(ends) if i is not None],
+    }
+    if kind == "gpt2":
+        return common | {
+            "n_positions": own["context_length"],
+            "n_layer": own["block_count"],
+            "n_head": heads,
+            "n_embd": own["embedding_length"],
+            "n_inner": own["feed_forward_length"],
+            "layer_norm_epsilon": own["attention.layer_norm_epsilon"],
+            "activation_function": "gelu_new",
+        }
+    # as llama.cpp: an old name of the factor, 0 is none, and a factor without a type is linear
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) or 1.0
+    rope_type = own.get("rope.scaling.type", "linear").replace("none", "default")
+    rope = {"rope_type": rope_type, "factor": factor}
+    if rope_type == "linear" and factor == 1:
+        rope = {"rope_type": "default"}
+    return common | {
         "max_position_embeddings": own["context_length"],
         "num_hidden_layers": own["block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": own.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        "head_dim": head_dim(own),
         "hidden_size": own["embedding_length"],
         "intermediate_size": own["feed_forward_length"],
-        "hidden_act": "silu",
+        "hidden_act": "relu" if architecture == "apertus" else "silu",
         "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],
         "rope_theta": own.get("rope.freq_base", 10000.0),
         "rope_scaling": rope,
-        "partial_rotary_factor": own.get("rope.dimension_count", head_dim) / head_dim,
+        "partial_rotary_factor": own.get("rope.dimension_count", head_dim(own)) / head_dim(own),
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
-        "tie_word_embeddings": "output.weight" not in stored,
-        "eos_token_id": [i for i in dict.fromkeys(ends) if i is not None],
     }
 
 
-def tokenizer_files(fields):
+def tokenizer_files(fields, path):
     """Return tokenizer.json and tokenizer_config.json, dicts. They follow tokenizer.ggml.pre; transformers
     ignores it, and so gives SmolLM2 other ids for a number after two blanks than it was trained on."""
-    own = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
+    own = without_prefix(fields, "tokenizer.ggml")
     split = own.get("pre")
-    if own.get("model") != "gpt2" or split not in SPLITS or own.get("add_bos_token"):
-        raise ValueError(f"its tokenizer, {own.get('model')} {split}, is not among {', '.join(SPLITS)}")
+    if own.get("model") != "gpt2" or split not in SPLITS:
+        raise BadInput(f"{path} has another tokenizer, {own.get('model')} {split}: choose a model "
+                       f"with gpt2 and {', '.join(SPLITS)}, or take its safetensors.")
     tokens = own["tokens"]
     kinds = own["token_type"]
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
-    merges = [merge.split(" ") for merge in own["merges"]]
+    merges = [merge.split(" ") for merge in own["merges"] if merge != NO_MERGE]
     about = byte_level(vocab, merges, own["eos_token_id"], split != "qwen2", SPLITS[split])
     end = about["added_tokens"][0]
     about["added_tokens"] = [end | {"id": i, "content": tokens[i], "special": kind == CONTROL}

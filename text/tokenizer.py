@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,9 @@ FILE = "tokenizer.json"
 LONG_TEXT = 2**14                    # characters
 HF_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 SPLIT_DIGITS = {"type": "Digits", "individual_digits": True}
+# Printable ASCII, and each other byte of UTF-8 that planes 0 and 1 of Unicode use
+CHARACTERS = ["\t", "\n", "\r", *map(chr, [*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc0, 0x800, 0x40),
+                                           *range(0x900, 0xd000, 0x1000), 0xd000, 0xe000, 0xf900, 0x1f600])]
 PLAIN = {"name": "plain"}
 DESCRIBED = {                        # keys and types of Tokenizer.describe()
     "name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict,
@@ -84,6 +88,7 @@ class Tokenizer:
             control = {self.eos, self.pad, self.bos, self.start, self.end, *self.stop}
             self.encoding.keep_out_of_text(control - {None})
             self.encoding.check_pieces()
+            self.encoding.check_characters()
 
     @classmethod
     def of_run(cls, folder, about):
@@ -383,6 +388,9 @@ class TokenizerJson:
         except Exception as e:
             raise BadInput(f"{path} is not a readable tokenizer.json ({getattr(e, 'strerror', None) or e}): "
                            "download it again.") from None
+        if getattr(self.hf.model, "dropout", None):
+            raise BadInput(f"{path} encodes a text differently each time "
+                           f"(dropout={self.hf.model.dropout:.3g}): set dropout to null in that file.")
         self.hf.no_truncation()
         self.hf.no_padding()
         self.hf.encode_special_tokens = True                  # spelled in a text, they are text
@@ -441,6 +449,15 @@ class TokenizerJson:
         if whole != first + second:
             raise BadInput(f"{self.path} encodes a piece of a text differently than the whole text: choose a "
                            "byte-level tokenizer, such as GPT-2's, Llama 3's or Qwen's.")
+
+    def check_characters(self):
+        """Raise BadInput if characters of written text are lost. SmolLM2 loses some control characters."""
+        lost = [c for c in CHARACTERS if unicodedata.normalize("NFKC", self.decode(self.encode_to_numpy(c)))
+                != unicodedata.normalize("NFKC", c)]
+        if lost:
+            raise BadInput(f"{self.path} has no ids for {lost[0]!r} and {len(lost) - 1} other characters of "
+                           f"{len(CHARACTERS)}, which a text would lose: choose a byte-level tokenizer whose "
+                           "vocabulary has all bytes.")
 
 
 def locate(name):
