@@ -147,10 +147,10 @@ BROKEN = [
           files={"rows.jsonl": examples(sums(40))}, options="valid_share=0.2 max_steps=80 eval_interval=8"),
     Trial("sft_rate_high", "train", "learning rate of 0.3 (AdamW)",
           "The learning rate is too large.", "lower.*(rate|learning_rate)|rate.*too (large|high)|diverg", "not fall|rose|rises",
-          files={"rows.jsonl": TEACH}, options="valid_share=0.1 learning_rate=0.3"),
+          files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 learning_rate=0.3"),
     Trial("sft_rate_low", "train", "learning rate of 1e-7",
           "The learning rate is too small: the loss does not move.", "(raise|higher).*rate|rate.*too (small|low)",
-          "not fall|does not move|stays|hardly", files={"rows.jsonl": TEACH}, options="valid_share=0.1 learning_rate=1e-7"),
+          "not fall|does not move|stays|hardly", files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 learning_rate=1e-7"),
     Trial("weight_decay_30", "train", "weight decay of 30",
           "The weight decay is too strong: the weights shrink.", "weight.decay", "not fall|rose|rises|norm",
           options="valid_share=0.1 weight_decay=30 learning_rate=3e-3", files={"rows.jsonl": TEACH}),
@@ -279,7 +279,7 @@ OWN = [
           files={"reward.py": REWARD + "\nPROMPT = 'Question: {}\\n '\n"}, options="max_steps=15"),
     Trial("prompt_trained", "train", "the mask is off: prompts are trained on too",
           "Prompt tokens are targets: too many of the tokens are trained on.", "mask|prompt.*(target|train)|targets", "(?!)",
-          files={"rows.jsonl": TEACH}, options="valid_share=0.1", patch="""from text import examples
+          files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1", patch="""from text import examples
 original = examples.example_of_parts
 
 def unmasked(parts, *rest):
@@ -298,7 +298,7 @@ grpo.build_model = frozen"""),
           "Held-out questions are in the training set as well, but for blanks.", "held.out|duplicat|same question|leak|blank",
           "memoris|epochs|passes", files={"rows.jsonl": examples(
               [(q.replace(" ", blank), a, c) for q, a, c in sums(60) for blank in (" ", "  ", "   ", "    ")])},
-          options="valid_share=0.2 max_steps=90"),
+          model="small", options="valid_share=0.2 max_steps=90"),
     Trial("reward_of_a_hundredth", "grpo", "the reward is in [0, 0.01]", "Rewards are tiny: advantages are a hundredth of the usual.",
           "reward.*(small|tiny|range|scale|0\\.01|most)|scale|advantage", "not rise|stays|grad", files={
               "reward.py": REWARD.replace("float(", "0.01 * float(")}),
@@ -313,9 +313,9 @@ grpo.build_model = frozen"""),
           files={"reward.py": REWARD.replace("completion)\n", "completion.split('so')[-1])\n", 1)}),
     Trial("truncated_rows", "train", "rows cut after 12 characters by an export", "Completions end in the middle: all are equally long.",
           "cut|truncat|length|short", "(?!)", files={"rows.jsonl": examples([(q, a, c[:12]) for q, a, c in sums(1500, seed=1)])},
-          options="valid_share=0.1"),
+          model="small", options="valid_share=0.1"),
     Trial("dropout_0.9", "train", "dropout of 0.9", "Dropout is too high.", "dropout", "not fall|stays|validation|training loss",
-          files={"rows.jsonl": TEACH}, options="valid_share=0.1 dropout=0.9"),
+          files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 dropout=0.9"),
     Trial("sign_inverted", "grpo", "the reward is 1 for wrong answers", "The reward rises while fewer answers are right: its sign is wrong.",
           "sign|invert|wrong answers|negat", "(?!)", files={"reward.py": REWARD.replace("return float(", "return 1 - float(")}),
     Trial("slow_verifier", "grpo", "a verifier of 0.02 s in one worker, longer than sampling",
@@ -323,7 +323,7 @@ grpo.build_model = frozen"""),
           files={"reward.py": REWARD.replace("import re", "import re\nimport time").replace(
               "    numbers", "    time.sleep(0.025)\n    numbers")}, options="max_steps=12"),
     Trial("warmup_of_1000", "train", "a warm-up longer than the run", "The run ends in the warm-up: the rate never reached its peak.",
-          "warm", "rate|not fall|stays", files={"rows.jsonl": TEACH}, options="valid_share=0.1 warmup_steps=1000 lr_schedule=constant"),
+          "warm", "rate|not fall|stays", files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 warmup_steps=1000 lr_schedule=constant"),
     Trial("answers_of_the_next", "grpo", "the answers' column is shifted by a row",
           "Correct completions are graded wrong: questions and answers do not belong together.",
           "answers?.*(belong|column|shift|match)|verifier|look at", "too hard|0%|no reward|never",
@@ -336,7 +336,7 @@ grpo.build_model = frozen"""),
           "cut off|max_new_tokens|mask|truncat", "no gradient|zero variance", options="max_new_tokens=28 overlong=mask max_steps=12"),
     Trial("half_empty_rows", "train", "two thirds of the completions are empty", "Most completions are empty: the model learns to say nothing.",
           "empty|say nothing|end token|no text|short", "(?!)", files={"rows.jsonl": examples(
-              [(q, a, c if i % 3 == 0 else " ") for i, (q, a, c) in enumerate(sums(1500, seed=1))])}, options="valid_share=0.1"),
+              [(q, a, c if i % 3 == 0 else " ") for i, (q, a, c) in enumerate(sums(1500, seed=1))])}, model="small", options="valid_share=0.1"),
     Trial("pays_format", "grpo", "nine tenths of the reward are for the word 'so'", "The format is paid and the answer hardly: the reward is at 0.9 whatever is right.",
           "same (reward|score)|format|hardly|parts?|zero variance", "solved|too easy|0%|no gradient",
           files={"reward.py": REWARD.replace("return float(", "return 0.9 * ('so' in completion) + 0.1 * float(")}, options="max_steps=20"),
@@ -396,9 +396,9 @@ def models(folder):
         "reverser": f"--dataset={folder}/reverse.jsonl --init_from={{models}}/base --max_steps=150 --learning_rate=2e-3 "
                     "--batch_size=64",
         "hinted": f"--dataset={folder}/hinted.jsonl --init_from={{models}}/adder --max_steps=30 --learning_rate=1e-3",
-        "mixed_lengths": f"--dataset={folder}/mixed.jsonl --init_from={{models}}/adder --max_steps=80 --learning_rate=2e-3",
-        "taught": f"--dataset={folder}/right.jsonl --init_from={{models}}/adder --max_steps=80 --learning_rate=2e-3",
-        "endless": f"--dataset={folder}/endless.jsonl --init_from={{models}}/base --max_steps=100 --learning_rate=2e-3",
+        "mixed_lengths": f"--dataset={folder}/mixed.jsonl --init_from={{models}}/adder --max_steps=60 --learning_rate=2e-3",
+        "taught": f"--dataset={folder}/right.jsonl --init_from={{models}}/adder --max_steps=40 --learning_rate=1e-3",
+        "endless": f"--dataset={folder}/endless.jsonl --init_from={{models}}/adder --max_steps=40 --learning_rate=2e-3",
         "untrained": "--dataset=task:unit_conversion --n_head=4 --n_kv_head=1 --max_steps=1 --learning_rate=1e-6",
     }
 
@@ -411,7 +411,7 @@ def make_models(out, wanted):
              "hinted": examples([(f"{q} (so {a})", a, c) for q, a, c in sums(1500, seed=3)]),
              "mixed": examples(noisy[:1500] + sums(1500, seed=4, low=1000, high=9999)),
              "right": examples(sums(3000, seed=6)),
-             "endless": examples([(q, a, c + "\n" + 40 * "so ") for q, a, c in noisy])}
+             "endless": examples([(q, a, c + "\n" + 12 * "so ") for q, a, c in noisy])}
     for name, text in texts.items():
         (folder / f"{name}.jsonl").write_text(text)
     for name, arguments in models(folder).items():
