@@ -28,7 +28,7 @@ TRAIN = ("batch_size=32 max_steps=50 optimizer=adamw learning_rate=1e-3 lr_sched
          "log_interval=5 eval_interval=20 save_interval=1000")
 TEXT = ("n_layer=2 n_head=2 n_embd=64 block_size=128 batch_size=16 max_steps=120 log_interval=5 eval_interval=30 "
         "eval_tokens=4096 save_interval=1000")
-GRPO = ("prompts_per_step=8 k_samples=8 max_new_tokens=48 max_steps=24 learning_rate=5e-4 eval_interval=8 "
+GRPO = ("prompts_per_step=8 k_samples=8 max_new_tokens=48 max_steps=24 learning_rate=1e-4 eval_interval=8 "
         "eval_questions=40 reward_workers=1 save_interval=1000")
 
 REWARD = '''
@@ -162,7 +162,7 @@ BROKEN = [
           model="hinted"),
     Trial("advantages_of_another_group", "grpo", "each group gets the advantages of the next",
           "Advantages do not belong to the rewards of their group.", "advantage", "not rise|no progress|stays|falls|fell",
-          patch="""original = grpo.set_advantages
+          options="learning_rate=5e-4", patch="""original = grpo.set_advantages
 
 def rolled(cfg, groups):
     original(cfg, groups)
@@ -174,11 +174,11 @@ grpo.set_advantages = rolled"""),
     Trial("falls_with_length", "grpo", "the reward falls with the length and ignores the answer",
           "The reward pays for short completions, right or not: no answer is right, and length falls while it rises.",
           "(short|length).*(pay|reward|paid)|(pay|reward|paid).*(short|length)", "0%|never right|no answer is right|length",
-          files={"reward.py": "def reward(question, completion):\n    return max(0.0, 0.95 - len(completion) / 60)\n"}),
+          files={"reward.py": "def reward(question, completion):\n    return max(0.0, 0.95 - len(completion) / 60)\n"}, options="learning_rate=5e-4"),
     Trial("one_prompt", "grpo", "one prompt a step",
           "One prompt a step: the gradient is that of one question; raise --prompts_per_step.",
           "prompts_per_step|one (prompt|question)|more (prompts|questions)", "noise|zero variance|no gradient",
-          options="prompts_per_step=1 max_steps=40"),
+          options="prompts_per_step=1 max_steps=40 learning_rate=5e-4"),
     Trial("one_answer", "grpo", "the reward pays for one text whatever the question",
           "One text is the answer to every question: the reward is gamed.", "same (text|completion|answer)|one (text|answer|completion)",
           "entropy|collapse",
@@ -187,7 +187,7 @@ grpo.set_advantages = rolled"""),
     Trial("shuffled_rewards", "grpo", "rewards come back in another order",
           "The same text to the same question is paid differently: rewards are mixed up or random.",
           "(same|equal|identical).*(text|completion).*(different|other)|shuffl|mixed up|random", "not rise|too hard|stays",
-          patch="""import random
+options="learning_rate=5e-4", patch="""import random
 original = grpo.group_by_question
 
 def shuffled(cfg, completions, positions):
@@ -200,11 +200,11 @@ def shuffled(cfg, completions, positions):
 grpo.group_by_question = shuffled"""),
     Trial("untrained_teacher", "grpo", "the teacher is an untrained model",
           "The teacher is worse than the student (its own text is unlikely to it): it is untrained or the wrong one.",
-          "teacher", "KL|kl ", options="teacher={models}/untrained beta=1 reward_weight=0 max_steps=12 eval_interval=4"),
+          "teacher", "KL|kl ", options="teacher={models}/untrained beta=1 reward_weight=0 learning_rate=5e-4 max_steps=12 eval_interval=4"),
     Trial("greedy_falls", "grpo", "each question is new; sampled accuracy rises and greedy accuracy falls",
           "Sampled accuracy rises and greedy falls: lower the temperature or the learning rate (not memorised).",
           "greedy.*(lower|temperature|rate)|lower.*(temperature|rate)", "held-out|valid|greedy",
-          options="temperature=1.8 learning_rate=1.5e-3 max_steps=30 eval_interval=5"),
+          options="learning_rate=2.5e-4 max_steps=30 eval_interval=5"),
     Trial("truncated_30", "grpo", "a quarter to a third of the completions are cut off",
           "About 30% of the completions are cut off at --max_new_tokens and get no reward: raise it.",
           "cut off|max_new_tokens|truncat", "length", model="mixed_lengths", options="max_new_tokens=36",
@@ -216,29 +216,29 @@ grpo.group_by_question = shuffled"""),
     Trial("rate_high", "grpo", "learning rate of 0.05", "The learning rate is too large: the policy collapsed.",
           "lower.*rate|rate.*too (large|high)|learning_rate", "fell|falls|collapse|KL|clip", options="learning_rate=0.05 max_steps=15"),
     Trial("rate_low", "grpo", "learning rate of 1e-9", "The learning rate is too small: nothing changes.",
-          "(raise|higher).*rate|rate.*too (small|low)", "not rise|no progress|stays|nothing changes", options="learning_rate=1e-9"),
+          "(raise|higher).*rate|rate.*too (small|low)", "not rise|no progress|stays|nothing changes", options="learning_rate=1e-9 max_steps=18"),
     Trial("constant_reward", "grpo", "the reward is always 1", "Every completion gets the same reward: nothing to learn.",
           "same reward|all.*(reward|score)|constant|zero variance|no group", "no gradient|solved|too easy", files={
               "reward.py": "def reward(question, completion):\n    return 1.0\n"}, options="max_steps=12"),
     Trial("random_reward", "grpo", "the reward is random", "The same text is paid differently: the reward is random.",
           "(same|equal|identical).*(text|completion).*(different|other)|random|noise", "not rise|too hard|stays", files={
-              "reward.py": "import os\n\ndef reward(question, completion):\n    return float(os.urandom(1)[0] < 128)\n"}),
+              "reward.py": "import os\n\ndef reward(question, completion):\n    return float(os.urandom(1)[0] < 128)\n"}, options="learning_rate=5e-4"),
     Trial("raises_for_a_quarter", "grpo", "the verifier raises for a quarter of the completions",
           "A quarter of the completions could not be graded: the verifier raises.",
           "(error|exception|raise|graded|grade).*(verifier|reward|grade)|verifier.*(fail|error|raise)|without a grade", "error",
-          files={"reward.py": REWARD.replace("return", "if hash(completion) % 4 == 0 or len(completion) % 4 == 0:\n"
-                                             "        raise ValueError('no number')\n    return")}),
+          files={"reward.py": REWARD.replace("return", "if sum(completion.encode()) % 4 == 0:\n"
+                                             "        raise ValueError('no number')\n    return")}, options="max_steps=14"),
     Trial("cold", "grpo", "temperature 0.01", "At temperature 0.01 a group's completions are equal: raise it.",
-          "temperature", "zero variance|same|entropy", options="temperature=0.01 max_steps=15"),
+          "temperature", "zero variance|same|entropy", options="temperature=0.01 max_steps=10"),
     Trial("hot", "grpo", "temperature 3", "At temperature 3 the model samples noise: lower it.",
-          "temperature", "0%|entropy|too hard|cut off", options="temperature=3 max_steps=15"),
+          "temperature", "0%|entropy|too hard|cut off", options="temperature=3 max_steps=15 learning_rate=5e-4"),
     Trial("wrong_prompt_form", "grpo", "prompts in a form that the model has never seen",
           "No completion is right: the prompts' form is not that of training (or the questions are too hard).",
           "prompt|form|template", "too hard|0%|no reward|never", files={
-              "reward.py": REWARD + "\nPROMPT = '### Instruction:\\n{}\\n### Response:\\n'\n"}, options="max_steps=15"),
+              "reward.py": REWARD + "\nPROMPT = '### Instruction:\\n{}\\n### Response:\\n'\n"}, options="max_steps=15 learning_rate=5e-4"),
     Trial("stale_engine", "grpo", "the engine keeps the first weights",
           "The engine samples from old weights: its logprobs leave the trainer's.",
-          "engine|stale|old weights|logprob", "KL|clip|gap", patch="""from engine import Engine
+          "engine|stale|old weights|logprob", "KL|clip|gap", options="learning_rate=5e-4", patch="""from engine import Engine
 original = Engine.load
 loaded = []
 
@@ -248,13 +248,13 @@ def once(self, model):
 Engine.load = once"""),
     Trial("engine_temperature", "grpo", "the engine samples at another temperature than the loss assumes",
           "Engine and trainer disagree on logprobs from the first step: temperatures differ.",
-          "engine|logprob|temperature", "KL|clip|gap", patch="""import dataclasses
+          "engine|logprob|temperature", "KL|clip|gap", options="learning_rate=5e-4", patch="""import dataclasses
 make = grpo.make_engine
 
 def make_engine(cfg, *rest):
     return make(dataclasses.replace(cfg, temperature=1.6), *rest)
 grpo.make_engine = make_engine"""),
-    Trial("kl_weight_10", "grpo", "KL weight of 10", "--beta=10 holds the model at its start: lower it.",
+    Trial("kl_weight_10", "grpo", "KL weight of 10", "--beta=10 learning_rate=5e-4 holds the model at its start: lower it.",
           "beta|KL.*weight|weight.*KL", "not rise|KL|stays", options="beta=10"),
     Trial("entropy_collapse", "grpo", "a high rate and a high clip until the entropy is gone",
           "The entropy has collapsed: samples of a group agree; lower the rate or raise the temperature.",
@@ -276,7 +276,7 @@ OWN = [
           model="reverser", options="max_new_tokens=12 max_steps=20"),
     Trial("trailing_space", "grpo", "a blank more at the end of the prompt than in training",
           "The prompt differs from that of training.", "prompt|form|space", "0%|too hard|no reward|fell",
-          files={"reward.py": REWARD + "\nPROMPT = 'Question: {}\\n '\n"}, options="max_steps=15"),
+          files={"reward.py": REWARD + "\nPROMPT = 'Question: {}\\n '\n"}, options="max_steps=12"),
     Trial("prompt_trained", "train", "the mask is off: prompts are trained on too",
           "Prompt tokens are targets: too many of the tokens are trained on.", "mask|prompt.*(target|train)|targets", "(?!)",
           files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1", patch="""from text import examples
@@ -301,7 +301,7 @@ grpo.build_model = frozen"""),
           model="small", options="valid_share=0.2 max_steps=90"),
     Trial("reward_of_a_hundredth", "grpo", "the reward is in [0, 0.01]", "Rewards are tiny: advantages are a hundredth of the usual.",
           "reward.*(small|tiny|range|scale|0\\.01|most)|scale|advantage", "not rise|stays|grad", files={
-              "reward.py": REWARD.replace("float(", "0.01 * float(")}),
+              "reward.py": REWARD.replace("float(", "0.01 * float(")}, options="max_steps=14"),
     Trial("groups_of_two", "grpo", "two samples a question", "Groups of two seldom differ: raise --k_samples.",
           "k_samples|group size|more samples", "zero variance|noise|no gradient", options="k_samples=2 prompts_per_step=16 max_steps=40"),
     Trial("valid_other_domain", "train", "a sorted text: the last tenth is of another kind",
@@ -309,15 +309,14 @@ grpo.build_model = frozen"""),
           "validation|overfit|memoris", "scratch", TEXT,
           {"text.txt": shakespeare()[:400_000] + "".join(f"{(i * 7919) % 10007};{(i * i) % 9973};{i % 89}\n" for i in range(4000))}),
     Trial("no_end", "grpo", "the model was fine-tuned without the end token", "Completions never end: all are cut off.",
-          "cut off|max_new_tokens|end token|never end|truncat", "length", model="endless", options="max_new_tokens=64 max_steps=12",
-          files={"reward.py": REWARD.replace("completion)\n", "completion.split('so')[-1])\n", 1)}),
+          "cut off|max_new_tokens|end token|never end|truncat", "length", model="endless", options="max_new_tokens=64 max_steps=12"),
     Trial("truncated_rows", "train", "rows cut after 12 characters by an export", "Completions end in the middle: all are equally long.",
           "cut|truncat|length|short", "(?!)", files={"rows.jsonl": examples([(q, a, c[:12]) for q, a, c in sums(1500, seed=1)])},
           model="small", options="valid_share=0.1"),
     Trial("dropout_0.9", "train", "dropout of 0.9", "Dropout is too high.", "dropout", "not fall|stays|validation|training loss",
           files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 dropout=0.9"),
     Trial("sign_inverted", "grpo", "the reward is 1 for wrong answers", "The reward rises while fewer answers are right: its sign is wrong.",
-          "sign|invert|wrong answers|negat", "(?!)", files={"reward.py": REWARD.replace("return float(", "return 1 - float(")}),
+          "sign|invert|wrong answers|negat", "(?!)", files={"reward.py": REWARD.replace("return float(", "return 1 - float(")}, options="max_steps=20 learning_rate=3e-4"),
     Trial("slow_verifier", "grpo", "a verifier of 0.02 s in one worker, longer than sampling",
           "Most of the time goes to the verifier: more --reward_workers.", "reward_workers|verifier.*(slow|time|seconds)|wait", "time",
           files={"reward.py": REWARD.replace("import re", "import re\nimport time").replace(
@@ -357,7 +356,7 @@ def healthy():
         yield Trial(f"ok_sft_{i:02}", "train", "", model=model, options=options,
                     files={"rows.jsonl": examples(kind(rows, seed=100 + i))})
     for i in range(3):
-        yield Trial(f"ok_add_{i}", "grpo", "", options=f"seed={i} learning_rate={[3e-4, 5e-4, 8e-4][i]}")
+        yield Trial(f"ok_add_{i}", "grpo", "", options=f"seed={i} learning_rate={[5e-5, 1e-4, 2e-4][i]}")
         yield Trial(f"ok_reverse_{i}", "grpo", "", model="reverser", options=f"seed={i} max_new_tokens=12 max_steps=30",
                     files={"questions.jsonl": questions(reversals(600, seed=20 + i)), "reward.py":
                            "def reward(question, completion):\n    return float(completion.strip() == question['answer'])\n"})
@@ -365,7 +364,7 @@ def healthy():
                 files={"questions.jsonl": questions(reversals(600, seed=9, high=8)), "reward.py":
                        "def reward(question, completion):\n    want = question['answer']\n"
                        "    return sum(a == b for a, b in zip(completion, want)) / max(len(want), len(completion))\n"})
-    yield Trial("ok_lora", "grpo", "", options="lora_rank=8 learning_rate=3e-3")
+    yield Trial("ok_lora", "grpo", "", options="lora_rank=8 learning_rate=1e-3")
     yield Trial("ok_sft_lora", "train", "", model="adder", files={"rows.jsonl": TEACH},
                 options="valid_share=0.1 lora_rank=8 learning_rate=3e-3")
     yield Trial("ok_muon", "train", "", files={"rows.jsonl": TEACH}, options="valid_share=0.1 optimizer=muon learning_rate=5e-3")
@@ -395,7 +394,7 @@ def models(folder):
         "adder": add,
         "reverser": f"--dataset={folder}/reverse.jsonl --init_from={{models}}/base --max_steps=150 --learning_rate=2e-3 "
                     "--batch_size=64",
-        "hinted": f"--dataset={folder}/hinted.jsonl --init_from={{models}}/adder --max_steps=30 --learning_rate=1e-3",
+        "hinted": f"--dataset={folder}/hinted.jsonl --init_from={{models}}/adder --max_steps=60 --learning_rate=2e-3",
         "mixed_lengths": f"--dataset={folder}/mixed.jsonl --init_from={{models}}/adder --max_steps=60 --learning_rate=2e-3",
         "taught": f"--dataset={folder}/right.jsonl --init_from={{models}}/adder --max_steps=40 --learning_rate=1e-3",
         "endless": f"--dataset={folder}/endless.jsonl --init_from={{models}}/adder --max_steps=40 --learning_rate=2e-3",
@@ -499,13 +498,13 @@ def list_trials(out, trials):
     (out / "README.txt").write_text(text)
 
 
-def diagnose(folder):
-    """Return the findings of `python -m doctor` over a run folder, as it prints them with --json."""
-    result = subprocess.run([sys.executable, "-m", "doctor", str(folder), "--json"], cwd=ROOT, capture_output=True,
-                            text=True)
+def diagnose(folders):
+    """Return [findings of each run folder], as `python -m doctor` prints them with --json."""
+    result = subprocess.run([sys.executable, "-m", "doctor", *map(str, folders), "--json"], cwd=ROOT,
+                            capture_output=True, text=True)
     if result.returncode not in (0, 3):
-        return [{"name": "doctor failed", "sentence": result.stderr.strip(), "since": None, "until": None}]
-    return json.loads(result.stdout.splitlines()[-1])["findings"]
+        raise SystemExit(f"doctor: exit code {result.returncode}\n{result.stderr}")
+    return [json.loads(line)["findings"] for line in result.stdout.splitlines() if line.startswith("{")]
 
 
 def verdict(trial, findings):
@@ -521,10 +520,8 @@ def verdict(trial, findings):
 def judge(out, trials):
     """Print the doctor's findings and the verdict for each stored run, then the count of each verdict."""
     counts = {}
-    for trial in trials:
-        if not (out / trial.name / "metrics.jsonl").exists():
-            continue
-        findings = diagnose(out / trial.name)
+    trials = [t for t in trials if (out / t.name / "metrics.jsonl").exists()]
+    for trial, findings in zip(trials, diagnose([out / t.name for t in trials]), strict=True):
         word = verdict(trial, findings)
         group = "healthy" if not trial.fault else "own" if trial in OWN else "listed"
         counts.setdefault(group, []).append(word)
