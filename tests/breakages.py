@@ -12,6 +12,7 @@ wrong (findings, none of which match), missed (no finding); of a healthy run non
 60 seconds of one core each, and those that have metrics.jsonl are not repeated.
 """
 import json
+import lzma
 import os
 import random
 import re
@@ -100,7 +101,6 @@ def reversals(n, seed=0, low=3, high=6):
 
 
 def shakespeare():
-    import lzma
     return lzma.open(ROOT / "tests/tinyshakespeare.txt.xz", "rt").read()
 
 
@@ -125,20 +125,25 @@ BROKEN = [
           options="valid_share=0", files={"rows.jsonl": examples(sums(1) * 800)}),
     Trial("valid_is_train", "train", "the validation text is the training text, many epochs",
           "The validation text is part of the training text, so the validation loss says nothing.",
-          "validation.*(same|equal|part of|training)|leak|overlap", "memoris|epochs|passes", "scratch",
+          "validation (text|set|split|data).*(same|equal|part of|contain|seen)|leak|overlap",
+          "memoris|epochs|passes", "scratch",
           TEXT + " max_steps=250 eval_tokens=2048 learning_rate=0.02 n_embd=128",
           {"t/train.txt": shakespeare()[:6000], "t/valid.txt": shakespeare()[:6000]}),
     Trial("sft_labels_shifted", "train", "each question has the next one's answer",
           "Prompts and completions do not belong together: the loss stays where guessing leaves it.",
-          "labels|belong|shuffl|mismatch|unrelated|not depend on the prompt", "plateau|stopped|not fall|stays|no longer",
+          "labels|belong|shuffl|mismatch|unrelated|not depend on the prompt",
+          "plateau|stopped|not fall|stays|no longer",
           files={"rows.jsonl": examples(shifted(sums(1500, seed=1)))}, options="valid_share=0.1"),
     Trial("sft_same_answer", "train", "every completion is the same (a column mixed up)",
-          "All completions are the same text.", "same|identical|one completion|distinct", "memoris|nothing left",
-          files={"rows.jsonl": examples([(q, a, "40 + 30 = 70, 7 + 5 = 12, so 82") for q, a, _ in sums(1500)])},
+          "All completions are the same text.", "same|identical|one completion|distinct",
+          "memoris|nothing left",
+          files={"rows.jsonl": examples([(q, a, "40 + 30 = 70, 7 + 5 = 12, so 82") for q, a,
+          _ in sums(1500)])},
           options="valid_share=0.1"),
     Trial("sft_answer_in_prompt", "train", "the answer stands in the prompt",
           "The completion can be read off the prompt: the loss is near zero at once.",
-          "prompt.*(answer|contain)|copied|read off|(answer|completion)s?.*prompt", "nothing left|too easy|near zero",
+          "prompt.*(answer|contain)|copied|read off|(answer|completion)s?.*prompt",
+          "nothing left|too easy|near zero",
           files={"rows.jsonl": lines({"prompt": f"Question: {q}\n{c}\nAnswer: ", "completion": c}
                                      for q, a, c in sums(1500))}, options="valid_share=0.1 max_steps=100"),
     Trial("sft_few_rows", "train", "40 rows for 60 epochs",
@@ -146,22 +151,27 @@ BROKEN = [
           "memoris|overfit|validation loss (rises|rose|is rising)|more data", "epochs|passes",
           files={"rows.jsonl": examples(sums(40))}, options="valid_share=0.2 max_steps=80 eval_interval=8"),
     Trial("sft_rate_high", "train", "learning rate of 0.3 (AdamW)",
-          "The learning rate is too large.", "lower.*(rate|learning_rate)|rate.*too (large|high)|diverg", "not fall|rose|rises",
+          "The learning rate is too large.", "lower.*(rate|learning_rate)|rate.*too (large|high)|diverg",
+          "not fall|rose|rises",
           files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 learning_rate=0.3"),
     Trial("sft_rate_low", "train", "learning rate of 1e-7",
-          "The learning rate is too small: the loss does not move.", "(raise|higher).*rate|rate.*too (small|low)",
-          "not fall|does not move|stays|hardly", files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 learning_rate=1e-7"),
+          "The learning rate is too small: the loss does not move.",
+          "(raise|higher).*rate|rate.*too (small|low)",
+          "not fall|does not move|stays|hardly", files={"rows.jsonl": TEACH}, model="small",
+          options="valid_share=0.1 learning_rate=1e-7"),
     Trial("weight_decay_30", "train", "weight decay of 30",
           "The weight decay is too strong: the weights shrink.", "weight.decay", "not fall|rose|rises|norm",
           options="valid_share=0.1 weight_decay=30 learning_rate=3e-3", files={"rows.jsonl": TEACH}),
     # rewards and the loss of grpo.py
     Trial("grpo_answer_in_prompt", "grpo", "the answer stands in the prompt (a hint left in it)",
-          "The answer stands in the prompt.", "(answer|solution).*in (the|its|their) (prompt|question)|copie[sd].*prompt",
+          "The answer stands in the prompt.",
+          "(answer|solution).*in (the|its|their) (prompt|question)|copie[sd].*prompt",
           "too easy|solved", files={"reward.py": REWARD, "questions.jsonl": lines(
               {"prompt": f"{q} (so {a})", "answer": a} for q, a, _ in sums(600, seed=7))},
           model="hinted"),
     Trial("advantages_of_another_group", "grpo", "each group gets the advantages of the next",
-          "Advantages do not belong to the rewards of their group.", "advantage", "not rise|no progress|stays|falls|fell",
+          "Advantages do not belong to the rewards of their group.", "advantage",
+          "not rise|no progress|stays|falls|fell",
           options="learning_rate=5e-4", patch="""original = grpo.set_advantages
 
 def rolled(cfg, groups):
@@ -173,20 +183,25 @@ def rolled(cfg, groups):
 grpo.set_advantages = rolled"""),
     Trial("falls_with_length", "grpo", "the reward falls with the length and ignores the answer",
           "The reward pays for short completions, right or not: no answer is right, and length falls while it rises.",
-          "(short|length).*(pay|reward|paid)|(pay|reward|paid).*(short|length)", "0%|never right|no answer is right|length",
+          "(short|length).*(pay|reward|paid)|(pay|reward|paid).*(short|length)",
+          "0%|never right|no answer is right|length",
           files={"reward.py": "def reward(question, completion):\n    return max(0.0, 0.95 - len(completion) / 60)\n"}, options="learning_rate=5e-4"),
     Trial("one_prompt", "grpo", "one prompt a step",
           "One prompt a step: the gradient is that of one question; raise --prompts_per_step.",
-          "prompts_per_step|one (prompt|question)|more (prompts|questions)", "noise|zero variance|no gradient",
+          "prompts_per_step|one (prompt|question|group)|single (prompt|question)",
+          "noise|zero variance|no gradient",
           options="prompts_per_step=1 max_steps=40 learning_rate=5e-4"),
     Trial("one_answer", "grpo", "the reward pays for one text whatever the question",
-          "One text is the answer to every question: the reward is gamed.", "same (text|completion|answer)|one (text|answer|completion)",
+          "One text is the answer to every question: the reward is gamed.",
+          "same (text|completion|answer)|one (text|answer|completion)",
           "entropy|collapse",
           files={"reward.py": "def reward(question, completion):\n    words = ['so 1', '0 + ', ', 7', '= 10', '5 =']\n"
-                              "    return sum(w in completion for w in words) / 5\n"}, options="max_steps=40 learning_rate=1e-3"),
+                              "    return sum(w in completion for w in words) / 5\n"},
+                              options="max_steps=40 learning_rate=1e-3"),
     Trial("shuffled_rewards", "grpo", "rewards come back in another order",
           "The same text to the same question is paid differently: rewards are mixed up or random.",
-          "(same|equal|identical).*(text|completion).*(different|other)|shuffl|mixed up|random", "not rise|too hard|stays",
+          "(same|equal|identical).*(text|completion).*(different|other)|shuffl|mixed up|random",
+          "not rise|too hard|stays",
 options="learning_rate=5e-4", patch="""import random
 original = grpo.group_by_question
 
@@ -203,7 +218,7 @@ grpo.group_by_question = shuffled"""),
           "teacher", "KL|kl ", options="teacher={models}/untrained beta=1 reward_weight=0 learning_rate=5e-4 max_steps=12 eval_interval=4"),
     Trial("greedy_falls", "grpo", "each question is new; sampled accuracy rises and greedy accuracy falls",
           "Sampled accuracy rises and greedy falls: lower the temperature or the learning rate (not memorised).",
-          "greedy.*(lower|temperature|rate)|lower.*(temperature|rate)", "held-out|valid|greedy",
+          "(greedy|held-out).*lower.*(temperature|rate)", "held-out|valid|greedy",
           options="learning_rate=2.5e-4 max_steps=30 eval_interval=5"),
     Trial("truncated_30", "grpo", "a quarter to a third of the completions are cut off",
           "About 30% of the completions are cut off at --max_new_tokens and get no reward: raise it.",
@@ -212,33 +227,46 @@ grpo.group_by_question = shuffled"""),
     Trial("few_questions", "grpo", "16 questions, 32 times each",
           "The same 16 questions are asked again and again: answers are memorised; more questions.",
           "memoris|(few|same|repeated) questions|more questions|epochs", "zero variance|solved",
-          files={"questions.jsonl": questions(sums(18, seed=7))}, options="max_steps=36 eval_interval=9 learning_rate=1e-3"),
-    Trial("rate_high", "grpo", "learning rate of 0.05", "The learning rate is too large: the policy collapsed.",
-          "lower.*rate|rate.*too (large|high)|learning_rate", "fell|falls|collapse|KL|clip", options="learning_rate=0.05 max_steps=15"),
+          files={"questions.jsonl": questions(sums(18, seed=7))},
+          options="max_steps=36 eval_interval=9 learning_rate=1e-3"),
+    Trial("rate_high", "grpo", "learning rate of 0.05",
+          "The learning rate is too large: the policy collapsed.",
+          "lower.*rate|rate.*too (large|high)", "fell|falls|collapse|KL|clip",
+          options="learning_rate=0.05 max_steps=15"),
     Trial("rate_low", "grpo", "learning rate of 1e-9", "The learning rate is too small: nothing changes.",
-          "(raise|higher).*rate|rate.*too (small|low)", "not rise|no progress|stays|nothing changes", options="learning_rate=1e-9 max_steps=18"),
-    Trial("constant_reward", "grpo", "the reward is always 1", "Every completion gets the same reward: nothing to learn.",
-          "same reward|all.*(reward|score)|constant|zero variance|no group", "no gradient|solved|too easy", files={
+          "(raise|higher).*rate|rate.*too (small|low)", "not rise|no progress|stays|nothing changes",
+          options="learning_rate=1e-9 max_steps=18"),
+    Trial("constant_reward", "grpo", "the reward is always 1",
+          "Every completion gets the same reward: nothing to learn.",
+          "same reward|all.*(reward|score)|constant|zero variance|no group", "no gradient|solved|too easy",
+          files={
               "reward.py": "def reward(question, completion):\n    return 1.0\n"}, options="max_steps=12"),
-    Trial("random_reward", "grpo", "the reward is random", "The same text is paid differently: the reward is random.",
-          "(same|equal|identical).*(text|completion).*(different|other)|random|noise", "not rise|too hard|stays", files={
+    Trial("random_reward", "grpo", "the reward is random",
+          "The same text is paid differently: the reward is random.",
+          "(same|equal|identical).*(text|completion).*(different|other)|random|noise",
+          "not rise|too hard|stays", files={
               "reward.py": "import os\n\ndef reward(question, completion):\n    return float(os.urandom(1)[0] < 128)\n"}, options="learning_rate=5e-4"),
     Trial("raises_for_a_quarter", "grpo", "the verifier raises for a quarter of the completions",
           "A quarter of the completions could not be graded: the verifier raises.",
-          "(error|exception|raise|graded|grade).*(verifier|reward|grade)|verifier.*(fail|error|raise)|without a grade", "error",
+          "(verifier|grad).*(fail|error|raise|exception)|(fail|error|exception).*(verifier|grad)|without a grade", "error",
           files={"reward.py": REWARD.replace("return", "if sum(completion.encode()) % 4 == 0:\n"
-                                             "        raise ValueError('no number')\n    return")}, options="max_steps=14"),
-    Trial("cold", "grpo", "temperature 0.01", "At temperature 0.01 a group's completions are equal: raise it.",
+                                             "        raise ValueError('no number')\n    return")},
+                                             options="max_steps=14"),
+    Trial("cold", "grpo", "temperature 0.01",
+          "At temperature 0.01 a group's completions are equal: raise it.",
           "temperature", "zero variance|same|entropy", options="temperature=0.01 max_steps=10"),
     Trial("hot", "grpo", "temperature 3", "At temperature 3 the model samples noise: lower it.",
-          "temperature", "0%|entropy|too hard|cut off", options="temperature=3 max_steps=15 learning_rate=5e-4"),
+          "temperature", "0%|entropy|too hard|cut off",
+          options="temperature=3 max_steps=15 learning_rate=5e-4"),
     Trial("wrong_prompt_form", "grpo", "prompts in a form that the model has never seen",
           "No completion is right: the prompts' form is not that of training (or the questions are too hard).",
           "prompt|form|template", "too hard|0%|no reward|never", files={
-              "reward.py": REWARD + "\nPROMPT = '### Instruction:\\n{}\\n### Response:\\n'\n"}, options="max_steps=15 learning_rate=5e-4"),
+              "reward.py": REWARD + "\nPROMPT = '### Instruction:\\n{}\\n### Response:\\n'\n"},
+              options="max_steps=15 learning_rate=5e-4"),
     Trial("stale_engine", "grpo", "the engine keeps the first weights",
           "The engine samples from old weights: its logprobs leave the trainer's.",
-          "engine|stale|old weights|logprob", "KL|clip|gap", options="learning_rate=5e-4", patch="""from engine import Engine
+          "engine|stale|old weights|logprob", "KL|clip|gap", options="learning_rate=5e-4",
+          patch="""from engine import Engine
 original = Engine.load
 loaded = []
 
@@ -248,13 +276,15 @@ def once(self, model):
 Engine.load = once"""),
     Trial("engine_temperature", "grpo", "the engine samples at another temperature than the loss assumes",
           "Engine and trainer disagree on logprobs from the first step: temperatures differ.",
-          "engine|logprob|temperature", "KL|clip|gap", options="learning_rate=5e-4", patch="""import dataclasses
+          "engine|logprob|temperature", "KL|clip|gap", options="learning_rate=5e-4",
+          patch="""import dataclasses
 make = grpo.make_engine
 
 def make_engine(cfg, *rest):
     return make(dataclasses.replace(cfg, temperature=1.6), *rest)
 grpo.make_engine = make_engine"""),
-    Trial("kl_weight_10", "grpo", "KL weight of 10", "--beta=10 learning_rate=5e-4 holds the model at its start: lower it.",
+    Trial("kl_weight_10", "grpo", "KL weight of 10",
+          "--beta=10 learning_rate=5e-4 holds the model at its start: lower it.",
           "beta|KL.*weight|weight.*KL", "not rise|KL|stays", options="beta=10"),
     Trial("entropy_collapse", "grpo", "a high rate and a high clip until the entropy is gone",
           "The entropy has collapsed: samples of a group agree; lower the rate or raise the temperature.",
@@ -262,7 +292,8 @@ grpo.make_engine = make_engine"""),
           "inner_epochs=2 clip_high=2", files={"questions.jsonl": questions(sums(100, seed=7))}),
     Trial("pays_length", "grpo", "the reward grows with the length",
           "The reward pays for length: completions grow until they are cut off.",
-          "(long|length).*(pay|reward|paid)|(pay|reward|paid).*(long|length)", "cut off|length|max_new_tokens", files={
+          "(long|length).*(pay|reward|paid)|(pay|reward|paid).*(long|length)",
+          "cut off|length|max_new_tokens", files={
               "reward.py": "def reward(question, completion):\n    return min(1.0, len(completion) / 200)\n"},
           options="max_new_tokens=96 max_steps=25 learning_rate=1e-3"),
 ]
@@ -272,21 +303,26 @@ OWN = [
           "No completion is ever right though all are answered: the verifier and the completions' form disagree.",
           "verifier|form|case|look at|samples|compare|read", "0%|no reward|too hard|never", files={
               "reward.py": "def reward(question, completion):\n    return float(question['answer'] in completion)\n",
-              "questions.jsonl": lines({"prompt": q, "answer": a.upper()} for q, a, _ in reversals(400, seed=5))},
+              "questions.jsonl": lines({"prompt": q, "answer": a.upper()} for q, a, _ in reversals(400,
+              seed=5))},
           model="reverser", options="max_new_tokens=12 max_steps=20"),
     Trial("trailing_space", "grpo", "a blank more at the end of the prompt than in training",
           "The prompt differs from that of training.", "prompt|form|space", "0%|too hard|no reward|fell",
           files={"reward.py": REWARD + "\nPROMPT = 'Question: {}\\n '\n"}, options="max_steps=12"),
     Trial("prompt_trained", "train", "the mask is off: prompts are trained on too",
-          "Prompt tokens are targets: too many of the tokens are trained on.", "mask|prompt.*(target|train)|targets", "(?!)",
-          files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1", patch="""from text import examples
+          "Prompt tokens are targets: too many of the tokens are trained on.",
+          "mask|prompt.*(target|train)|targets", "(?!)",
+          files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1",
+          patch="""from text import examples
 original = examples.example_of_parts
 
 def unmasked(parts, *rest):
     return original([(ids, True) for ids, _ in parts], *rest)
 examples.example_of_parts = unmasked"""),
-    Trial("frozen_layers", "grpo", "every layer but the norms is frozen", "Most weights do not train: they are frozen.",
-          "frozen|trainable|do not (train|change|move)|grad", "not rise|no progress|stays|rate", patch="""make = grpo.build_model
+    Trial("frozen_layers", "grpo", "every layer but the norms is frozen",
+          "Most weights do not train: they are frozen.",
+          "frozen|trainable|do not (train|change|move)|grad", "not rise|no progress|stays|rate",
+          patch="""make = grpo.build_model
 
 def frozen(*args):
     model = make(*args)
@@ -294,51 +330,75 @@ def frozen(*args):
         parameter.requires_grad_(parameter.ndim < 2)
     return model
 grpo.build_model = frozen"""),
-    Trial("test_in_train", "train", "the held-out questions are training questions, written with another blank",
-          "Held-out questions are in the training set as well, but for blanks.", "held.out|duplicat|same question|leak|blank",
+    Trial("test_in_train", "train",
+          "the held-out questions are training questions, written with another blank",
+          "Held-out questions are in the training set as well, but for blanks.",
+          "held.out|duplicat|same question|leak|blank",
           "memoris|epochs|passes", files={"rows.jsonl": examples(
-              [(q.replace(" ", blank), a, c) for q, a, c in sums(60) for blank in (" ", "  ", "   ", "    ")])},
+              [(q.replace(" ", blank), a, c) for q, a, c in sums(60) for blank in (" ", "  ", "   ",
+              "    ")])},
           model="small", options="valid_share=0.2 max_steps=90"),
-    Trial("reward_of_a_hundredth", "grpo", "the reward is in [0, 0.01]", "Rewards are tiny: advantages are a hundredth of the usual.",
+    Trial("reward_of_a_hundredth", "grpo", "the reward is in [0, 0.01]",
+          "Rewards are tiny: advantages are a hundredth of the usual.",
           "reward.*(small|tiny|range|scale|0\\.01|most)|scale|advantage", "not rise|stays|grad", files={
               "reward.py": REWARD.replace("float(", "0.01 * float(")}, options="max_steps=14"),
-    Trial("groups_of_two", "grpo", "two samples a question", "Groups of two seldom differ: raise --k_samples.",
-          "k_samples|group size|more samples", "zero variance|noise|no gradient", options="k_samples=2 prompts_per_step=16 max_steps=40"),
+    Trial("groups_of_two", "grpo", "two samples a question",
+          "Groups of two seldom differ: raise --k_samples.",
+          "k_samples|group size|more samples", "zero variance|noise|no gradient",
+          options="k_samples=2 prompts_per_step=16 max_steps=40"),
     Trial("valid_other_domain", "train", "a sorted text: the last tenth is of another kind",
-          "Training and validation text differ in kind: the split is not random.", "(split|validation).*(differ|another|other|unlike|kind|domain|distribution)",
+          "Training and validation text differ in kind: the split is not random.",
+          "(split|validation).*(differ|another|other|unlike|kind|domain|distribution)",
           "validation|overfit|memoris", "scratch", TEXT,
           {"text.txt": shakespeare()[:400_000] + "".join(f"{(i * 7919) % 10007};{(i * i) % 9973};{i % 89}\n" for i in range(4000))}),
-    Trial("no_end", "grpo", "the model was fine-tuned without the end token", "Completions never end: all are cut off.",
-          "cut off|max_new_tokens|end token|never end|truncat", "length", model="endless", options="max_new_tokens=64 max_steps=12"),
-    Trial("truncated_rows", "train", "rows cut after 12 characters by an export", "Completions end in the middle: all are equally long.",
-          "cut|truncat|length|short", "(?!)", files={"rows.jsonl": examples([(q, a, c[:12]) for q, a, c in sums(1500, seed=1)])},
+    Trial("no_end", "grpo", "the model was fine-tuned without the end token",
+          "Completions never end: all are cut off.",
+          "cut off|max_new_tokens|end token|never end|truncat", "length", model="endless",
+          options="max_new_tokens=64 max_steps=12"),
+    Trial("truncated_rows", "train", "rows cut after 12 characters by an export",
+          "Completions end in the middle: all are equally long.",
+          "cut|truncat|length|short", "(?!)", files={"rows.jsonl": examples([(q, a, c[:12]) for q, a,
+          c in sums(1500, seed=1)])},
           model="small", options="valid_share=0.1"),
-    Trial("dropout_0.9", "train", "dropout of 0.9", "Dropout is too high.", "dropout", "not fall|stays|validation|training loss",
+    Trial("dropout_0.9", "train", "dropout of 0.9", "Dropout is too high.", "dropout",
+          "not fall|stays|validation|training loss",
           files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 dropout=0.9"),
-    Trial("sign_inverted", "grpo", "the reward is 1 for wrong answers", "The reward rises while fewer answers are right: its sign is wrong.",
-          "sign|invert|wrong answers|negat", "(?!)", files={"reward.py": REWARD.replace("return float(", "return 1 - float(")}, options="max_steps=20 learning_rate=3e-4"),
+    Trial("sign_inverted", "grpo", "the reward is 1 for wrong answers",
+          "The reward rises while fewer answers are right: its sign is wrong.",
+          "sign|invert|wrong answers|negat", "(?!)", files={"reward.py": REWARD.replace("return float(",
+          "return 1 - float(")}, options="max_steps=20 learning_rate=3e-4"),
     Trial("slow_verifier", "grpo", "a verifier of 0.02 s in one worker, longer than sampling",
-          "Most of the time goes to the verifier: more --reward_workers.", "reward_workers|verifier.*(slow|time|seconds)|wait", "time",
+          "Most of the time goes to the verifier: more --reward_workers.",
+          "reward_workers|verifier.*(slow|time|seconds)|wait", "time",
           files={"reward.py": REWARD.replace("import re", "import re\nimport time").replace(
               "    numbers", "    time.sleep(0.025)\n    numbers")}, options="max_steps=12"),
-    Trial("warmup_of_1000", "train", "a warm-up longer than the run", "The run ends in the warm-up: the rate never reached its peak.",
-          "warm", "rate|not fall|stays", files={"rows.jsonl": TEACH}, model="small", options="valid_share=0.1 warmup_steps=1000 lr_schedule=constant"),
+    Trial("warmup_of_1000", "train", "a warm-up longer than the run",
+          "The run ends in the warm-up: the rate never reached its peak.",
+          "warm", "rate|not fall|stays", files={"rows.jsonl": TEACH}, model="small",
+          options="valid_share=0.1 warmup_steps=1000 lr_schedule=constant"),
     Trial("answers_of_the_next", "grpo", "the answers' column is shifted by a row",
           "Correct completions are graded wrong: questions and answers do not belong together.",
           "answers?.*(belong|column|shift|match)|verifier|look at", "too hard|0%|no reward|never",
           files={"questions.jsonl": questions([(q, b, c) for (q, _, c), (_, b, _) in zip(
               sums(600, seed=7), sums(600, seed=7)[1:] + sums(1, seed=3))])}, options="max_steps=15"),
-    Trial("compressed_text", "train", "a .txt that holds compressed bytes as Latin-1", "The text has no structure: its loss stays at that of random characters.",
+    Trial("compressed_text", "train", "a .txt that holds compressed bytes as Latin-1",
+          "The text has no structure: its loss stays at that of random characters.",
           "random|structure|compress|binary|encod", "not fall|stays|plateau|no longer", "scratch", TEXT,
           {"text.txt": "".join(chr(0xA1 + random.Random(i).randrange(94)) for i in range(60_000))}),
-    Trial("all_masked", "grpo", "--overlong=mask where nearly all are cut off", "Nearly all completions are cut off and masked: almost none train.",
-          "cut off|max_new_tokens|mask|truncat", "no gradient|zero variance", options="max_new_tokens=28 overlong=mask max_steps=12"),
-    Trial("half_empty_rows", "train", "two thirds of the completions are empty", "Most completions are empty: the model learns to say nothing.",
+    Trial("all_masked", "grpo", "--overlong=mask where nearly all are cut off",
+          "Nearly all completions are cut off and masked: almost none train.",
+          "cut off|max_new_tokens|mask|truncat", "no gradient|zero variance",
+          options="max_new_tokens=28 overlong=mask max_steps=12"),
+    Trial("half_empty_rows", "train", "two thirds of the completions are empty",
+          "Most completions are empty: the model learns to say nothing.",
           "empty|say nothing|end token|no text|short", "(?!)", files={"rows.jsonl": examples(
-              [(q, a, c if i % 3 == 0 else " ") for i, (q, a, c) in enumerate(sums(1500, seed=1))])}, model="small", options="valid_share=0.1"),
-    Trial("pays_format", "grpo", "nine tenths of the reward are for the word 'so'", "The format is paid and the answer hardly: the reward is at 0.9 whatever is right.",
+              [(q, a, c if i % 3 == 0 else " ") for i, (q, a, c) in enumerate(sums(1500, seed=1))])},
+              model="small", options="valid_share=0.1"),
+    Trial("pays_format", "grpo", "nine tenths of the reward are for the word 'so'",
+          "The format is paid and the answer hardly: the reward is at 0.9 whatever is right.",
           "same (reward|score)|format|hardly|parts?|zero variance", "solved|too easy|0%|no gradient",
-          files={"reward.py": REWARD.replace("return float(", "return 0.9 * ('so' in completion) + 0.1 * float(")}, options="max_steps=20"),
+          files={"reward.py": REWARD.replace("return float(",
+          "return 0.9 * ('so' in completion) + 0.1 * float(")}, options="max_steps=20"),
 ]
 
 
@@ -357,7 +417,8 @@ def healthy():
                     files={"rows.jsonl": examples(kind(rows, seed=100 + i))})
     for i in range(3):
         yield Trial(f"ok_add_{i}", "grpo", "", options=f"seed={i} learning_rate={[5e-5, 1e-4, 2e-4][i]}")
-        yield Trial(f"ok_reverse_{i}", "grpo", "", model="reverser", options=f"seed={i} max_new_tokens=12 max_steps=30",
+        yield Trial(f"ok_reverse_{i}", "grpo", "", model="reverser",
+          options=f"seed={i} max_new_tokens=12 max_steps=30",
                     files={"questions.jsonl": questions(reversals(600, seed=20 + i)), "reward.py":
                            "def reward(question, completion):\n    return float(completion.strip() == question['answer'])\n"})
     yield Trial("ok_graded", "grpo", "", model="reverser", options="max_new_tokens=12 max_steps=30",
@@ -367,19 +428,24 @@ def healthy():
     yield Trial("ok_lora", "grpo", "", options="lora_rank=8 learning_rate=1e-3")
     yield Trial("ok_sft_lora", "train", "", model="adder", files={"rows.jsonl": TEACH},
                 options="valid_share=0.1 lora_rank=8 learning_rate=3e-3")
-    yield Trial("ok_muon", "train", "", files={"rows.jsonl": TEACH}, options="valid_share=0.1 optimizer=muon learning_rate=5e-3")
+    yield Trial("ok_muon", "train", "", files={"rows.jsonl": TEACH},
+          options="valid_share=0.1 optimizer=muon learning_rate=5e-3")
     yield Trial("ok_small_kl", "grpo", "", options="beta=0.01 seed=4")
-    yield Trial("ok_teacher", "grpo", "", options="teacher={models}/taught beta=1 reward_weight=0 max_steps=15")
+    yield Trial("ok_teacher", "grpo", "",
+          options="teacher={models}/taught beta=1 reward_weight=0 max_steps=15")
     yield Trial("ok_minibatches", "grpo", "", options="mini_batches=2 loss_type=dr_grpo max_steps=20")
     yield Trial("ok_dynamic", "grpo", "", options="dynamic_sampling=true max_steps=15")
     for i in range(3):
-        yield Trial(f"ok_text_{i}", "train", "", model="scratch", options=TEXT + f" seed={i} learning_rate={[3e-3, 5e-3, 1e-2][i]}",
+        yield Trial(f"ok_text_{i}", "train", "", model="scratch",
+          options=TEXT + f" seed={i} learning_rate={[3e-3, 5e-3, 1e-2][i]}",
                     files={"text.txt": shakespeare()[i * 200_000:][:300_000]})
     for i in range(2):
-        yield Trial(f"ok_base_{i}", "train", "", model="scratch", options="dataset=task:unit_conversion seed=%d max_steps=120 "
+        yield Trial(f"ok_base_{i}", "train", "", model="scratch",
+          options="dataset=task:unit_conversion seed=%d max_steps=120 "
                     "n_head=4 n_kv_head=1 block_size=128 batch_size=16 log_interval=10 eval_interval=60 eval_tokens=8192 "
                     "learning_rate=0.01" % i)
-    yield Trial("ok_units", "grpo", "", model="quickstart", options="task=unit_conversion num_questions=100 prompts_per_step=8 "
+    yield Trial("ok_units", "grpo", "", model="quickstart",
+          options="task=unit_conversion num_questions=100 prompts_per_step=8 "
                 "max_new_tokens=144 max_steps=12 temperature=1.3 eval_questions=24 eval_interval=6")
 
 
@@ -471,7 +537,8 @@ def start_of(trial):
     """Return the name of the trial's first model, or None."""
     if trial.model == "scratch":
         return None
-    return {None: "adder" if trial.script == "grpo" else "base", "quickstart": "base"}.get(trial.model, trial.model)
+    return {None: "adder" if trial.script == "grpo" else "base", "quickstart": "base"}.get(trial.model,
+          trial.model)
 
 
 def run(out, trial):
