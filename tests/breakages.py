@@ -1,15 +1,16 @@
 """Break runs of train.py and grpo.py on purpose, leave others healthy, and tabulate the doctor's findings.
 
     OMP_NUM_THREADS=1 python tests/breakages.py out/breakages
-    OMP_NUM_THREADS=1 python tests/breakages.py out/breakages --only=one_prompt,labels_shifted
+    OMP_NUM_THREADS=1 python tests/breakages.py out/breakages --only=one_prompt,sft_labels_shifted
     python tests/breakages.py out/breakages --judge            the doctor again, over the stored metrics
 
-Each run is a process of the real script with real options, and its fault is one that a user would make: a flag,
-a data file, a reward, or a line of code (a wrapper that replaces one function, where no option has the effect).
-`hear` is the sentence that the user of that run needs; it and the patterns were written before the doctor had
-seen the run. The verdict: named (a finding matches `named`), half (it matches `half`: a symptom, not the cause),
-wrong (findings, none of which match), missed (no finding); of a healthy run none or FALSE ALARM. Runs take 20 to
-60 seconds of one core each, and those that have metrics.jsonl are not repeated.
+Each run is a process of the real script with real options, and its fault is one that a user would make: a
+flag, a data file, a reward, or a line of code (a wrapper that replaces one function).
+`hear` is the sentence that its user needs; it and the patterns were written before the doctor had seen the run,
+and patterns that let another cause pass were narrowed afterwards. The verdict: named (a finding matches
+`named`), half (it matches `half`: a symptom, not the cause), wrong (none of the findings match), missed (no
+finding); of a healthy run none or FALSE ALARM. Read the sentences too: a run that is named may have a wrong
+finding besides. A run takes 20 to 60 seconds of one core; one that has metrics.jsonl is not repeated.
 """
 import json
 import lzma
@@ -254,7 +255,7 @@ grpo.group_by_question = shuffled"""),
                                              options="max_steps=14"),
     Trial("cold", "grpo", "temperature 0.01",
           "At temperature 0.01 a group's completions are equal: raise it.",
-          "temperature", "zero variance|same|entropy", options="temperature=0.01 max_steps=10"),
+          "temperature", "same text|entropy|agree", options="temperature=0.01 max_steps=10"),
     Trial("hot", "grpo", "temperature 3", "At temperature 3 the model samples noise: lower it.",
           "temperature", "0%|entropy|too hard|cut off",
           options="temperature=3 max_steps=15 learning_rate=5e-4"),
@@ -378,7 +379,7 @@ grpo.build_model = frozen"""),
           options="valid_share=0.1 warmup_steps=1000 lr_schedule=constant"),
     Trial("answers_of_the_next", "grpo", "the answers' column is shifted by a row",
           "Correct completions are graded wrong: questions and answers do not belong together.",
-          "answers?.*(belong|column|shift|match)|verifier|look at", "too hard|0%|no reward|never",
+          "answers?.*(belong|column|shift|match)|verifier|look at", "never right|never_right",
           files={"questions.jsonl": questions([(q, b, c) for (q, _, c), (_, b, _) in zip(
               sums(600, seed=7), sums(600, seed=7)[1:] + sums(1, seed=3))])}, options="max_steps=15"),
     Trial("compressed_text", "train", "a .txt that holds compressed bytes as Latin-1",
