@@ -58,6 +58,11 @@ class History:
         values = self.values(key)
         return fmean(values) if values else None
 
+    def mean_of_any(self, key):
+        """Return the mean of a metric over the last lines that have it, None if fewer than MIN_LINES do."""
+        values = [number(line[key]) for line in self.steps if number(line.get(key)) is not None]
+        return fmean(values[-RECENT_STEPS:]) if len(values) >= MIN_LINES else None
+
     def samples(self, lines=None):
         """Return the number of samples in the given (default: recent) lines."""
         groups = self.values("groups", lines) or [self.config.get("prompts_per_step", 0)]
@@ -205,7 +210,7 @@ def broken_verifier(run):
     if timeouts > errors / 2:
         return (f"The verifier took too long for {timeouts:.0f} of the last {run.samples():,} samples, which "
                 "are excluded from training: make it faster, or raise "
-                f"--timeout={run.config.get('timeout')}.")
+                f"--timeout, which is {run.config.get('timeout')}.")
     return (f"The verifier failed for {errors:.0f} of the last {run.samples():,} samples, which are excluded "
             f"from training{shown}: fix reward(question, completion).")
 
@@ -270,6 +275,12 @@ def rate_too_large(run):
     return None
 
 
+def noise_of(values):
+    """Return the standard deviation of one value around a steady course, of at least three: in second
+    differences the course cancels, and noise has 6 times the variance."""
+    return math.sqrt(fmean((a - 2 * b + c) ** 2 for a, b, c in zip(values, values[1:], values[2:])) / 6)
+
+
 def reward_fell(run):
     """The reward has dropped to less than half of its best."""
     rewards = run.values("reward", run.steps)
@@ -277,9 +288,7 @@ def reward_fell(run):
         return None
     now = fmean(rewards[-MIN_LINES:])
     best = max(fmean(rewards[i:i + MIN_LINES]) for i in range(len(rewards) - MIN_LINES))
-    # The noise of one step: in second differences a steady fall cancels, and noise has 6 times the variance.
-    noise = math.sqrt(fmean((a - 2 * b + c) ** 2 for a, b, c in zip(rewards, rewards[1:], rewards[2:])) / 6)
-    if now >= best / 2 or best - now < 0.05 + 5 * noise * math.sqrt(2 / MIN_LINES):
+    if now >= best / 2 or best - now < 0.05 + 5 * noise_of(rewards) * math.sqrt(2 / MIN_LINES):
         return None
     return f"The reward has fallen from {best:.2f} to {now:.2f}: {restart_advice(run)}."
 
@@ -293,12 +302,12 @@ def same_samples(run):
     entropy = run.values("entropy", [line for line in run.recent if line.get("updates")])
     shown = f" (entropy {fmean(entropy):.2g} nats per token)" if entropy else ""
     return (f"Only {distinct:.2f} of the {run.config['k_samples']} samples of a group are distinct{shown}: "
-            f"the policy has collapsed. Raise --temperature={run.config.get('temperature')}, restart from an "
-            "earlier checkpoint, lower --learning_rate, or raise --clip_high.")
+            f"the policy has collapsed. Raise --temperature, which is {run.config.get('temperature')}, restart "
+            "from an earlier checkpoint, lower --learning_rate, or raise --clip_high.")
 
 
-def memorised(run):
-    """The reward rises while held-out accuracy falls."""
+def held_out_fall(run):
+    """Return the text that the reward rises while held-out accuracy falls, None if it does not."""
     if len(run.evaluations) < 2 or len(run.steps) < 2 * MIN_LINES:
         return None
     best = max(run.evaluations[:-1], key=lambda line: number(line.get("val_accuracy")) or 0)
@@ -313,9 +322,27 @@ def memorised(run):
     if not rewards or fmean(rewards[-MIN_LINES:]) < fmean(rewards[:MIN_LINES]) + 0.02:
         return None
     return (f"The reward rises ({fmean(rewards[:MIN_LINES]):.2f} to {fmean(rewards[-MIN_LINES:]):.2f}) while "
-            f"held-out accuracy falls ({before:.0%} to {now:.0%}): the model memorises the answers, or the "
-            "reward does not measure correctness. Read samples.txt, use more questions, and keep the best "
-            "checkpoint.")
+            f"greedy held-out accuracy falls ({before:.0%} to {now:.0%})")
+
+
+def memorised(run):
+    """The reward rises while held-out accuracy falls, and questions have been repeated."""
+    fall = held_out_fall(run)
+    if not fall or (run.last("epoch") or 2) <= 1:
+        return None
+    return (f"{fall}: the model memorises the answers, or the reward does not measure correctness. Read "
+            "samples.txt, use more questions, and keep the best checkpoint.")
+
+
+def greedy_falls(run):
+    """The reward rises while held-out accuracy falls in the first epoch, in which nothing is memorised."""
+    fall = held_out_fall(run)
+    if not fall or (run.last("epoch") or 2) > 1:
+        return None
+    return (f"{fall}, although no question has been asked twice. Either sampled answers improve at the "
+            f"expense of greedy ones: lower --temperature, which is {run.config.get('temperature', 1):g}, or "
+            "--learning_rate, and keep the best checkpoint. Or training questions are paid for something else "
+            "than held-out ones: read samples.txt.")
 
 
 def lengths_run_away(run):
@@ -333,6 +360,47 @@ def lengths_run_away(run):
         return (f"Completions shrink from {first:.0f} to {now:.0f} tokens, so giving up early earns as much "
                 "as reasoning: read samples.txt to see which completions are rewarded.")
     return None
+
+
+def paid_unlike(run):
+    """The same completion of the same question is paid differently."""
+    share = run.mean_of_any("copies_paid_unlike")
+    if share is None or share < 0.1:
+        return None
+    return (f"{share:.0%} of the texts that were graded twice for the same question got different rewards: the "
+            "reward depends on chance, on state, or on another completion (check their order), so a part of "
+            "it is noise.")
+
+
+def advantages_unlike_rewards(run):
+    """Advantages do not follow the rewards of their group."""
+    fit = run.mean("advantage_fit")
+    if fit is None or fit > 0.98:
+        return None
+    return (f"Advantages have a correlation of {fit:.2f} with the rewards of their group, and 1 is right: "
+            "they belong to other completions or groups, or have another sign. Check their order and shape "
+            "in set_advantages.")
+
+
+def paid_by_length(run):
+    """The reward is a function of the length."""
+    fit = run.mean("length_fit")
+    if fit is None or fit < 0.9:
+        return None
+    right = run.mean("pass_at_1")
+    lengths = run.values("completion_tokens", run.steps)
+    return (f"The length of a completion explains {fit:.0%} of its reward, and {right:.0%} are right (score "
+            f"1); completions had {lengths[0]:.0f} tokens at first and have {lengths[-1]:.0f} now. Pay for "
+            "the answer, and for length only among right ones.")
+
+
+def one_prompt(run):
+    """An optimizer step sees one question."""
+    prompts = run.config.get("prompts_per_step", 0) / run.config.get("mini_batches", 1)
+    if not run.recent or prompts != 1:
+        return None
+    return ("Each optimizer step sees one question, so its gradient is noisy, and a group with zero variance "
+            "leaves nothing to learn: raise --prompts_per_step, to 32 for example.")
 
 
 def part_with_mean(run, mean):
@@ -388,9 +456,75 @@ def bad_start(run):
         return (f"The first loss is {loss:.2f}, but uniform predictions have ln {vocabulary:,} = "
                 f"{uniform:.2f}: check the initialisation of the weights, and whether the text repeats a few "
                 "tokens.")
+    if divergence:
+        return (f"The first loss, with the KL divergence from the teacher, is {loss:.2f}, above that of "
+                f"uniform predictions (ln {vocabulary:,} = {uniform:.2f}): the teacher and the model were "
+                "trained on different text, or one of them does not know this text.")
     return (f"The first loss is {loss:.2f}, above that of uniform predictions (ln {vocabulary:,} = "
             f"{uniform:.2f}): the weights and the tokenizer do not belong together, or the model was trained "
             "on other text.")
+
+
+def untrained_teacher(run):
+    """The teacher predicts the training text, or the model's completions, no better than uniformly."""
+    uniform = math.log(run.facts.get("vocabulary") or 1)
+    loss = number(run.facts.get("teacher_loss"))
+    if run.is_rl and run.config.get("teacher") and run.steps:
+        divergence = number(run.steps[0].get("kl"))
+        if divergence and uniform and divergence > 0.5 * uniform:
+            return (f"The KL divergence from the teacher is {divergence:.2f} nats per token at the first "
+                    f"step, near that from uniform predictions (ln V = {uniform:.2f}): the teacher is "
+                    "untrained, or was trained on other text. Check its own answers with eval.py.")
+    if loss is None or loss < 0.9 * uniform:
+        return None
+    return (f"The teacher's own loss on the first examples is {loss:.2f}, no better than uniform predictions "
+            f"(ln V = {uniform:.2f}): it is untrained, or was trained on other text. Choose another "
+            "--teacher=.")
+
+
+# --- data and options, of both ---
+
+def repeated_rows(run):
+    """Few training rows are distinct."""
+    rows = run.facts.get("rows") or 0
+    distinct = run.facts.get("distinct_rows") or 0
+    least = 0.25 if run.facts.get("unit") == "examples" else 0.02       # short generated documents recur
+    if rows < 20 or distinct > least * rows:
+        return None
+    return (f"Only {distinct:,} of the first {rows:,} {run.facts['unit']} are distinct, so the model sees "
+            "the same ones again and again: check how the data was written.")
+
+
+def held_out_trained(run):
+    """Rows of the validation split are trained on."""
+    share = run.facts.get("held_out_trained") or 0
+    if share < 0.75:
+        return None
+    return (f"{share:.0%} of the validation {run.facts['unit']} are trained on as well, so validation says "
+            "nothing about new ones: hold others out.")
+
+
+def prompts_with_answer(run):
+    """Prompts contain the answer."""
+    share = run.facts.get("prompts_with_answer") or 0
+    if share < 0.75:
+        return None
+    return (f"{share:.0%} of the prompts state their own answer (after a word such as \"answer\"), so the "
+            "model learns to copy it: take it out of the questions.")
+
+
+def decay_too_strong(run):
+    """Weight decay shrinks the weights more than gradients can make up for."""
+    decay = run.config.get("weight_decay") or 0
+    rates = run.values("lr", run.steps)
+    if not decay or not rates:
+        return None
+    shrunk = 1 - math.exp(-decay * fmean(rates) * run.steps[-1]["step"])
+    if decay * max(rates) < 0.01 and (decay < 1 or shrunk < 0.1):
+        return None
+    return (f"--weight_decay={decay:g} at a learning rate of {max(rates):g} takes {decay * max(rates):.1%} of "
+            f"the weights a step, {shrunk:.0%} so far without gradients: set it to 0.1 or less.")
+
 
 
 def loss_spikes(run):
@@ -433,6 +567,18 @@ def not_learning(run):
             f"({first:.2f}): --learning_rate={run.config.get('learning_rate')} is {large}.")
 
 
+def risen_beyond_noise(losses):
+    """Tell whether a validation loss has risen: by a tenth at once, or by less for MIN_LINES evaluations."""
+    best = min(losses[:-1])
+    if losses[-1] > 1.1 * best + 0.1:
+        return True
+    if len(losses) < 2 * MIN_LINES:
+        return False
+    now = fmean(losses[-MIN_LINES:])
+    best = min(fmean(losses[i:i + MIN_LINES]) for i in range(len(losses) - MIN_LINES))
+    return now > 1.01 * best + 0.005 + 5 * noise_of(losses) * math.sqrt(2 / MIN_LINES)
+
+
 def validation_rises(run):
     """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions."""
     vocabulary = run.facts.get("vocabulary")
@@ -447,10 +593,11 @@ def validation_rises(run):
     best = min(losses[:-1])
     at = steps[losses.index(best)]
     before = run.values("loss", [line for line in run.steps if line["step"] <= at]) or training[:1]
-    if now < best * 1.01 + 0.005 or training[-1] >= min(before[-1], uniform):
+    now_trained = fmean(training[-MIN_LINES:])
+    if not risen_beyond_noise(losses) or now_trained >= min(fmean(before[-MIN_LINES:]), uniform):
         return None
     risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while the training loss "
-             f"falls (to {training[-1]:.3f})")
+             f"falls (to {now_trained:.3f})")
     worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * uniform), math.inf)
     if per_epoch and worse <= 10 * per_epoch and now > uniform:
         return (f"{risen}, and the former exceeds that of uniform predictions (ln {vocabulary:,} = "
@@ -491,15 +638,17 @@ def slower_than_before(run):
 
 
 def waits_for_data(run):
-    """Steps wait for the data loader."""
-    waits = run.values("data_s")
-    total = [sum(number(line.get(f"{part}_s")) or 0 for part in ("data", "forward_backward", "optimizer"))
-             for line in run.recent]
-    if not waits or sum(total) == 0 or sum(waits) < 0.2 * sum(total):
+    """Steps wait for the data loader, whose start makes the first one slow."""
+    shares = []
+    for line in run.recent:
+        parts = [number(line.get(f"{part}_s")) or 0 for part in ("data", "forward_backward", "optimizer")]
+        if line is not run.steps[0] and sum(parts):
+            shares.append(parts[0] / sum(parts))
+    if len(shares) < MIN_LINES or median(shares) < 0.2:
         return None
-    return (f"{sum(waits) / sum(total):.0%} of the time is spent waiting for data: raise "
-            f"--num_workers={run.settings.get('num_workers', 0)} or --prefetch, or move the tokens to a "
-            "faster disk (--data_dir).")
+    workers = run.settings.get("num_workers") or 0
+    return (f"{median(shares):.0%} of the time is spent waiting for data: set --num_workers={workers + 2} "
+            f"(now {workers}), raise --prefetch, or move the tokens to a faster disk (--data_dir).")
 
 
 def low_mfu(run):
@@ -511,13 +660,17 @@ def low_mfu(run):
             "--compile, and run `python bench.py --ladder` to see the effect of each option.")
 
 
-RL = (never_right, never_ends, other_prompts, groups_alike, broken_verifier, stale_engine, engine_differs,
-      rate_too_small, rate_too_large, reward_fell, same_samples, memorised, lengths_run_away, part_never_paid,
-      part_always_paid, few_questions, slower_than_before)
+DATA = (repeated_rows, held_out_trained, prompts_with_answer, decay_too_strong, untrained_teacher)
+RL = (never_right, never_ends, other_prompts, groups_alike, broken_verifier, paid_unlike,
+      advantages_unlike_rewards, paid_by_length, one_prompt, stale_engine, engine_differs, rate_too_small,
+      rate_too_large, reward_fell, same_samples, memorised, greedy_falls, lengths_run_away, part_never_paid,
+      part_always_paid, few_questions, slower_than_before, *DATA)
 TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
-            slower_than_before, waits_for_data, low_mfu)
+            slower_than_before, waits_for_data, low_mfu, *DATA)
 
 # {finding: findings that it explains, which are suppressed}
+UNLEARNT = ("never_right", "never_ends", "groups_alike", "same_samples", "reward_fell", "lengths_run_away",
+            "part_never_paid", "part_always_paid", "memorised", "greedy_falls")
 EXPLAINS = {
     "broken_verifier": ("never_right", "groups_alike", "part_never_paid"),
     "other_prompts": ("never_right", "groups_alike"),
@@ -526,9 +679,15 @@ EXPLAINS = {
     "stale_engine": ("engine_differs", "rate_too_large"),
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "never_right": ("groups_alike", "part_never_paid"),
-    "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away",), "bad_start": ("not_learning",),
+    "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away",),
+    "bad_start": ("not_learning",),
     "loss_spikes": ("not_learning", "validation_rises"), "loss_rises": ("loss_spikes", "not_learning"),
     "rate_too_small": ("not_learning",), "validation_rises": ("text_repeated",),
+    "paid_unlike": UNLEARNT, "advantages_unlike_rewards": UNLEARNT, "paid_by_length": UNLEARNT,
+    "untrained_teacher": (*UNLEARNT, "bad_start", "not_learning"),
+    "decay_too_strong": (*UNLEARNT, "rate_too_large", "loss_spikes", "loss_rises", "not_learning",
+                         "validation_rises"),
+    "repeated_rows": ("validation_rises", "text_repeated", "held_out_trained"),
 }
 
 

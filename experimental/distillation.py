@@ -4,7 +4,7 @@ KL divergence of the teacher's distribution from the model's, plus 1 - teacher_w
 import torch
 
 import hf
-from model import Prompts
+from model import IGNORE, Prompts
 from runtime import checkpoint, parallel
 from runtime.config import BadInput
 
@@ -48,6 +48,7 @@ class Teacher:
     """The teacher of train.py. source: a hf.ModelSource."""
 
     def __init__(self, cfg, hw, source):
+        self.hw = hw
         self.weight = cfg.teacher_weight
         self.model = parallel.frozen(source.config, source.fill, hw, cfg.parallel)
 
@@ -58,3 +59,9 @@ class Teacher:
             target_index = torch.arange(y.numel(), device=y.device)
         divergence, cross_entropy = model.divergence(self.model, x, y, 1.0, prompts, target_index)
         return self.weight * divergence + (1 - self.weight) * cross_entropy
+
+    def loss_on(self, batch):
+        """Return the teacher's own mean loss on a micro-batch, in nats per target."""
+        x, y, *others = [tensor.to(self.hw.device) for tensor in batch]
+        with torch.no_grad(), self.hw.autocast():
+            return self.model.loss(x, y, *others).item() / max(1, int((y != IGNORE).sum()))

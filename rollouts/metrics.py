@@ -1,17 +1,20 @@
 """Logging for grpo.py: the start-up paragraph, and metrics (metrics.jsonl) and log lines of steps and
 evaluations."""
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from statistics import fmean
 
 import torch
 
 from rollouts.accuracy import accuracy, n_right
 from rollouts.pipeline import zero_variance
+from rollouts.questions import normalized
 from runtime import distributed
+from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options
 from runtime.vitals import fingerprint, moved
+from text.facts import facts_of
 from text.provenance import common_prompt
 
 UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
@@ -132,6 +135,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
     last = updates[-1] if updates else {}
+    of_updates = {"entropy": "entropy", "kl": "kl", "kl_old": "kl_old", "clip_fraction": "clipped"}
     others = {name: float(value) for name, value in last.items() if "/" in name}       # PCGrad, for example
     n = total["samples"]
     targets = max(1.0, total["tokens"])
@@ -140,7 +144,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     world = distributed.world_size()
     seconds = run.timings.total()
     rollout_s = run.timings["rollout"]
-    mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1)
+    mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1) if updates else None
     return {
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
@@ -148,12 +152,10 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         **({"replies": total["replies"] / n} if total["replies"] else {}),
         "errors": total["errors"],
         "timeouts": total["timeouts"],
-        "entropy": total["entropy"] / targets,
-        "kl": total["kl"] / targets,
-        "kl_old": total["kl_old"] / targets,
-        "clip_fraction": total["clipped"] / targets,
-        "logprob_gap": total["difference"] / max(1.0, total["compared"]),
-        "logprob_gap_max": max(difference for _, difference, _ in ranks),
+        # None without an update
+        **{name: total[key] / targets if updates else None for name, key in of_updates.items()},
+        "logprob_gap": total["difference"] / max(1.0, total["compared"]) if updates else None,
+        "logprob_gap_max": max(difference for _, difference, _ in ranks) if updates else None,
         "completion_tokens_max": max(longest for _, _, longest in ranks),
         "completions_per_s": n / seconds,
         "tokens_per_s": tokens / seconds,
@@ -167,11 +169,15 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     }
 
 
-def facts(run, source, pipeline):
-    """Return facts about the model and its prompts for doctor.diagnose. source: the hf.ModelSource that
-    training began with."""
+def facts(run, source, pipeline, stream, valid):
+    """Return facts about the model and its questions for doctor.diagnose. source: the hf.ModelSource that
+    training began with. valid: [(question, Request)]."""
     chat = pipeline.tokenizer.template["name"] != "plain"
-    return {
+    train, held_out = ([normalized(question["question"]) for question, _ in pairs]
+                       for pairs in (stream.pairs, valid))
+    answers = [(question["question"], question.get("answer", "")) for question, _ in stream.pairs]
+    return facts_of(train, held_out, answers, "questions") | {
+        "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "prompt": None if chat else common_prompt(pipeline.task),
         "trained_prompt": source.about.get("prompt"),
@@ -190,8 +196,13 @@ def vitals(run, pipeline, groups, metrics):
         "moved": moved(before, after),
         "engine_stale": float(not torch.equal(after, engine.fingerprint)),
         "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
+        "advantage_fit": advantage_fit(groups),
+        "length_fit": length_fit(groups),
     }
     completions = [c for group in groups for c in group]
+    values["copies_paid_unlike"] = copies_paid_unlike(groups)
+    if values["copies_paid_unlike"] is None and run.step <= 3:
+        values["copies_paid_unlike"] = paid_unlike_again(pipeline, completions)
     if not metrics["pass_at_1"]:
         values["sample"] = completions[0].text[:300]
     if metrics["errors"]:
@@ -199,6 +210,63 @@ def vitals(run, pipeline, groups, metrics):
     if metrics["zero_variance"] >= 0.9:
         values["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
     return values
+
+
+def centred(values):
+    """Return values minus their mean."""
+    mean = fmean(values)
+    return [value - mean for value in values]
+
+
+def advantage_fit(groups):
+    """Return the mean correlation of advantages with rewards within groups, 1 if they belong together; None
+    without a group that has advantages."""
+    fits = []
+    for group in groups:
+        graded = [c for c in group if not math.isnan(c.reward)]
+        if any(c.advantage for c in graded):                 # else it is not trained on
+            rewards = centred([c.reward for c in graded])
+            advantages = centred([c.advantage for c in graded])
+            scale = math.sqrt(sum(r * r for r in rewards) * sum(a * a for a in advantages))
+            fits.append(sum(r * a for r, a in zip(rewards, advantages)) / scale if scale > 1e-9 else 0.0)
+    return fmean(fits) if fits else None
+
+
+def length_fit(groups):
+    """Return the share of the scores' variance that the length of the text explains (adjusted eta squared), 1
+    if the score depends on length alone. None for scores of fewer than five values or few texts of equal
+    length."""
+    by_length = defaultdict(list)
+    for c in (c for group in groups for c in group if not c.grade.error):
+        by_length[len(c.text)].append(c.grade.score)
+    repeated = [scores for scores in by_length.values() if len(scores) > 1]
+    scores = [score for alike in repeated for score in alike]
+    if len({*scores}) < 5 or len(scores) < 2 * len(repeated) + 5:
+        return None
+    within = sum(d * d for alike in repeated for d in centred(alike)) / (len(scores) - len(repeated))
+    return 1 - within / (sum(d * d for d in centred(scores)) / (len(scores) - 1))
+
+
+def copies_paid_unlike(groups):
+    """Return the share of texts with several copies among a question's completions whose scores differ by more
+    than 0.1; None without any."""
+    unlike = []
+    for group in groups:
+        scores = defaultdict(list)
+        for c in group:
+            if not c.grade.error:
+                scores[c.text, tuple(c.turns or ())].append(c.grade.score)
+        unlike += [max(copies) - min(copies) > 0.1 for copies in scores.values() if len(copies) > 1]
+    return fmean(unlike) if unlike else None
+
+
+def paid_unlike_again(pipeline, completions):
+    """Return the share of eight completions whose score differs by more than 0.1 if graded again; None
+    without one."""
+    graded = [c for c in completions if not c.grade.error and not c.turns][:8]
+    grades = pipeline.pool.score([(c.question, c.text) for c in graded])
+    pairs = [abs(grade.score - c.grade.score) > 0.1 for grade, c in zip(grades, graded) if not grade.error]
+    return fmean(pairs) if pairs else None
 
 
 def paid_elsewhere(pipeline, groups):
@@ -220,7 +288,7 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     metrics = step_metrics(cfg, run, stream, groups, updates, bytes_read)
     metrics |= vitals(run, pipeline, groups, metrics)
     state = run.state
-    grad_norm = updates[-1]["grad_norm"] if updates else 0.0
+    grad_norm = updates[-1]["grad_norm"] if updates else None
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
     asked = sum(stream.state.turns.values())
@@ -232,8 +300,8 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
         **{"training/global_step": run.step}, **metrics, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
             f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
-            f"zero variance {metrics['zero_variance']:.0%} | entropy {metrics['entropy']:.3f} | "
-            f"{metrics['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: "
+            f"zero variance {metrics['zero_variance']:.0%} | entropy {shown(metrics['entropy'], '.3f')} | "
+            f"{metrics['completion_tokens']:.0f} tokens | grad norm {shown(grad_norm, '.3f')} | {seconds:.1f} s: "
             f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
             f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
     domains = [f"{name} {metrics[f'{name}/pass_at_1']:.0%}" for name in stream.domains

@@ -101,7 +101,7 @@ BROKEN = {
     "part_never_paid": ('return float(right), {"right": right, "reasoned": "because" in answer}', {}),
     "part_always_paid": ('return 0.4 + 0.6 * right, {"right": right, "polite": True}', {"learning_rate": 1e-6}),
     "lengths_run_away": ('return min(len(completion), 40) / 80, {}', {"learning_rate": 3e-3, "max_new_tokens": 24, "max_steps": 20}),
-    "memorised": ('return float(answer == question["other"] if question["train"] else right), {}',
+    "greedy_falls": ('return float(answer == question["other"] if question["train"] else right), {}',
                   {"learning_rate": 3e-3, "eval_interval": 5, "eval_questions": 180, "max_steps": 20}),
     "rate_too_small": (HONEST, {"learning_rate": 1e-9}),
     "rate_too_large": (HONEST, {"learning_rate": 0.3}),

@@ -1,0 +1,55 @@
+"""Facts about a run's data for the doctor: repeated rows, trained rows in validation, answers in prompts."""
+import re
+
+import numpy as np
+
+TOKENS = 2**18                       # of each split of a text that are read
+PROMPTS = 2000                       # that are searched for their answer
+
+
+def facts_of(train, held_out, pairs, unit):
+    """Return the facts. train, held_out: rows, hashable; pairs: [(prompt, answer)] of training rows; unit:
+    the rows' name."""
+    known = {*train}
+    pairs = pairs[:PROMPTS]
+    return {
+        "unit": unit,
+        "rows": len(train),
+        "distinct_rows": len(known),
+        "held_out_trained": sum(row in known for row in held_out) / max(1, len(held_out)),
+        "prompts_with_answer": sum(gives_answer(*pair) for pair in pairs) / max(1, len(pairs)),
+    }
+
+
+def facts_of_examples(train, held_out, tokenizer):
+    """Return the facts of two lists of examples.Example."""
+    rows, others = ([example.ids.tobytes() for example in split] for split in (train, held_out or []))
+    pairs = []
+    for example in train[:PROMPTS]:
+        target = tokenizer.text_of(example.ids[example.is_target]).strip()
+        tagged = re.findall("<answer>(.*?)</answer>", target, re.DOTALL)
+        words = target.split() or [""]
+        pairs.append((example.question, tagged[-1] if tagged else words[-1].strip(".,;:!?")))
+    return facts_of(rows, others, pairs, "examples")
+
+
+def facts_of_text(train, held_out, tokenizer):
+    """Return the facts of two data.TokenFiles. Rows are documents, or lines if there are few documents."""
+    splits = []
+    for split in (train, held_out):
+        ids = split[:TOKENS]
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.eos) + 1)
+        splits.append([document.tobytes() for document in documents[:-1]])
+    unit = "documents"
+    if min(map(len, splits)) < 20:
+        splits = [tokenizer.decode(split[:TOKENS]).split("\n") for split in (train, held_out)]
+        splits = [[line for line in lines if line.strip()] for lines in splits]
+        unit = "lines"
+    return facts_of(*splits, [], unit)
+
+
+def gives_answer(prompt, answer):
+    """Tell whether a prompt contains "answer", "solution", "hint" or "correct" right before its answer."""
+    answer = re.escape(str(answer).strip())
+    before = r"(?i)\b(answer|solution|hint|correct)\b\W+(\w+\W+){0,2}"
+    return bool(answer) and re.search(rf"{before}{answer}(?!\w)", prompt) is not None
