@@ -14,7 +14,7 @@ from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options
 from runtime.vitals import fingerprint, moved
-from text.facts import facts_of
+from text.facts import ends_with_answer, facts_of
 from text.provenance import common_prompt
 
 UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
@@ -176,7 +176,14 @@ def facts(run, source, pipeline, stream, valid):
     train, held_out = ([normalized(question["question"]) for question, _ in pairs]
                        for pairs in (stream.pairs, valid))
     answers = [(question["question"], question.get("answer", "")) for question, _ in stream.pairs]
-    return facts_of(train, held_out, answers, "questions") | {
+    rows = facts_of(train, held_out, answers, "questions")
+    last_words = [question for question, _ in stream.pairs[:8]
+                  if ends_with_answer(question["question"], question.get("answer", ""))]
+    if len(last_words) == 8:                 # the aim of a Countdown question is not its answer: paid?
+        grades = pipeline.pool.score([(question, str(question["answer"])) for question in last_words])
+        rows["prompts_with_answer"] = max(fmean(grade.score == 1 and not grade.error for grade in grades),
+                                          rows["prompts_with_answer"])
+    return rows | {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "prompt": None if chat else common_prompt(pipeline.task),
@@ -234,14 +241,14 @@ def advantage_fit(groups):
 
 def length_fit(groups):
     """Return the share of the scores' variance that the length of the text explains (adjusted eta squared), 1
-    if the score depends on length alone. None for scores of fewer than five values or few texts of equal
+    if the score depends on length alone. None for scores of fewer than three values or few texts of equal
     length."""
     by_length = defaultdict(list)
     for c in (c for group in groups for c in group if not c.grade.error):
         by_length[len(c.text)].append(c.grade.score)
     repeated = [scores for scores in by_length.values() if len(scores) > 1]
     scores = [score for alike in repeated for score in alike]
-    if len({*scores}) < 5 or len(scores) < 2 * len(repeated) + 5:
+    if len({*scores}) < 3 or len(scores) < 2 * len(repeated) + 5:
         return None
     within = sum(d * d for alike in repeated for d in centred(alike)) / (len(scores) - len(repeated))
     return 1 - within / (sum(d * d for d in centred(scores)) / (len(scores) - 1))

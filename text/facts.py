@@ -26,10 +26,9 @@ def facts_of_examples(train, held_out, tokenizer):
     rows, others = ([example.ids.tobytes() for example in split] for split in (train, held_out or []))
     pairs = []
     for example in train[:PROMPTS]:
-        target = tokenizer.text_of(example.ids[example.is_target]).strip()
+        target = tokenizer.text_of(example.ids[example.is_target].tolist()).strip()
         tagged = re.findall("<answer>(.*?)</answer>", target, re.DOTALL)
-        words = target.split() or [""]
-        pairs.append((example.question, tagged[-1] if tagged else words[-1].strip(".,;:!?")))
+        pairs.append((example.question, tagged[-1] if tagged else target))
     return facts_of(rows, others, pairs, "examples")
 
 
@@ -49,7 +48,15 @@ def facts_of_text(train, held_out, tokenizer):
 
 
 def gives_answer(prompt, answer):
-    """Tell whether a prompt contains "answer", "solution", "hint" or "correct" right before its answer."""
-    answer = re.escape(str(answer).strip())
+    """Tell whether a prompt contains an answer of ten characters or more, or a shorter one right after
+    "answer", "solution", "hint" or "correct"."""
+    answer = str(answer).strip()
     before = r"(?i)\b(answer|solution|hint|correct)\b\W+(\w+\W+){0,2}"
-    return bool(answer) and re.search(rf"{before}{answer}(?!\w)", prompt) is not None
+    return len(answer) >= 10 and answer in prompt or bool(answer) and bool(
+        re.search(rf"{before}{re.escape(answer)}(?!\w)", prompt))
+
+
+def ends_with_answer(prompt, answer):
+    """Tell whether an answer is the last word of a prompt."""
+    answer = str(answer).strip()
+    return bool(answer) and bool(re.search(rf"(?<!\w){re.escape(answer)}\W*$", prompt))
