@@ -114,9 +114,10 @@ def temperature_advice(run):
 def restart_advice(run):
     """Return the advice for a policy that has become worse."""
     hot = temperature_advice(run)
-    return (f"{hot + '; also ' if hot else ''}restart from an earlier checkpoint and lower --learning_rate={run.config.get('learning_rate')} "
-            "to a third, or lower --grad_clip; if the reward falls at any learning rate, the sign of the "
-            "loss, the advantage or the reward is wrong")
+    hot = f"{hot}; also " if hot else ""
+    return (f"{hot}restart from an earlier checkpoint and lower "
+            f"--learning_rate={run.config.get('learning_rate')} to a third, or lower --grad_clip; if the reward "
+            "falls at any learning rate, the sign of the loss, the advantage or the reward is wrong")
 
 
 def never_right(run):
@@ -134,9 +135,9 @@ def never_right(run):
                "verified answers first (datagen.py, config/rft.py), or show worked examples with "
                "--few_shot=4")
     elif answered is not None:
-        why = (f", although {answered:.0%} have an answer: the questions are too hard for this model, or the "
-               "verifier rejects correct answers. Ask easier questions, or fine-tune on verified answers "
-               "first (datagen.py)")
+        why = (f", although {answered:.0%} have an answer: the questions are too hard for this model"
+               f"{other_form(run)}, or the verifier rejects correct answers. Ask easier questions, or "
+               "fine-tune on verified answers first (datagen.py)")
     else:
         why = (": grade a correct answer by hand to check that it is rewarded, then ask easier questions or "
                "fine-tune")
@@ -176,6 +177,13 @@ def other_prompts(run):
             "PROMPT to the model's form, or fine-tune the model on the new form first.")
 
 
+def other_form(run):
+    """Return a cause that can't be excluded where the prompt form of training is unknown, as text."""
+    prompt = run.facts.get("prompt")
+    return f", or training had another prompt form than {prompt!r}" if prompt and not run.facts.get(
+        "trained_prompt") else ""
+
+
 def groups_alike(run):
     """Nearly all groups have zero variance."""
     share = run.mean("zero_variance")
@@ -188,7 +196,7 @@ def groups_alike(run):
         why = ("the reward does not depend on the answer, since an answer earns as much for another "
                "question: grade a correct and a wrong one by hand")
         why += "" if right > 0.5 else ", and ask easier questions if the correct one earns more"
-    elif temperature_advice(run) and right <= first:
+    elif temperature_advice(run) and right <= 0.5:
         why = f"no sample is correct: {temperature_advice(run)}"
     elif right > 0.5:
         why = ("all samples are correct: the questions have become too easy. Ask harder ones, skip solved "
@@ -197,8 +205,8 @@ def groups_alike(run):
         why = (f"no sample is correct, while {first:.0%} were at the first step, so the policy has "
                f"collapsed: {restart_advice(run)}")
     else:
-        why = ("no sample is correct: the questions are too hard. Ask easier ones, raise --k_samples, "
-               f"fine-tune on verified answers first, {resample}")
+        why = (f"no sample is correct: the questions are too hard{other_form(run)}. Ask easier ones, raise "
+               f"--k_samples, fine-tune on verified answers first, {resample}")
     return f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}."
 
 
@@ -301,8 +309,8 @@ def same_samples(run):
     entropy = run.values("entropy", [line for line in run.recent if line.get("updates")])
     shown = f" (entropy {fmean(entropy):.2g} nats per token)" if entropy else ""
     return (f"Only {distinct:.2f} of the {run.config['k_samples']} samples of a group are distinct{shown}: "
-            f"the policy has collapsed. Raise --temperature, which is {run.config.get('temperature')}, restart "
-            "from an earlier checkpoint, lower --learning_rate, or raise --clip_high.")
+            f"the policy has collapsed. Raise --temperature, which is {run.config.get('temperature')}, "
+            "restart from an earlier checkpoint, lower --learning_rate, or raise --clip_high.")
 
 
 def held_out_fall(run):
@@ -340,8 +348,8 @@ def greedy_falls(run):
         return None
     return (f"{fall}, although no question has been asked twice. Either sampled answers improve at the "
             f"expense of greedy ones: lower --temperature, which is {run.config.get('temperature', 1):g}, or "
-            "--learning_rate, and keep the best checkpoint. Or training questions are paid for something else "
-            "than held-out ones: read samples.txt.")
+            "--learning_rate, and keep the best checkpoint. Or training questions are paid for something "
+            "else than held-out ones: read samples.txt.")
 
 
 def lengths_run_away(run):
@@ -366,8 +374,9 @@ def paid_unlike(run):
     share = run.mean_of_any("copies_paid_unlike")
     if share is None or share < 0.02:
         return None
-    return (f"The same text for the same question got different rewards, in {share:.0%} of the texts that were "
-            "graded twice: rewards are random, mixed up among completions, or depend on the verifier's state.")
+    return (f"The same text for the same question got different rewards, in {share:.0%} of the texts that "
+            "were graded twice: rewards are random, mixed up among completions, or depend on the verifier's "
+            "state.")
 
 
 def advantages_unlike_rewards(run):
@@ -390,6 +399,15 @@ def paid_by_length(run):
     return (f"The length of a completion explains {fit:.0%} of its reward, and {right:.0%} are right (score "
             f"1); completions had {lengths[0]:.0f} tokens at first and have {lengths[-1]:.0f} now. Pay for "
             "the answer, and for length only among right ones.")
+
+
+def beta_too_large(run):
+    """The KL term outweighs the reward."""
+    beta = run.config.get("beta") or 0
+    if beta < 1 or run.config.get("teacher") or not run.recent:
+        return None
+    return (f"--beta={beta:g} gives the KL divergence from the initial model more weight than the reward, "
+            "and holds the policy back: 0 to 0.1 is usual.")
 
 
 def one_prompt(run):
@@ -453,79 +471,20 @@ def bad_start(run):
     low = 0.7 * uniform if scratch and not divergence else 0
     if loss is None or low <= loss <= 1.1 * uniform:
         return None
+    newest = run.values("loss")              # a model that was trained on other text recovers within steps
+    if not scratch and (run.steps[-1]["step"] < 15 or not newest or newest[-1] < uniform):
+        return None
     if scratch:
         return (f"The first loss is {loss:.2f}, but uniform predictions have ln {vocabulary:,} = "
                 f"{uniform:.2f}: check the initialisation of the weights, and whether the text repeats a few "
                 "tokens.")
     if divergence:
-        return (f"The first loss, with the KL divergence from the teacher, is {loss:.2f}, above that of "
+        return (f"The loss, with the KL divergence from the teacher, is {newest[-1]:.2f}, above that of "
                 f"uniform predictions (ln {vocabulary:,} = {uniform:.2f}): the teacher and the model were "
                 "trained on different text, or one of them does not know this text.")
-    return (f"The first loss is {loss:.2f}, above that of uniform predictions (ln {vocabulary:,} = "
-            f"{uniform:.2f}): the weights and the tokenizer do not belong together, or the model was trained "
-            "on other text.")
-
-
-def untrained_teacher(run):
-    """The teacher predicts the training text, or the model's completions, no better than uniformly."""
-    uniform = math.log(run.facts.get("vocabulary") or 1)
-    loss = number(run.facts.get("teacher_loss"))
-    if run.is_rl and run.config.get("teacher") and run.steps:
-        divergence = number(run.steps[0].get("kl"))
-        if divergence and uniform and divergence > 0.5 * uniform:
-            return (f"The KL divergence from the teacher is {divergence:.2f} nats per token at the first "
-                    f"step, near that from uniform predictions (ln V = {uniform:.2f}): the teacher is "
-                    "untrained, or was trained on other text. Check its own answers with eval.py.")
-    if loss is None or loss < 0.9 * uniform:
-        return None
-    return (f"The teacher's own loss on the first examples is {loss:.2f}, no better than uniform predictions "
-            f"(ln V = {uniform:.2f}): it is untrained, or was trained on other text. Choose another "
-            "--teacher=.")
-
-
-# --- data and options, of both ---
-
-def repeated_rows(run):
-    """Few training rows are distinct."""
-    rows = run.facts.get("rows") or 0
-    distinct = run.facts.get("distinct_rows") or 0
-    least = 0.25 if run.facts.get("unit") == "examples" else 0.02       # short generated documents recur
-    if rows < 20 or distinct > least * rows:
-        return None
-    return (f"Only {distinct:,} of the first {rows:,} {run.facts['unit']} are distinct, so the model sees "
-            "the same ones again and again: check how the data was written.")
-
-
-def held_out_trained(run):
-    """Rows of the validation split are trained on."""
-    share = run.facts.get("held_out_trained") or 0
-    if share < 0.75:
-        return None
-    return (f"{share:.0%} of the validation {run.facts['unit']} are trained on as well, so validation says "
-            "nothing about new ones: hold others out.")
-
-
-def prompts_with_answer(run):
-    """Prompts contain the answer."""
-    share = run.facts.get("prompts_with_answer") or 0
-    if share < 0.75:
-        return None
-    return (f"{share:.0%} of the prompts contain their own answer, so the model learns to copy it: take it out "
-            "of the prompts, unless copying is the task.")
-
-
-def decay_too_strong(run):
-    """Weight decay shrinks the weights more than gradients can make up for."""
-    decay = run.config.get("weight_decay") or 0
-    rates = run.values("lr", run.steps)
-    if not decay or not rates:
-        return None
-    shrunk = 1 - math.exp(-decay * fmean(rates) * run.steps[-1]["step"])
-    if decay * max(rates) < 0.01 and (decay < 1 or shrunk < 0.1):
-        return None
-    return (f"--weight_decay={decay:g} at a learning rate of {max(rates):g} takes {decay * max(rates):.1%} of "
-            f"the weights a step, {shrunk:.0%} so far without gradients: set it to 0.1 or less.")
-
+    return (f"The loss is {newest[-1]:.2f} (at first {loss:.2f}), above that of uniform predictions (ln "
+            f"{vocabulary:,} = {uniform:.2f}): the weights and the tokenizer do not belong together, or the "
+            "model was trained on text of another kind.")
 
 
 def loss_spikes(run):
@@ -569,7 +528,7 @@ def not_learning(run):
 
 
 def risen_beyond_noise(losses):
-    """Tell whether the last validation loss is above the best one by more than a tenth, or more than noise."""
+    """Tell whether the last validation loss is above the best by more than a tenth, or more than noise."""
     best = min(losses[:-1])
     # one evaluation's standard deviation: see reward_fell; the median leaves the first fall out
     bends = [abs(a - 2 * b + c) for a, b, c in zip(losses[1:], losses[2:], losses[3:])]
@@ -658,13 +617,561 @@ def low_mfu(run):
             "--compile, and run `python bench.py --ladder` to see the effect of each option.")
 
 
-DATA = (repeated_rows, held_out_trained, prompts_with_answer, decay_too_strong, untrained_teacher)
+DATA = (repeated_rows, held_out_trained, prompts_with_answer, answers_alike, decay_too_strong,
+        untrained_teacher)
+def loss_spikes(run):
+    """The loss jumps."""
+    losses = run.values("loss", run.steps)
+    if len(losses) < MIN_LINES + 1:
+        return None
+    lowest = min(losses[:-1])
+    now = losses[-1]
+    before = losses[-1 - MIN_LINES:-1]
+    if now < max(before) + 0.3 or now < 1.3 * median(before) or now < 1.3 * lowest:
+        return None
+    return (f"The loss jumps from {before[-1]:.2f} to {now:.2f}: lower "
+            f"--learning_rate={run.config.get('learning_rate')} to a third, use a longer warm-up, or look "
+            "for broken text at this step.")
+
+
+def loss_rises(run):
+    """The loss of a model from scratch rises from the first step, although steps are small."""
+    losses = run.values("loss", run.steps)
+    begin = losses[:MIN_LINES + 1]
+    if (len(begin) <= MIN_LINES or run.config.get("init_from") != "scratch" or begin != sorted(begin)
+            or min(losses) < begin[0] or losses[-1] < 1.02 * begin[0] or (run.mean("moved") or 0) > 0.05):
+        return None
+    return (f"The loss rises from the first step ({begin[0]:.2f} to {losses[-1]:.2f}), although steps are "
+            "small: the loss or its gradient has the wrong sign, or the learning rate is far too large.")
+
+
+def not_learning(run):
+    """The loss does not fall."""
+    losses = run.values("loss", run.steps)
+    if len(losses) < MIN_LINES or run.steps[-1]["step"] < 15 or run.config.get("init_from") != "scratch":
+        return None
+    first = losses[0]
+    now = fmean(losses[-MIN_LINES:])
+    if now < 0.98 * first:
+        return None
+    large = "too large" if now > 1.02 * first else "too small or too large"
+    return (f"After {run.steps[-1]['step']} steps the loss is {now:.2f}, no better than at first "
+            f"({first:.2f}): --learning_rate={run.config.get('learning_rate')} is {large}.")
+
+
+def risen_beyond_noise(losses):
+    """Tell whether the last validation loss is above the best by more than a tenth, or more than noise."""
+    best = min(losses[:-1])
+    # one evaluation's standard deviation: see reward_fell; the median leaves the first fall out
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses[1:], losses[2:], losses[3:])]
+    noise = 1.48 * median(bends) / math.sqrt(6) if len(bends) > 1 else math.inf
+    return losses[-1] > best + min(0.1 * best + 0.1, 0.01 * best + 0.005 + 7 * noise)
+
+
+def validation_rises(run):
+    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions."""
+    vocabulary = run.facts.get("vocabulary")
+    per_epoch = run.facts.get("steps_per_epoch")
+    uniform = math.log(vocabulary) if vocabulary else math.inf
+    steps = [0] + [line["step"] for line in run.evaluations]
+    losses = [uniform] + [number(line.get("val_loss")) for line in run.evaluations]
+    training = run.values("loss", run.steps)
+    if steps[-1] == 0 or None in losses or len(training) < 2:
+        return None
+    now = losses[-1]
+    best = min(losses[:-1])
+    at = steps[losses.index(best)]
+    before = run.values("loss", [line for line in run.steps if line["step"] <= at]) or training[:1]
+    now_trained = fmean(training[-MIN_LINES:])
+    if not risen_beyond_noise(losses) or now_trained >= min(fmean(before[-MIN_LINES:]), uniform):
+        return None
+    risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while the training loss "
+             f"falls (to {now_trained:.3f})")
+    worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * uniform), math.inf)
+    if per_epoch and worse <= 10 * per_epoch and now > uniform:
+        return (f"{risen}, and the former exceeds that of uniform predictions (ln {vocabulary:,} = "
+                f"{uniform:.2f}): the labels or the evaluation are wrong, or the validation text is of "
+                "another kind.")
+    if per_epoch and steps[-1] <= per_epoch:
+        return (f"{risen}, although no text has been repeated: the labels or the evaluation are wrong, the "
+                "validation text is of another kind, or "
+                f"--learning_rate={run.config.get('learning_rate')} is too large.")
+    return f"{risen}: the model memorises the text. Use --patience=2, more text, or --dropout=0.1."
+
+
+def text_repeated(run):
+    """The text is repeated many times."""
+    per_epoch = run.facts.get("steps_per_epoch")
+    if not per_epoch or not run.steps or run.config.get("dropout"):
+        return None
+    epochs = run.steps[-1]["step"] / per_epoch
+    if epochs <= 10:
+        return None
+    return (f"The run has made {epochs:.0f} passes over the data without dropout, and those after about the "
+            "fourth teach little: use more data, train for fewer steps, or set --dropout=0.1.")
+
+
+def slower_than_before(run):
+    """The throughput has halved."""
+    speeds = run.values("tokens_per_s", run.steps[1:])       # the first step compiles
+    if len(speeds) < 2 * MIN_LINES:
+        return None
+    usual = median(speeds[:-MIN_LINES])
+    now = max(speeds[-MIN_LINES:])
+    clock = run.values("seconds")
+    hiccup = len(clock) > MIN_LINES and clock[-1] - clock[-1 - MIN_LINES] < 2
+    if now > usual / 2 or hiccup:
+        return None
+    return (f"The throughput is {now:,.0f} tokens/s, less than half of the earlier {usual:,.0f}: another "
+            "process uses the machine, or it is throttled (see nvidia-smi, top).")
+
+
+def waits_for_data(run):
+    """Steps wait for the data loader, whose start makes the first one slow."""
+    shares = []
+    for line in run.recent:
+        parts = [number(line.get(f"{part}_s")) or 0 for part in ("data", "forward_backward", "optimizer")]
+        if line is not run.steps[0] and sum(parts):
+            shares.append(parts[0] / sum(parts))
+    if len(shares) < MIN_LINES or median(shares) < 0.2:
+        return None
+    workers = run.settings.get("num_workers") or 0
+    return (f"{median(shares):.0%} of the time is spent waiting for data: set --num_workers={workers + 2} "
+            f"(now {workers}), raise --prefetch, or move the tokens to a faster disk (--data_dir).")
+
+
+def low_mfu(run):
+    """The GPU is far below its peak."""
+    mfu = run.mean("mfu")
+    if mfu is None or run.is_rl or mfu > 0.1 or run.facts.get("parameters", 0) < 5e7:
+        return None
+    return (f"MFU is {mfu:.1%}, far below bench.py's for a model of this size: raise --batch_size, use "
+            "--compile, and run `python bench.py --ladder` to see the effect of each option.")
+
+
+DATA = (repeated_rows, held_out_trained, prompts_with_answer, answers_alike, decay_too_strong,
+        untrained_teacher)
+# --- data and options, of both ---
+
+def repeated_rows(run):
+    """Few training rows are distinct."""
+    rows = run.facts.get("rows") or 0
+    distinct = run.facts.get("distinct_rows") or 0
+    least = 0.25 if run.facts.get("unit") == "examples" else 0.02       # short generated documents recur
+    if rows < 20 or distinct > least * rows:
+        return None
+    return (f"Only {distinct:,} of the first {rows:,} {run.facts['unit']} are distinct, so the model sees "
+            "the same ones again and again: check how the data was written.")
+
+
+def held_out_trained(run):
+    """Rows of the validation split are trained on."""
+    share = run.facts.get("held_out_trained") or 0
+    if share < 0.75:
+        return None
+    return (f"{share:.0%} of the validation {run.facts['unit']} are training {run.facts['unit']} as well, so "
+            "validation says nothing about new ones: hold others out.")
+
+
+def prompts_with_answer(run):
+    """Prompts contain the answer."""
+    share = run.facts.get("prompts_with_answer") or 0
+    if share < 0.75:
+        return None
+    return (f"The answer stands in the prompt of {share:.0%} of the {run.facts['unit']}, so the model learns "
+            "to copy it: take it out, unless copying is the task.")
+
+
+def answers_alike(run):
+    """All training examples have the same completion, or many have none."""
+    distinct = run.facts.get("distinct_answers")
+    empty = run.facts.get("empty_answers") or 0
+    if run.is_rl or distinct is None or run.facts["rows"] < 20:
+        return None
+    if distinct == 1 and run.facts["distinct_rows"] > 1:
+        return ("All examples have the same completion, whatever their prompt: check which column it comes "
+                "from.")
+    if empty < 0.1:
+        return None
+    return f"{empty:.0%} of the completions are empty, so the model learns to say nothing: leave them out."
+
+
+def decay_too_strong(run):
+    """Weight decay shrinks the weights more than gradients can make up for."""
+    decay = run.config.get("weight_decay") or 0
+    rates = run.values("lr", run.steps)
+    if not decay or not rates:
+        return None
+    shrunk = 1 - math.exp(-decay * fmean(rates) * run.steps[-1]["step"])
+    if decay * max(rates) < 0.01 and (decay < 1 or shrunk < 0.1):
+        return None
+    return (f"--weight_decay={decay:g} at a learning rate of {max(rates):.2g} takes "
+            f"{decay * max(rates):.1%} of the weights a step, {shrunk:.0%} so far without gradients: set it to "
+            "0.1 or less.")
+
+
+def loss_spikes(run):
+    """The loss jumps."""
+    losses = run.values("loss", run.steps)
+    if len(losses) < MIN_LINES + 1:
+        return None
+    lowest = min(losses[:-1])
+    now = losses[-1]
+    before = losses[-1 - MIN_LINES:-1]
+    if now < max(before) + 0.3 or now < 1.3 * median(before) or now < 1.3 * lowest:
+        return None
+    return (f"The loss jumps from {before[-1]:.2f} to {now:.2f}: lower "
+            f"--learning_rate={run.config.get('learning_rate')} to a third, use a longer warm-up, or look "
+            "for broken text at this step.")
+
+
+def loss_rises(run):
+    """The loss of a model from scratch rises from the first step, although steps are small."""
+    losses = run.values("loss", run.steps)
+    begin = losses[:MIN_LINES + 1]
+    if (len(begin) <= MIN_LINES or run.config.get("init_from") != "scratch" or begin != sorted(begin)
+            or min(losses) < begin[0] or losses[-1] < 1.02 * begin[0] or (run.mean("moved") or 0) > 0.05):
+        return None
+    return (f"The loss rises from the first step ({begin[0]:.2f} to {losses[-1]:.2f}), although steps are "
+            "small: the loss or its gradient has the wrong sign, or the learning rate is far too large.")
+
+
+def not_learning(run):
+    """The loss does not fall."""
+    losses = run.values("loss", run.steps)
+    if len(losses) < MIN_LINES or run.steps[-1]["step"] < 15 or run.config.get("init_from") != "scratch":
+        return None
+    first = losses[0]
+    now = fmean(losses[-MIN_LINES:])
+    if now < 0.98 * first:
+        return None
+    large = "too large" if now > 1.02 * first else "too small or too large"
+    return (f"After {run.steps[-1]['step']} steps the loss is {now:.2f}, no better than at first "
+            f"({first:.2f}): --learning_rate={run.config.get('learning_rate')} is {large}.")
+
+
+def risen_beyond_noise(losses):
+    """Tell whether the last validation loss is above the best by more than a tenth, or more than noise."""
+    best = min(losses[:-1])
+    # one evaluation's standard deviation: see reward_fell; the median leaves the first fall out
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses[1:], losses[2:], losses[3:])]
+    noise = 1.48 * median(bends) / math.sqrt(6) if len(bends) > 1 else math.inf
+    return losses[-1] > best + min(0.1 * best + 0.1, 0.01 * best + 0.005 + 7 * noise)
+
+
+def validation_rises(run):
+    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions."""
+    vocabulary = run.facts.get("vocabulary")
+    per_epoch = run.facts.get("steps_per_epoch")
+    uniform = math.log(vocabulary) if vocabulary else math.inf
+    steps = [0] + [line["step"] for line in run.evaluations]
+    losses = [uniform] + [number(line.get("val_loss")) for line in run.evaluations]
+    training = run.values("loss", run.steps)
+    if steps[-1] == 0 or None in losses or len(training) < 2:
+        return None
+    now = losses[-1]
+    best = min(losses[:-1])
+    at = steps[losses.index(best)]
+    before = run.values("loss", [line for line in run.steps if line["step"] <= at]) or training[:1]
+    now_trained = fmean(training[-MIN_LINES:])
+    if not risen_beyond_noise(losses) or now_trained >= min(fmean(before[-MIN_LINES:]), uniform):
+        return None
+    risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while the training loss "
+             f"falls (to {now_trained:.3f})")
+    worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * uniform), math.inf)
+    if per_epoch and worse <= 10 * per_epoch and now > uniform:
+        return (f"{risen}, and the former exceeds that of uniform predictions (ln {vocabulary:,} = "
+                f"{uniform:.2f}): the labels or the evaluation are wrong, or the validation text is of "
+                "another kind.")
+    if per_epoch and steps[-1] <= per_epoch:
+        return (f"{risen}, although no text has been repeated: the labels or the evaluation are wrong, the "
+                "validation text is of another kind, or "
+                f"--learning_rate={run.config.get('learning_rate')} is too large.")
+    return f"{risen}: the model memorises the text. Use --patience=2, more text, or --dropout=0.1."
+
+
+def text_repeated(run):
+    """The text is repeated many times."""
+    per_epoch = run.facts.get("steps_per_epoch")
+    if not per_epoch or not run.steps or run.config.get("dropout"):
+        return None
+    epochs = run.steps[-1]["step"] / per_epoch
+    if epochs <= 10:
+        return None
+    return (f"The run has made {epochs:.0f} passes over the data without dropout, and those after about the "
+            "fourth teach little: use more data, train for fewer steps, or set --dropout=0.1.")
+
+
+def slower_than_before(run):
+    """The throughput has halved."""
+    speeds = run.values("tokens_per_s", run.steps[1:])       # the first step compiles
+    if len(speeds) < 2 * MIN_LINES:
+        return None
+    usual = median(speeds[:-MIN_LINES])
+    now = max(speeds[-MIN_LINES:])
+    clock = run.values("seconds")
+    hiccup = len(clock) > MIN_LINES and clock[-1] - clock[-1 - MIN_LINES] < 2
+    if now > usual / 2 or hiccup:
+        return None
+    return (f"The throughput is {now:,.0f} tokens/s, less than half of the earlier {usual:,.0f}: another "
+            "process uses the machine, or it is throttled (see nvidia-smi, top).")
+
+
+def waits_for_data(run):
+    """Steps wait for the data loader, whose start makes the first one slow."""
+    shares = []
+    for line in run.recent:
+        parts = [number(line.get(f"{part}_s")) or 0 for part in ("data", "forward_backward", "optimizer")]
+        if line is not run.steps[0] and sum(parts):
+            shares.append(parts[0] / sum(parts))
+    if len(shares) < MIN_LINES or median(shares) < 0.2:
+        return None
+    workers = run.settings.get("num_workers") or 0
+    return (f"{median(shares):.0%} of the time is spent waiting for data: set --num_workers={workers + 2} "
+            f"(now {workers}), raise --prefetch, or move the tokens to a faster disk (--data_dir).")
+
+
+def low_mfu(run):
+    """The GPU is far below its peak."""
+    mfu = run.mean("mfu")
+    if mfu is None or run.is_rl or mfu > 0.1 or run.facts.get("parameters", 0) < 5e7:
+        return None
+    return (f"MFU is {mfu:.1%}, far below bench.py's for a model of this size: raise --batch_size, use "
+            "--compile, and run `python bench.py --ladder` to see the effect of each option.")
+
+
+DATA = (repeated_rows, held_out_trained, prompts_with_answer, answers_alike, decay_too_strong,
+        untrained_teacher)
+def loss_spikes(run):
+    """The loss jumps."""
+    losses = run.values("loss", run.steps)
+    if len(losses) < MIN_LINES + 1:
+        return None
+    lowest = min(losses[:-1])
+    now = losses[-1]
+    before = losses[-1 - MIN_LINES:-1]
+    if now < max(before) + 0.3 or now < 1.3 * median(before) or now < 1.3 * lowest:
+        return None
+    return (f"The loss jumps from {before[-1]:.2f} to {now:.2f}: lower "
+            f"--learning_rate={run.config.get('learning_rate')} to a third, use a longer warm-up, or look "
+            "for broken text at this step.")
+
+
+def loss_rises(run):
+    """The loss of a model from scratch rises from the first step, although steps are small."""
+    losses = run.values("loss", run.steps)
+    begin = losses[:MIN_LINES + 1]
+    if (len(begin) <= MIN_LINES or run.config.get("init_from") != "scratch" or begin != sorted(begin)
+            or min(losses) < begin[0] or losses[-1] < 1.02 * begin[0] or (run.mean("moved") or 0) > 0.05):
+        return None
+    return (f"The loss rises from the first step ({begin[0]:.2f} to {losses[-1]:.2f}), although steps are "
+            "small: the loss or its gradient has the wrong sign, or the learning rate is far too large.")
+
+
+def not_learning(run):
+    """The loss does not fall."""
+    losses = run.values("loss", run.steps)
+    if len(losses) < MIN_LINES or run.steps[-1]["step"] < 15 or run.config.get("init_from") != "scratch":
+        return None
+    first = losses[0]
+    now = fmean(losses[-MIN_LINES:])
+    if now < 0.98 * first:
+        return None
+    large = "too large" if now > 1.02 * first else "too small or too large"
+    return (f"After {run.steps[-1]['step']} steps the loss is {now:.2f}, no better than at first "
+            f"({first:.2f}): --learning_rate={run.config.get('learning_rate')} is {large}.")
+
+
+def risen_beyond_noise(losses):
+    """Tell whether the last validation loss is above the best by more than a tenth, or more than noise."""
+    best = min(losses[:-1])
+    # one evaluation's standard deviation: see reward_fell; the median leaves the first fall out
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses[1:], losses[2:], losses[3:])]
+    noise = 1.48 * median(bends) / math.sqrt(6) if len(bends) > 1 else math.inf
+    return losses[-1] > best + min(0.1 * best + 0.1, 0.01 * best + 0.005 + 7 * noise)
+
+
+def validation_rises(run):
+    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions."""
+    vocabulary = run.facts.get("vocabulary")
+    per_epoch = run.facts.get("steps_per_epoch")
+    uniform = math.log(vocabulary) if vocabulary else math.inf
+    steps = [0] + [line["step"] for line in run.evaluations]
+    losses = [uniform] + [number(line.get("val_loss")) for line in run.evaluations]
+    training = run.values("loss", run.steps)
+    if steps[-1] == 0 or None in losses or len(training) < 2:
+        return None
+    now = losses[-1]
+    best = min(losses[:-1])
+    at = steps[losses.index(best)]
+    before = run.values("loss", [line for line in run.steps if line["step"] <= at]) or training[:1]
+    now_trained = fmean(training[-MIN_LINES:])
+    if not risen_beyond_noise(losses) or now_trained >= min(fmean(before[-MIN_LINES:]), uniform):
+        return None
+    risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while the training loss "
+             f"falls (to {now_trained:.3f})")
+    worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * uniform), math.inf)
+    if per_epoch and worse <= 10 * per_epoch and now > uniform:
+        return (f"{risen}, and the former exceeds that of uniform predictions (ln {vocabulary:,} = "
+                f"{uniform:.2f}): the labels or the evaluation are wrong, or the validation text is of "
+                "another kind.")
+    if per_epoch and steps[-1] <= per_epoch:
+        return (f"{risen}, although no text has been repeated: the labels or the evaluation are wrong, the "
+                "validation text is of another kind, or "
+                f"--learning_rate={run.config.get('learning_rate')} is too large.")
+    return f"{risen}: the model memorises the text. Use --patience=2, more text, or --dropout=0.1."
+
+
+def text_repeated(run):
+    """The text is repeated many times."""
+    per_epoch = run.facts.get("steps_per_epoch")
+    if not per_epoch or not run.steps or run.config.get("dropout"):
+        return None
+    epochs = run.steps[-1]["step"] / per_epoch
+    if epochs <= 10:
+        return None
+    return (f"The run has made {epochs:.0f} passes over the data without dropout, and those after about the "
+            "fourth teach little: use more data, train for fewer steps, or set --dropout=0.1.")
+
+
+def slower_than_before(run):
+    """The throughput has halved."""
+    speeds = run.values("tokens_per_s", run.steps[1:])       # the first step compiles
+    if len(speeds) < 2 * MIN_LINES:
+        return None
+    usual = median(speeds[:-MIN_LINES])
+    now = max(speeds[-MIN_LINES:])
+    clock = run.values("seconds")
+    hiccup = len(clock) > MIN_LINES and clock[-1] - clock[-1 - MIN_LINES] < 2
+    if now > usual / 2 or hiccup:
+        return None
+    return (f"The throughput is {now:,.0f} tokens/s, less than half of the earlier {usual:,.0f}: another "
+            "process uses the machine, or it is throttled (see nvidia-smi, top).")
+
+
+def waits_for_data(run):
+    """Steps wait for the data loader, whose start makes the first one slow."""
+    shares = []
+    for line in run.recent:
+        parts = [number(line.get(f"{part}_s")) or 0 for part in ("data", "forward_backward", "optimizer")]
+        if line is not run.steps[0] and sum(parts):
+            shares.append(parts[0] / sum(parts))
+    if len(shares) < MIN_LINES or median(shares) < 0.2:
+        return None
+    workers = run.settings.get("num_workers") or 0
+    return (f"{median(shares):.0%} of the time is spent waiting for data: set --num_workers={workers + 2} "
+            f"(now {workers}), raise --prefetch, or move the tokens to a faster disk (--data_dir).")
+
+
+def low_mfu(run):
+    """The GPU is far below its peak."""
+    mfu = run.mean("mfu")
+    if mfu is None or run.is_rl or mfu > 0.1 or run.facts.get("parameters", 0) < 5e7:
+        return None
+    return (f"MFU is {mfu:.1%}, far below bench.py's for a model of this size: raise --batch_size, use "
+            "--compile, and run `python bench.py --ladder` to see the effect of each option.")
+
+
+DATA = (repeated_rows, held_out_trained, prompts_with_answer, answers_alike, decay_too_strong,
+        untrained_teacher)
+# --- data and options, of both ---
+
+def repeated_rows(run):
+    """Few training rows are distinct."""
+    rows = run.facts.get("rows") or 0
+    distinct = run.facts.get("distinct_rows") or 0
+    least = 0.25 if run.facts.get("unit") == "examples" else 0.02       # short generated documents recur
+    if rows < 20 or distinct > least * rows:
+        return None
+    return (f"Only {distinct:,} of the first {rows:,} {run.facts['unit']} are distinct, so the model sees "
+            "the same ones again and again: check how the data was written.")
+
+
+def held_out_trained(run):
+    """Rows of the validation split are trained on."""
+    share = run.facts.get("held_out_trained") or 0
+    if share < 0.75:
+        return None
+    return (f"{share:.0%} of the validation {run.facts['unit']} are training {run.facts['unit']} as well, so "
+            "validation says nothing about new ones: hold others out.")
+
+
+def prompts_with_answer(run):
+    """Prompts contain the answer."""
+    share = run.facts.get("prompts_with_answer") or 0
+    if share < 0.75:
+        return None
+    return (f"The answer stands in the prompt of {share:.0%} of the {run.facts['unit']}, so the model learns "
+            "to copy it: take it out, unless copying is the task.")
+
+
+def answers_alike(run):
+    """All training examples have the same completion, or many have none."""
+    distinct = run.facts.get("distinct_answers")
+    empty = run.facts.get("empty_answers") or 0
+    if run.is_rl or distinct is None or run.facts["rows"] < 20:
+        return None
+    if distinct == 1 and run.facts["distinct_rows"] > 1:
+        return ("All examples have the same completion, whatever their prompt: check which column it comes "
+                "from.")
+    if empty < 0.1:
+        return None
+    return f"{empty:.0%} of the completions are empty, so the model learns to say nothing: leave them out."
+
+
+def decay_too_strong(run):
+    """Weight decay shrinks the weights more than gradients can make up for."""
+    decay = run.config.get("weight_decay") or 0
+    rates = run.values("lr", run.steps)
+    if not decay or not rates:
+        return None
+    shrunk = 1 - math.exp(-decay * fmean(rates) * run.steps[-1]["step"])
+    if decay * max(rates) < 0.01 and (decay < 1 or shrunk < 0.1):
+        return None
+    return (f"--weight_decay={decay:g} at a learning rate of {max(rates):.2g} takes "
+            f"{decay * max(rates):.1%} of the weights a step, {shrunk:.0%} so far without gradients: set it to "
+            "0.1 or less.")
+
+
+def untrained_teacher(run):
+    """The teacher predicts the training text, or the model's completions, no better than uniformly."""
+    uniform = math.log(run.facts.get("vocabulary") or 1)
+    loss = number(run.facts.get("teacher_loss"))
+    divergence = first_value(run, "kl") if run.is_rl and run.config.get("teacher") and run.steps else 0
+    if loss is not None and loss > 0.9 * uniform:
+        bad = f"The teacher's own loss on the first examples is {loss:.2f} nats per token"
+    elif uniform and divergence > 0.5 * uniform:
+        bad = f"The KL divergence from the teacher is {divergence:.2f} nats per token at the first step"
+    else:
+        return None
+    return (f"{bad}, near that of uniform predictions (ln V = {uniform:.2f}): the teacher is untrained, or was "
+            "trained on other text. Check its own answers with eval.py.")
+
+
+
+
+
+def untrained_teacher(run):
+    """The teacher predicts the training text, or the model's completions, no better than uniformly."""
+    uniform = math.log(run.facts.get("vocabulary") or 1)
+    loss = number(run.facts.get("teacher_loss"))
+    divergence = first_value(run, "kl") if run.is_rl and run.config.get("teacher") and run.steps else 0
+    if loss is not None and loss > 0.9 * uniform:
+        bad = f"The teacher's own loss on the first examples is {loss:.2f} nats per token"
+    elif uniform and divergence > 0.5 * uniform:
+        bad = f"The KL divergence from the teacher is {divergence:.2f} nats per token at the first step"
+    else:
+        return None
+    return (f"{bad}, near that of uniform predictions (ln V = {uniform:.2f}): the teacher is untrained, or was "
+            "trained on other text. Check its own answers with eval.py.")
+
+
 RL = (never_right, never_ends, other_prompts, groups_alike, broken_verifier, paid_unlike,
-      advantages_unlike_rewards, paid_by_length, one_prompt, stale_engine, engine_differs, rate_too_small,
-      rate_too_large, reward_fell, same_samples, memorised, greedy_falls, lengths_run_away, part_never_paid,
-      part_always_paid, few_questions, slower_than_before, *DATA)
-TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
-            slower_than_before, waits_for_data, low_mfu, *DATA)
+      advantages_unlike_rewards, paid_by_length, beta_too_large, one_prompt, stale_engine, engine_differs,
+      rate_too_small, rate_too_large, reward_fell, same_samples, memorised, greedy_falls, lengths_run_away,
+      part_never_paid, part_always_paid, few_questions, slower_than_before, *DATA)
+TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, rate_too_large,
+            validation_rises, text_repeated, slower_than_before, waits_for_data, low_mfu, *DATA)
 
 # {finding: findings that it explains, which are suppressed}
 UNLEARNT = ("never_right", "never_ends", "groups_alike", "same_samples", "reward_fell", "lengths_run_away",
@@ -673,7 +1180,7 @@ EXPLAINS = {
     "broken_verifier": ("never_right", "groups_alike", "part_never_paid"),
     "other_prompts": ("never_right", "groups_alike"),
     "rate_too_large": ("never_right", "never_ends", "groups_alike", "same_samples", "reward_fell",
-                       "lengths_run_away", "part_never_paid"),
+                       "lengths_run_away", "part_never_paid", "not_learning"),
     "stale_engine": ("engine_differs", "rate_too_large"),
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "never_right": ("groups_alike", "part_never_paid"),
@@ -681,6 +1188,7 @@ EXPLAINS = {
     "bad_start": ("not_learning",),
     "loss_spikes": ("not_learning", "validation_rises"), "loss_rises": ("loss_spikes", "not_learning"),
     "rate_too_small": ("not_learning",), "validation_rises": ("text_repeated",),
+    "prompts_with_answer": ("groups_alike", "never_right"),
     "paid_unlike": UNLEARNT, "advantages_unlike_rewards": UNLEARNT, "paid_by_length": UNLEARNT,
     "untrained_teacher": (*UNLEARNT, "bad_start", "not_learning"),
     "decay_too_strong": (*UNLEARNT, "rate_too_large", "loss_spikes", "loss_rises", "not_learning",

@@ -255,8 +255,8 @@ def length_fit(groups):
 
 
 def copies_paid_unlike(groups):
-    """Return the share of texts with several copies among a question's completions whose scores differ by more
-    than 0.1; None without any."""
+    """Return the share of texts with several copies among a question's completions whose scores differ by
+    more than 0.1; None without any."""
     unlike = []
     for group in groups:
         scores = defaultdict(list)
@@ -308,8 +308,8 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
             f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
             f"zero variance {metrics['zero_variance']:.0%} | entropy {shown(metrics['entropy'], '.3f')} | "
-            f"{metrics['completion_tokens']:.0f} tokens | grad norm {shown(grad_norm, '.3f')} | {seconds:.1f} s: "
-            f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
+            f"{metrics['completion_tokens']:.0f} tokens | grad norm {shown(grad_norm, '.3f')} | "
+            f"{seconds:.1f} s: rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
             f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
     domains = [f"{name} {metrics[f'{name}/pass_at_1']:.0%}" for name in stream.domains
                if f"{name}/pass_at_1" in metrics]

@@ -11,12 +11,14 @@ def facts_of(train, held_out, pairs, unit):
     """Return the facts. train, held_out: rows, hashable; pairs: [(prompt, answer)] of training rows; unit:
     the rows' name."""
     known = {*train}
-    pairs = pairs[:PROMPTS]
+    pairs = [(prompt, str(answer).strip()) for prompt, answer in pairs[:PROMPTS]]
     return {
         "unit": unit,
         "rows": len(train),
         "distinct_rows": len(known),
         "held_out_trained": sum(row in known for row in held_out) / max(1, len(held_out)),
+        "distinct_answers": len({answer for _, answer in pairs}),
+        "empty_answers": sum(answer == "" for _, answer in pairs) / max(1, len(pairs)),
         "prompts_with_answer": sum(gives_answer(*pair) for pair in pairs) / max(1, len(pairs)),
     }
 
@@ -50,10 +52,10 @@ def facts_of_text(train, held_out, tokenizer):
 def gives_answer(prompt, answer):
     """Tell whether a prompt contains an answer of ten characters or more, or a shorter one right after
     "answer", "solution", "hint" or "correct"."""
-    answer = str(answer).strip()
+    if not answer or answer not in prompt:
+        return False
     before = r"(?i)\b(answer|solution|hint|correct)\b\W+(\w+\W+){0,2}"
-    return len(answer) >= 10 and answer in prompt or bool(answer) and bool(
-        re.search(rf"{before}{re.escape(answer)}(?!\w)", prompt))
+    return len(answer) >= 10 or bool(re.search(rf"{before}{re.escape(answer)}(?!\w)", prompt))
 
 
 def ends_with_answer(prompt, answer):
