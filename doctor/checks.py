@@ -58,11 +58,6 @@ class History:
         values = self.values(key)
         return fmean(values) if values else None
 
-    def mean_of_any(self, key):
-        """Return the mean of a metric over the last lines that have it, None if fewer than MIN_LINES do."""
-        values = [number(line[key]) for line in self.steps if number(line.get(key)) is not None]
-        return fmean(values[-RECENT_STEPS:]) if len(values) >= MIN_LINES else None
-
     def samples(self, lines=None):
         """Return the number of samples in the given (default: recent) lines."""
         groups = self.values("groups", lines) or [self.config.get("prompts_per_step", 0)]
@@ -371,12 +366,11 @@ def lengths_run_away(run):
 
 def paid_unlike(run):
     """The same completion of the same question is paid differently."""
-    share = run.mean_of_any("copies_paid_unlike")
+    share = run.mean("copies_paid_unlike")
     if share is None or share < 0.02:
         return None
-    return (f"The same text for the same question got different rewards, in {share:.0%} of the texts that "
-            "were graded twice: rewards are random, mixed up among completions, or depend on the verifier's "
-            "state.")
+    return (f"The same text for the same question got different rewards, for {share:.0%} of the texts that were "
+            "sampled twice: rewards are random, mixed up among completions, or depend on the verifier's state.")
 
 
 def advantages_unlike_rewards(run):

@@ -205,11 +205,9 @@ def vitals(run, pipeline, groups, metrics):
         "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
         "advantage_fit": advantage_fit(groups),
         "length_fit": length_fit(groups),
+        "copies_paid_unlike": copies_paid_unlike(groups),
     }
     completions = [c for group in groups for c in group]
-    values["copies_paid_unlike"] = copies_paid_unlike(groups)
-    if values["copies_paid_unlike"] is None and run.step <= 3:
-        values["copies_paid_unlike"] = paid_unlike_again(pipeline, completions)
     if not metrics["pass_at_1"]:
         values["sample"] = completions[0].text[:300]
     if metrics["errors"]:
@@ -265,15 +263,6 @@ def copies_paid_unlike(groups):
                 scores[c.text, tuple(c.turns or ())].append(c.grade.score)
         unlike += [max(copies) - min(copies) > 0.1 for copies in scores.values() if len(copies) > 1]
     return fmean(unlike) if unlike else None
-
-
-def paid_unlike_again(pipeline, completions):
-    """Return the share of eight completions whose score differs by more than 0.1 if graded again; None
-    without one."""
-    graded = [c for c in completions if not c.grade.error and not c.turns][:8]
-    grades = pipeline.pool.score([(c.question, c.text) for c in graded])
-    pairs = [abs(grade.score - c.grade.score) > 0.1 for grade, c in zip(grades, graded) if not grade.error]
-    return fmean(pairs) if pairs else None
 
 
 def paid_elsewhere(pipeline, groups):
