@@ -299,13 +299,17 @@ def same_samples(run):
     """The samples of a group are copies: the entropy has collapsed."""
     distinct = run.mean("distinct")
     right = run.mean("pass_at_1")
-    if distinct is None or distinct > 1.1 or right is not None and right > 0.95:
+    temperature = run.config.get("temperature", 1)
+    cold = temperature < 0.3                 # nearly greedy
+    if distinct is None or distinct > 1.1 or right is not None and right > 0.95 and not cold:
         return None
     entropy = run.values("entropy", [line for line in run.recent if line.get("updates")])
     shown = f" (entropy {fmean(entropy):.2g} nats per token)" if entropy else ""
+    why = (f"--temperature={temperature:g} is nearly greedy: set it to 1." if cold else
+           "the policy has collapsed. Raise --temperature, restart from an earlier checkpoint, lower "
+           "--learning_rate, or raise --clip_high.")
     return (f"Only {distinct:.2f} of the {run.config['k_samples']} samples of a group are distinct{shown}: "
-            f"the policy has collapsed. Raise --temperature, which is {run.config.get('temperature')}, "
-            "restart from an earlier checkpoint, lower --learning_rate, or raise --clip_high.")
+            f"{why}")
 
 
 def held_out_fall(run):
@@ -629,8 +633,9 @@ def held_out_trained(run):
     share = run.facts.get("held_out_trained") or 0
     if share < 0.75:
         return None
-    return (f"{share:.0%} of the validation {run.facts['unit']} are training {run.facts['unit']} as well, so "
-            "validation says nothing about new ones: hold others out.")
+    unit = run.facts["unit"]
+    return (f"The validation split is part of the training data ({share:.0%} of its {unit}), so its loss or "
+            f"accuracy says nothing about new {unit}: hold others out.")
 
 
 def prompts_with_answer(run):
@@ -642,8 +647,8 @@ def prompts_with_answer(run):
             "to copy it: take it out, unless copying is the task.")
 
 
-def answers_alike(run):
-    """All training examples have the same completion, or many have none."""
+def bad_targets(run):
+    """All training examples have the same completion, many have none, or prompts are targets."""
     distinct = run.facts.get("distinct_answers")
     empty = run.facts.get("empty_answers") or 0
     if run.is_rl or distinct is None or run.facts["rows"] < 20:
@@ -651,6 +656,8 @@ def answers_alike(run):
     if distinct == 1 and run.facts["distinct_rows"] > 1:
         return ("All examples have the same completion, whatever their prompt: check which column it comes "
                 "from.")
+    if run.facts.get("prompt_targets", 0) > 0.5:
+        return "Prompts are trained on like completions: check the mask of the targets (is_target)."
     if empty < 0.1:
         return None
     return f"{empty:.0%} of the completions are empty, so the model learns to say nothing: leave them out."
@@ -685,7 +692,7 @@ def untrained_teacher(run):
             "trained on other text. Check its own answers with eval.py.")
 
 
-DATA = (repeated_rows, held_out_trained, prompts_with_answer, answers_alike, decay_too_strong,
+DATA = (repeated_rows, held_out_trained, prompts_with_answer, bad_targets, decay_too_strong,
         untrained_teacher)
 RL = (never_right, never_ends, other_prompts, groups_alike, broken_verifier, paid_unlike,
       advantages_unlike_rewards, paid_by_length, beta_too_large, one_prompt, stale_engine, engine_differs,

@@ -107,8 +107,8 @@ BROKEN = {
     "rate_too_large": (HONEST, {"learning_rate": 0.3}),
     "same_samples": (HONEST, {"temperature": 0.01}),
     "few_questions": (HONEST, {"num_questions": 16, "max_steps": 20}),
-    "paid_unlike": ("import random; return float(random.random() < 0.5), {}", {"max_steps": 4}),
-    "paid_by_length": ("return 1 - len(completion) / 10, {}", {"max_steps": 4}),
+    "paid_unlike": ("import os; return float(os.urandom(1)[0] < 128), {}", {"max_steps": 4}),
+    "paid_by_length": ("return 1 - len(completion) / 10, {}", {"max_steps": 4, "temperature": 2}),
     "beta_too_large": (HONEST, {"beta": 10, "max_steps": 3}),
     "one_prompt": (HONEST, {"prompts_per_step": 1, "max_steps": 3}),
     "decay_too_strong": (HONEST, {"weight_decay": 300, "max_steps": 3}),
@@ -340,9 +340,10 @@ FACTS = {"vocabulary": 257, "unit": "examples", "rows": 800, "distinct_rows": 79
 @pytest.mark.parametrize("name, facts, said", [
     (None, {}, ""), (None, {"rows": 10, "distinct_rows": 1}, ""), (None, {"unit": "documents", "distinct_rows": 40}, ""),
     ("repeated_rows", {"distinct_rows": 1}, "Only 1 of the first 800 examples"),
-    ("held_out_trained", {"held_out_trained": 1.0}, "100% of the validation examples"),
+    ("held_out_trained", {"held_out_trained": 1.0}, "part of the training data (100% of its examples)"),
     ("prompts_with_answer", {"prompts_with_answer": 0.9}, "The answer stands in the prompt of 90%"),
-    ("answers_alike", {"distinct_answers": 1}, "the same completion"), ("answers_alike", {"empty_answers": 0.6}, "60% of the completions are empty"),
+    ("bad_targets", {"prompt_targets": 1.0}, "Prompts are trained on"),
+    ("bad_targets", {"distinct_answers": 1}, "the same completion"), ("bad_targets", {"empty_answers": 0.6}, "60% of the completions are empty"),
     ("untrained_teacher", {"teacher_loss": 5.6}, "the teacher is untrained"),
 ])
 def test_facts_about_data(name, facts, said):
@@ -372,7 +373,8 @@ def test_facts_are_those_of_the_data(tmp_path):
     assert of_text(own, [f"another {i}" for i in range(30)])["held_out_trained"] == 0
     lines = of_text(["\n".join(own[:1] * 80)], ["\n".join(own)])
     assert (lines["unit"], lines["rows"], lines["distinct_rows"], lines["held_out_trained"]) == ("lines", 80, 1, 0.01)
-    assert of_examples([("1 + 1", "2")] * 30)["distinct_rows"] == 1
+    spaced = of_examples([("1 + 1", "2")] * 20 + [("1  + 1", "2")] * 10)
+    assert (spaced["distinct_rows"], spaced["prompt_targets"]) == (1, 0)
     hinted = of_examples([(f"{i} + 1? (Answer: {i + 1})", f"{i + 1}") for i in range(30)])
     assert (hinted["prompts_with_answer"], hinted["distinct_answers"], hinted["empty_answers"]) == (1, 30, 0)
     assert of_examples([(f"{i} or {i + 1}?", f"{i + 1}") for i in range(30)])["prompts_with_answer"] == 0
@@ -452,6 +454,12 @@ def test_metrics_without_values_are_no_finding_and_no_error():
 def test_a_reward_that_has_fallen():
     doctor = Doctor([START, *lines(20), *lines(5, first=21, reward=0.1, pass_at_1=0.1)])
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]
+
+
+def test_copies_at_a_low_temperature_are_not_easy_questions():
+    start = START | {"config": START["config"] | {"temperature": 0.01}}
+    doctor = Doctor([start, *lines(5, distinct=1.0, zero_variance=1.0, pass_at_1=1.0)])
+    assert [finding.name for finding in doctor.holding] == ["same_samples"] and "nearly greedy" in doctor.holding[0].sentence
 
 
 @pytest.mark.parametrize("name, n", [("groups_alike", 8), ("never_right", 30)])

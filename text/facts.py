@@ -25,13 +25,15 @@ def facts_of(train, held_out, pairs, unit):
 
 def facts_of_examples(train, held_out, tokenizer):
     """Return the facts of two lists of examples.Example."""
-    rows, others = ([example.ids.tobytes() for example in split] for split in (train, held_out or []))
+    rows, others = ([(" ".join(example.question.split()), example.ids[example.is_target].tobytes())
+                     for example in split] for split in (train, held_out or []))
     pairs = []
     for example in train[:PROMPTS]:
         target = tokenizer.text_of(example.ids[example.is_target].tolist()).strip()
         tagged = re.findall("<answer>(.*?)</answer>", target, re.DOTALL)
         pairs.append((example.question, tagged[-1] if tagged else target))
-    return facts_of(rows, others, pairs, "examples")
+    targets = sum(bool(example.is_target[0]) and example.question != "" for example in train)
+    return facts_of(rows, others, pairs, "examples") | {"prompt_targets": targets / len(train)}
 
 
 def facts_of_text(train, held_out, tokenizer):
