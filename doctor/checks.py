@@ -111,8 +111,8 @@ def restart_advice(run):
     hot = temperature_advice(run)
     hot = f"{hot}; also " if hot else ""
     return (f"{hot}restart from an earlier checkpoint and lower "
-            f"--learning_rate={run.config.get('learning_rate')} to a third, or lower --grad_clip; if the reward "
-            "falls at any learning rate, the sign of the loss, the advantage or the reward is wrong")
+            f"--learning_rate={run.config.get('learning_rate')} to a third, or lower --grad_clip; if the "
+            "reward falls at any learning rate, the sign of the loss, the advantage or the reward is wrong")
 
 
 def never_right(run):
@@ -313,42 +313,47 @@ def same_samples(run):
 
 
 def held_out_fall(run):
-    """Return the text that the reward rises while held-out accuracy falls, None if it does not."""
+    """Return (text that greedy held-out accuracy falls, whether the reward rises); (None, False) if not."""
     if len(run.evaluations) < 2 or len(run.steps) < 2 * MIN_LINES:
-        return None
+        return None, False
     best = max(run.evaluations[:-1], key=lambda line: number(line.get("val_accuracy")) or 0)
     last = run.evaluations[-1]
     before = number(best.get("val_accuracy"))
     now = number(last.get("val_accuracy"))
     high = number(last.get("val_accuracy_high"))
     low = number(best.get("val_accuracy_low"))
-    if None in (before, now, high, low) or high >= low:       # the intervals overlap
-        return None
     rewards = run.values("reward", run.steps)
-    if not rewards or fmean(rewards[-MIN_LINES:]) < fmean(rewards[:MIN_LINES]) + 0.02:
-        return None
-    return (f"The reward rises ({fmean(rewards[:MIN_LINES]):.2f} to {fmean(rewards[-MIN_LINES:]):.2f}) while "
-            f"greedy held-out accuracy falls ({before:.0%} to {now:.0%})")
+    if None in (before, now, high, low) or high >= low or not rewards:       # the intervals overlap
+        return None, False
+    first = fmean(rewards[:MIN_LINES])
+    latest = fmean(rewards[-MIN_LINES:])
+    rises = latest >= first + 0.02
+    return (f"The reward {'rises' if rises else 'does not rise'} ({first:.2f} to {latest:.2f}) while greedy "
+            f"held-out accuracy falls ({before:.0%} to {now:.0%})"), rises
 
 
 def memorised(run):
     """The reward rises while held-out accuracy falls, and questions have been repeated."""
-    fall = held_out_fall(run)
-    if not fall or (run.last("epoch") or 2) <= 1:
+    fall, rises = held_out_fall(run)
+    if not rises or (run.last("epoch") or 2) <= 1:
         return None
     return (f"{fall}: the model memorises the answers, or the reward does not measure correctness. Read "
             "samples.txt, use more questions, and keep the best checkpoint.")
 
 
 def greedy_falls(run):
-    """The reward rises while held-out accuracy falls in the first epoch, in which nothing is memorised."""
-    fall = held_out_fall(run)
-    if not fall or (run.last("epoch") or 2) > 1:
+    """Held-out accuracy falls although the reward does not rise, or in the first epoch, in which nothing is
+    memorised."""
+    fall, rises = held_out_fall(run)
+    if not fall or rises and (run.last("epoch") or 2) > 1:
         return None
+    advice = (f"lower --learning_rate={run.config.get('learning_rate')} to a third, or --temperature, which is "
+              f"{run.config.get('temperature', 1):g}, and keep the best checkpoint")
+    if not rises:
+        return f"{fall}: updates do more harm than good; {advice}."
     return (f"{fall}, although no question has been asked twice. Either sampled answers improve at the "
-            f"expense of greedy ones: lower --temperature, which is {run.config.get('temperature', 1):g}, or "
-            "--learning_rate, and keep the best checkpoint. Or training questions are paid for something "
-            "else than held-out ones: read samples.txt.")
+            f"expense of greedy ones: {advice}. Or training questions are paid for something else than "
+            "held-out ones: read samples.txt.")
 
 
 def lengths_run_away(run):
@@ -373,8 +378,9 @@ def paid_unlike(run):
     share = run.mean("copies_paid_unlike")
     if share is None or share < 0.02:
         return None
-    return (f"The same text for the same question got different rewards, for {share:.0%} of the texts that were "
-            "sampled twice: rewards are random, mixed up among completions, or depend on the verifier's state.")
+    return (f"The same text for the same question got different rewards, for {share:.0%} of the texts that "
+            "were sampled twice: rewards are random, mixed up among completions, or depend on the verifier's "
+            "state.")
 
 
 def advantages_unlike_rewards(run):
@@ -470,7 +476,7 @@ def bad_start(run):
     if loss is None or low <= loss <= 1.1 * uniform:
         return None
     newest = run.values("loss")              # a model that was trained on other text recovers within steps
-    if not scratch and (run.steps[-1]["step"] < 15 or not newest or newest[-1] < uniform):
+    if not scratch and (run.steps[-1]["step"] < 15 or not newest or newest[-1] < max(uniform, 0.8 * loss)):
         return None
     if scratch:
         return (f"The first loss is {loss:.2f}, but uniform predictions have ln {vocabulary:,} = "
@@ -535,13 +541,14 @@ def risen_beyond_noise(losses):
 
 
 def validation_rises(run):
-    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions."""
+    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions, or as the
+    first training loss if that is higher."""
     vocabulary = run.facts.get("vocabulary")
     per_epoch = run.facts.get("steps_per_epoch")
     uniform = math.log(vocabulary) if vocabulary else math.inf
     steps = [0] + [line["step"] for line in run.evaluations]
-    losses = [uniform] + [number(line.get("val_loss")) for line in run.evaluations]
     training = run.values("loss", run.steps)
+    losses = [max([uniform, *training[:1]])] + [number(line.get("val_loss")) for line in run.evaluations]
     if steps[-1] == 0 or None in losses or len(training) < 2:
         return None
     now = losses[-1]
@@ -673,8 +680,8 @@ def decay_too_strong(run):
     if decay * max(rates) < 0.01 and (decay < 1 or shrunk < 0.1):
         return None
     return (f"--weight_decay={decay:g} at a learning rate of {max(rates):.2g} takes "
-            f"{decay * max(rates):.1%} of the weights a step, {shrunk:.0%} so far without gradients: set it to "
-            "0.1 or less.")
+            f"{decay * max(rates):.1%} of the weights a step, {shrunk:.0%} so far without gradients: set it "
+            "to 0.1 or less.")
 
 
 def untrained_teacher(run):
@@ -688,8 +695,8 @@ def untrained_teacher(run):
         bad = f"The KL divergence from the teacher is {divergence:.2f} nats per token at the first step"
     else:
         return None
-    return (f"{bad}, near that of uniform predictions (ln V = {uniform:.2f}): the teacher is untrained, or was "
-            "trained on other text. Check its own answers with eval.py.")
+    return (f"{bad}, near that of uniform predictions (ln V = {uniform:.2f}): the teacher is untrained, or "
+            "was trained on other text. Check its own answers with eval.py.")
 
 
 DATA = (repeated_rows, held_out_trained, prompts_with_answer, bad_targets, decay_too_strong,
@@ -707,16 +714,14 @@ UNLEARNT = ("never_right", "never_ends", "groups_alike", "same_samples", "reward
 EXPLAINS = {
     "broken_verifier": ("never_right", "groups_alike", "part_never_paid"),
     "other_prompts": ("never_right", "groups_alike"),
-    "rate_too_large": ("never_right", "never_ends", "groups_alike", "same_samples", "reward_fell",
-                       "lengths_run_away", "part_never_paid", "not_learning"),
-    "stale_engine": ("engine_differs", "rate_too_large"),
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "never_right": ("groups_alike", "part_never_paid"),
-    "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away",),
+    "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away", "greedy_falls"),
     "bad_start": ("not_learning",),
     "loss_spikes": ("not_learning", "validation_rises"), "loss_rises": ("loss_spikes", "not_learning"),
     "rate_too_small": ("not_learning",), "validation_rises": ("text_repeated",),
     "prompts_with_answer": ("groups_alike", "never_right"),
+    "rate_too_large": (*UNLEARNT, "not_learning"), "stale_engine": ("engine_differs", "rate_too_large"),
     "paid_unlike": UNLEARNT, "advantages_unlike_rewards": UNLEARNT, "paid_by_length": UNLEARNT,
     "untrained_teacher": (*UNLEARNT, "bad_start", "not_learning"),
     "decay_too_strong": (*UNLEARNT, "rate_too_large", "loss_spikes", "loss_rises", "not_learning",

@@ -411,11 +411,13 @@ def test_metrics_of_rewards_and_advantages():
     assert metrics.length_fit(mixed) < 0.5
 
 
-@pytest.mark.parametrize("epoch, name, said", [(3.0, "memorised", "memorises"), (0.5, "greedy_falls", "lower --temperature")])
-def test_nothing_is_memorised_in_the_first_epoch(epoch, name, said):
+@pytest.mark.parametrize("epoch, slope, name, said", [
+    (3.0, 0.02, "memorised", "memorises"), (0.5, 0.02, "greedy_falls", "no question has been asked twice"),
+    (0.5, 0.0, "greedy_falls", "does not rise (0.30 to 0.30)"), (3.0, -0.002, "greedy_falls", "more harm than good; lower --learning_rate")])
+def test_nothing_is_memorised_in_the_first_epoch(epoch, slope, name, said):
     evaluated = [{"step": step, "val_accuracy": share, "val_accuracy_low": share - 0.05, "val_accuracy_high": share + 0.05}
                  for step, share in ((0, 0.8), (20, 0.5))]
-    doctor = Doctor([START, evaluated[0], *lines(20, reward=lambda step: 0.3 + step / 50, epoch=epoch), evaluated[1]])
+    doctor = Doctor([START, evaluated[0], *lines(20, reward=lambda step: 0.3 + step * slope, epoch=epoch), evaluated[1]])
     assert [finding.name for finding in doctor.holding] == [name] and said in doctor.holding[0].sentence
 
 
@@ -428,10 +430,11 @@ def test_noise_of_validation_is_no_rise(losses, rises):
     assert ("validation_rises" in [finding.name for finding in Doctor([start, *read]).findings]) == rises
 
 
-@pytest.mark.parametrize("losses, named", [([15.0, 9.0, 4.0, 3.0], False), ([15.0, 14.0, 13.0, 12.0], True)])
+@pytest.mark.parametrize("losses, named", [([15.0, 12.0, 9.0, 7.0], False), ([15.0, 14.5, 14.0, 13.5], True)])
 def test_a_model_of_other_text_recovers_and_one_of_another_tokenizer_does_not(losses, named):
     start = START | {"config": {"init_from": "out/base"}, "facts": {"vocabulary": 257}}
-    doctor = Doctor([start, *({"step": step, "loss": loss} for step, loss in zip((1, 5, 10, 15), losses))])
+    steps = [{"step": step, "loss": loss} for step, loss in zip((1, 5, 10, 15), losses)]
+    doctor = Doctor([start, *steps, {"step": 15, "val_loss": losses[-1]}])
     assert [finding.name for finding in doctor.holding] == ["bad_start"] * named
 
 
