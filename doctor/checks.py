@@ -532,12 +532,15 @@ def not_learning(run):
 
 
 def risen_beyond_noise(losses):
-    """Tell whether the last validation loss is above the best by more than a tenth, or more than noise."""
+    """Tell whether the last validation loss is above the best by more than a tenth, the last two are by more
+    than 2% and 0.05, or the last is by more than noise."""
+    now = losses[-1]
     best = min(losses[:-1])
     # one evaluation's standard deviation: see reward_fell; the median leaves the first fall out
     bends = [abs(a - 2 * b + c) for a, b, c in zip(losses[1:], losses[2:], losses[3:])]
     noise = 1.48 * median(bends) / math.sqrt(6) if len(bends) > 1 else math.inf
-    return losses[-1] > best + min(0.1 * best + 0.1, 0.01 * best + 0.005 + 7 * noise)
+    return (now > 1.1 * best + 0.1 or min(losses[-2:]) > 1.02 * best + 0.05
+            or now > 1.01 * best + 0.005 + 7 * noise)
 
 
 def validation_rises(run):

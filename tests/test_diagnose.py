@@ -423,7 +423,8 @@ def test_nothing_is_memorised_in_the_first_epoch(epoch, slope, name, said):
 
 @pytest.mark.parametrize("losses, rises", [
     ([0.18, 0.12, 0.13, 0.08, 0.09, 0.06, 0.05, 0.06, 0.04, 0.037, 0.047], False),        # a healthy fine-tuning
-    ([0.18, 0.12, 0.10, 0.09, 0.095, 0.103, 0.112, 0.12, 0.129, 0.137], True), ([0.4, 0.6], True), ([0.4, 0.45], False)])
+    ([0.18, 0.12, 0.10, 0.09, 0.095, 0.103, 0.112, 0.12, 0.129, 0.137], True), ([0.4, 0.6], True), ([0.4, 0.45], False),
+    ([2.86, 2.67, 2.79, 2.80], True)])          # a sorted text: the last tenth is of another kind
 def test_noise_of_validation_is_no_rise(losses, rises):
     start = START | {"config": {"init_from": "out/base"}, "facts": {"vocabulary": 257, "steps_per_epoch": 20}}
     read = [line for i, loss in enumerate(losses) for line in ({"step": 10 * i + 10, "loss": 0.2 / (i + 1)}, {"step": 10 * i + 10, "val_loss": loss})]
