@@ -200,8 +200,9 @@ def groups_alike(run):
         why = (f"no sample is correct, while {first:.0%} were at the first step, so the policy has "
                f"collapsed: {restart_advice(run)}")
     else:
-        why = (f"no sample is correct: the questions are too hard{other_form(run)}. Ask easier ones, raise "
-               f"--k_samples, fine-tune on verified answers first, {resample}")
+        why = (f"no sample is correct: the questions are too hard{other_form(run)}, or the verifier rejects "
+               "correct answers (grade one by hand). Ask easier questions, raise --k_samples, fine-tune on "
+               f"verified answers first, {resample}")
     return f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}."
 
 
