@@ -34,7 +34,6 @@ WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve
 WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10 ** 6, "billion": 10 ** 9,
           "trillion": 10 ** 12}
-LATER = re.compile(r"\b(?:ago|later|from now)\b")   # after a time: `$20 two weeks ago`
 # Words after a number that give it another value, or another number to choose.
 ALTER = {*WORDS, *SCALES, *"half halves thirds quarters fourths fifths sixths eighths tenths hundredths "
          "squared cubed pi π sqrt root mod factorial".split()}
@@ -114,26 +113,19 @@ def number(text, asked=None):
 def with_words(value, currency, unit, asked):
     """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
     alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
-    named = _units.parts(asked.words)
     words = _units.WORD.findall(unit.lower())
-    while words and (scale := words[0].removesuffix("s")) in SCALES and scale not in named:
+    while words and (scale := words[0].removesuffix("s")) in SCALES and scale not in asked.words:
         value *= SCALES[scale]
         words = words[1:]
         unit = unit.partition(" ")[2]
-    before = "and"                   # a word after the number, `and` or a unit belongs to the number
-    for word, after in zip(words, [*words[1:], ""]):
-        if word in _units.STOPS - {"a", "an"} or LATER.search(unit):
+    for word in words:
+        if word in _units.STOPS - {"a", "an"}:                # two: 20 people in two days
             break
-        is_joined = before in ("and", "or") or _units.senses(before)
-        is_choice = word == "or" and _units.senses(after)
-        if is_joined and (is_choice or word in ALTER and word.removesuffix("s") not in named):
+        if word in ALTER and word.removesuffix("s") not in asked.words:
             return None
-        before = before if word == "a" else word
-    first = re.match(r"[^\W\d_](?![^\W\d_])", unit)
-    if first and first[0] not in "aA" and not _units.senses(first[0]) and first[0].lower() not in named:
-        return None                                           # a variable: 5x
-    if currency and words and not _units.senses(words[0]):
-        unit = ""                                             # $20 in two weeks
+    letter = re.match(r"[b-z](?![^\W\d_])", unit)             # a variable: 5x
+    if letter and not _units.senses(letter[0]):
+        return None
     return value if all(_units.allows(asked, text) for text in (currency, unit)) else None
 
 

@@ -89,23 +89,20 @@ def size_of(word):
 # Money is in hundredths, areas in square millimetres, a percentage and a count in ones. These words are not
 # in SIZES, whose units are those of equations.
 CURRENCIES = {"dollar": "$ us$ usd dollar buck", "euro": "€ eur euro", "sterling": "£ gbp quid sterling",
-              "yen": "¥ jpy yen", "rupee": "₹ inr rupee", "yuan": "cny rmb yuan", "peso": "peso"}
+              "yen": "¥ jpy yen", "rupee": "₹ inr rupee"}
 SENSES = {name: {(currency, 100)} for currency, names in CURRENCIES.items() for name in names.split()}
 for names, meant in (
         ("pound", {("sterling", 100), SIZES["pound"]}), ("cent ¢", {("dollar", 1), ("euro", 1)}),
         ("penny pennies", {("dollar", 1), ("sterling", 1)}), ("pence", {("sterling", 1)}),
-        ("% percent percentage pct", {("percent", 1)}), ("square sq cubic cu", {("incomplete", 1)}),
-        ("cup", {SIZES["cup"], ("count", 1)}), ("stone", {SIZES["stone"], ("count", 1)}),
-        ("knot", {SIZES["knot"], ("count", 1)}), ("bit", {SIZES["bit"], ("count", 1)}),
-        ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("cc", {SIZES["ml"]}),
-        ("ton", {SIZES["tonne"], ("mass", Fraction("907184740")), ("mass", Fraction("1016046908.8"))}),
-        ("degree °", {("celsius", 1), ("fahrenheit", 1), ("angle", 1)}), ("kelvin K", {("kelvin", 1)}),
-        ("celsius centigrade C", {("celsius", 1)}), ("c", {("celsius", 1), ("dollar", 1), ("euro", 1)}),
-        ("fahrenheit F f", {("fahrenheit", 1)}), ("acre", {("area", Fraction("4046856422.4"))}),
-        ("hectare", {("area", 10 ** 10)}), ("squares Ms", set())):
+        ("% percent percentage pct", {("percent", 1)}), ("square sq cubic", {("incomplete", 1)}),
+        ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("ton", {("mass", None)}),
+        ("degree °", {("celsius", 1), ("fahrenheit", 1)}), ("kelvin K", {("kelvin", 1)}),
+        ("celsius centigrade C", {("celsius", 1)}), ("fahrenheit F", {("fahrenheit", 1)}),
+        ("acre", {("area", Fraction("4046856422.4"))}), ("hectare", {("area", 10 ** 10)})):
     SENSES |= dict.fromkeys(names.split(), meant)
+QUANTITIES = {quantity for quantity, _ in [*SIZES.values(), *set().union(*SENSES.values())]} | {"area"}
 LETTERS = "ghlLmst"                  # symbols of one letter
-IRREGULAR = set("feet inches pennies centuries people men women children mice teeth geese fish sheep".split())
+IRREGULAR = set("feet inches pennies people men women children mice teeth geese fish sheep".split())
 DEGREES = re.compile(r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)")
 LENGTHS = {unit for unit, (quantity, _) in SIZES.items() if quantity == "length"}
 LENGTH = "|".join(f"{name}s?" for name in ("in", *LENGTHS, *ALIASES) if ALIASES.get(name, "m") in LENGTHS)
@@ -124,9 +121,9 @@ STOPS = set("of in into per a an at for by on to from with without than as if wh
             "every all so because but the this these those his her its their my our your over "
             "under between last next".split())
 
-# senses: {(quantity, size)} that the unit of an answer may have, size None: any; quantities: those of which
-# no other unit is right, None: all; words: those of the question that name the unit.
-Asked = namedtuple("Asked", "senses quantities words")
+# senses: {(quantity, size)} that the unit of an answer may have, size None: any; words: those of the question
+# in lower case, in the singular.
+Asked = namedtuple("Asked", "senses words")
 
 
 def in_one_word(text):
@@ -140,11 +137,9 @@ def in_one_word(text):
 def senses(word):
     """Return the {(quantity, size)} that a word from in_one_word may mean as a unit, maybe none."""
     top, _, below = word.partition("/")
-    if below:
-        speed = size_of(word)
-        if speed is None:                                     # dollars/hour
-            return senses(top)
-        return {speed} | (set() if canonical(below) in ("hour", "minute", "second") else senses(top))
+    if below:                                                 # miles/hour; miles/day: miles; dollars/hour: dollars
+        speed = size_of(word) if canonical(below) in ("hour", "minute", "second") else None
+        return {speed} if speed else senses(top)
     base, _, power = word.partition("^")
     if power:
         base_senses = senses("inch" if base == "in" else base)
@@ -182,17 +177,18 @@ def read(text):
     return words, found
 
 
+def units_in(text):
+    """Return the senses of all words in a text."""
+    return set().union(*map(senses, WORD.findall(in_one_word(text))))
+
+
 def allows(asked, text):
     """Return whether an answer's unit, the words beside its number, may be right: unless it is known, and of
     another quantity or size than the question asks for."""
-    words, found = ([], set()) if text.startswith("/") else read(text)             # $5/hour
-    if ("count", 1) in asked.senses and parts(asked.words) & parts(words):
-        return True                                           # 5 H for `how many H atoms`
-    return not found or any(
-        sense in asked.senses or (sense[0], None) in asked.senses
-        or asked.quantities is not None and sense[0] not in asked.quantities for sense in found)
+    words, known = ([], set()) if text.startswith("/") else read(text)             # $5/hour
+    return not known or any(sense in asked.senses or (sense[0], None) in asked.senses for sense in known)
 
 
-def parts(words, plural="s"):
+def parts(words):
     """Return the set of words in lower case without hyphens, and without an ending of the plural."""
-    return {part.removesuffix(plural) for word in words for part in re.split("[-/^]", word.lower())}
+    return {part.removesuffix("s") for word in words for part in re.split("[-/^]", word.lower())}
