@@ -21,26 +21,24 @@ IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|as an?|convert\b[^.?!]{1,80}\bto)\s+(?
 HOW_MANY = re.compile(r"(?i)(?:how many|\w+(?:['’]s)?(?: is| are| was)? (?:the )?(?:\w+ )?number of)\s+"
                       r"(?:(?:more|of|the|these|those|his|her|its|their|(?:thousand|m?b?illion)s) )*")
 PER_TIME = re.compile(r"(?i)\b(?:per|an?|each|every|one) (hour|minute|second)\b")
-GAP = r"(?:(?:amount of )?(?!(?:of|if|rate|ratio|percent\w*|interest|margin|number)\b)[\w'’]+ ){0,5}?"
-MUCH = r"how much (?:(?:more|less|total|money|extra|additional|change|cash|altogether|in total) )*"
-MONEY = (r"(?:money|cash|costs?|prices?|pay|pays|paid|payment|spend|spends|spent|spending|earn|earns|earned|"
-         r"earnings|charged?|charges|owed?|owes|salary|wages?|income|revenue|profits?|budget|bills?|fees?|"
-         r"fare|rent|debts?|expenses?|expensive|cheaper|worth|balance|commission|allowance)\b")
+GAP = r"(?:(?:amount of|(?!(?:of|if|rate|ratio|percent\w*|interest|margin|number)\b)[\w'’-]+) ){0,5}?"
+WHAT = rf"(?:what|calculate|find) {GAP}"
+MUCH = r"how much (?:(?:more|less|total|extra|additional|change|altogether) )*"
 VERB = r"(?:is|are|was|were|do|does|did|will|would|can|could|should|must|has|have|had)\b"
-# The beginning of a clause: the quantities that it asks for.
+MONEY = (r"\b(?:money|cash|cost|price|pay|paid|spend|spent|earn|charge|owe|salary|wage|income|revenue|profit|"
+         r"budget|bill|fee|fare|rent|debt|expense|expensive|cheaper|worth|balance|commission)"
+         r"(?:s|d|ed|ing|ings|ment)?\b")
+# The beginning of a clause: the quantities that it asks for. known: any unit in the question.
 PATTERNS = [(re.compile(f"(?i){pattern}"), quantities.split()) for pattern, quantities in (
     (r"\w+ (?:\w+ the )?(?:\w+ )?percent", "percent"),
-    (r"how (?:old|much (?:more |less )?time|much (?:old|young)er)\b", "time calendar"),
-    (r"how (?:far|tall|wide|much (?:tall|wid|deep|farth|furth)er)\b", "length"),
+    (rf"how (?:much )?(?:(?:more |less )?time|old)|{WHAT}ages?\b", "time calendar"),
+    (rf"how (?:much )?(?:far|fur|tall|wid|deep)|{WHAT}(?:distance|perimeter|circumference|height)\b", "length"),
     (r"how (?:much )?long", "length time calendar"),
-    (rf"how (?:much )?heav|{MUCH}{VERB}[^,.?]*\bweighs?\b", "mass"),
-    (rf"(?:what|calculate|find) {GAP}(?:distance|perimeter|circumference|height)\b", "length"),
-    (rf"(?:what|calculate|find) {GAP}(?:weight|mass)\b", "mass"),
-    (rf"(?:what|calculate|find) {GAP}area\b", "area"),
-    (rf"(?:what|calculate|find) {GAP}volume\b", "volume"),
-    (rf"(?:what|calculate|find) {GAP}ages?\b", "time calendar"),
-    (rf"(?:what|calculate|find) {GAP}{MONEY}|how much {MONEY}|{MUCH}{VERB}[^,.?]*(?<!to ){MONEY}|"
-     rf"{MUCH}{MONEY}", "money"))]
+    (rf"how (?:much )?heav|{MUCH}{VERB}[^,.?]*\bweighs?\b|{WHAT}(?:weight|mass)\b", "mass"),
+    (rf"{WHAT}area\b", "area"),
+    (rf"{WHAT}volume\b", "volume"),
+    (rf"{WHAT}{MONEY}|{MUCH}(?:{VERB}[^,.?]*(?:(?<!to )|(?<=need to |have to )))?{MONEY}", "money"),
+    (MUCH + VERB, "known"))]
 
 
 def asked_unit(question):
@@ -64,7 +62,7 @@ def asked_in(text):
         if SHARE_OF.search(ask) or not MAYBE_PERCENT.search(text):
             quantities -= {"percent"}
         senses = [{(quantity, None) for quantity in quantities}, currencies(text)]
-    return Asked(set().union(*senses), frozenset(_units.parts(_units.WORD.findall(ask))))
+    return Asked(set().union(*senses), frozenset(re.findall(r"[^\W\d_]+?(?=s?\b)", ask.lower())))
 
 
 def clause_senses(clause, text):
@@ -83,6 +81,10 @@ def clause_senses(clause, text):
     quantities = next((quantities for pattern, quantities in PATTERNS if pattern.match(clause)), [])
     if quantities == ["money"]:
         return currencies(text)
+    if quantities == ["known"]:
+        known = units_in(text)
+        has_money = any(quantity in _units.CURRENCIES for quantity, _ in known)
+        return known | currencies(text) if has_money else set()
     return {(quantity, None) for quantity in quantities}
 
 

@@ -93,7 +93,7 @@ def number(text, asked=None):
     asked: _units.Asked; other words may follow the number then, but no unit that it does not allow."""
     if len(text) > 5 * LONGEST:
         return None
-    text = LABEL.sub("", normal(unwrapped(text)).strip())
+    text = LABEL.sub("", re.sub(r"^\$(.*)\$", r"\1", normal(unwrapped(text)).strip()))     # TeX: $1000$ km
     currency = unit = ""
     if found := PRICE.fullmatch(text):
         currency = found["currency"]
@@ -102,9 +102,6 @@ def number(text, asked=None):
     if value is None and (found := WITH_UNIT.fullmatch(_units.in_one_word(text))):
         value = plain_number(found["number"])
         unit = found["unit"].strip()
-        if currency == "$" and unit.startswith("$"):          # TeX: $1000$ km
-            currency = ""
-            unit = unit[1:]
     if value is None or asked is None:
         return value if unit in ("", *"$€£¥₹") else None
     return with_words(value, currency, unit, asked)

@@ -97,8 +97,7 @@ for names, meant in (
         ("% percent percentage pct", {("percent", 1)}), ("square sq cubic", {("incomplete", 1)}),
         ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("ton", {("mass", None)}),
         ("degree °", {("celsius", 1), ("fahrenheit", 1)}), ("kelvin K", {("kelvin", 1)}),
-        ("celsius centigrade C", {("celsius", 1)}), ("fahrenheit F", {("fahrenheit", 1)}),
-        ("acre", {("area", Fraction("4046856422.4"))}), ("hectare", {("area", 10 ** 10)})):
+        ("celsius centigrade C", {("celsius", 1)}), ("fahrenheit F", {("fahrenheit", 1)})):
     SENSES |= dict.fromkeys(names.split(), meant)
 QUANTITIES = {quantity for quantity, _ in [*SIZES.values(), *set().union(*SENSES.values())]} | {"area"}
 LETTERS = "ghlLmst"                  # symbols of one letter
@@ -162,24 +161,21 @@ def read(text):
 
     A unit in the singular before another word is none (`second graders`, `dollar bills`), nor is a unit after
     another noun in the plural (`friends last week`)."""
-    words = []
-    for word in WORD.findall(END.split(in_one_word(text))[0]):
-        if word.lower().partition("/")[0] in STOPS:
+    words = WORD.findall(END.split(in_one_word(text))[0])
+    stop = next((i for i, word in enumerate(words) if word.lower().partition("/")[0] in STOPS), len(words))
+    known = set()
+    for i, word in enumerate(words[:stop]):
+        is_plural_word = is_plural(word.lower())
+        if i == stop - 1 or is_plural_word or len(word) == 2 or not word.isalpha():
+            known |= senses(word)
+        if is_plural_word and not known:
             break
-        words.append(word)
-    found = set()
-    for i, word in enumerate(words):
-        is_symbol = 1 < len(word) < 3 or not word.isalpha()
-        if i == len(words) - 1 or is_symbol or is_plural(word.lower()):
-            found |= senses(word)
-        if is_plural(word.lower()) and not found:
-            break
-    return words, found
+    return words[:stop], known
 
 
 def units_in(text):
     """Return the senses of all words in a text."""
-    return set().union(*map(senses, WORD.findall(in_one_word(text))))
+    return set().union(*map(senses, WORD.findall(f"{text} {in_one_word(text)}")))
 
 
 def allows(asked, text):
@@ -187,8 +183,3 @@ def allows(asked, text):
     another quantity or size than the question asks for."""
     words, known = ([], set()) if text.startswith("/") else read(text)             # $5/hour
     return not known or any(sense in asked.senses or (sense[0], None) in asked.senses for sense in known)
-
-
-def parts(words):
-    """Return the set of words in lower case without hyphens, and without an ending of the plural."""
-    return {part.removesuffix("s") for word in words for part in re.split("[-/^]", word.lower())}
