@@ -10,12 +10,9 @@ from tasks._units import Asked, units_in
 
 COUNT = {("count", 1)}
 SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Ms\.)(?<!Dr\.)(?<!St\.)\s+(?=[^a-z])")
-CLAUSE = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|but|or|in|by|of|at|for|about|to|exactly|also)\b)\s*"
-                    r"(?=how (?:many|much|far|long|old|tall|wide|heavy)\b|what\b|"
-                    r"(?:calculate|find|compute|determine) (?!out\b|how\b|what\b))")
-QUESTION_WORD = re.compile(r"(?i)\b(?:how (?!to\b)|what\b)")
-SHARE_OF = re.compile(r"(?i)\b(?:what(?:'s| is| are)|find|calculate|compute) \S+ ?(?:%|percent) of")
-MAYBE_PERCENT = re.compile("(?i)%|percent|rate|chance|likely|probab|interest|margin")
+CLAUSE = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|by|in|of)\b)\s*(?=how (?:many|much|far|long|old|tall|"
+                    r"wide|heavy)\b|what\b|(?:calculate|find|compute|determine) (?!out\b|how\b|what\b))")
+MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|percentage|rate|chance|likely|probab|interest|margin|odds|share")
 # Before the name of a unit.
 IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|as an?|convert\b[^.?!]{1,80}\bto)\s+(?!\w+ \d)")
 HOW_MANY = re.compile(r"(?i)(?:how many|\w+(?:['’]s)?(?: is| are| was)? (?:the )?(?:\w+ )?number of)\s+"
@@ -54,12 +51,10 @@ def asked_in(text):
     sentences = SENTENCE.split(text.strip())
     last = max((i for i, sentence in enumerate(sentences) if "?" in sentence), default=len(sentences) - 1)
     ask = " ".join(sentences[last:])
-    word = QUESTION_WORD.search(ask)
-    clauses = CLAUSE.split(ask)[1:] or [ask[word.start() if word else 0:]]
-    senses = [clause_senses(clause, text) for clause in clauses]
+    senses = [clause_senses(clause, text) for clause in CLAUSE.split(ask)[1:] or [ask]]
     if not all(senses):
-        quantities = _units.QUANTITIES - {*_units.CURRENCIES}
-        if SHARE_OF.search(ask) or not MAYBE_PERCENT.search(text):
+        quantities = _units.QUANTITIES - _units.CURRENCIES
+        if not MAYBE_PERCENT.search(text):
             quantities -= {"percent"}
         senses = [{(quantity, None) for quantity in quantities}, currencies(text)]
     return Asked(set().union(*senses), frozenset(re.findall(r"[^\W\d_]+?(?=s?\b)", ask.lower())))
@@ -83,14 +78,12 @@ def clause_senses(clause, text):
         return currencies(text)
     if quantities == ["known"]:
         known = units_in(text)
-        has_money = any(quantity in _units.CURRENCIES for quantity, _ in known)
-        return known | currencies(text) if has_money else set()
+        return known | currencies(text) if _units.CURRENCIES & {quantity for quantity, _ in known} else set()
     return {(quantity, None) for quantity in quantities}
 
 
 def currencies(text):
-    """Return the senses of the currencies in a text, of any size if it has only cents, else of all."""
+    """Return the senses of the currencies in a text, of any size if it has only cents; without any, of all."""
     money = {sense for sense in units_in(text) if sense[0] in _units.CURRENCIES}
-    if {size for _, size in money} <= {1}:
-        return {(currency, None) for currency in {currency for currency, _ in money} or _units.CURRENCIES}
-    return money
+    names = {currency for currency, _ in money} or _units.CURRENCIES
+    return money if any(size == 100 for _, size in money) else {(name, None) for name in names}

@@ -110,19 +110,17 @@ def number(text, asked=None):
 def with_words(value, currency, unit, asked):
     """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
     alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
-    words = _units.WORD.findall(unit.lower())
-    while words and (scale := words[0].removesuffix("s")) in SCALES and scale not in asked.words:
+    words = _units.WORD.findall(unit)
+    while words and (scale := words[0].lower().removesuffix("s")) in SCALES and scale not in asked.words:
         value *= SCALES[scale]
         words = words[1:]
         unit = unit.partition(" ")[2]
     for word in words:
         if word in _units.STOPS - {"a", "an"}:                # two: 20 people in two days
             break
-        if word in ALTER and word.removesuffix("s") not in asked.words:
+        is_variable = len(word) == 1 and "a" < word <= "z" and not _units.senses(word)               # 5x
+        if is_variable or word.lower() in ALTER and word.lower().removesuffix("s") not in asked.words:
             return None
-    letter = re.match(r"[b-z](?![^\W\d_])", unit)             # a variable: 5x
-    if letter and not _units.senses(letter[0]):
-        return None
     return value if all(_units.allows(asked, text) for text in (currency, unit)) else None
 
 

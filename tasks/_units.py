@@ -88,24 +88,23 @@ def size_of(word):
 
 # Money is in hundredths, areas in square millimetres, a percentage and a count in ones. These words are not
 # in SIZES, whose units are those of equations.
-CURRENCIES = {"dollar": "$ us$ usd dollar buck", "euro": "€ eur euro", "sterling": "£ gbp quid sterling",
-              "yen": "¥ jpy yen", "rupee": "₹ inr rupee"}
-SENSES = {name: {(currency, 100)} for currency, names in CURRENCIES.items() for name in names.split()}
-for names, meant in (
-        ("pound", {("sterling", 100), SIZES["pound"]}), ("cent ¢", {("dollar", 1), ("euro", 1)}),
-        ("penny pennies", {("dollar", 1), ("sterling", 1)}), ("pence", {("sterling", 1)}),
-        ("% percent percentage pct", {("percent", 1)}), ("square sq cubic", {("incomplete", 1)}),
-        ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("ton", {("mass", None)}),
-        ("degree °", {("celsius", 1), ("fahrenheit", 1)}), ("kelvin K", {("kelvin", 1)}),
-        ("celsius centigrade C", {("celsius", 1)}), ("fahrenheit F", {("fahrenheit", 1)})):
-    SENSES |= dict.fromkeys(names.split(), meant)
+CURRENCIES = set("dollar euro sterling yen rupee".split())
+SENSES = {name: meant for names, meant in (
+    ("$ us$ usd dollar buck", {("dollar", 100)}), ("€ eur euro", {("euro", 100)}), ("¥ jpy yen", {("yen", 100)}),
+    ("£ gbp quid sterling", {("sterling", 100)}), ("pound", {("sterling", 100), SIZES["pound"]}),
+    ("₹ inr rupee", {("rupee", 100)}), ("cent ¢", {("dollar", 1), ("euro", 1)}),
+    ("penny pennies", {("dollar", 1), ("sterling", 1)}), ("pence", {("sterling", 1)}),
+    ("% percent percentage pct", {("percent", 1)}), ("square sq cubic", {("incomplete", 1)}),
+    ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("ton", {("mass", None)}),
+    ("degree °", {("celsius", 1), ("fahrenheit", 1)}), ("celsius centigrade C", {("celsius", 1)}),
+    ("fahrenheit F", {("fahrenheit", 1)}), ("kelvin K", {("kelvin", 1)})) for name in names.split()}
 QUANTITIES = {quantity for quantity, _ in [*SIZES.values(), *set().union(*SENSES.values())]} | {"area"}
 LETTERS = "ghlLmst"                  # symbols of one letter
 IRREGULAR = set("feet inches pennies people men women children mice teeth geese fish sheep".split())
-DEGREES = re.compile(r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)")
 LENGTHS = {unit for unit, (quantity, _) in SIZES.items() if quantity == "length"}
 LENGTH = "|".join(f"{name}s?" for name in ("in", *LENGTHS, *ALIASES) if ALIASES.get(name, "m") in LENGTHS)
-POWERS = [(re.compile(form), short) for form, short in (
+SHORT_FORMS = [(re.compile(form), short) for form, short in (
+    (r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)", " "),
     (rf"(?i)\b(?:square[\s-]+|sq\.?[\s-]*)({LENGTH})\b", r"\1^2"),
     (rf"(?i)\b(?:cubic[\s-]+|cu\.?[\s-]*)({LENGTH})\b", r"\1^3"),
     (rf"(?i)\b({LENGTH})(?:\^?[2²]| squared?\b)", r"\1^2"),
@@ -113,7 +112,7 @@ POWERS = [(re.compile(form), short) for form, short in (
     (r"(?i)\b(?!and\b|or\b)([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)",
      r"\1/\2"))]
 WORD = re.compile(r"US\$|[^\W\d_][^\W_]*(?:[-'’./^][^\W_]+)*|[%$€£¥₹¢°]")
-END = re.compile(r"[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")         # of a noun phrase, as are these words
+END = re.compile(r"^/|[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")         # of a noun phrase, as are these words
 STOPS = set("of in into per a an at for by on to from with without than as if when while until before after "
             "during that which who whom whose what how why where is are was were be been am do does did has "
             "have had will would can could should must may might shall he she it they we you i each "
@@ -127,8 +126,7 @@ Asked = namedtuple("Asked", "senses words")
 
 def in_one_word(text):
     """Return a text with each unit in one word: m/s for m per s, feet^2 for square feet, C for °C."""
-    text = DEGREES.sub(" ", text)
-    for pattern, short in POWERS:
+    for pattern, short in SHORT_FORMS:
         text = pattern.sub(short, text)
     return text
 
@@ -144,12 +142,10 @@ def senses(word):
         base_senses = senses("inch" if base == "in" else base)
         lengths = [size for quantity, size in base_senses if quantity == "length"]
         return {("area", n ** 2) if power == "2" else ("volume", n ** 3 / 1000) for n in lengths}
-    for form in (word, word.lower()) if len(word) > 1 else (word,):
-        for name in (form, form.removesuffix("s")):
-            if name in SENSES:
-                return SENSES[name]
     size = None if len(word) == 1 and word not in LETTERS else size_of(word)
-    return {size} if size else set()
+    forms = (word, word.lower()) if len(word) > 1 else (word,)
+    names = [form.removesuffix(ending) for form in forms for ending in ("", "s")]
+    return next((SENSES[name] for name in names if name in SENSES), {size} if size else set())
 
 
 def is_plural(word):
@@ -163,14 +159,9 @@ def read(text):
     another noun in the plural (`friends last week`)."""
     words = WORD.findall(END.split(in_one_word(text))[0])
     stop = next((i for i, word in enumerate(words) if word.lower().partition("/")[0] in STOPS), len(words))
-    known = set()
-    for i, word in enumerate(words[:stop]):
-        is_plural_word = is_plural(word.lower())
-        if i == stop - 1 or is_plural_word or len(word) == 2 or not word.isalpha():
-            known |= senses(word)
-        if is_plural_word and not known:
-            break
-    return words[:stop], known
+    units = [word for i, word in enumerate(words[:stop], 1)
+             if i == stop or is_plural(word.lower()) or len(word) == 2 or not word.isalpha()]
+    return words[:stop], set().union(*map(senses, units))
 
 
 def units_in(text):
@@ -181,5 +172,5 @@ def units_in(text):
 def allows(asked, text):
     """Return whether an answer's unit, the words beside its number, may be right: unless it is known, and of
     another quantity or size than the question asks for."""
-    words, known = ([], set()) if text.startswith("/") else read(text)             # $5/hour
+    known = read(text)[1]
     return not known or any(sense in asked.senses or (sense[0], None) in asked.senses for sense in known)
