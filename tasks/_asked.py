@@ -6,15 +6,14 @@ import re
 from functools import lru_cache
 
 from tasks import _units
-from tasks._units import Asked, units_in
 
 COUNT = {("count", 1)}
-SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Ms\.)(?<!Dr\.)(?<!St\.)\s+(?=[^a-z])")
-CLAUSE = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|by|in|of)\b)\s*(?=how (?:many|much|far|long|old|tall|"
-                    r"wide|heavy)\b|what\b|(?:calculate|find|compute|determine) (?!out\b|how\b|what\b))")
-MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|percentage|rate|chance|likely|probab|interest|margin|odds|share")
+SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.|Ms\.|Dr\.)(?<!Mrs\.)\s+(?=[^a-z])")
+CLAUSE = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|by|in|of)\b)\s*"
+                    r"(?=how (?!to\b)|what\b|(?:calculate|find|determine) (?!out\b|how\b|what\b))")
+MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|rate|chance|likely|probab|odds|interest|margin|share")
 # Before the name of a unit.
-IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|as an?|convert\b[^.?!]{1,80}\bto)\s+(?!\w+ \d)")
+IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?!\w+ \d)")
 HOW_MANY = re.compile(r"(?i)(?:how many|\w+(?:['’]s)?(?: is| are| was)? (?:the )?(?:\w+ )?number of)\s+"
                       r"(?:(?:more|of|the|these|those|his|her|its|their|(?:thousand|m?b?illion)s) )*")
 PER_TIME = re.compile(r"(?i)\b(?:per|an?|each|every|one) (hour|minute|second)\b")
@@ -22,18 +21,16 @@ GAP = r"(?:(?:amount of|(?!(?:of|if|rate|ratio|percent\w*|interest|margin|number
 WHAT = rf"(?:what|calculate|find) {GAP}"
 MUCH = r"how much (?:(?:more|less|total|extra|additional|change|altogether) )*"
 VERB = r"(?:is|are|was|were|do|does|did|will|would|can|could|should|must|has|have|had)\b"
-MONEY = (r"\b(?:money|cash|cost|price|pay|paid|spend|spent|earn|charge|owe|salary|wage|income|revenue|profit|"
-         r"budget|bill|fee|fare|rent|debt|expense|expensive|cheaper|worth|balance|commission)"
-         r"(?:s|d|ed|ing|ings|ment)?\b")
+MONEY = (r"\b(?:money|costs?|prices?|pays?|paid|spend|spent|earns?|charged?|owed?|salary|wages?|income|revenue|"
+         r"profits?|budget|bills?|fees?|rent|expens\w+|cheaper|worth|balance)\b")
 # The beginning of a clause: the quantities that it asks for. known: any unit in the question.
 PATTERNS = [(re.compile(f"(?i){pattern}"), quantities.split()) for pattern, quantities in (
     (r"\w+ (?:\w+ the )?(?:\w+ )?percent", "percent"),
     (rf"how (?:much )?(?:(?:more |less )?time|old)|{WHAT}ages?\b", "time calendar"),
-    (rf"how (?:much )?(?:far|fur|tall|wid|deep)|{WHAT}(?:distance|perimeter|circumference|height)\b", "length"),
+    (rf"how (?:much )?(?:far|fur|tall|wid|deep)|{WHAT}(?:distance|perimeter|height)\b", "length"),
     (r"how (?:much )?long", "length time calendar"),
     (rf"how (?:much )?heav|{MUCH}{VERB}[^,.?]*\bweighs?\b|{WHAT}(?:weight|mass)\b", "mass"),
-    (rf"{WHAT}area\b", "area"),
-    (rf"{WHAT}volume\b", "volume"),
+    (rf"{WHAT}area\b", "area"), (rf"{WHAT}volume\b", "volume"),
     (rf"{WHAT}{MONEY}|{MUCH}(?:{VERB}[^,.?]*(?:(?<!to )|(?<=need to |have to )))?{MONEY}", "money"),
     (MUCH + VERB, "known"))]
 
@@ -41,7 +38,7 @@ PATTERNS = [(re.compile(f"(?i){pattern}"), quantities.split()) for pattern, quan
 def asked_unit(question):
     """Return the _units.Asked of a question: of "to" if it has that, else of its text."""
     if "to" in question:
-        return Asked(_units.read(question["to"])[1] or COUNT, frozenset())
+        return _units.Asked(_units.read(question["to"])[1] or COUNT, frozenset())
     return asked_in(question.get("question", ""))
 
 
@@ -53,11 +50,9 @@ def asked_in(text):
     ask = " ".join(sentences[last:])
     senses = [clause_senses(clause, text) for clause in CLAUSE.split(ask)[1:] or [ask]]
     if not all(senses):
-        quantities = _units.QUANTITIES - _units.CURRENCIES
-        if not MAYBE_PERCENT.search(text):
-            quantities -= {"percent"}
-        senses = [{(quantity, None) for quantity in quantities}, currencies(text)]
-    return Asked(set().union(*senses), frozenset(re.findall(r"[^\W\d_]+?(?=s?\b)", ask.lower())))
+        refused = _units.CURRENCIES if MAYBE_PERCENT.search(text) else _units.CURRENCIES | {"percent"}
+        senses = [{(quantity, None) for quantity in _units.QUANTITIES - refused}, currencies(text)]
+    return _units.Asked(set().union(*senses), frozenset(re.findall(r"[^\W\d_]+?(?=s?\b)", ask.lower())))
 
 
 def clause_senses(clause, text):
@@ -72,18 +67,16 @@ def clause_senses(clause, text):
         if senses and _units.senses(words[0]):                # not `in two weeks`
             return senses
     if any(map(_units.is_plural, counted)):                   # carbs may be counted in grams
-        return COUNT | {sense for sense in units_in(text) if sense[0] in ("mass", "volume")}
+        return COUNT | {sense for sense in _units.units_in(text) if sense[0] in ("mass", "volume")}
     quantities = next((quantities for pattern, quantities in PATTERNS if pattern.match(clause)), [])
-    if quantities == ["money"]:
-        return currencies(text)
     if quantities == ["known"]:
-        known = units_in(text)
+        known = _units.units_in(text)
         return known | currencies(text) if _units.CURRENCIES & {quantity for quantity, _ in known} else set()
-    return {(quantity, None) for quantity in quantities}
+    return currencies(text) if quantities == ["money"] else {(quantity, None) for quantity in quantities}
 
 
 def currencies(text):
-    """Return the senses of the currencies in a text, of any size if it has only cents; without any, of all."""
-    money = {sense for sense in units_in(text) if sense[0] in _units.CURRENCIES}
+    """Return the senses of a text's currencies, of any size if it has only cents; of all if it has none."""
+    money = {sense for sense in _units.units_in(text) if sense[0] in _units.CURRENCIES}
     names = {currency for currency, _ in money} or _units.CURRENCIES
     return money if any(size == 100 for _, size in money) else {(name, None) for name in names}

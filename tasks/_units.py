@@ -90,10 +90,10 @@ def size_of(word):
 # in SIZES, whose units are those of equations.
 CURRENCIES = set("dollar euro sterling yen rupee".split())
 SENSES = {name: meant for names, meant in (
-    ("$ us$ usd dollar buck", {("dollar", 100)}), ("€ eur euro", {("euro", 100)}), ("¥ jpy yen", {("yen", 100)}),
+    ("$ us$ usd dollar buck", {("dollar", 100)}), ("€ eur euro", {("euro", 100)}),
     ("£ gbp quid sterling", {("sterling", 100)}), ("pound", {("sterling", 100), SIZES["pound"]}),
-    ("₹ inr rupee", {("rupee", 100)}), ("cent ¢", {("dollar", 1), ("euro", 1)}),
-    ("penny pennies", {("dollar", 1), ("sterling", 1)}), ("pence", {("sterling", 1)}),
+    ("¥ jpy yen", {("yen", 100)}), ("₹ inr rupee", {("rupee", 100)}),
+    ("cent ¢", {("dollar", 1), ("euro", 1)}), ("penny pennies pence", {("dollar", 1), ("sterling", 1)}),
     ("% percent percentage pct", {("percent", 1)}), ("square sq cubic", {("incomplete", 1)}),
     ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("ton", {("mass", None)}),
     ("degree °", {("celsius", 1), ("fahrenheit", 1)}), ("celsius centigrade C", {("celsius", 1)}),
@@ -112,12 +112,12 @@ SHORT_FORMS = [(re.compile(form), short) for form, short in (
     (r"(?i)\b(?!and\b|or\b)([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)",
      r"\1/\2"))]
 WORD = re.compile(r"US\$|[^\W\d_][^\W_]*(?:[-'’./^][^\W_]+)*|[%$€£¥₹¢°]")
-END = re.compile(r"^/|[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")         # of a noun phrase, as are these words
+# of a noun phrase, as are these words
+END = re.compile(r"^/|[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")
 STOPS = set("of in into per a an at for by on to from with without than as if when while until before after "
-            "during that which who whom whose what how why where is are was were be been am do does did has "
-            "have had will would can could should must may might shall he she it they we you i each "
-            "every all so because but the this these those his her its their my our your over "
-            "under between last next".split())
+            "during that which who is are was were be do does did has have had will would can could should "
+            "must may he she it they we you i each every all the this these those his her its their my our "
+            "your over under between last next".split())
 
 # senses: {(quantity, size)} that the unit of an answer may have, size None: any; words: those of the question
 # in lower case, in the singular.
@@ -134,7 +134,7 @@ def in_one_word(text):
 def senses(word):
     """Return the {(quantity, size)} that a word from in_one_word may mean as a unit, maybe none."""
     top, _, below = word.partition("/")
-    if below:                                                 # miles/hour; miles/day: miles; dollars/hour: dollars
+    if below:                                                 # dollars/hour and miles/day: dollars, miles
         speed = size_of(word) if canonical(below) in ("hour", "minute", "second") else None
         return {speed} if speed else senses(top)
     base, _, power = word.partition("^")
