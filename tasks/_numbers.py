@@ -110,12 +110,12 @@ def number(text, asked=None):
 def with_words(value, currency, unit, asked):
     """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
     alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
-    words = _units.WORD.findall(unit)
-    while words and (scale := words[0].lower().removesuffix("s")) in SCALES and scale not in asked.words:
+    first, _, rest = unit.partition(" ")
+    scale = first.lower().removesuffix("s")
+    if scale in SCALES and scale not in asked.words:
         value *= SCALES[scale]
-        words = words[1:]
-        unit = unit.partition(" ")[2]
-    for word in words:
+        unit = rest
+    for word in _units.WORD.findall(unit):
         if word in _units.STOPS - {"a", "an"}:                # two: 20 people in two days
             break
         is_variable = len(word) == 1 and "a" < word <= "z" and not _units.senses(word)               # 5x

@@ -101,26 +101,23 @@ SENSES = {name: meant for names, meant in (
 QUANTITIES = {quantity for quantity, _ in [*SIZES.values(), *set().union(*SENSES.values())]} | {"area"}
 LETTERS = "ghlLmst"                  # symbols of one letter
 IRREGULAR = set("feet inches pennies people men women children mice teeth geese fish sheep".split())
-LENGTHS = {unit for unit, (quantity, _) in SIZES.items() if quantity == "length"}
-LENGTH = "|".join(f"{name}s?" for name in ("in", *LENGTHS, *ALIASES) if ALIASES.get(name, "m") in LENGTHS)
+LENGTH = "|".join(f"{name}s?" for name in (*SIZES, *ALIASES) if size_of(name)[0] == "length") + "|in"
 SHORT_FORMS = [(re.compile(form), short) for form, short in (
     (r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)", " "),
-    (rf"(?i)\b(?:square[\s-]+|sq\.?[\s-]*)({LENGTH})\b", r"\1^2"),
-    (rf"(?i)\b(?:cubic[\s-]+|cu\.?[\s-]*)({LENGTH})\b", r"\1^3"),
-    (rf"(?i)\b({LENGTH})(?:\^?[2²]| squared?\b)", r"\1^2"),
-    (rf"(?i)\b({LENGTH})(?:\^?[3³]| cubed\b)", r"\1^3"),
+    (rf"(?i)\b(?:(?:square|sq\.?)[\s-]*({LENGTH})|({LENGTH})(?:\^?[2²]| squared?))\b", r"\1\2^2"),
+    (rf"(?i)\b(?:(?:cubic|cu\.?)[\s-]*({LENGTH})|({LENGTH})(?:\^?[3³]| cubed))\b", r"\1\2^3"),
     (r"(?i)\b(?!and\b|or\b)([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)",
      r"\1/\2"))]
 WORD = re.compile(r"US\$|[^\W\d_][^\W_]*(?:[-'’./^][^\W_]+)*|[%$€£¥₹¢°]")
-# of a noun phrase, as are these words
+# The end of a noun phrase, as are STOPS.
 END = re.compile(r"^/|[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")
 STOPS = set("of in into per a an at for by on to from with without than as if when while until before after "
             "during that which who is are was were be do does did has have had will would can could should "
             "must may he she it they we you i each every all the this these those his her its their my our "
             "your over under between last next".split())
 
-# senses: {(quantity, size)} that the unit of an answer may have, size None: any; words: those of the question
-# in lower case, in the singular.
+# senses: the {(quantity, size)} that the unit of an answer may have, size None: any; words: the question's, in
+# lower case and in the singular.
 Asked = namedtuple("Asked", "senses words")
 
 
@@ -153,10 +150,8 @@ def is_plural(word):
 
 
 def read(text):
-    """Return the words of the noun phrase that a text begins with, and the senses of its units.
-
-    A unit in the singular before another word is none (`second graders`, `dollar bills`), nor is a unit after
-    another noun in the plural (`friends last week`)."""
+    """Return the words of the noun phrase that a text begins with, and the senses of its units. A unit in the
+    singular before another word is none (`second graders`)."""
     words = WORD.findall(END.split(in_one_word(text))[0])
     stop = next((i for i, word in enumerate(words) if word.lower().partition("/")[0] in STOPS), len(words))
     units = [word for i, word in enumerate(words[:stop], 1)

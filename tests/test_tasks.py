@@ -826,7 +826,7 @@ ASKED = {
     "A taxi costs €2. How much do ten rides cost?": ("€20, 20 euros, 20 EUR", "$20, 20 dollars, £20, 20 hours, 20%"),
     "A taxi costs £2. How much do ten rides cost?": ("£20, 20 pounds, 20 quid, 20 pounds sterling", "$20, 20 euros, 20 kg, 20 minutes"),
     "He has ₹30 and spends ₹10. How much money does he have left?": ("₹20, 20 rupees", "$20, ¥20, 20 hours"),
-    "He has $30 and loses $10 in 3 hours. How much does he have left?": ("$20, 20 dollars left", "20 hours, €20, 20%"),
+    "He has $30 and loses $10 in 3 hours. How much does he have left?": ("$20, 20 dollars left", "€20, 20%, 20 km"),
     "How much more expensive is a $9 ticket than a $4 one?": ("$5, 5 dollars more", "5 hours, 5 yen"),
     "How much does a book cost?": ("$5, 5 euros, £5, 5 dollars and a bit", "5 hours, 5 km, 5%"),
     "How much must he run to earn $5 at 20 cents a mile?": ("25 miles, 25", "€25"),
