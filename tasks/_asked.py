@@ -11,7 +11,7 @@ COUNT = {("count", 1)}
 SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.|Ms\.|Dr\.)(?<!Mrs\.)\s+(?=[^a-z])")
 CLAUSE = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|by|in|of)\b)\s*"
                     r"(?=how (?!to\b)|what\b|(?:calculate|find|determine) (?!out\b|how\b|what\b))")
-MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|rate|chance|likely|probab|odds|interest|margin|share")
+MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|rate|chance|likely|probab|odds|interest|margin|share|frac")
 # Before the name of a unit.
 IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?!\w+ \d)")
 HOW_MANY = re.compile(r"(?i)(?:how many|\w+(?:['’]s)?(?: is| are| was)? (?:the )?(?:\w+ )?number of)\s+"
@@ -21,10 +21,10 @@ GAP = r"(?:(?:amount of|(?!(?:of|if|rate|ratio|percent\w*|interest|margin|number
 WHAT = rf"(?:what|calculate|find) {GAP}"
 MUCH = r"how much (?:(?:more|less|total|extra|additional|change|altogether) )*"
 VERB = r"(?:is|are|was|were|do|does|did|will|would|can|could|should|must|has|have|had)\b"
-MONEY = (r"\b(?:money|costs?|prices?|pays?|paid|spend|spent|earns?|charged?|owed?|salary|wages?|income|revenue|"
-         r"profits?|budget|bills?|fees?|rent|expens\w+|cheaper|worth|balance)\b")
+MONEY = (r"\b(?:money|costs?|prices?|pays?|paid|spend|spent|earns?|charged?|owed?|salary|wages?|income|"
+         r"revenue|profits?|budget|bills?|fees?|rent|expens\w+|cheaper|worth|balance)\b")
 # The beginning of a clause: the quantities that it asks for. known: any unit in the question.
-PATTERNS = [(re.compile(f"(?i){pattern}"), quantities.split()) for pattern, quantities in (
+PATTERNS = [(re.compile(f"(?i){pattern}"), quantities) for pattern, quantities in (
     (r"\w+ (?:\w+ the )?(?:\w+ )?percent", "percent"),
     (rf"how (?:much )?(?:(?:more |less )?time|old)|{WHAT}ages?\b", "time calendar"),
     (rf"how (?:much )?(?:far|fur|tall|wid|deep)|{WHAT}(?:distance|perimeter|height)\b", "length"),
@@ -32,7 +32,7 @@ PATTERNS = [(re.compile(f"(?i){pattern}"), quantities.split()) for pattern, quan
     (rf"how (?:much )?heav|{MUCH}{VERB}[^,.?]*\bweighs?\b|{WHAT}(?:weight|mass)\b", "mass"),
     (rf"{WHAT}area\b", "area"), (rf"{WHAT}volume\b", "volume"),
     (rf"{WHAT}{MONEY}|{MUCH}(?:{VERB}[^,.?]*(?:(?<!to )|(?<=need to |have to )))?{MONEY}", "money"),
-    (MUCH + VERB, "known"))]
+    (rf"{MUCH}{VERB}(?!.*\b(?:drink|eat|grow|run|walk|sleep|use)\b)", "known"))]
 
 
 def asked_unit(question):
@@ -68,11 +68,11 @@ def clause_senses(clause, text):
             return senses
     if any(map(_units.is_plural, counted)):                   # carbs may be counted in grams
         return COUNT | {sense for sense in _units.units_in(text) if sense[0] in ("mass", "volume")}
-    quantities = next((quantities for pattern, quantities in PATTERNS if pattern.match(clause)), [])
-    if quantities == ["known"]:
+    quantities = next((quantities for pattern, quantities in PATTERNS if pattern.match(clause)), "")
+    if quantities == "known":
         known = _units.units_in(text)
         return known | currencies(text) if _units.CURRENCIES & {quantity for quantity, _ in known} else set()
-    return currencies(text) if quantities == ["money"] else {(quantity, None) for quantity in quantities}
+    return currencies(text) if quantities == "money" else {(name, None) for name in quantities.split()}
 
 
 def currencies(text):

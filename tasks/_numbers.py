@@ -118,7 +118,7 @@ def with_words(value, currency, unit, asked):
     for word in _units.WORD.findall(unit):
         if word in _units.STOPS - {"a", "an"}:                # two: 20 people in two days
             break
-        is_variable = len(word) == 1 and "a" < word <= "z" and not _units.senses(word)               # 5x
+        is_variable = len(word) == 1 and "a" < word <= "z" and not _units.senses(word)      # 5x
         if is_variable or word.lower() in ALTER and word.lower().removesuffix("s") not in asked.words:
             return None
     return value if all(_units.allows(asked, text) for text in (currency, unit)) else None

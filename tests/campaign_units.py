@@ -34,7 +34,7 @@ def main(path):
         form = rf"(-?[$€£]?)(?<![\d.,]){re.escape(answer)}(?:\.00)?(?![\d,]|\.\d)([ %/a-zA-Z²'’]*)"
         for sign, words in re.findall(form, line)[-1:]:
             sign = sign.strip("-")
-            for text in {f"{sign}{answer}{words}".rstrip(), f"{sign}{answer}{PHRASE.split(words)[0]}".rstrip()}:
+            for text in {f"{sign}{answer}{unit.rstrip()}" for unit in (words, PHRASE.split(words)[0])}:
                 tried += 1
                 if _numbers.number(text, asked) != _numbers.number(answer):
                     refused.append(f"  {text}: {row['question'][-120:]!r}")

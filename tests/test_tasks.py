@@ -831,6 +831,9 @@ ASKED = {
     "How much does a book cost?": ("$5, 5 euros, £5, 5 dollars and a bit", "5 hours, 5 km, 5%"),
     "How much must he run to earn $5 at 20 cents a mile?": ("25 miles, 25", "€25"),
     "He owes $7 and pays $12. How much does he owe now?": ("-$5, $-5, -5 dollars, −$5, -5", "-€5, -5 hours, €-5, $5, -5%"),
+    "How much water does she drink in 3 days at $2 a liter?": ("6 liters, 6", "€6"),
+    "She has $5 and pays a fifth as rent. What share of her pay is that?": ("20%, 20 percent, 20", "€20"),
+    "She earns $9 a day. What does she earn in week 3?": ("$9, 9 dollars", "9 weeks, 9 hours, €9"),
     # units of several words
     "How many miles per hour is that?": ("30 miles per hour, 30 mph, 30 miles/hour, 30 miles an hour, 30 mi/h", "30 miles, 30 km/h, 30 hours, 30 kilometers per hour, 30 feet per second"),
     "What is its speed in meters per second?": ("30 m/s, 30 meters per second, 30 metres/second", "30 m, 30 meters, 30 seconds, 30 km/h"),
