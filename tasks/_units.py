@@ -116,7 +116,7 @@ STOPS = set("of in into per a an at for by on to from with without than as if wh
             "must may he she it they we you i each every all the this these those his her its their my our "
             "your over under between last next".split())
 
-# senses: the {(quantity, size)} that the unit of an answer may have, size None: any; words: the question's, in
+# senses: the {(quantity, size)} that the unit of an answer may have, size None: any; words: the question's in
 # lower case and in the singular.
 Asked = namedtuple("Asked", "senses words")
 
