@@ -11,7 +11,7 @@ COUNT = {("count", 1)}
 SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.|Ms\.|Dr\.)(?<!Mrs\.)\s+(?=[^a-z])")
 CLAUSE = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|by|in|of)\b)\s*"
                     r"(?=how (?!to\b)|what\b|(?:calculate|find|determine) (?!out\b|how\b|what\b))")
-MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|rate|fraction|chance|likely|prob|odds|interest|margin|share")
+MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|rate|frac|chance|likely|prob|odds|interest|margin|share")
 # Before the name of a unit.
 IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?!\w+ \d)")
 HOW_MANY = re.compile(r"(?i)(?:how many|\w+(?:['’]s)?(?: is| are| was)? (?:the )?(?:\w+ )?number of)\s+"

@@ -74,7 +74,7 @@ def canonical(word):
             name = ALIASES.get(name, name)
             if name in SIZES:
                 return name
-    rate = "/".join(map(canonical, word.split("/"))) if "/" in word else word         # metres/second: m/second
+    rate = "/".join(map(canonical, word.split("/"))) if "/" in word else word       # metres/second: m/second
     return rate if rate in SIZES else word
 
 
