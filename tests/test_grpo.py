@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
