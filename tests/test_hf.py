@@ -189,11 +189,11 @@ def test_mismatched_tensors_are_named(folder, change, words):
         hf.load(folder)
 
 
-<<<<<<< HEAD
 def test_weights_whose_sum_overflows_are_finite(folder):
     spoil(folder, lambda t: next(iter(t.values())).view(-1)[:9].fill_(3e38))
     assert hf.load(folder).n_params()
-=======
+
+
 def test_weights_of_a_compiled_or_ddp_model_are_read(folder):
     before = hf.load(folder).state_dict()
     spoil(folder, lambda t: [t.update({f"module._orig_mod.{name}": t.pop(name)}) for name in list(t)])
@@ -207,7 +207,6 @@ def test_a_file_that_is_no_model_is_no_missing_folder(tmp_path):
     (tmp_path / "model.pt").touch()
     with pytest.raises(BadInput, match="model.pt is a file, and no GGUF file: give .* the folder that holds"):
         hf.find(tmp_path / "model.pt")
->>>>>>> w-c1
 
 
 @pytest.mark.parametrize("kind", HONOURED)

@@ -9,14 +9,9 @@ import torch
 
 import hf
 from conftest import flags, largest_difference, run, trained, weights
-<<<<<<< HEAD
-from experimental.distillation import Teacher, find_teacher, identity
+from experimental.distillation import Teacher, check_teacher, find_teacher, identity
 from runtime import config, hardware
 from runtime.config import BadInput
-=======
-from experimental.distillation import Teacher, check_teacher
-from runtime import hardware
->>>>>>> w-c1
 from runtime.distributed import TrainedModel
 from test_grpo import GRPO, apart, base, gradient, in_ranks, learn, letters, lines, one_thread, same, watched  # noqa: F401
 from test_tokenizer import SMOL, write as write_tokenizer
