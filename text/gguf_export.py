@@ -146,5 +146,5 @@ def gguf_tensors(gguf, config, tensors, architecture):
             value = halves.swapaxes(1, 2).reshape(value.shape)
         if architecture == "apertus" and config["tie_word_embeddings"] and name == "token_embd.weight":
             yield "output.weight", value     # that architecture has no tied head
-        if name:                             # else a gate, which Apertus has not
+        if architecture != "apertus" or "ffn_gate" not in name:
             yield name, value

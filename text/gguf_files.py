@@ -258,11 +258,14 @@ def hf_config(fields, stored):
         return config | {"activation_function": "gelu_new"}
     # as llama.cpp: an old name of the factor, 0 is none, and a factor without a type is linear
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) or 1.0
-    rope_type = own.get("rope.scaling.type", "none" if factor == 1 else "linear").replace("none", "default")
+    rope_type = own.get("rope.scaling.type", "linear").replace("none", "default")
+    rope = {"rope_type": rope_type, "factor": factor}
+    if rope_type == "linear" and factor == 1:
+        rope = {"rope_type": "default"}
     head_dim = config["head_dim"]
     return config | {
         "hidden_act": "relu" if architecture == "apertus" else "silu",
-        "rope_scaling": {"rope_type": rope_type, "factor": factor},
+        "rope_scaling": rope,
         "partial_rotary_factor": own.get("rope.dimension_count", head_dim) / head_dim,
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
