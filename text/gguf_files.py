@@ -18,36 +18,14 @@ from text.hub import one_line
 from text.tokenizer import FILE, HF_SETTINGS, SPLIT_DIGITS, byte_level
 
 FOLDER = Path("data")                        # the default of --data_dir
-TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-# {GGUF's name of a tensor: Hugging Face's}; {}: the layer
-LLAMA_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "attn_norm": "model.layers.{}.input_layernorm",
-    "attn_q": "model.layers.{}.self_attn.q_proj",
-    "attn_k": "model.layers.{}.self_attn.k_proj",
-    "attn_v": "model.layers.{}.self_attn.v_proj",
-    "attn_output": "model.layers.{}.self_attn.o_proj",
-    "attn_q_norm": "model.layers.{}.self_attn.q_norm",
-    "attn_k_norm": "model.layers.{}.self_attn.k_norm",
-    "ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn_gate": "model.layers.{}.mlp.gate_proj",
-    "ffn_up": "model.layers.{}.mlp.up_proj",
-    "ffn_down": "model.layers.{}.mlp.down_proj",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-GPT2_TENSORS = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "attn_norm": "transformer.h.{}.ln_1",
-    "attn_qkv": "transformer.h.{}.attn.c_attn",
-    "attn_output": "transformer.h.{}.attn.c_proj",
-    "ffn_norm": "transformer.h.{}.ln_2",
-    "ffn_up": "transformer.h.{}.mlp.c_fc",
-    "ffn_down": "transformer.h.{}.mlp.c_proj",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
+# Hugging Face's names of tensors, {}: the layer; the package gguf knows GGUF's
+LLAMA_TENSORS = ("model.embed_tokens", "model.norm", "lm_head", *(f"model.layers.{{}}.{name}" for name in (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj")))
+GPT2_TENSORS = ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head", *(
+    f"transformer.h.{{}}.{name}" for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc",
+                                              "mlp.c_proj")))
 # {GGUF's key of a number, after the architecture: config.json's}
 LLAMA_KEYS = {
     "context_length": "max_position_embeddings",
@@ -166,7 +144,14 @@ def write(gguf, path, digest, folder):
     config = hf_config(fields, stored)
     tokenizer, settings = tokenizer_files(fields, path)
     config["converted_from"] = {"file": path.name, "sha256": digest}
-    hf_tensors = {hf_name(name, config["model_type"], path): tensor for name, tensor in stored.items()}
+    names = hf_names(gguf, fields["general.architecture"], len(stored))
+    hf_tensors = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        if module not in names or part not in ("weight", "bias"):
+            raise BadInput(f"{path} has the tensor {name}, which model.py does not support: choose "
+                           "another model.")
+        hf_tensors[f"{names[module]}.{part}"] = tensor
     if config.get("hidden_act") == "relu":   # relu(z)^2 = relu(z) * z: the gate is the input itself
         hf_tensors |= {name.replace("up_proj", "gate_proj"): tensor for name, tensor in hf_tensors.items()}
     shapes = {}
@@ -201,14 +186,11 @@ def check_keys(fields, path):
                            "another model.")
 
 
-def hf_name(name, kind, path):
-    """Return the Hugging Face name of a tensor."""
-    match = TENSOR.fullmatch(name)
-    names = GPT2_TENSORS if kind == "gpt2" else LLAMA_TENSORS
-    if not match or match[2] not in names:
-        raise BadInput(f"{path} has the tensor {name}, which model.py does not support: choose "
-                       "another model.")
-    return f"{names[match[2]].format(match[1])}.{match[3]}"
+def hf_names(gguf, architecture, n_layers):
+    """Return {GGUF's name of a tensor, without its suffix: Hugging Face's}, for n_layers layers at least."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], n_layers)
+    return {names.get_name(name.format(layer)): name.format(layer) for layer in range(n_layers)
+            for name in (GPT2_TENSORS if architecture == "gpt2" else LLAMA_TENSORS)}
 
 
 def is_transposed(tensor, config):
