@@ -547,7 +547,7 @@ def main(argv):
         model = fit_update(cfg, run, worst, context)
         engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
-        run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline),
+        run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline, stream, valid),
                       engine=f"{engine.dtype}", reward_pool=pool.kind, cuda_graphs=engine.cuda_graphs)
         return train(cfg, run, model, pipeline, stream, valid, reference, pcgrad)
 

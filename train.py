@@ -276,8 +276,6 @@ def compile_and_fit(cfg, run, dataset):
 def train(cfg, run, model, dataset, held_out, teacher):
     """Train until the last step or a stop request. Returns the exit code."""
     hw = run.hardware
-    dataset.micro_batch = run.state.micro_batch
-    dataset.multiple = hw.length_multiple
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
     nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
@@ -368,10 +366,13 @@ def main(argv):
     with run.open(tokenizer, provenance, Doctor, resuming):
         teacher = Teacher(cfg, hw, found_teacher) if found_teacher else None
         model = compile_and_fit(cfg, run, dataset)
+        dataset.micro_batch = run.state.micro_batch
+        dataset.multiple = hw.length_multiple
         run.flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
         run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),
-                      facts(run, dataset), num_workers=workers(cfg, hw))
+                      facts(run, dataset, held_out, tokenizer, teacher and teacher.loss_on(dataset[0][0])),
+                      num_workers=workers(cfg, hw))
         return train(cfg, run, model, dataset, held_out, teacher)
 
 

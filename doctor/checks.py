@@ -110,9 +110,11 @@ def temperature_advice(run):
 
 def restart_advice(run):
     """Return the advice for a policy that has become worse."""
-    return (f"restart from an earlier checkpoint and lower --learning_rate={run.config.get('learning_rate')} "
-            "to a third, or lower --grad_clip; if the reward falls at any learning rate, the sign of the "
-            "loss, the advantage or the reward is wrong")
+    hot = temperature_advice(run)
+    hot = f"{hot}; also " if hot else ""
+    return (f"{hot}restart from an earlier checkpoint and lower "
+            f"--learning_rate={run.config.get('learning_rate')} to a third, or lower --grad_clip; if the "
+            "reward falls at any learning rate, the sign of the loss, the advantage or the reward is wrong")
 
 
 def never_right(run):
@@ -130,9 +132,9 @@ def never_right(run):
                "verified answers first (datagen.py, config/rft.py), or show worked examples with "
                "--few_shot=4")
     elif answered is not None:
-        why = (f", although {answered:.0%} have an answer: the questions are too hard for this model, or the "
-               "verifier rejects correct answers. Ask easier questions, or fine-tune on verified answers "
-               "first (datagen.py)")
+        why = (f", although {answered:.0%} have an answer: the questions are too hard for this model"
+               f"{other_form(run)}, or the verifier rejects correct answers. Ask easier questions, or "
+               "fine-tune on verified answers first (datagen.py)")
     else:
         why = (": grade a correct answer by hand to check that it is rewarded, then ask easier questions or "
                "fine-tune")
@@ -231,6 +233,13 @@ def other_prompts(run):
             "PROMPT to the model's form, or fine-tune the model on the new form first.")
 
 
+def other_form(run):
+    """Return a cause that can't be excluded where the prompt form of training is unknown, as text."""
+    prompt = run.facts.get("prompt")
+    return f", or training had another prompt form than {prompt!r}" if prompt and not run.facts.get(
+        "trained_prompt") else ""
+
+
 def groups_alike(run):
     """Nearly all groups have zero variance."""
     share = run.mean("zero_variance")
@@ -243,6 +252,8 @@ def groups_alike(run):
         why = ("the reward does not depend on the answer, since an answer earns as much for another "
                "question: grade a correct and a wrong one by hand")
         why += "" if right > 0.5 else ", and ask easier questions if the correct one earns more"
+    elif temperature_advice(run) and right <= 0.5:
+        why = f"no sample is correct: {temperature_advice(run)}"
     elif right > 0.5:
         why = ("all samples are correct: the questions have become too easy. Ask harder ones, skip solved "
                f"ones with --skip_solved=2, stop here, {resample}")
@@ -250,8 +261,9 @@ def groups_alike(run):
         why = (f"no sample is correct, while {first:.0%} were at the first step, so the policy has "
                f"collapsed: {restart_advice(run)}")
     else:
-        why = ("no sample is correct: the questions are too hard. Ask easier ones, raise --k_samples, "
-               f"fine-tune on verified answers first, {resample}")
+        why = (f"no sample is correct: the questions are too hard{other_form(run)}, or the verifier rejects "
+               "correct answers (grade one by hand). Ask easier questions, raise --k_samples, fine-tune on "
+               f"verified answers first, {resample}")
     return f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}."
 
 
@@ -266,7 +278,7 @@ def broken_verifier(run):
     if timeouts > errors / 2:
         return (f"The verifier took too long for {timeouts:.0f} of the last {run.samples():,} samples, which "
                 "are excluded from training: make it faster, or raise "
-                f"--timeout={run.config.get('timeout')}.")
+                f"--timeout, which is {run.config.get('timeout')}.")
     return (f"The verifier failed for {errors:.0f} of the last {run.samples():,} samples, which are excluded "
             f"from training{shown}: fix reward(question, completion).")
 
@@ -349,34 +361,61 @@ def same_samples(run):
     """The samples of a group are copies: the entropy has collapsed."""
     distinct = run.mean("distinct")
     right = run.mean("pass_at_1")
-    if distinct is None or distinct > 1.1 or right is not None and right > 0.95:
+    temperature = run.config.get("temperature", 1)
+    cold = temperature < 0.3                 # nearly greedy
+    if distinct is None or distinct > 1.1 or right is not None and right > 0.95 and not cold:
         return None
     entropy = run.values("entropy", [line for line in run.recent if line.get("updates")])
     shown = f" (entropy {fmean(entropy):.2g} nats per token)" if entropy else ""
+    why = (f"--temperature={temperature:g} is nearly greedy: set it to 1." if cold else
+           "the policy has collapsed. Raise --temperature, restart from an earlier checkpoint, lower "
+           "--learning_rate, or raise --clip_high.")
     return (f"Only {distinct:.2f} of the {run.config['k_samples']} samples of a group are distinct{shown}: "
-            f"the policy has collapsed. Raise --temperature={run.config.get('temperature')}, restart from an "
-            "earlier checkpoint, lower --learning_rate, or raise --clip_high.")
+            f"{why}")
 
 
-def memorised(run):
-    """The reward rises while held-out accuracy falls."""
+def held_out_fall(run):
+    """Return (text that greedy held-out accuracy falls, whether the reward rises); (None, False) if not."""
     if len(run.evaluations) < 2 or len(run.steps) < 2 * MIN_LINES:
-        return None
+        return None, False
     best = max(run.evaluations[:-1], key=lambda line: number(line.get("val_accuracy")) or 0)
     last = run.evaluations[-1]
     before = number(best.get("val_accuracy"))
     now = number(last.get("val_accuracy"))
     high = number(last.get("val_accuracy_high"))
     low = number(best.get("val_accuracy_low"))
-    if None in (before, now, high, low) or high >= low:       # the intervals overlap
-        return None
     rewards = run.values("reward", run.steps)
-    if not rewards or fmean(rewards[-MIN_LINES:]) < fmean(rewards[:MIN_LINES]) + 0.02:
+    if None in (before, now, high, low) or high >= low or not rewards:       # the intervals overlap
+        return None, False
+    first = fmean(rewards[:MIN_LINES])
+    latest = fmean(rewards[-MIN_LINES:])
+    rises = latest >= first + 0.02
+    return (f"The reward {'rises' if rises else 'does not rise'} ({first:.2f} to {latest:.2f}) while greedy "
+            f"held-out accuracy falls ({before:.0%} to {now:.0%})"), rises
+
+
+def memorised(run):
+    """The reward rises while held-out accuracy falls, and questions have been repeated."""
+    fall, rises = held_out_fall(run)
+    if not rises or (run.last("epoch") or 2) <= 1:
         return None
-    return (f"The reward rises ({fmean(rewards[:MIN_LINES]):.2f} to {fmean(rewards[-MIN_LINES:]):.2f}) while "
-            f"held-out accuracy falls ({before:.0%} to {now:.0%}): the model memorises the answers, or the "
-            "reward does not measure correctness. Read samples.txt, use more questions, and keep the best "
-            "checkpoint.")
+    return (f"{fall}: the model memorises the answers, or the reward does not measure correctness. Read "
+            "samples.txt, use more questions, and keep the best checkpoint.")
+
+
+def greedy_falls(run):
+    """Held-out accuracy falls although the reward does not rise, or in the first epoch, in which nothing is
+    memorised."""
+    fall, rises = held_out_fall(run)
+    if not fall or rises and (run.last("epoch") or 2) > 1:
+        return None
+    advice = (f"lower --learning_rate={run.config.get('learning_rate')} to a third, or --temperature, which is "
+              f"{run.config.get('temperature', 1):g}, and keep the best checkpoint")
+    if not rises:
+        return f"{fall}: updates do more harm than good; {advice}."
+    return (f"{fall}, although no question has been asked twice. Either sampled answers improve at the "
+            f"expense of greedy ones: {advice}. Or training questions are paid for something else than "
+            "held-out ones: read samples.txt.")
 
 
 def lengths_run_away(run):
@@ -396,6 +435,56 @@ def lengths_run_away(run):
     return None
 
 
+def paid_unlike(run):
+    """The same completion of the same question is paid differently."""
+    share = run.mean("copies_paid_unlike")
+    if share is None or share < 0.02:
+        return None
+    return (f"The same text for the same question got different rewards, for {share:.0%} of the texts that "
+            "were sampled twice: rewards are random, mixed up among completions, or depend on the verifier's "
+            "state.")
+
+
+def advantages_unlike_rewards(run):
+    """Advantages do not follow the rewards of their group."""
+    fit = run.mean("advantage_fit")
+    if fit is None or fit > 0.98:
+        return None
+    return (f"Advantages have a correlation of {fit:.2f} with the rewards of their group, and 1 is right: "
+            "they belong to other completions or groups, or have another sign. Check their order and shape "
+            "in set_advantages.")
+
+
+def paid_by_length(run):
+    """The reward is a function of the length."""
+    fit = run.mean("length_fit")
+    if fit is None or fit < 0.98:
+        return None
+    right = run.mean("pass_at_1")
+    lengths = run.values("completion_tokens", run.steps)
+    return (f"The length of a completion explains {fit:.0%} of its reward, and {right:.0%} are right (score "
+            f"1); completions had {lengths[0]:.0f} tokens at first and have {lengths[-1]:.0f} now. Pay for "
+            "the answer, and for length only among right ones.")
+
+
+def beta_too_large(run):
+    """The KL term outweighs the reward."""
+    beta = run.config.get("beta") or 0
+    if beta < 1 or run.config.get("teacher") or not run.recent:
+        return None
+    return (f"--beta={beta:g} gives the KL divergence from the initial model more weight than the reward, "
+            "and holds the policy back: 0 to 0.1 is usual.")
+
+
+def one_prompt(run):
+    """An optimizer step sees one question."""
+    prompts = run.config.get("prompts_per_step", 0) / run.config.get("mini_batches", 1)
+    if not run.recent or prompts != 1:
+        return None
+    return ("Each optimizer step sees one question, so its gradient is noisy, and a group with zero variance "
+            "leaves nothing to learn: raise --prompts_per_step, to 32 for example.")
+
+
 def part_with_mean(run, mean):
     """Return the first part of the reward with this mean over the recent lines, None without one."""
     keys = [key for key in run.recent[-1] if key.startswith("parts/") and run.mean(key) == mean]
@@ -404,6 +493,9 @@ def part_with_mean(run, mean):
 
 def part_never_paid(run):
     """One part of the reward is true for no sample, although the reward is not zero."""
+    parts = [key for key in run.recent[-1] if key.startswith("parts/")] if run.recent else []
+    if parts == ["parts/correct"]:           # of a graded reward without parts: never full marks
+        return None
     if not run.recent or run.samples() < MIN_SAMPLES or not run.mean("reward") or not part_with_mean(run, 0):
         return None
     return (f'The reward\'s part "{part_with_mean(run, 0)}" is true for none of the last {run.samples():,} '
@@ -454,13 +546,20 @@ def bad_start(run):
     low = 0.7 * uniform if scratch and not divergence else 0
     if loss is None or low <= loss <= 1.1 * uniform:
         return None
+    newest = run.values("loss")              # a model that was trained on other text recovers within steps
+    if not scratch and (run.steps[-1]["step"] < 15 or not newest or newest[-1] < max(uniform, 0.8 * loss)):
+        return None
     if scratch:
         return (f"The first loss is {loss:.2f}, but uniform predictions have ln {vocabulary:,} = "
                 f"{uniform:.2f}: check the initialisation of the weights, and whether the text repeats a few "
                 "tokens.")
-    return (f"The first loss is {loss:.2f}, above that of uniform predictions (ln {vocabulary:,} = "
-            f"{uniform:.2f}): the weights and the tokenizer do not belong together, or the model was trained "
-            "on other text.")
+    if divergence:
+        return (f"The loss, with the KL divergence from the teacher, is {newest[-1]:.2f}, above that of "
+                f"uniform predictions (ln {vocabulary:,} = {uniform:.2f}): the teacher and the model were "
+                "trained on different text, or one of them does not know this text.")
+    return (f"The loss is {newest[-1]:.2f} (at first {loss:.2f}), above that of uniform predictions (ln "
+            f"{vocabulary:,} = {uniform:.2f}): the weights and the tokenizer do not belong together, or the "
+            "model was trained on text of another kind.")
 
 
 def loss_spikes(run):
@@ -503,24 +602,38 @@ def not_learning(run):
             f"({first:.2f}): --learning_rate={run.config.get('learning_rate')} is {large}.")
 
 
+def risen_beyond_noise(losses):
+    """Tell whether the last validation loss is above the best by more than a tenth, the last two are by more
+    than 2% and 0.05, or the last is by more than noise."""
+    now = losses[-1]
+    best = min(losses[:-1])
+    # one evaluation's standard deviation: see reward_fell; the median leaves the first fall out
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(losses[1:], losses[2:], losses[3:])]
+    noise = 1.48 * median(bends) / math.sqrt(6) if len(bends) > 1 else math.inf
+    return (now > 1.1 * best + 0.1 or min(losses[-2:]) > 1.02 * best + 0.05
+            or now > 1.01 * best + 0.005 + 7 * noise)
+
+
 def validation_rises(run):
-    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions."""
+    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions, or as the
+    first training loss if that is higher."""
     vocabulary = run.facts.get("vocabulary")
     per_epoch = run.facts.get("steps_per_epoch")
     uniform = math.log(vocabulary) if vocabulary else math.inf
     steps = [0] + [line["step"] for line in run.evaluations]
-    losses = [uniform] + [number(line.get("val_loss")) for line in run.evaluations]
     training = run.values("loss", run.steps)
+    losses = [max([uniform, *training[:1]])] + [number(line.get("val_loss")) for line in run.evaluations]
     if steps[-1] == 0 or None in losses or len(training) < 2:
         return None
     now = losses[-1]
     best = min(losses[:-1])
     at = steps[losses.index(best)]
     before = run.values("loss", [line for line in run.steps if line["step"] <= at]) or training[:1]
-    if now < best * 1.01 + 0.005 or training[-1] >= min(before[-1], uniform):
+    now_trained = fmean(training[-MIN_LINES:])
+    if not risen_beyond_noise(losses) or now_trained >= min(fmean(before[-MIN_LINES:]), uniform):
         return None
     risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while the training loss "
-             f"falls (to {training[-1]:.3f})")
+             f"falls (to {now_trained:.3f})")
     worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * uniform), math.inf)
     if per_epoch and worse <= 10 * per_epoch and now > uniform:
         return (f"{risen}, and the former exceeds that of uniform predictions (ln {vocabulary:,} = "
@@ -561,15 +674,17 @@ def slower_than_before(run):
 
 
 def waits_for_data(run):
-    """Steps wait for the data loader."""
-    waits = run.values("data_s")
-    total = [sum(number(line.get(f"{part}_s")) or 0 for part in ("data", "forward_backward", "optimizer"))
-             for line in run.recent]
-    if not waits or sum(total) == 0 or sum(waits) < 0.2 * sum(total):
+    """Steps wait for the data loader, whose start makes the first one slow."""
+    shares = []
+    for line in run.recent:
+        parts = [number(line.get(f"{part}_s")) or 0 for part in ("data", "forward_backward", "optimizer")]
+        if line is not run.steps[0] and sum(parts):
+            shares.append(parts[0] / sum(parts))
+    if len(shares) < MIN_LINES or median(shares) < 0.2:
         return None
-    return (f"{sum(waits) / sum(total):.0%} of the time is spent waiting for data: raise "
-            f"--num_workers={run.settings.get('num_workers', 0)} or --prefetch, or move the tokens to a "
-            "faster disk (--data_dir).")
+    workers = run.settings.get("num_workers") or 0
+    return (f"{median(shares):.0%} of the time is spent waiting for data: set --num_workers={workers + 2} "
+            f"(now {workers}), raise --prefetch, or move the tokens to a faster disk (--data_dir).")
 
 
 def low_mfu(run):
@@ -581,27 +696,114 @@ def low_mfu(run):
             "--compile, and run `python bench.py --ladder` to see the effect of each option.")
 
 
+# --- data and options, of both ---
+
+def repeated_rows(run):
+    """Few training rows are distinct."""
+    rows = run.facts.get("rows") or 0
+    distinct = run.facts.get("distinct_rows") or 0
+    least = 0.25 if run.facts.get("unit") == "examples" else 0.02       # short generated documents recur
+    if rows < 20 or distinct > least * rows:
+        return None
+    return (f"Only {distinct:,} of the first {rows:,} {run.facts['unit']} are distinct, so the model sees "
+            "the same ones again and again: check how the data was written.")
+
+
+def held_out_trained(run):
+    """Rows of the validation split are trained on."""
+    share = run.facts.get("held_out_trained") or 0
+    if share < 0.75:
+        return None
+    unit = run.facts["unit"]
+    return (f"The validation split is part of the training data ({share:.0%} of its {unit}), so its loss or "
+            f"accuracy says nothing about new {unit}: hold others out.")
+
+
+def prompts_with_answer(run):
+    """Prompts contain the answer."""
+    share = run.facts.get("prompts_with_answer") or 0
+    if share < 0.75:
+        return None
+    return (f"The answer stands in the prompt of {share:.0%} of the {run.facts['unit']}, so the model learns "
+            "to copy it: take it out, unless copying is the task.")
+
+
+def bad_targets(run):
+    """All training examples have the same completion, many have none, or prompts are targets."""
+    distinct = run.facts.get("distinct_answers")
+    empty = run.facts.get("empty_answers") or 0
+    if run.is_rl or distinct is None or run.facts["rows"] < 20:
+        return None
+    if distinct == 1 and run.facts["distinct_rows"] > 1:
+        return ("All examples have the same completion, whatever their prompt: check which column it comes "
+                "from.")
+    if run.facts.get("prompt_targets", 0) > 0.5:
+        return "Prompts are trained on like completions: check the mask of the targets (is_target)."
+    if empty < 0.1:
+        return None
+    return f"{empty:.0%} of the completions are empty, so the model learns to say nothing: leave them out."
+
+
+def decay_too_strong(run):
+    """Weight decay shrinks the weights more than gradients can make up for."""
+    decay = run.config.get("weight_decay") or 0
+    rates = run.values("lr", run.steps)
+    if not decay or not rates:
+        return None
+    shrunk = 1 - math.exp(-decay * fmean(rates) * run.steps[-1]["step"])
+    if decay * max(rates) < 0.01 and (decay < 1 or shrunk < 0.1):
+        return None
+    return (f"--weight_decay={decay:g} at a learning rate of {max(rates):.2g} takes "
+            f"{decay * max(rates):.1%} of the weights a step, {shrunk:.0%} so far without gradients: set it "
+            "to 0.1 or less.")
+
+
+def untrained_teacher(run):
+    """The teacher predicts the training text, or the model's completions, no better than uniformly."""
+    uniform = math.log(run.facts.get("vocabulary") or 1)
+    loss = number(run.facts.get("teacher_loss"))
+    divergence = first_value(run, "kl") if run.is_rl and run.config.get("teacher") and run.steps else 0
+    if loss is not None and loss > 0.9 * uniform:
+        bad = f"The teacher's own loss on the first examples is {loss:.2f} nats per token"
+    elif uniform and divergence > 0.5 * uniform:
+        bad = f"The KL divergence from the teacher is {divergence:.2f} nats per token at the first step"
+    else:
+        return None
+    return (f"{bad}, near that of uniform predictions (ln V = {uniform:.2f}): the teacher is untrained, or "
+            "was trained on other text. Check its own answers with eval.py.")
+
+
+DATA = (repeated_rows, held_out_trained, prompts_with_answer, bad_targets, decay_too_strong,
+        untrained_teacher)
 RL = (never_right, never_ends, truncated_unpaid, replies_too_long, one_answer, other_prompts, groups_alike,
-      broken_verifier, stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell,
-      same_samples, memorised, lengths_run_away, part_never_paid, part_always_paid, paid_for_replies,
-      few_questions, slower_than_before)
-TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, validation_rises, text_repeated,
-            slower_than_before, waits_for_data, low_mfu)
+      broken_verifier, paid_unlike, advantages_unlike_rewards, paid_by_length, beta_too_large, one_prompt,
+      stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell, same_samples, memorised,
+      greedy_falls, lengths_run_away, part_never_paid, part_always_paid, paid_for_replies, few_questions,
+      slower_than_before, *DATA)
+TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, rate_too_large,
+            validation_rises, text_repeated, slower_than_before, waits_for_data, low_mfu, *DATA)
 
 # {finding: findings that it explains, which are suppressed}
+UNLEARNT = ("never_right", "never_ends", "truncated_unpaid", "groups_alike", "same_samples", "reward_fell",
+            "lengths_run_away", "part_never_paid", "part_always_paid", "memorised", "greedy_falls")
 EXPLAINS = {
     "broken_verifier": ("never_right", "groups_alike", "part_never_paid"),
     "other_prompts": ("never_right", "groups_alike"),
-    "rate_too_large": ("never_right", "never_ends", "truncated_unpaid", "groups_alike", "same_samples",
-                       "reward_fell", "lengths_run_away", "part_never_paid"),
-    "stale_engine": ("engine_differs", "rate_too_large"),
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "replies_too_long": ("never_right", "groups_alike", "part_never_paid"),
     "one_answer": ("groups_alike", "same_samples", "lengths_run_away"),
     "never_right": ("groups_alike", "part_never_paid"),
-    "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away",), "bad_start": ("not_learning",),
+    "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away", "greedy_falls"),
+    "bad_start": ("not_learning",),
     "loss_spikes": ("not_learning", "validation_rises"), "loss_rises": ("loss_spikes", "not_learning"),
     "rate_too_small": ("not_learning",), "validation_rises": ("text_repeated",),
+    "prompts_with_answer": ("groups_alike", "never_right"),
+    "rate_too_large": (*UNLEARNT, "not_learning"), "stale_engine": ("engine_differs", "rate_too_large"),
+    "paid_unlike": UNLEARNT, "advantages_unlike_rewards": UNLEARNT, "paid_by_length": UNLEARNT,
+    "untrained_teacher": (*UNLEARNT, "bad_start", "not_learning"),
+    "decay_too_strong": (*UNLEARNT, "rate_too_large", "loss_spikes", "loss_rises", "not_learning",
+                         "validation_rises"),
+    "repeated_rows": ("validation_rises", "text_repeated", "held_out_trained"),
 }
 
 

@@ -6,7 +6,7 @@ import sys
 import torch
 
 import hf
-from model import Prompts
+from model import IGNORE, Prompts
 from runtime import checkpoint, distributed, parallel
 from runtime.config import BadInput
 
@@ -57,6 +57,7 @@ class Teacher:
     """The teacher of train.py. source: a hf.ModelSource."""
 
     def __init__(self, cfg, hw, source):
+        self.hw = hw
         self.weight = cfg.teacher_weight
         self.model = parallel.frozen(source.config, source.fill, hw, cfg.parallel)
 
@@ -67,3 +68,9 @@ class Teacher:
             target_index = torch.arange(y.numel(), device=y.device)
         divergence, cross_entropy = model.divergence(self.model, x, y, 1.0, prompts, target_index)
         return self.weight * divergence + (1 - self.weight) * cross_entropy
+
+    def loss_on(self, batch):
+        """Return the teacher's own mean loss on a micro-batch, in nats per target."""
+        x, y, *others = [tensor.to(self.hw.device) for tensor in batch]
+        with torch.no_grad(), self.hw.autocast():
+            return self.model.loss(x, y, *others).item() / max(1, int((y != IGNORE).sum()))

@@ -2,7 +2,7 @@
 evaluations."""
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from statistics import fmean
 
 import torch
@@ -11,9 +11,11 @@ from rollouts.accuracy import accuracy, n_right
 from rollouts.pipeline import zero_variance
 from rollouts.questions import normalized
 from runtime import distributed
+from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options, rate_shown
 from runtime.vitals import fingerprint, moved
+from text.facts import ends_with_answer, facts_of
 from text.provenance import common_prompt
 
 UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
@@ -138,6 +140,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
     last = updates[-1] if updates else {}
+    of_updates = {"entropy": "entropy", "kl": "kl", "kl_old": "kl_old", "clip_fraction": "clipped"}
     others = {name: float(value) for name, value in last.items() if "/" in name}       # PCGrad, for example
     n = total["samples"]
     targets = max(1.0, total["tokens"])
@@ -146,7 +149,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     world = distributed.world_size()
     seconds = run.timings.total()
     rollout_s = run.timings["rollout"]
-    mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1)
+    mfu = hw.mfu(total["flops"] / world / max(1e-9, run.timings["update"]), 1) if updates else None
     return {
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
@@ -154,12 +157,10 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         **{name: total[name] / n for name in ("replies", "reply_too_long") if total[name]},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
-        "entropy": total["entropy"] / targets,
-        "kl": total["kl"] / targets,
-        "kl_old": total["kl_old"] / targets,
-        "clip_fraction": total["clipped"] / targets,
-        "logprob_gap": total["difference"] / max(1.0, total["compared"]),
-        "logprob_gap_max": max(difference for _, difference, _ in ranks),
+        # None without an update
+        **{name: total[key] / targets if updates else None for name, key in of_updates.items()},
+        "logprob_gap": total["difference"] / max(1.0, total["compared"]) if updates else None,
+        "logprob_gap_max": max(difference for _, difference, _ in ranks) if updates else None,
         "completion_tokens_max": max(longest for _, _, longest in ranks),
         "completions_per_s": n / seconds,
         "tokens_per_s": tokens / seconds,
@@ -173,11 +174,22 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     }
 
 
-def facts(run, source, pipeline):
-    """Return facts about the model and its prompts for doctor.diagnose. source: the hf.ModelSource that
-    training began with."""
+def facts(run, source, pipeline, stream, valid):
+    """Return facts about the model and its questions for doctor.diagnose. source: the hf.ModelSource that
+    training began with. valid: [(question, Request)]."""
     chat = pipeline.tokenizer.template["name"] != "plain"
-    return {
+    train, held_out = ([normalized(question["question"]) for question, _ in pairs]
+                       for pairs in (stream.pairs, valid))
+    answers = [(question["question"], question.get("answer", "")) for question, _ in stream.pairs]
+    rows = facts_of(train, held_out, answers, "questions")
+    last_words = [question for question, _ in stream.pairs[:8]
+                  if ends_with_answer(question["question"], question.get("answer", ""))]
+    if len(last_words) == 8:                 # the aim of a Countdown question is not its answer: paid?
+        grades = pipeline.pool.score([(question, str(question["answer"])) for question in last_words])
+        rows["prompts_with_answer"] = max(fmean(grade.score == 1 and not grade.error for grade in grades),
+                                          rows["prompts_with_answer"])
+    return rows | {
+        "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "prompt": None if chat else common_prompt(pipeline.task),
         "trained_prompt": source.about.get("prompt"),
@@ -196,6 +208,9 @@ def vitals(run, pipeline, groups, metrics):
         "moved": moved(before, after),
         "engine_stale": float(not torch.equal(after, engine.fingerprint)),
         "distinct": fmean(len({tuple(c.ids) for c in group}) for group in groups),
+        "advantage_fit": advantage_fit(groups),
+        "length_fit": length_fit(groups),
+        "copies_paid_unlike": copies_paid_unlike(groups),
     }
     completions = [c for group in groups for c in group]
     values |= most_common(completions)
@@ -243,6 +258,54 @@ def most_common(completions):
             "most_common_text": text[:300]}
 
 
+def centred(values):
+    """Return values minus their mean."""
+    mean = fmean(values)
+    return [value - mean for value in values]
+
+
+def advantage_fit(groups):
+    """Return the mean correlation of advantages with rewards within groups, 1 if they belong together; None
+    without a group that has advantages."""
+    fits = []
+    for group in groups:
+        graded = [c for c in group if not math.isnan(c.reward)]
+        if any(c.advantage for c in graded):                 # else it is not trained on
+            rewards = centred([c.reward for c in graded])
+            advantages = centred([c.advantage for c in graded])
+            scale = math.sqrt(sum(r * r for r in rewards) * sum(a * a for a in advantages))
+            fits.append(sum(r * a for r, a in zip(rewards, advantages)) / scale if scale > 1e-9 else 0.0)
+    return fmean(fits) if fits else None
+
+
+def length_fit(groups):
+    """Return the share of the scores' variance that the length of the text explains (adjusted eta squared), 1
+    if the score depends on length alone. None for scores of fewer than three values or few texts of equal
+    length."""
+    by_length = defaultdict(list)
+    for c in (c for group in groups for c in group if not c.grade.error):
+        by_length[len(c.text)].append(c.grade.score)
+    repeated = [scores for scores in by_length.values() if len(scores) > 1]
+    scores = [score for alike in repeated for score in alike]
+    if len({*scores}) < 3 or len(scores) < 2 * len(repeated) + 5:
+        return None
+    within = sum(d * d for alike in repeated for d in centred(alike)) / (len(scores) - len(repeated))
+    return 1 - within / (sum(d * d for d in centred(scores)) / (len(scores) - 1))
+
+
+def copies_paid_unlike(groups):
+    """Return the share of texts with several copies among a question's completions whose scores differ by
+    more than 0.1; None without any."""
+    unlike = []
+    for group in groups:
+        scores = defaultdict(list)
+        for c in group:
+            if not c.grade.error:
+                scores[c.text, tuple(c.turns or ())].append(c.grade.score)
+        unlike += [max(copies) - min(copies) > 0.1 for copies in scores.values() if len(copies) > 1]
+    return fmean(unlike) if unlike else None
+
+
 def paid_elsewhere(pipeline, groups):
     """Return the share of up to eight rewarded completions that get the same score on another question; None
     without one."""
@@ -262,7 +325,7 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     metrics = step_metrics(cfg, run, stream, groups, updates, bytes_read)
     metrics |= vitals(run, pipeline, groups, metrics)
     state = run.state
-    grad_norm = updates[-1]["grad_norm"] if updates else 0.0
+    grad_norm = updates[-1]["grad_norm"] if updates else None
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
     asked = sum(stream.state.turns.values())
@@ -274,9 +337,9 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
         **{"training/global_step": run.step}, **metrics, **timings)
     line = (f"step {run.step}/{cfg.max_steps} | reward {metrics['reward']:.3f} | pass@1 "
             f"{metrics['pass_at_1']:.1%} | pass@{cfg.k_samples} {metrics[f'pass_at_{cfg.k_samples}']:.1%} | "
-            f"zero variance {metrics['zero_variance']:.0%} | entropy {metrics['entropy']:.3f} | "
-            f"{metrics['completion_tokens']:.0f} tokens | grad norm {grad_norm:.3f} | {seconds:.1f} s: "
-            f"rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
+            f"zero variance {metrics['zero_variance']:.0%} | entropy {shown(metrics['entropy'], '.3f')} | "
+            f"{metrics['completion_tokens']:.0f} tokens | grad norm {shown(grad_norm, '.3f')} | "
+            f"{seconds:.1f} s: rollout {timings['rollout_s']:.1f}, update {timings['update_s']:.1f} | ETA "
             f"{duration((cfg.max_steps - run.step) * state.seconds / run.step)}")
     domains = [f"{name} {metrics[f'{name}/pass_at_1']:.0%}" for name in stream.domains
                if f"{name}/pass_at_1" in metrics]

@@ -67,7 +67,7 @@ def evaluate(cfg, model, folder, seed):
 
 def cost(run):
     """Return (seconds of a run's steps, mean share of clipped tokens)."""
-    steps = [line for line in read_lines(run) if "clip_fraction" in line]
+    steps = [line for line in read_lines(run) if line.get("clip_fraction") is not None]
     return steps[-1]["seconds"], fmean(line["clip_fraction"] for line in steps)
 
 

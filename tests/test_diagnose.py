@@ -11,7 +11,6 @@ import pytest
 
 import engine
 import grpo
-import tasks
 import train
 from conftest import flags
 from doctor import checks, diagnose
@@ -19,10 +18,11 @@ from doctor.diagnose import Doctor
 from engine import sampler
 from rollouts import metrics
 from rollouts.pipeline import Completion
-from runtime import config, guard, optim
-from studies import breakages
+from runtime import guard, optim
 from tasks import _pool
-from text import data
+from tasks._pool import Grade
+from text import data, examples, facts
+from text.tokenizer import Tokenizer
 
 # "17,4=17.": the first of two numbers. What a small model learns within seconds, from text that has the second in one
 # line of three
@@ -101,12 +101,17 @@ BROKEN = {
     "part_never_paid": ('return float(right), {"right": right, "reasoned": "because" in answer}', {}),
     "part_always_paid": ('return 0.4 + 0.6 * right, {"right": right, "polite": True}', {"learning_rate": 1e-6}),
     "lengths_run_away": ('return min(len(completion), 40) / 80, {}', {"learning_rate": 3e-3, "max_new_tokens": 24, "max_steps": 20}),
-    "memorised": ('return float(answer == question["other"] if question["train"] else right), {}',
+    "greedy_falls": ('return float(answer == question["other"] if question["train"] else right), {}',
                   {"learning_rate": 3e-3, "eval_interval": 5, "eval_questions": 180, "max_steps": 20}),
     "rate_too_small": (HONEST, {"learning_rate": 1e-9}),
     "rate_too_large": (HONEST, {"learning_rate": 0.3}),
     "same_samples": (HONEST, {"temperature": 0.01}),
     "few_questions": (HONEST, {"num_questions": 16, "max_steps": 20}),
+    "paid_unlike": ("import os; return float(os.urandom(1)[0] < 128), {}", {"max_steps": 4}),
+    "paid_by_length": ("return 1 - len(completion) / 10, {}", {"max_steps": 4, "temperature": 2}),
+    "beta_too_large": (HONEST, {"beta": 10, "max_steps": 3}),
+    "one_prompt": (HONEST, {"prompts_per_step": 1, "max_steps": 3}),
+    "decay_too_strong": (HONEST, {"weight_decay": 300, "max_steps": 3}),
 }
 
 
@@ -129,13 +134,27 @@ def uphill(monkeypatch):
     monkeypatch.setattr(optim, "apply_step", negated)
 
 
+def of_the_next(monkeypatch):
+    """Each group gets the advantages of the next one."""
+    original = grpo.set_advantages
+
+    def rolled(cfg, groups):
+        original(cfg, groups[1:] + groups[:1])
+        rows = [[c.advantage for c in group] for group in groups]
+        for group, row in zip(groups, rows[1:] + rows[:1]):
+            for c, advantage in zip(group, row):
+                c.advantage = advantage
+    monkeypatch.setattr(grpo, "set_advantages", rolled)
+
+
 @pytest.mark.parametrize("name, reward, knobs, spoil, said", [
     ("groups_alike", "return 0.4, {}", {}, None, "does not depend on the answer"),
     ("groups_alike", "return float(answer.isdigit()), {}", {}, None, "does not depend on the answer"),
     ("never_ends", HONEST, {"learning_rate": 3e-2, "max_steps": 8}, None, "lower --learning_rate=0.03"),
     ("never_ends", HONEST, {"temperature": 5}, None, "at --temperature=5 the model writes noise"),
     ("reward_fell", HONEST, {"learning_rate": 1e-3, "prompts_per_step": 48, "max_steps": 20}, uphill, "the sign of the loss"),
-], ids=["constant", "form alone", "rate x 100", "temperature 5", "uphill"])
+    ("advantages_unlike_rewards", HONEST, {}, of_the_next, "Check their order"),
+], ids=["constant", "form alone", "rate x 100", "temperature 5", "uphill", "the next group's advantages"])
 def test_only_the_cause_is_named(base, tmp_path, capsys, monkeypatch, name, reward, knobs, spoil, said):
     if spoil:
         spoil(monkeypatch)
@@ -308,6 +327,9 @@ START = {"step": 0, "config": dict(k_samples=8, prompts_per_step=32, max_new_tok
     "part_always_paid": {"parts/polite": 1.0, "reward": 0.6, "pass_at_1": 0.2},
     "paid_for_replies": {"paid_replies": 0.3},
     "few_questions": {"epoch": 9.0},
+    "paid_unlike": {"copies_paid_unlike": 0.2},
+    "advantages_unlike_rewards": {"advantage_fit": 0.1},
+    "paid_by_length": {"length_fit": 1.0},
     "slower_than_before": {"tokens_per_s": lambda step: 1000.0 if step < 10 else 300.0},
 }.items(), ids=lambda value: value if isinstance(value, str) else "")
 def test_each_check_by_its_metrics(name, figures):
@@ -344,6 +366,120 @@ def test_the_same_text_for_all_questions_is_shown():
     assert metrics.most_common(completions) == {"most_common_share": 6 / 8, "most_common_questions": 4, "most_common_text": "same"}
 
 
+FACTS = {"vocabulary": 257, "unit": "examples", "rows": 800, "distinct_rows": 790, "held_out_trained": 0.1, "distinct_answers": 40,
+         "empty_answers": 0.0, "prompts_with_answer": 0.2, "teacher_loss": 2.0}
+
+
+@pytest.mark.parametrize("name, facts, said", [
+    (None, {}, ""), (None, {"rows": 10, "distinct_rows": 1}, ""), (None, {"unit": "documents", "distinct_rows": 40}, ""),
+    ("repeated_rows", {"distinct_rows": 1}, "Only 1 of the first 800 examples"),
+    ("held_out_trained", {"held_out_trained": 1.0}, "part of the training data (100% of its examples)"),
+    ("prompts_with_answer", {"prompts_with_answer": 0.9}, "The answer stands in the prompt of 90%"),
+    ("bad_targets", {"prompt_targets": 1.0}, "Prompts are trained on"),
+    ("bad_targets", {"distinct_answers": 1}, "the same completion"), ("bad_targets", {"empty_answers": 0.6}, "60% of the completions are empty"),
+    ("untrained_teacher", {"teacher_loss": 5.6}, "the teacher is untrained"),
+])
+def test_facts_about_data(name, facts, said):
+    doctor = Doctor([START | {"config": {"init_from": "out/base", "teacher": "t"}, "facts": FACTS | facts}, {"step": 1, "loss": 3.0}])
+    assert [finding.name for finding in doctor.holding] == ([name] if name else [])
+    assert said in "".join(finding.sentence for finding in doctor.holding)
+
+
+def test_facts_are_those_of_the_data(tmp_path):
+    tokenizer = Tokenizer("bytes")
+
+    def of_text(train, valid):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for name, rows in (("train", train), ("valid", valid)):
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        tokens = data.prepare(str(folder), tokenizer, tmp_path / "tokens")
+        return facts.facts_of_text(data.TokenFile(tokens, "train"), data.TokenFile(tokens, "valid"), tokenizer)
+
+    def of_examples(rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": prompt, "completion": completion}) + "\n" for prompt, completion in rows))
+        return facts.facts_of_examples(examples.read(path, tokenizer), [], tokenizer)
+
+    own = [f"row {i} of the text" for i in range(100)]
+    assert [of_text(own, own[:50])[key] for key in ("unit", "distinct_rows", "held_out_trained")] == ["documents", 99, 1]
+    assert of_text(own, [f"another {i}" for i in range(30)])["held_out_trained"] == 0
+    lines = of_text(["\n".join(own[:1] * 80)], ["\n".join(own)])
+    assert (lines["unit"], lines["rows"], lines["distinct_rows"], lines["held_out_trained"]) == ("lines", 80, 1, 0.01)
+    spaced = of_examples([("1 + 1", "2")] * 20 + [("1  + 1", "2")] * 10)
+    assert (spaced["distinct_rows"], spaced["prompt_targets"]) == (1, 0)
+    hinted = of_examples([(f"{i} + 1? (Answer: {i + 1})", f"{i + 1}") for i in range(30)])
+    assert (hinted["prompts_with_answer"], hinted["distinct_answers"], hinted["empty_answers"]) == (1, 30, 0)
+    assert of_examples([(f"{i} or {i + 1}?", f"{i + 1}") for i in range(30)])["prompts_with_answer"] == 0
+
+
+@pytest.mark.parametrize("ends, paid, share", [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_an_answer_at_the_end_of_a_prompt_is_in_it_if_it_is_paid(tmp_path, ends, paid, share):
+    asked = [{"question": f"{a} + 1{f' (so {a + 1})' if ends else ''}", "answer": str(a + 1)} for a in range(10, 20)]
+    task = first(tmp_path, f"return float(right and {paid}), {{}}")
+    with _pool.Pool(str(task), kind="serial") as pool:
+        pipeline = SimpleNamespace(pool=pool, tokenizer=SimpleNamespace(template={"name": "chat"}, unread_template=False))
+        model = SimpleNamespace(n_params=int, config=SimpleNamespace(vocab_size=257))
+        pairs = [(question, None) for question in asked]
+        said = metrics.facts(SimpleNamespace(model=model), SimpleNamespace(about={}), pipeline, SimpleNamespace(pairs=pairs), pairs[:5])
+    assert (said["prompts_with_answer"], said["held_out_trained"]) == (share, 1)
+
+
+def group_of(*members):
+    """Return Completions of (text, score, advantage)."""
+    return [Completion([1], [2], [], True, {}, 0, i, text, Grade(score, {}, "", None), reward=score, advantage=advantage)
+            for i, (text, score, advantage) in enumerate(members)]
+
+
+def test_metrics_of_rewards_and_advantages():
+    honest = group_of(("a", 1.0, 0.5), ("b", 0.0, -0.5), ("a", 1.0, 0.5), ("b", 0.0, -0.5))
+    solved = group_of(("a", 1.0, 0.0), ("c", 1.0, 0.0))
+    assert metrics.advantage_fit([honest, solved]) == pytest.approx(1) and metrics.advantage_fit([solved]) is None
+    assert metrics.copies_paid_unlike([honest, solved]) == 0 and metrics.copies_paid_unlike([solved]) is None
+    wrong = group_of(("a", 1.0, -0.5), ("b", 0.0, 0.5), ("a", 0.0, 0.5), ("b", 0.0, -0.5))
+    assert metrics.copies_paid_unlike([honest, wrong]) == pytest.approx(1 / 4) and metrics.advantage_fit([wrong]) < 0
+    by_length = [group_of(*[("x" * n, 1 - n / 10, 0.0) for n in (1, 2, 3, 4, 4)]) for _ in range(6)]
+    assert metrics.length_fit(by_length) == pytest.approx(1) and metrics.length_fit([honest] * 6) is None
+    mixed = [group_of(*[("x" * n, (n + i) % 5 / 5, 0.0) for n in (1, 2, 3, 4, 4)]) for i in range(6)]
+    assert metrics.length_fit(mixed) < 0.5
+
+
+@pytest.mark.parametrize("epoch, slope, name, said", [
+    (3.0, 0.02, "memorised", "memorises"), (0.5, 0.02, "greedy_falls", "no question has been asked twice"),
+    (0.5, 0.0, "greedy_falls", "does not rise (0.30 to 0.30)"), (3.0, -0.002, "greedy_falls", "more harm than good; lower --learning_rate")])
+def test_nothing_is_memorised_in_the_first_epoch(epoch, slope, name, said):
+    evaluated = [{"step": step, "val_accuracy": share, "val_accuracy_low": share - 0.05, "val_accuracy_high": share + 0.05}
+                 for step, share in ((0, 0.8), (20, 0.5))]
+    doctor = Doctor([START, evaluated[0], *lines(20, reward=lambda step: 0.3 + step * slope, epoch=epoch), evaluated[1]])
+    assert [finding.name for finding in doctor.holding] == [name] and said in doctor.holding[0].sentence
+
+
+@pytest.mark.parametrize("losses, rises", [
+    ([0.18, 0.12, 0.13, 0.08, 0.09, 0.06, 0.05, 0.06, 0.04, 0.037, 0.047], False),        # a healthy fine-tuning
+    ([0.18, 0.12, 0.10, 0.09, 0.095, 0.103, 0.112, 0.12, 0.129, 0.137], True), ([0.4, 0.6], True), ([0.4, 0.45], False),
+    ([2.86, 2.67, 2.79, 2.80], True)])          # a sorted text: the last tenth is of another kind
+def test_noise_of_validation_is_no_rise(losses, rises):
+    start = START | {"config": {"init_from": "out/base"}, "facts": {"vocabulary": 257, "steps_per_epoch": 20}}
+    read = [line for i, loss in enumerate(losses) for line in ({"step": 10 * i + 10, "loss": 0.2 / (i + 1)}, {"step": 10 * i + 10, "val_loss": loss})]
+    assert ("validation_rises" in [finding.name for finding in Doctor([start, *read]).findings]) == rises
+
+
+@pytest.mark.parametrize("losses, named", [([15.0, 12.0, 9.0, 7.0], False), ([15.0, 14.5, 14.0, 13.5], True)])
+def test_a_model_of_other_text_recovers_and_one_of_another_tokenizer_does_not(losses, named):
+    start = START | {"config": {"init_from": "out/base"}, "facts": {"vocabulary": 257}}
+    steps = [{"step": step, "loss": loss} for step, loss in zip((1, 5, 10, 15), losses)]
+    doctor = Doctor([start, *steps, {"step": 15, "val_loss": losses[-1]}])
+    assert [finding.name for finding in doctor.holding] == ["bad_start"] * named
+
+
+@pytest.mark.parametrize("waits, named", [((0.9, 0.01, 0.01, 0.01), False), ((0.1, 0.5, 0.5, 0.5), True)])
+def test_the_first_step_may_wait_for_data(waits, named):
+    steps = [{"step": 10 * i + 1, "loss": 2.0, "data_s": wait, "forward_backward_s": 0.5} for i, wait in enumerate(waits)]
+    doctor = Doctor([START | {"config": {"init_from": "out/base"}, "settings": {"num_workers": 0}}, *steps])
+    assert [finding.name for finding in doctor.holding] == ["waits_for_data"] * named
+    assert all("--num_workers=2 (now 0)" in finding.sentence for finding in doctor.holding)
+
+
 def test_metrics_without_values_are_no_finding_and_no_error():
     """A judge that is down while all samples are copies; entropies and a loss that were not finite."""
     assert not {f.name for f in Doctor([START, *lines(15, distinct=1.0, pass_at_1=None, entropy="nan")]).holding} - {"same_samples"}
@@ -355,6 +491,12 @@ def test_metrics_without_values_are_no_finding_and_no_error():
 def test_a_reward_that_has_fallen():
     doctor = Doctor([START, *lines(20), *lines(5, first=21, reward=0.1, pass_at_1=0.1)])
     assert [finding.name for finding in doctor.holding] == ["reward_fell"]
+
+
+def test_copies_at_a_low_temperature_are_not_easy_questions():
+    start = START | {"config": START["config"] | {"temperature": 0.01}}
+    doctor = Doctor([start, *lines(5, distinct=1.0, zero_variance=1.0, pass_at_1=1.0)])
+    assert [finding.name for finding in doctor.holding] == ["same_samples"] and "nearly greedy" in doctor.holding[0].sentence
 
 
 @pytest.mark.parametrize("name, n", [("groups_alike", 8), ("never_right", 30)])
@@ -433,32 +575,3 @@ def test_no_run_is_a_sentence(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             guard.run(diagnose.main, argv)
         assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: ")
-
-
-# --- the campaign on the quickstart ---
-
-@pytest.mark.parametrize("name", breakages.BROKEN)
-def test_each_breakage_is_a_task_with_options_of_grpo(name, tmp_path):
-    _, pays, knobs = breakages.BROKEN[name]
-    (tmp_path / "task.py").write_text(breakages.TASK.format(pays))
-    task = tasks.load(str(tmp_path / "task.py"))
-    question = task.questions("train", n=1)[0]
-    paid = [task.reward(question, completion) for completion in (task.solution(question), "I do not know.")]
-    scores = [score for score, _ in paid]
-    aimed = {"nothing_paid": [0, 0], "all_paid": [1, 1], "any_answer": [1, 0], "always_a_part": [1, 0.4],
-             "wrong_sign": [0, 1], "constant": [0.4, 0.4]}
-    if name in aimed:
-        assert scores == aimed[name]
-    elif breakages.BROKEN[name][1].startswith(breakages.HONEST):
-        assert scores == [1, 0]
-    config.load(grpo.Config, flags(task=tmp_path / "task.py", **knobs))
-
-
-def test_breakages_in_code(monkeypatch):
-    monkeypatch.setattr(engine.Engine, "load", engine.Engine.load)
-    monkeypatch.setattr(grpo, "Sampling", grpo.Sampling)
-    honest = engine.Engine.load
-    breakages.spoil("stale_engine")
-    breakages.spoil("other_distribution")
-    assert engine.Engine.load is not honest
-    assert grpo.Sampling(temperature=1.0).temperature == 0.7

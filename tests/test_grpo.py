@@ -887,8 +887,8 @@ def test_where_all_fare_alike_no_weight_moves(learn, tmp_path):
     for step in (4, 5, 6, 7):
         assert same(weights(out, step), weights(out, 3))
     assert not same(weights(out, 3), weights(out, 2))
-    assert learn.said.count("no update") == 4 and [line["updates"] for line in lines(out)] == [1, 1, 1, 0, 0, 0, 0]
-    assert all((line["zero_variance"], line["loss"], line["grad_norm"]) == (1, 0, 0) and line["reward"] == pytest.approx(0.3) for line in lines(out)[3:])
+    assert learn.said.count("no update") == learn.said.count("entropy n/a") == learn.said.count("grad norm n/a") == 4 and [line["updates"] for line in lines(out)] == [1, 1, 1, 0, 0, 0, 0]
+    assert all((line["zero_variance"], line["loss"], line["grad_norm"], line["entropy"], line["kl_old"], line["mfu"]) == (1, 0, *4 * [None]) and line["reward"] == pytest.approx(0.3) for line in lines(out)[3:])
 
 
 @pytest.mark.parametrize("fault", ["raise ValueError('no')", "return float('nan')", "return 'good'", "return None", "return 0.5, {'a': 1}, 3",

@@ -3,6 +3,8 @@ from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options, rate_shown
+from text.data import TokenFile
+from text.facts import facts_of_examples, facts_of_text
 from text.perplexity import evaluation_line
 
 
@@ -42,13 +44,18 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     return "\n".join(lines)
 
 
-def facts(run, dataset):
-    """Return the facts about model and data that doctor.diagnose and bench.py need."""
-    return {
+def facts(run, dataset, held_out, tokenizer, teacher_loss):
+    """Return the facts about model and data that doctor.diagnose and bench.py need. teacher_loss: the
+    teacher's mean loss on the first micro-batch, None without one."""
+    of_text = isinstance(held_out, TokenFile)
+    rows = facts_of_text(dataset.text, held_out, tokenizer) if of_text else \
+        facts_of_examples(dataset.examples, held_out, tokenizer)
+    return rows | {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "steps_per_epoch": dataset.steps_per_epoch,
         "flops_per_token": run.flops_per_token,
+        "teacher_loss": teacher_loss,
     }
 
 

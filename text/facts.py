@@ -1,0 +1,66 @@
+"""Facts about a run's data for the doctor: repeated rows, trained rows in validation, answers in prompts."""
+import re
+
+import numpy as np
+
+TOKENS = 2**18                       # of each split of a text that are read
+PROMPTS = 2000                       # that are searched for their answer
+
+
+def facts_of(train, held_out, pairs, unit):
+    """Return the facts. train, held_out: rows, hashable; pairs: [(prompt, answer)] of training rows; unit:
+    the rows' name."""
+    known = {*train}
+    pairs = [(prompt, str(answer).strip()) for prompt, answer in pairs[:PROMPTS]]
+    return {
+        "unit": unit,
+        "rows": len(train),
+        "distinct_rows": len(known),
+        "held_out_trained": sum(row in known for row in held_out) / max(1, len(held_out)),
+        "distinct_answers": len({answer for _, answer in pairs}),
+        "empty_answers": sum(answer == "" for _, answer in pairs) / max(1, len(pairs)),
+        "prompts_with_answer": sum(gives_answer(*pair) for pair in pairs) / max(1, len(pairs)),
+    }
+
+
+def facts_of_examples(train, held_out, tokenizer):
+    """Return the facts of two lists of examples.Example."""
+    rows, others = ([(" ".join(example.question.split()), example.ids[example.is_target].tobytes())
+                     for example in split] for split in (train, held_out or []))
+    pairs = []
+    for example in train[:PROMPTS]:
+        target = tokenizer.text_of(example.ids[example.is_target].tolist()).strip()
+        tagged = re.findall("<answer>(.*?)</answer>", target, re.DOTALL)
+        pairs.append((example.question, tagged[-1] if tagged else target))
+    targets = sum(bool(example.is_target[0]) and example.question != "" for example in train)
+    return facts_of(rows, others, pairs, "examples") | {"prompt_targets": targets / len(train)}
+
+
+def facts_of_text(train, held_out, tokenizer):
+    """Return the facts of two data.TokenFiles. Rows are documents, or lines if there are few documents."""
+    splits = []
+    for split in (train, held_out):
+        ids = split[:TOKENS]
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.eos) + 1)
+        splits.append([document.tobytes() for document in documents[:-1]])
+    unit = "documents"
+    if min(map(len, splits)) < 20:
+        splits = [tokenizer.decode(split[:TOKENS]).split("\n") for split in (train, held_out)]
+        splits = [[line for line in lines if line.strip()] for lines in splits]
+        unit = "lines"
+    return facts_of(*splits, [], unit)
+
+
+def gives_answer(prompt, answer):
+    """Tell whether a prompt contains an answer of ten characters or more, or a shorter one right after
+    "answer", "solution", "hint" or "correct"."""
+    if not answer or answer not in prompt:
+        return False
+    before = r"(?i)\b(answer|solution|hint|correct)\b\W+(\w+\W+){0,2}"
+    return len(answer) >= 10 or bool(re.search(rf"{before}{re.escape(answer)}(?!\w)", prompt))
+
+
+def ends_with_answer(prompt, answer):
+    """Tell whether an answer is the last word of a prompt."""
+    answer = str(answer).strip()
+    return bool(answer) and bool(re.search(rf"(?<!\w){re.escape(answer)}\W*$", prompt))
