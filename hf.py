@@ -335,20 +335,15 @@ class ModelSource:
         return model.eval()
 
     def fill(self, model):
-        """Copy the weights into a GPT(config), with a run's adapters merged."""
-        if self.step is None:
-            with checkpoint.loading(f"The model in {self.folder}"):
+        """Copy the weights into a GPT(config), with a run's adapters merged; BadInput if one is not finite."""
+        part = "model" if self.step is None else f"checkpoint of step {self.step}"
+        with checkpoint.loading(f"The {part} in {self.folder}"):
+            if self.step is None:
                 load_safetensors(model, self.folder, self.about)
-            return self.check_finite(model)
-        with checkpoint.loading(f"The checkpoint of step {self.step} in {self.folder}"):
-            if self.about.get("lora"):
+            elif self.about.get("lora"):
                 model.load_state_dict(merged(self.load_adapted()))
             else:
                 model.load_state_dict(checkpoint.load_weights(self.folder, self.step))
-        self.check_finite(model)
-
-    def check_finite(self, model):
-        """Raise BadInput if a weight is NaN or infinite."""
         for name, weight in model.state_dict().items():
             # The sum takes a twentieth of the time; that of large weights may overflow.
             if not weight.sum().isfinite() and not weight.isfinite().all():

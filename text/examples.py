@@ -202,7 +202,7 @@ def example_of_object(row, tokenizer, form, instructions):
         ids = tokenizer.prompt_ids(prompt, system)
         return example_of_parts([(ids, False), (tokenizer.answer_ids(row["completion"]), True)], prompt)
     if isinstance(row.get("messages"), list):
-        if not any(rows.is_target(message) for message in messages):
+        if not any(turn["role"] == "assistant" and turn.get("weight") != 0 for turn in messages):
             raise ValueError("none of its messages is the assistant's, with a weight other than 0")
         asked = [message["content"] for message in messages if message["role"] == "user"]
         return example_of_parts(tokenizer.conversation(messages), asked[0] if asked else "")

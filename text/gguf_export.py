@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.config import BadInput
+from runtime.config import BadInput, require
 from runtime.progress import track
-from runtime.usage import load_package
 from text import gguf_files
 from text.gguf_files import CONTROL, NORMAL, SPLITS, STOPS, UNUSED, USER_DEFINED
 from text.tokenizer import BUILT_IN, byte_level, chatml_jinja, tokenizer_json
@@ -57,10 +56,7 @@ def export(config, tensors, tokenizer, path, quantisation):
     quantisation of matrices: F16 or Q8_0. Vectors and positions stay in fp32. BadInput, or OSError."""
     architecture = architecture_of(config)
     about, split = vocabulary_of(tokenizer)
-    try:
-        gguf = load_package("gguf")
-    except ImportError as e:
-        raise BadInput(f"GGUF can't be written, since {e}.") from None
+    gguf = require("gguf", f"{path} can't be written")
     temporary = Path(f"{path}.tmp-{os.getpid()}")
     writer = gguf.GGUFWriter(temporary, architecture)
     add_metadata(writer, config, architecture)

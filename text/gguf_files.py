@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from runtime import checkpoint
-from runtime.config import BadInput
-from runtime.usage import load_package
+from runtime.config import BadInput, require
 from text.hub import one_line
 from text.tokenizer import FILE, HF_SETTINGS, SPLIT_DIGITS, byte_level
 
@@ -84,7 +83,7 @@ def convert(path):
     if folder.exists():
         return folder
     try:
-        gguf = load_package("gguf")
+        gguf = require("gguf", f"{path} can't be read")
         FOLDER.mkdir(parents=True, exist_ok=True)
         with locked(FOLDER):
             if not folder.exists():          # else another process has just converted it
@@ -92,8 +91,6 @@ def convert(path):
                 temporary.mkdir()
                 write(gguf, path, digest, temporary)
                 temporary.rename(folder)
-    except ImportError as e:
-        raise BadInput(f"{path} can't be read, since {e}.") from None
     except OSError as e:
         if not folder.exists():              # else another process was faster, without a lock
             raise checkpoint.write_error(f"{folder}, converted from {path},", e, "start again") from None

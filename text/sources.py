@@ -18,7 +18,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 
-from runtime.config import BadInput, parse_json
+from runtime.config import BadInput, parse_json, require
 from runtime.progress import ProgressLine
 from runtime.usage import load_package
 from text import hub
@@ -124,7 +124,8 @@ def source_of(path, text_key):
     if suffix_of(path) == ".parquet":
         return Parquet(path, text_key)
     if suffix_of(path) == ".csv":
-        return HubRows(csv_table(path), path, text_key)
+        table = require("datasets", f"{path} can't be read").Dataset.from_list(list(csv_rows(path)))
+        return HubRows(table, path, text_key)
     return Text(path)
 
 
@@ -143,32 +144,24 @@ def load_saved(path):
     return dataset if isinstance(dataset, dict) else {"train": dataset}
 
 
-def csv_table(path):
-    """Return a table's rows as a datasets.Dataset of texts."""
-    try:
-        return load_package("datasets").Dataset.from_list(list(csv_rows(path)))
-    except (ValueError, ImportError) as e:
-        raise BadInput(f"The table {path} can't be read ({e}): correct it.") from None
-
-
 def csv_rows(path):
     """Yield a table's rows as {column: text}. The first line names the columns and shows what separates them
-    (comma, semicolon or tab). ValueError for another number of fields."""
+    (comma, semicolon or tab). BadInput for another number of fields."""
     csv.field_size_limit(2**31 - 1)
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
         separator = max(",;\t", key=file.readline().count)
-        file.seek(0)
+    with open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, delimiter=separator, strict=True)
         try:
             names = rows.fieldnames or []
             if len(set(names)) < len(names):
-                raise ValueError("two columns have the same name in its first line")
+                raise ValueError("two columns have the same name")
             for row in rows:
                 if None in row or None in row.values():
-                    raise ValueError(f"line {rows.line_num} does not have the {len(names)} fields of line 1")
+                    raise ValueError(f"it does not have the {len(names)} fields of line 1")
                 yield row
-        except csv.Error as e:
-            raise ValueError(f"line {rows.line_num}: {e}") from None
+        except (ValueError, csv.Error) as e:
+            raise BadInput(f"{path} can't be read (line {rows.line_num}: {e}): correct it.") from None
 
 
 def find_on_hub(name, text_key):
@@ -176,11 +169,7 @@ def find_on_hub(name, text_key):
     hub_answers = hub.is_reachable()
     if not hub_answers:
         os.environ["HF_HUB_OFFLINE"] = "1"   # use the cache at once, without half a minute of retries
-    try:
-        datasets = load_package("datasets")
-    except ImportError as e:
-        raise BadInput(f"The dataset {name} is not a local file, and the hub can't be searched, since {e}, "
-                       "or give a path.") from None
+    datasets = require("datasets", f"The dataset {name} is not a local file, and the hub can't be searched")
     repository, _, configuration = HUB_NAMES.get(name, name).partition(":")
     try:
         dataset = datasets.load_dataset(repository, configuration or None)
@@ -466,11 +455,8 @@ class Parquet(Rows):
     """Rows of a .parquet file, decoded in batches."""
 
     def __init__(self, path, key):
-        try:
-            pyarrow = load_package("pyarrow")
-            load_package("pyarrow.parquet")
-        except ImportError as e:
-            raise BadInput(f"{path} can't be read, since {e}.") from None
+        pyarrow = require("pyarrow", f"{path} can't be read")
+        require("pyarrow.parquet", f"{path} can't be read")
         self.path = path
         self.name = path
         self.key = key

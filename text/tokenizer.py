@@ -13,9 +13,8 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput, check_type, read_json
+from runtime.config import BadInput, check_type, read_json, require
 from runtime.progress import ProgressLine
-from runtime.usage import load_package
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -378,10 +377,7 @@ class TokenizerJson:
     """A tokenizer.json with the part of tiktoken's interface that Tokenizer uses."""
 
     def __init__(self, path):
-        try:
-            tokenizers = load_package("tokenizers")
-        except ImportError as e:
-            raise BadInput(f"{path} can't be read, since {e}.") from None
+        tokenizers = require("tokenizers", f"{path} can't be read")
         try:
             self.content = path.read_bytes()
             self.hf = tokenizers.Tokenizer.from_buffer(self.content)
