@@ -327,15 +327,15 @@ class ModelSource:
         return self.step is not None or (self.folder / "tokenizer.json").exists()
 
     def load(self, *args, device="cpu"):
-        """Return GPT(config, *args) in fp32 with the weights, for evaluation (without dropout); raise BadInput
-        if memory is too small."""
+        """Return GPT(config, *args) in fp32 with the weights, for evaluation (without dropout); BadInput if
+        memory is too small."""
         memory.check_weights(self.config, device)
         model = blank(self.config, *args, device=device)
         self.fill(model)
         return model.eval()
 
     def fill(self, model):
-        """Copy the weights into a GPT(config), with a run's adapters merged; BadInput if one is not finite."""
+        """Copy the weights into a GPT(config), adapters merged; BadInput if one is not finite."""
         part = "model" if self.step is None else f"checkpoint of step {self.step}"
         with checkpoint.loading(f"The {part} in {self.folder}"):
             if self.step is None:
@@ -623,8 +623,9 @@ def main(argv):
     name = Path(run).resolve().name.removesuffix(".gguf")
     out = Path(*outputs or [f"{name}-{quantisation}.gguf"])
     if out.exists() and (cfg.gguf or not out.is_dir() or any(out.iterdir())):
-        raise BadInput(f"{out} exists: choose another file, python hf.py RUN FILE.gguf --gguf" if cfg.gguf else
-                       f"{out} exists and is not an empty folder: choose another.")
+        full = ": choose another file, python hf.py RUN FILE.gguf --gguf" if cfg.gguf else (
+            " and is not an empty folder: choose another.")
+        raise BadInput(f"{out} exists{full}")
     source = find(run)
     model = source.load()
     tokenizer = source.tokenizer() if source.has_tokenizer or cfg.gguf else None

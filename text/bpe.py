@@ -19,7 +19,7 @@ from runtime.config import BadInput, Bounds, require
 from runtime.progress import ProgressLine
 from text import data
 from text.sources import decoded
-from text.tokenizer import END_OF_TEXT, FILE, HF_SETTINGS, SPLIT_DIGITS, Tokenizer, byte_level
+from text.tokenizer import END_OF_TEXT, FILE, HF_SETTINGS, Tokenizer, byte_level
 
 SETTINGS = "tokenizer_config.json"
 HELD_OUT = 2**22                             # bytes of the validation split to measure the result on
@@ -47,7 +47,7 @@ def texts_of(sources, label):
 def train(texts, vocab_size, split_digits):
     """Return the tokenizer.json of BPE trained on an iterable of strings, as a dictionary."""
     tokenizers = require("tokenizers", "A tokenizer can't be trained")
-    about = byte_level({}, [], end=0, use_regex=True, first=[SPLIT_DIGITS] if split_digits else [])
+    about = byte_level({}, [], 0, "smollm" if split_digits else "gpt-2")
     about["added_tokens"] = []               # the trainer adds the end of text
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(about))
     split = tokenizer.pre_tokenizer

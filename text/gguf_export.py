@@ -8,8 +8,8 @@ import numpy as np
 from runtime.config import BadInput, require
 from runtime.progress import track
 from text import gguf_files
-from text.gguf_files import CONTROL, NORMAL, SPLITS, STOPS, UNUSED, USER_DEFINED
-from text.tokenizer import BUILT_IN, byte_level, chatml_jinja, tokenizer_json
+from text.gguf_files import CONTROL, NORMAL, STOPS, UNUSED, USER_DEFINED
+from text.tokenizer import BUILT_IN, chatml_jinja, split_of, tokenizer_json
 
 
 def architecture_of(config):
@@ -32,23 +32,11 @@ def vocabulary_of(tokenizer):
     raise BadInput if llama.cpp would give a text other ids."""
     built_in = tokenizer.name in BUILT_IN
     about = tokenizer_json(tokenizer.encoding) if built_in else json.loads(tokenizer.encoding.content)
-    model = about["model"]
-    first = about.get("pre_tokenizer") or {}
-    splits = list(map(normal, first.get("pretokenizers", [first])))
-    unlike = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-    for name, before in SPLITS.items():
-        same = byte_level({}, [], 0, name != "qwen2", before)["pre_tokenizer"]["pretokenizers"]
-        normalizer = {"type": "NFC"} if name == "qwen2" else None
-        if (model["type"] == "BPE" and (splits == list(map(normal, same)) or not model["merges"])
-                and about.get("normalizer") == normalizer and not any(map(model.get, unlike))):
-            return about, name
-    raise BadInput(f"llama.cpp has no tokenizer that splits like {tokenizer.name}: choose byte-level BPE "
-                   "that splits like GPT-2, SmolLM2 or Qwen2 (python -m text.bpe), gpt2 or bytes.")
-
-
-def normal(split):
-    """Return a pre-tokenizer of a tokenizer.json with the library's default, without what changes no id."""
-    return {"use_regex": True} | split | {"trim_offsets": None}
+    split = split_of(about)
+    if not split:
+        raise BadInput(f"llama.cpp has no tokenizer that splits like {tokenizer.name}: choose byte-level BPE "
+                       "that splits like GPT-2, SmolLM2 or Qwen2 (python -m text.bpe), gpt2 or bytes.")
+    return about, split
 
 
 def export(config, tensors, tokenizer, path, quantisation):
@@ -107,12 +95,11 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
         raise BadInput(f"The model has {len(stops)} stop tokens, and GGUF {len(STOPS)}: choose another.")
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [UNUSED] * vocab_size
-    for token, i in about["model"]["vocab"].items():
+    for token, i in tokenizer.vocabulary().items():
         tokens[i] = token
         types[i] = NORMAL
     control = {*stops, tokenizer.pad, tokenizer.bos, tokenizer.start}
     for added in about["added_tokens"]:
-        tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] or added["id"] in control else USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)

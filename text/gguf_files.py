@@ -14,7 +14,7 @@ import torch
 from runtime import checkpoint
 from runtime.config import BadInput, require
 from text.hub import one_line
-from text.tokenizer import FILE, HF_SETTINGS, SPLIT_DIGITS, byte_level
+from text.tokenizer import FILE, HF_SETTINGS, SPLITS, byte_level
 
 FOLDER = Path("data")                        # the default of --data_dir
 # Hugging Face's names of tensors, {}: the layer; the package gguf knows GGUF's
@@ -61,15 +61,6 @@ ROTATED = re.compile(r"attn_[qk]\.")
 STOPS = ("eos", "eot", "eom")                # names of stop tokens
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5            # types of tokens
 NO_MERGE = "ſ ſ"                             # never applies: a list of merges in GGUF can't be empty
-# Qwen2's pattern, which splits a text into words
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-         r"\s*[\r\n]+|\s+(?!\S)|\s+")
-# {tokenizer.ggml.pre: the pre-tokeniser before the byte-level one}; without one, that splits like GPT-2
-SPLITS = {
-    "gpt-2": [],
-    "smollm": [SPLIT_DIGITS],
-    "qwen2": [{"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}],
-}
 
 
 def convert(path):
@@ -146,15 +137,12 @@ def write(gguf, path, digest, folder):
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")
         if module not in names or part not in ("weight", "bias"):
-            raise BadInput(f"{path} has the tensor {name}, which model.py does not support: choose "
-                           "another model.")
+            raise BadInput(f"{path} has the tensor {name}, which is not supported: choose another model.")
         hf_tensors[f"{names[module]}.{part}"] = tensor
     if config.get("hidden_act") == "relu":   # relu(z)^2 = relu(z) * z: the gate is the input itself
         hf_tensors |= {name.replace("up_proj", "gate_proj"): tensor for name, tensor in hf_tensors.items()}
-    shapes = {}
-    for name, tensor in hf_tensors.items():
-        shape = tensor.shape.tolist()
-        shapes[name] = torch.empty(shape if is_transposed(tensor, config) else shape[::-1], device="meta")
+    shapes = {name: torch.empty(tensor.shape.tolist()[::1 if is_transposed(tensor, config) else -1],
+                                device="meta") for name, tensor in hf_tensors.items()}
     contents = (read_tensor(gguf, tensor, config) for tensor in hf_tensors.values())
     checkpoint.write_tensors(folder / "model.safetensors", shapes, contents)
     for name, content in (("config.json", config), (FILE, tokenizer), ("tokenizer_config.json", settings)):
@@ -207,13 +195,9 @@ def read_tensor(gguf, tensor, config):
     return torch.tensor(value.T if is_transposed(tensor, config) else value)
 
 
-def without_prefix(fields, prefix):
-    return {name.removeprefix(f"{prefix}."): value for name, value in fields.items()}
-
-
 def architecture_metadata(fields):
     """Return an architecture's metadata without its prefix, and with llama.cpp's defaults."""
-    own = without_prefix(fields, fields["general.architecture"])
+    own = {key.removeprefix(f"{fields['general.architecture']}."): value for key, value in fields.items()}
     heads = own["attention.head_count"]
     return {"attention.head_count_kv": heads, "attention.key_length": own["embedding_length"] // heads,
             "rope.freq_base": 10000.0} | own
@@ -238,13 +222,11 @@ def hf_config(fields, stored):
     # as llama.cpp: an old name of the factor, 0 is none, and a factor without a type is linear
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) or 1.0
     rope_type = own.get("rope.scaling.type", "linear").replace("none", "default")
-    rope = {"rope_type": rope_type, "factor": factor}
-    if rope_type == "linear" and factor == 1:
-        rope = {"rope_type": "default"}
+    is_scaled = factor != 1 or rope_type != "linear"
     head_dim = config["head_dim"]
     return config | {
         "hidden_act": "relu" if architecture == "apertus" else "silu",
-        "rope_scaling": rope,
+        "rope_scaling": {"rope_type": rope_type, "factor": factor} if is_scaled else {"rope_type": "default"},
         "partial_rotary_factor": own.get("rope.dimension_count", head_dim) / head_dim,
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
@@ -254,7 +236,7 @@ def hf_config(fields, stored):
 def tokenizer_files(fields, path):
     """Return tokenizer.json and tokenizer_config.json, dicts. They follow tokenizer.ggml.pre; transformers
     ignores it, and so gives SmolLM2 other ids for a number after two blanks than it was trained on."""
-    own = without_prefix(fields, "tokenizer.ggml")
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
     split = own.get("pre")
     if own.get("model") != "gpt2" or split not in SPLITS:
         raise BadInput(f"{path} has another tokenizer, {own.get('model')} {split}: choose a model "
@@ -263,12 +245,10 @@ def tokenizer_files(fields, path):
     kinds = own["token_type"]
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
     merges = [merge.split(" ") for merge in own["merges"] if merge != NO_MERGE]
-    about = byte_level(vocab, merges, own["eos_token_id"], split != "qwen2", SPLITS[split])
+    about = byte_level(vocab, merges, own["eos_token_id"], split)
     end = about["added_tokens"][0]
     about["added_tokens"] = [end | {"id": i, "content": tokens[i], "special": kind == CONTROL}
                              for i, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
-    if split == "qwen2":
-        about["normalizer"] = {"type": "NFC"}
     settings = dict(HF_SETTINGS)
     for key, name in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
         if f"{name}_token_id" in own:

@@ -14,8 +14,8 @@ EMPTY = (None, "", [], {})
 PROMPT_KEYS = ("tools", "functions", "documents", "image", "images", "audio", "videos")
 ANSWER_KEYS = (*PROMPT_KEYS, "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking",
                "context", "input", "choices", "options")
-# The same, unless their value is 1 or true
-SELECTORS = ("label", "weight", "train")
+SELECTORS = ("label", "weight", "train")     # the same, unless one of ONE
+ONE = (1, "1", "True", "true")
 
 
 def read(path, split="train"):
@@ -29,10 +29,8 @@ def read(path, split="train"):
 
 def first(path):
     """Return the first row, None if there is none or it can't be read."""
-    if suffix_of(path) in (".txt", ".md"):   # may be one very long line
-        return None
-    try:
-        return next(rows_of(Path(path)), None)
+    try:                                     # a text may be one very long line
+        return None if suffix_of(path) in (".txt", ".md") else next(rows_of(Path(path)), None)
     except BadInput:
         return None
 
@@ -63,15 +61,14 @@ def rows_of(path, split="train"):
 
 
 def saved_rows(path, split):
-    """Yield the rows of a split, or of a Dataset without splits."""
+    """Return the rows of a split, or of a Dataset without splits."""
     splits = load_saved(path)
-    names = VALID_NAMES if split == "valid" else (split,)
     if not (path / "dataset_dict.json").is_file():
-        names = tuple(splits)
-    chosen = next((name for name in names if name in splits), None)
-    if chosen is None:
-        raise ValueError(f"it has no split {split}, only {', '.join(splits)}")
-    yield from splits[chosen]
+        split = "train"
+    for name in VALID_NAMES if split == "valid" else (split,):
+        if name in splits:
+            return splits[name]
+    raise ValueError(f"it has no split {split}, only {', '.join(splits)}")
 
 
 # --- forms of rows ---
@@ -118,11 +115,10 @@ def is_answer(value):
 
 def check_keys(row, keys, selectors=()):
     """Raise ValueError for a key of a row or message that changes its meaning and is not supported."""
-    unsupported = [key for key in keys if row.get(key) not in EMPTY]
-    unsupported += [key for key in selectors if row.get(key) not in (*EMPTY, 1, "1", "True", "true")]
-    for key in unsupported:
-        raise ValueError(f'"{key}": {str(row[key])[:40]} is not supported; leave the row out, or write it into '
-                         "its texts without that key")
+    for key in (*keys, *selectors):
+        if row.get(key) not in (*EMPTY, *(ONE if key in selectors else ())):
+            raise ValueError(f'"{key}": {str(row[key])[:40]} is not supported; leave the row out, or write '
+                             "it into its texts without that key")
 
 
 def checked_messages(messages, system=None):
@@ -133,8 +129,8 @@ def checked_messages(messages, system=None):
         fields = message if isinstance(message, dict) else {}
         check_keys(fields, ANSWER_KEYS, ("label", "train"))
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"its message {shown} needs a text as role and as content; give it both, or leave "
-                             "it out")
+            raise ValueError(f"its message {shown} needs a text as role and as content; give it both, or "
+                             "leave it out")
         if message["role"] not in ROLES:
             raise ValueError(f"its message has the role {message['role'][:40]!r}, not system, user or "
                              "assistant; rename it, or leave the row out")
@@ -163,10 +159,10 @@ def report_unused(rows, path):
 def question_of(row, needs_answer):
     """Return a question for a task, row | {"question", perhaps "system"}; ValueError for another row. The
     prompt may be a list of a user's message, perhaps after a system message."""
-    if not isinstance(row, dict) or not (row.get("prompt") or row.get("question")):
+    prompt = isinstance(row, dict) and (row.get("prompt") or row.get("question"))
+    if not prompt:
         raise ValueError('it should be {"prompt": text, "answer": ...}')
     check_keys(row, PROMPT_KEYS)
-    prompt = row.get("prompt") or row["question"]
     if (row.get("question") or prompt) != prompt:
         raise ValueError('its "prompt" and "question" differ; leave one out')
     if not isinstance(prompt, list):
@@ -180,4 +176,4 @@ def question_of(row, needs_answer):
         json.dumps(row, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError) as e:
         raise ValueError(f"it has a lone surrogate, or a value that JSON has not: {e}") from None
-    return row | {"question": message["content"]} | ({"system": system[0]["content"]} if system else {})
+    return row | {"question": message["content"]} | {turn["role"]: turn["content"] for turn in system}

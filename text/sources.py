@@ -139,8 +139,7 @@ def load_saved(path):
     try:
         dataset = load_package("datasets").load_from_disk(str(path))
     except Exception as e:                   # package, format or files
-        raise BadInput(f"{path} can't be read ({hub.one_line(e)}): save it again with "
-                       "save_to_disk().") from None
+        raise BadInput(f"{path} can't be read ({hub.one_line(e)}): save it again.") from None
     return dataset if isinstance(dataset, dict) else {"train": dataset}
 
 
@@ -392,8 +391,14 @@ class JsonLines(Text):
 class Rows:
     """Rows start to stop of a table whose column `key` has one document a row. width: mean bytes a row."""
 
-    def check_columns(self, columns):
-        """Raise BadInput unless the column exists and holds text. columns: {name: pyarrow type}."""
+    def __init__(self, name, key, schema, rows, n_bytes):
+        """Raise BadInput unless the column exists and holds text. schema: pyarrow's."""
+        self.name = name
+        self.key = key
+        self.start = 0
+        self.stop = rows
+        self.width = n_bytes / max(1, rows)
+        columns = {field.name: field.type for field in schema}
         if self.key == "text" and len(columns) == 1 and self.key not in columns:
             (self.key,) = columns
             print(f"{self.name}: each row of its only column, {self.key!r}, is a document.", flush=True)
@@ -458,18 +463,12 @@ class Parquet(Rows):
         pyarrow = require("pyarrow", f"{path} can't be read")
         require("pyarrow.parquet", f"{path} can't be read")
         self.path = path
-        self.name = path
-        self.key = key
-        self.start = 0
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as e:
             raise self.unreadable(e) from None
         with file:
-            rows = file.metadata.num_rows
-            self.check_columns({field.name: field.type for field in file.schema_arrow})
-        self.stop = rows
-        self.width = path.stat().st_size / max(1, rows)
+            super().__init__(path, key, file.schema_arrow, file.metadata.num_rows, path.stat().st_size)
 
     def unreadable(self, error):
         """Return the BadInput for an exception of pyarrow."""
@@ -506,14 +505,9 @@ class HubRows(Rows):
     whose empty rows have lost their blank."""
 
     def __init__(self, dataset, name, key, lines=False):
+        super().__init__(name, key, dataset.features.arrow_schema, len(dataset), dataset.data.nbytes)
         self.dataset = dataset
-        self.name = name
-        self.key = key
         self.lines = lines
-        self.start = 0
-        self.stop = len(dataset)
-        self.check_columns({field.name: field.type for field in dataset.features.arrow_schema})
-        self.width = dataset.data.nbytes / max(1, len(dataset))
 
     def batches(self):
         """Yield lists of texts, None for a row without text."""
