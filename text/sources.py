@@ -154,13 +154,14 @@ def csv_rows(path):
         try:
             names = rows.fieldnames or []
             if len(set(names)) < len(names):
-                raise ValueError("two columns have the same name")
+                raise csv.Error("two columns have the same name")
             for row in rows:
                 if None in row or None in row.values():
-                    raise ValueError(f"it does not have the {len(names)} fields of line 1")
+                    raise csv.Error(f"it does not have the {len(names)} fields of line 1")
                 yield row
-        except (ValueError, csv.Error) as e:
-            raise BadInput(f"{path} can't be read (line {rows.line_num}: {e}): correct it.") from None
+        except (UnicodeError, csv.Error) as e:
+            line = f"line {rows.line_num}: " if isinstance(e, csv.Error) else ""
+            raise BadInput(f"{path} can't be read ({line}{e}): correct it.") from None
 
 
 def find_on_hub(name, text_key):
