@@ -332,7 +332,9 @@ def choose(out_dir):
         if problems[step] is None:
             break
     else:
-        raise BadInput(f"{out_dir} has no intact checkpoint: give another run, or wait until this one saves.")
+        newest = f" (step {max(metas)}: {problems[max(metas)]})" if metas else ""
+        raise BadInput(f"{out_dir} has no intact checkpoint{newest}: give another run, or wait until this one "
+                       "saves.")
     for other, problem in problems.items():
         sentence = f"The checkpoint of step {other} in {out_dir} is damaged ({problem}): using step {step}."
         # A running run may have deleted it meanwhile.

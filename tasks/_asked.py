@@ -1,144 +1,82 @@
-"""Find the unit that a question asks for, so that an answer in another one can be refused.
+"""Find the units that a question surely asks for, so that an answer in another unit can be refused.
 
-The unit is in doubt unless a question says `how many hours`, `in km`, `how much does he pay` or the like;
-then an answer may have any unit, but no currency that the question does not have."""
+A question that does not say its unit (`how many hours`, `in km`, `how much does he pay`) accepts every unit
+but a percentage and currencies that are not in its text."""
 import re
 from functools import lru_cache
 
-from tasks import _numbers, _units
-from tasks._units import Asked
+from tasks import _units
 
 COUNT = {("count", 1)}
-SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Ms\.)(?<!Dr\.)(?<!St\.)\s+(?=[^a-z])")
-NUMERAL = "|".join([r"\d", *_numbers.WORDS, *_numbers.SCALES, "half"])
-PERCENT = re.compile(rf"(?i)\b(?:what|which|how (?:many|much))(?:'s)?\s?(?:(?!{NUMERAL})[\w'’]+\s){{0,4}}?"
-                     r"(?:%|percent)|\b(?:in|as an?|find the|calculate the) percent")
-SHARE_OF = re.compile(r"(?i)\b(?:what(?:'s| is| are)|find|calculate|compute) \S+ ?(?:%|percent) of")
-MAYBE_PERCENT = re.compile("(?i)%|percent|rate|chance|likely|probab|interest|margin")
-CHANGE = re.compile("(?i)increas|decreas|reduc|gr[eo]w|rise|rose|drop|fell|fall")
-IN = re.compile(r"(?i)\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?:(?:terms|units) of |whole |US )*")
-CLOSED = re.compile(r"\s*(?:[^\w\s]|$)")
-ASK = re.compile(r"(?i)\bhow (?P<how>many|much|far|long|old|tall|wide|heavy)\b|\bwhat\b|"
-                 r"\b(?<!to )(?:calculate|find|compute|determine)\b(?!\s+(?:out\s+)?(?:how|what))")
-# Text before a question word that does not belong to a clause.
-MAIN = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|but|or|in|by|of|at|for|about|to|exactly|also))\s*$")
-LEADING = re.compile(r"(?i)\s*(?:(?:['’]s|is|are|was|were|will be|would be|of|the|these|those|his|her|its|"
-                     r"their|my|our|your|all|an?|more|\w+['’]s) )*")
-NUMBER_OF = re.compile(r"(?i)(?:\w+ ){0,3}?(number of|amount of|sum of|difference in) ")
+SENTENCE = re.compile(r"(?<=[.!?])(?<!Mr\.|Ms\.|Dr\.)(?<!Mrs\.)\s+(?=[^a-z])")
+CLAUSE = re.compile(r"(?i)(?:^|[,;:(.?!-]|\b(?:and|then|so|by|in|of)\b)\s*"
+                    r"(?=how (?!to\b)|what\b|(?:calculate|find|determine) (?!out\b|how\b|what\b))")
+MAYBE_PERCENT = re.compile("(?i)(?:%|percent)(?! of)|rate|frac|chance|likely|prob|odds|interest|margin|share")
+# Before the name of a unit.
+IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?!\w+ \d)")
+HOW_MANY = re.compile(r"(?i)(?:how many|\w+(?:['’]s)?(?: is| are| was)? (?:the )?(?:\w+ )?number of)\s+"
+                      r"(?:(?:more|of|the|these|those|his|her|its|their|(?:thousand|m?b?illion)s) )*")
 PER_TIME = re.compile(r"(?i)\b(?:per|an?|each|every|one) (hour|minute|second)\b")
-MONEY = (r"money|cash|costs?|prices?|pay|pays|paid|payment|spend|spends|spent|spending|earn|earns|earned|"
-         r"earnings|charged?|charges|owed?|owes|salary|wages?|income|revenue|profits?|"
-         r"budget|bills?|fees?|fare|rent|"
-         r"debts?|expenses?|expensive|cheaper|worth|balance|commission|allowance")
-IS_MONEY = re.compile(                              # not `how much must he run to earn $5`
-    rf"(?i)(?<!\bto )\b(?:{MONEY})\b|"
-    rf"\b(?:have|has|had|needs?|needed|going|able|expect|wants?|get|supposed|required) to (?:{MONEY})\b")
-GAIN = re.compile(r"(?i)\b(?:makes?|made|gets?|got|receives?|received|sells?|sold|gives?|gave|"
-                  r"donated?|raised?|w[io]n|left|leftover|lose|lost|collect|invest|have|has|had)\b")
-WEIGH = re.compile(r"(?i)\bweighs?\b")
-OF = re.compile(r"\s*of\b")
-SHARES = set("rate margin ratio percent percentage interest number".split())
-FILLERS = set("more less total amount money cash altogether extra additional change".split())
-QUANTITIES = {name: {(quantity, None) for quantity in quantities.split()} for names, quantities in (
-    ("far tall wide taller wider deeper farther further distance perimeter circumference height", "length"),
-    ("long longer length", "length time calendar"), ("time old older younger age ages", "time calendar"),
-    ("heavy heavier weight mass", "mass"), ("area", "area"), ("volume", "volume")) for name in names.split()}
+GAP = r"(?:(?:amount of|(?!(?:of|if|rate|ratio|percent\w*|interest|margin|number)\b)[\w'’-]+) ){0,5}?"
+WHAT = rf"(?:what|calculate|find) {GAP}"
+MUCH = r"how much (?:(?:more|less|total|extra|additional|change|altogether) )*"
+VERB = r"(?:is|are|was|were|do|does|did|will|would|can|could|should|must|has|have|had)\b"
+MONEY = (r"\b(?:money|costs?|prices?|pays?|paid|spend|spent|earns?|charged?|owed?|salary|wages?|income|"
+         r"revenue|profits?|budget|bills?|fees?|rent|expens\w+|cheaper|worth|balance)\b")
+# The beginning of a clause: the quantities that it asks for. known: any unit in the question.
+PATTERNS = [(re.compile(f"(?i){pattern}"), quantities) for pattern, quantities in (
+    (r"\w+ (?:\w+ the )?(?:\w+ )?percent", "percent"),
+    (rf"how (?:much )?(?:(?:more |less )?time|old)|{WHAT}ages?\b", "time calendar"),
+    (rf"how (?:much )?(?:far|fur|tall|wid|deep)|{WHAT}(?:distance|perimeter|height)\b", "length"),
+    (r"how (?:much )?long", "length time calendar"),
+    (rf"how (?:much )?heav|{MUCH}{VERB}[^,.?]*\bweighs?\b|{WHAT}(?:weight|mass)\b", "mass"),
+    (rf"{WHAT}area\b", "area"), (rf"{WHAT}volume\b", "volume"),
+    (rf"{WHAT}{MONEY}|{MUCH}(?:{VERB}[^,.?]*(?:(?<!to )|(?<=need to |have to )))?{MONEY}", "money"),
+    (rf"{MUCH}{VERB}(?!.*\b(?:drink|eat|grow|run|walk|sleep|use)\b)", "known"))]
 
 
 def asked_unit(question):
     """Return the _units.Asked of a question: of "to" if it has that, else of its text."""
     if "to" in question:
-        words, senses = _units.read(question["to"])
-        return Asked(senses or COUNT, None, frozenset(words))
-    return asked_in(question.get("question", ""), str(question.get("answer", "")))
+        return _units.Asked(_units.read(question["to"])[1] or COUNT, frozenset())
+    return asked_in(question.get("question", ""))
 
 
 @lru_cache(maxsize=1024)
-def asked_in(text, answer):
+def asked_in(text):
     """Return the _units.Asked of a text: the last sentence with a question mark asks, with those after it."""
     sentences = SENTENCE.split(text.strip())
     last = max((i for i, sentence in enumerate(sentences) if "?" in sentence), default=len(sentences) - 1)
     ask = " ".join(sentences[last:])
-    if PERCENT.search(ask):
-        return Asked({("percent", 1)}, None, frozenset())
-    matches = list(ASK.finditer(ask))
-    matches = [m for m in matches if MAIN.search(ask[:m.start()])] or matches
-    asked = [sought(m, ask, text) for m in matches]
-    for m in IN.finditer(ask):
-        words, senses = _units.read(ask[m.end():])
-        is_plural = senses and (_units.is_plural(words[0].lower()) or not words[0].isalpha())
-        if is_plural or senses and len(words) == 1 and CLOSED.match(ask, m.end() + len(words[0])):
-            asked = [a for a in asked if a and a[1] and not a[0] & COUNT] + [(senses, words)]
-    names = scales(text, answer)
-    if asked and all(asked):
-        names = names.union(*(words for _, words in asked))
-        every = set().union(*(senses for senses, _ in asked))
-        return Asked(every, None, names)
-    money = currencies(text)
-    quantities = {*_units.CURRENCIES} if money else set()
-    if SHARE_OF.search(ask) or not MAYBE_PERCENT.search(text):
-        quantities |= {"percent"}
-    return Asked(money, quantities, names)
+    senses = [clause_senses(clause, text) for clause in CLAUSE.split(ask)[1:] or [ask]]
+    if not all(senses):
+        refused = _units.CURRENCIES if MAYBE_PERCENT.search(text) else _units.CURRENCIES | {"percent"}
+        senses = [{(quantity, None) for quantity in _units.QUANTITIES - refused}, currencies(text)]
+    return _units.Asked(set().union(*senses), frozenset(re.findall(r"[^\W\d_]+?(?=s?\b)", ask.lower())))
 
 
-def scales(text, answer):
-    """Return the words thousand, million, ... that the right answer, a number, leaves out."""
-    number = abs(_numbers.number(answer) or 0)
-    found = {name for name, scale in _numbers.SCALES.items() if number < scale >= 1000 and name in text}
-    return frozenset(found | ({"k"} if "thousand" in found else set()))
-
-
-def sought(match, ask, text):
-    """Return the (senses, words) of the unit that a question word in the sentence `ask` asks for, or None."""
-    how = (match["how"] or "").lower()
-    rest = ask[match.end():]
-    counted = None
-    if how != "much":
-        rest = rest[LEADING.match(rest).end():]
-        counted = NUMBER_OF.match(rest) if not how else None
-    if counted:
-        rest = rest[counted.end():]
-        rest = rest[LEADING.match(rest).end():]
-    words, senses = _units.read(rest)
-    names = [word.lower().partition("/")[0] for word in words]
-    if how == "many" or counted and (senses or counted[1].lower() == "number of"):
-        return number_of(words, senses, ask, text)
-    is_amount = how in ("", "much") and {*names} <= FILLERS and not OF.match(rest)
-    is_money = IS_MONEY.search(rest if is_amount else " ".join(names))
-    for name in [how, *names, "weight" if how == "much" and not is_money and WEIGH.search(rest) else ""]:
-        if name in QUANTITIES:
-            return QUANTITIES[name], []
-    if how not in ("", "much") or SHARES & {*names}:
-        return None
-    money = currencies(text)
-    change = {("percent", 1)} if CHANGE.search(rest) and MAYBE_PERCENT.search(text) else set()
-    if is_money:
-        return (money or {(currency, None) for currency in _units.CURRENCIES}) | change, []
-    if is_amount and money and (how or "amount" in names):
-        no_units = ("percent", "time", "calendar") if GAIN.search(rest) else ("percent",)
-        return money | change | {sense for sense in mentioned(text) if sense[0] not in no_units}, []
-    return None
-
-
-def number_of(words, senses, ask, text):
-    """Return (senses, words) of `how many` with these words, or None if they have no noun."""
+def clause_senses(clause, text):
+    """Return the {(quantity, size)} that a clause of a question in `text` asks for, none if it is unsure."""
+    start = HOW_MANY.match(clause)
+    counted, senses = _units.read(clause[start.end():]) if start else ([], set())
     if senses:
-        rates = [_units.size_of(f"{word}/{time}") for word in words for time in PER_TIME.findall(ask)]
-        return senses | {*filter(None, rates)}, words
-    if not any(_units.is_plural(word) or word in _numbers.SCALES for word in _units.parts(words, "")):
-        return None
-    # grams: how many carbs
-    measures = {sense for sense in mentioned(text) if sense[0] in ("mass", "volume")}
-    return COUNT | measures, words
-
-
-def mentioned(text):
-    """Return the senses of all words in a text."""
-    return set().union(*map(_units.senses, _units.WORD.findall(f"{text} {_units.in_one_word(text)}")))
+        rates = [_units.size_of(f"{word}/{time}") for word in counted for time in PER_TIME.findall(clause)]
+        return senses | {*filter(None, rates)}
+    for start in IN_UNIT.finditer(clause):
+        words, senses = _units.read(clause[start.end():])
+        if senses and _units.senses(words[0]):                # not `in two weeks`
+            return senses
+    if any(map(_units.is_plural, counted)):                   # carbs may be counted in grams
+        return COUNT | {sense for sense in _units.units_in(text) if sense[0] in ("mass", "volume")}
+    quantities = next((quantities for pattern, quantities in PATTERNS if pattern.match(clause)), "")
+    if quantities == "known":
+        known = _units.units_in(text)
+        return known | currencies(text) if _units.CURRENCIES & {quantity for quantity, _ in known} else set()
+    return currencies(text) if quantities == "money" else {(name, None) for name in quantities.split()}
 
 
 def currencies(text):
-    """Return the senses of the words in a text that can only be money; of any size if it has only cents."""
-    found = [_units.senses(word) for word in _units.WORD.findall(text)]
-    money = set().union(*(senses for senses in found if {q for q, _ in senses} <= {*_units.CURRENCIES}))
-    return money | {(q, None) for q, _ in money} if {size for _, size in money} == {1} else money
+    """Return the senses of a text's currencies, of any size if it has only cents; of all if it has none."""
+    money = {sense for sense in _units.units_in(text) if sense[0] in _units.CURRENCIES}
+    names = {currency for currency, _ in money} or _units.CURRENCIES
+    return money if any(size == 100 for _, size in money) else {(name, None) for name in names}

@@ -34,7 +34,6 @@ WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve
 WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10 ** 6, "billion": 10 ** 9,
           "trillion": 10 ** 12}
-LATER = re.compile(r"\b(?:ago|later|from now)\b")   # after a time: `$20 two weeks ago`
 # Words after a number that give it another value, or another number to choose.
 ALTER = {*WORDS, *SCALES, *"half halves thirds quarters fourths fifths sixths eighths tenths hundredths "
          "squared cubed pi π sqrt root mod factorial".split()}
@@ -94,7 +93,7 @@ def number(text, asked=None):
     asked: _units.Asked; other words may follow the number then, but no unit that it does not allow."""
     if len(text) > 5 * LONGEST:
         return None
-    text = LABEL.sub("", normal(unwrapped(text)).strip())
+    text = LABEL.sub("", re.sub(r"^\$(.*)\$", r"\1", normal(unwrapped(text)).strip()))     # TeX: $1000$ km
     currency = unit = ""
     if found := PRICE.fullmatch(text):
         currency = found["currency"]
@@ -103,9 +102,6 @@ def number(text, asked=None):
     if value is None and (found := WITH_UNIT.fullmatch(_units.in_one_word(text))):
         value = plain_number(found["number"])
         unit = found["unit"].strip()
-        if currency == "$" and unit.startswith("$"):          # TeX: $1000$ km
-            currency = ""
-            unit = unit[1:]
     if value is None or asked is None:
         return value if unit in ("", *"$€£¥₹") else None
     return with_words(value, currency, unit, asked)
@@ -114,26 +110,17 @@ def number(text, asked=None):
 def with_words(value, currency, unit, asked):
     """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
     alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
-    named = _units.parts(asked.words)
-    words = _units.WORD.findall(unit.lower())
-    while words and (scale := words[0].removesuffix("s")) in SCALES and scale not in named:
+    first, _, rest = unit.partition(" ")
+    scale = first.lower().removesuffix("s")
+    if scale in SCALES and scale not in asked.words:
         value *= SCALES[scale]
-        words = words[1:]
-        unit = unit.partition(" ")[2]
-    before = "and"                   # a word after the number, `and` or a unit belongs to the number
-    for word, after in zip(words, [*words[1:], ""]):
-        if word in _units.STOPS - {"a", "an"} or LATER.search(unit):
+        unit = rest
+    for word in _units.WORD.findall(unit):
+        if word in _units.STOPS - {"a", "an"}:                # two: 20 people in two days
             break
-        is_joined = before in ("and", "or") or _units.senses(before)
-        is_choice = word == "or" and _units.senses(after)
-        if is_joined and (is_choice or word in ALTER and word.removesuffix("s") not in named):
+        is_variable = len(word) == 1 and "a" < word <= "z" and not _units.senses(word)      # 5x
+        if is_variable or word.lower() in ALTER and word.lower().removesuffix("s") not in asked.words:
             return None
-        before = before if word == "a" else word
-    first = re.match(r"[^\W\d_](?![^\W\d_])", unit)
-    if first and first[0] not in "aA" and not _units.senses(first[0]) and first[0].lower() not in named:
-        return None                                           # a variable: 5x
-    if currency and words and not _units.senses(words[0]):
-        unit = ""                                             # $20 in two weeks
     return value if all(_units.allows(asked, text) for text in (currency, unit)) else None
 
 

@@ -74,7 +74,7 @@ def canonical(word):
             name = ALIASES.get(name, name)
             if name in SIZES:
                 return name
-    rate = "/".join(map(canonical, word.split("/"))) if "/" in word else word         # metres/second: m/second
+    rate = "/".join(map(canonical, word.split("/"))) if "/" in word else word       # metres/second: m/second
     return rate if rate in SIZES else word
 
 
@@ -88,51 +88,42 @@ def size_of(word):
 
 # Money is in hundredths, areas in square millimetres, a percentage and a count in ones. These words are not
 # in SIZES, whose units are those of equations.
-CURRENCIES = {"dollar": "$ us$ usd dollar buck", "euro": "€ eur euro", "sterling": "£ gbp quid sterling",
-              "yen": "¥ jpy yen", "rupee": "₹ inr rupee", "yuan": "cny rmb yuan", "peso": "peso"}
-SENSES = {name: {(currency, 100)} for currency, names in CURRENCIES.items() for name in names.split()}
-for names, meant in (
-        ("pound", {("sterling", 100), SIZES["pound"]}), ("cent ¢", {("dollar", 1), ("euro", 1)}),
-        ("penny pennies", {("dollar", 1), ("sterling", 1)}), ("pence", {("sterling", 1)}),
-        ("% percent percentage pct", {("percent", 1)}), ("square sq cubic cu", {("incomplete", 1)}),
-        ("cup", {SIZES["cup"], ("count", 1)}), ("stone", {SIZES["stone"], ("count", 1)}),
-        ("knot", {SIZES["knot"], ("count", 1)}), ("bit", {SIZES["bit"], ("count", 1)}),
-        ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("cc", {SIZES["ml"]}),
-        ("ton", {SIZES["tonne"], ("mass", Fraction("907184740")), ("mass", Fraction("1016046908.8"))}),
-        ("degree °", {("celsius", 1), ("fahrenheit", 1), ("angle", 1)}), ("kelvin K", {("kelvin", 1)}),
-        ("celsius centigrade C", {("celsius", 1)}), ("c", {("celsius", 1), ("dollar", 1), ("euro", 1)}),
-        ("fahrenheit F f", {("fahrenheit", 1)}), ("acre", {("area", Fraction("4046856422.4"))}),
-        ("hectare", {("area", 10 ** 10)}), ("squares Ms", set())):
-    SENSES |= dict.fromkeys(names.split(), meant)
+CURRENCIES = set("dollar euro sterling yen rupee".split())
+SENSES = {name: meant for names, meant in (
+    ("$ us$ usd dollar buck", {("dollar", 100)}), ("€ eur euro", {("euro", 100)}),
+    ("£ gbp quid sterling", {("sterling", 100)}), ("pound", {("sterling", 100), SIZES["pound"]}),
+    ("¥ jpy yen", {("yen", 100)}), ("₹ inr rupee", {("rupee", 100)}),
+    ("cent ¢", {("dollar", 1), ("euro", 1)}), ("penny pennies pence", {("dollar", 1), ("sterling", 1)}),
+    ("% percent percentage pct", {("percent", 1)}), ("square sq cubic", {("incomplete", 1)}),
+    ("oz ounce", {SIZES["ounce"], ("volume", Fraction("29.5735295625"))}), ("ton", {("mass", None)}),
+    ("degree °", {("celsius", 1), ("fahrenheit", 1)}), ("celsius centigrade C", {("celsius", 1)}),
+    ("fahrenheit F", {("fahrenheit", 1)}), ("kelvin K", {("kelvin", 1)})) for name in names.split()}
+QUANTITIES = {quantity for quantity, _ in [*SIZES.values(), *set().union(*SENSES.values())]} | {"area"}
 LETTERS = "ghlLmst"                  # symbols of one letter
-IRREGULAR = set("feet inches pennies centuries people men women children mice teeth geese fish sheep".split())
-DEGREES = re.compile(r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)")
-LENGTHS = {unit for unit, (quantity, _) in SIZES.items() if quantity == "length"}
-LENGTH = "|".join(f"{name}s?" for name in ("in", *LENGTHS, *ALIASES) if ALIASES.get(name, "m") in LENGTHS)
-POWERS = [(re.compile(form), short) for form, short in (
-    (rf"(?i)\b(?:square[\s-]+|sq\.?[\s-]*)({LENGTH})\b", r"\1^2"),
-    (rf"(?i)\b(?:cubic[\s-]+|cu\.?[\s-]*)({LENGTH})\b", r"\1^3"),
-    (rf"(?i)\b({LENGTH})(?:\^?[2²]| squared?\b)", r"\1^2"),
-    (rf"(?i)\b({LENGTH})(?:\^?[3³]| cubed\b)", r"\1^3"),
+IRREGULAR = set("feet inches pennies people men women children mice teeth geese fish sheep".split())
+LENGTH = "|".join(f"{name}s?" for name in (*SIZES, *ALIASES) if size_of(name)[0] == "length") + "|in"
+SHORT_FORMS = [(re.compile(form), short) for form, short in (
+    (r"(?i)\s?(?:°|\bdegrees?\b)\s?(?=(?:[CFK]|celsius|centigrade|fahrenheit|kelvin)\b)", " "),
+    (rf"(?i)\b(?:(?:square|sq\.?)[\s-]*({LENGTH})|({LENGTH})(?:\^?[2²]| squared?))\b", r"\1\2^2"),
+    (rf"(?i)\b(?:(?:cubic|cu\.?)[\s-]*({LENGTH})|({LENGTH})(?:\^?[3³]| cubed))\b", r"\1\2^3"),
     (r"(?i)\b(?!and\b|or\b)([^\W\d_]+(?:\^[23])?)\.?(?: ?/ ?| (?:per|an?|each|every) )([^\W\d_]+)",
      r"\1/\2"))]
 WORD = re.compile(r"US\$|[^\W\d_][^\W_]*(?:[-'’./^][^\W_]+)*|[%$€£¥₹¢°]")
-END = re.compile(r"[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")         # of a noun phrase, as are these words
+# The end of a noun phrase, as are STOPS.
+END = re.compile(r"^/|[,;:?!]|\.(?:\s|$)|\s-\s|(?<![\^\w])[0-9]")
 STOPS = set("of in into per a an at for by on to from with without than as if when while until before after "
-            "during that which who whom whose what how why where is are was were be been am do does did has "
-            "have had will would can could should must may might shall he she it they we you i each "
-            "every all so because but the this these those his her its their my our your over "
-            "under between last next".split())
+            "during that which who is are was were be do does did has have had will would can could should "
+            "must may he she it they we you i each every all the this these those his her its their my our "
+            "your over under between last next".split())
 
-# senses: {(quantity, size)} that the unit of an answer may have, size None: any; quantities: those of which
-# no other unit is right, None: all; words: those of the question that name the unit.
-Asked = namedtuple("Asked", "senses quantities words")
+# senses: the {(quantity, size)} that the unit of an answer may have, size None: any; words: the question's in
+# lower case and in the singular.
+Asked = namedtuple("Asked", "senses words")
 
 
 def in_one_word(text):
     """Return a text with each unit in one word: m/s for m per s, feet^2 for square feet, C for °C."""
-    text = DEGREES.sub(" ", text)
-    for pattern, short in POWERS:
+    for pattern, short in SHORT_FORMS:
         text = pattern.sub(short, text)
     return text
 
@@ -140,22 +131,18 @@ def in_one_word(text):
 def senses(word):
     """Return the {(quantity, size)} that a word from in_one_word may mean as a unit, maybe none."""
     top, _, below = word.partition("/")
-    if below:
-        speed = size_of(word)
-        if speed is None:                                     # dollars/hour
-            return senses(top)
-        return {speed} | (set() if canonical(below) in ("hour", "minute", "second") else senses(top))
+    if below:                                                 # dollars/hour and miles/day: dollars, miles
+        speed = size_of(word) if canonical(below) in ("hour", "minute", "second") else None
+        return {speed} if speed else senses(top)
     base, _, power = word.partition("^")
     if power:
         base_senses = senses("inch" if base == "in" else base)
         lengths = [size for quantity, size in base_senses if quantity == "length"]
         return {("area", n ** 2) if power == "2" else ("volume", n ** 3 / 1000) for n in lengths}
-    for form in (word, word.lower()) if len(word) > 1 else (word,):
-        for name in (form, form.removesuffix("s")):
-            if name in SENSES:
-                return SENSES[name]
     size = None if len(word) == 1 and word not in LETTERS else size_of(word)
-    return {size} if size else set()
+    forms = (word, word.lower()) if len(word) > 1 else (word,)
+    names = [form.removesuffix(ending) for form in forms for ending in ("", "s")]
+    return next((SENSES[name] for name in names if name in SENSES), {size} if size else set())
 
 
 def is_plural(word):
@@ -163,36 +150,22 @@ def is_plural(word):
 
 
 def read(text):
-    """Return the words of the noun phrase that a text begins with, and the senses of its units.
+    """Return the words of the noun phrase that a text begins with, and the senses of its units. A unit in the
+    singular before another word is none (`second graders`)."""
+    words = WORD.findall(END.split(in_one_word(text))[0])
+    stop = next((i for i, word in enumerate(words) if word.lower().partition("/")[0] in STOPS), len(words))
+    units = [word for i, word in enumerate(words[:stop], 1)
+             if i == stop or is_plural(word.lower()) or len(word) == 2 or not word.isalpha()]
+    return words[:stop], set().union(*map(senses, units))
 
-    A unit in the singular before another word is none (`second graders`, `dollar bills`), nor is a unit after
-    another noun in the plural (`friends last week`)."""
-    words = []
-    for word in WORD.findall(END.split(in_one_word(text))[0]):
-        if word.lower().partition("/")[0] in STOPS:
-            break
-        words.append(word)
-    found = set()
-    for i, word in enumerate(words):
-        is_symbol = 1 < len(word) < 3 or not word.isalpha()
-        if i == len(words) - 1 or is_symbol or is_plural(word.lower()):
-            found |= senses(word)
-        if is_plural(word.lower()) and not found:
-            break
-    return words, found
+
+def units_in(text):
+    """Return the senses of all words in a text."""
+    return set().union(*map(senses, WORD.findall(f"{text} {in_one_word(text)}")))
 
 
 def allows(asked, text):
     """Return whether an answer's unit, the words beside its number, may be right: unless it is known, and of
     another quantity or size than the question asks for."""
-    words, found = ([], set()) if text.startswith("/") else read(text)             # $5/hour
-    if ("count", 1) in asked.senses and parts(asked.words) & parts(words):
-        return True                                           # 5 H for `how many H atoms`
-    return not found or any(
-        sense in asked.senses or (sense[0], None) in asked.senses
-        or asked.quantities is not None and sense[0] not in asked.quantities for sense in found)
-
-
-def parts(words, plural="s"):
-    """Return the set of words in lower case without hyphens, and without an ending of the plural."""
-    return {part.removesuffix(plural) for word in words for part in re.split("[-/^]", word.lower())}
+    known = read(text)[1]
+    return not known or any(sense in asked.senses or (sense[0], None) in asked.senses for sense in known)

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import tasks
-from tasks import _units, science, table, unit_conversion
+from tasks import science, table, unit_conversion
 
 SPECS = [f"{name}{level}" for name in ("unit_conversion", "unit_conversion_tool") for level in ("", ":2", ":3")]
 SPECS += ["arithmetic", "arithmetic:4", "arithmetic:7", "countdown", "countdown:5"]
@@ -76,7 +76,7 @@ def other_token(name, token, question, rng):
     if token in "-+*/":
         return rng.choice([sign for sign in "-+*/" if sign != token])
     if name.startswith("unit_conversion"):
-        return rng.choice([unit for unit in UNITS if unit != token and not _units.are_same(unit, token)]) if token in UNITS else None
+        return rng.choice([unit for unit in UNITS if unit != token]) if token in UNITS else None
     words = next((words for words in CLASSES.get(name, ()) if token in words), [token])
     others = [word for word in words if word.lower().rstrip("s") != token.lower().rstrip("s")
               and word not in str(question.get("given", ""))

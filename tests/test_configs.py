@@ -94,7 +94,8 @@ def test_two_shrunken_steps(path, text, tmp_path):
             warmup_steps=1, eval_tokens=64)
     kept = json.loads((tmp_path / "run/config.json").read_text())
     changed = {k for k, v in dataclasses.asdict(cfg).items() if kept[k] != v}
-    assert not changed & {"optimizer", "learning_rate", "dropout", "weight_decay", "lr_schedule", "norm", "patience", "dtype"}
+    assert kept["learning_rate"] == (cfg.learning_rate or 0.01)
+    assert not changed & {"optimizer", "dropout", "weight_decay", "lr_schedule", "norm", "patience", "dtype"}
 
 
 @pytest.mark.parametrize("name", ["fast", "production", "max", "mega"])

@@ -360,7 +360,7 @@ def test_the_calculator_computes_what_the_documents_say():
     assert [answer(e) for e in ("344 * 24", "5 * 9 / 4", "1 - 3 + 0.5", "-2 * 3")] == [" = 8256", " = 11.25", " = -1.5", " = -6"]
     wrong = ("1 / 0", "2 + 3 * 4", "12 * x", "2", "", "9 ** 9", "1e9 * 2", "__import__('os')", "9" * 16 + " * 2", " * ".join(["2"] * 7))
     assert {answer(e) for e in wrong} == {" = ?"} and task.respond({}, "344 * 24</calc>") is None
-    assert task.respond({}, "<calc>2 * 3</calc>.") == " = 6" and task.respond({}, "<calc>2 * 3</calc> = 6. So it is 6") is None
+    assert task.respond({}, "<calc>2 * 3</calc>") == " = 6" and task.respond({}, "<calc>2 * 3</calc> = 6. So it is 6") is None
 
 
 @pytest.mark.parametrize("said, wasted", [

@@ -555,7 +555,7 @@ class Judge:
     def __init__(self):
         self.asked, self.collected = [], 0
 
-    def submit(self, question, completion):
+    def submit(self, question, completion, turns):
         self.asked.append((question["question"], completion))
 
     def flush(self):
@@ -854,7 +854,8 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, let
     os.killpg(process.pid, signal.SIGTERM)   # as batch systems do, to all it started
     said, error = process.communicate(timeout=60)
     step = checkpoint.newest_intact(out)
-    assert process.returncode == 143 and not error and step == lines(out)[-1]["step"]
+    assert process.returncode == 143 and step == lines(out)[-1]["step"]
+    assert re.fullmatch(r"\nStopping after this step \(about \d+ s\) and its checkpoint. SIGKILL stops now and loses this step.\n", error)
     assert said.endswith(f"Stopped as asked after step {step}, and saved. Resume with --init_from=resume --out_dir={out}\n")
     learn("b", max_steps=step, reward_pool="process")
     assert same(weights(tmp_path / "b", step), weights(out, step))
