@@ -23,7 +23,7 @@ from model import GPTConfig, blank, scale_rope
 from runtime import checkpoint, config, guard, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
-from text import hub
+from text import gguf_export, gguf_files, hub
 from text.tokenizer import Tokenizer
 
 # Masks and rotary frequencies, which older files store with the weights.
@@ -222,14 +222,12 @@ def readers(hf_config, tokenizer=None):
     """Return the names of the programs that compute an exported model rightly. llama.cpp computes SiLU in a
     Llama or Qwen, whatever config.json says, and its converter knows published tokenizers alone; vLLM refuses
     another activation."""
-    from text import gguf_export
-    is_relu2 = hf_config.get("hidden_act") == "relu"
-    names = "transformers alone (--mlp=swiglu in train.py makes models for vLLM too)" if is_relu2 else (
-        "transformers and vLLM")
-    if tokenizer:
-        with contextlib.suppress(BadInput):
-            gguf_export.architecture_of(hf_config)
-            gguf_export.vocabulary_of(tokenizer)
+    names = "transformers and vLLM"
+    if hf_config.get("hidden_act") == "relu":
+        names = "transformers alone (--mlp=swiglu in train.py makes models for vLLM too)"
+    with contextlib.suppress(BadInput):
+        gguf_export.architecture_of(hf_config)
+        if tokenizer and gguf_export.vocabulary_of(tokenizer):
             names += "; hf.py --gguf writes a file for llama.cpp"
     return names
 
@@ -329,28 +327,23 @@ class ModelSource:
         return self.step is not None or (self.folder / "tokenizer.json").exists()
 
     def load(self, *args, device="cpu"):
-        """Return GPT(config, *args) in fp32 with the weights, for evaluation (without dropout); raise BadInput
-        if memory is too small."""
+        """Return GPT(config, *args) in fp32 with the weights, for evaluation (without dropout); BadInput if
+        memory is too small."""
         memory.check_weights(self.config, device)
         model = blank(self.config, *args, device=device)
         self.fill(model)
         return model.eval()
 
     def fill(self, model):
-        """Copy the weights into a GPT(config), with a run's adapters merged."""
-        if self.step is None:
-            with checkpoint.loading(f"The model in {self.folder}"):
+        """Copy the weights into a GPT(config), adapters merged; BadInput if one is not finite."""
+        part = "model" if self.step is None else f"checkpoint of step {self.step}"
+        with checkpoint.loading(f"The {part} in {self.folder}"):
+            if self.step is None:
                 load_safetensors(model, self.folder, self.about)
-            return self.check_finite(model)
-        with checkpoint.loading(f"The checkpoint of step {self.step} in {self.folder}"):
-            if self.about.get("lora"):
+            elif self.about.get("lora"):
                 model.load_state_dict(merged(self.load_adapted()))
             else:
                 model.load_state_dict(checkpoint.load_weights(self.folder, self.step))
-        self.check_finite(model)
-
-    def check_finite(self, model):
-        """Raise BadInput if a weight is NaN or infinite."""
         for name, weight in model.state_dict().items():
             # The sum takes a twentieth of the time; that of large weights may overflow.
             if not weight.sum().isfinite() and not weight.isfinite().all():
@@ -379,7 +372,6 @@ def find(path_or_name, step=None):
         raise BadInput(f"{folder} is a run folder without model.json: restore it, or give another run.")
     else:
         if folder.suffix == ".gguf" and not folder.is_dir():
-            from text import gguf_files
             folder = gguf_files.convert(folder)
         folder = folder if folder.is_dir() else download(str(path_or_name))
         refuse_checkpoint_or_adapter(folder)
@@ -624,29 +616,27 @@ class Config:
 
 def main(argv):
     cfg = config.load(Config, argv, positional="paths")
-    if not 1 <= len(cfg.paths) <= 2 or len(cfg.paths) == 1 and not cfg.gguf:
+    if len(cfg.paths) != 2 and not (cfg.gguf and len(cfg.paths) == 1):
         raise BadInput("hf.py needs two folders: python hf.py RUN OUT_DIR, or python hf.py RUN --gguf")
-    run = cfg.paths[0]
+    run, *outputs = cfg.paths
     quantisation = "F16" if cfg.gguf is True else cfg.gguf
     name = Path(run).resolve().name.removesuffix(".gguf")
-    out = Path(cfg.paths[-1] if len(cfg.paths) == 2 else f"{name}-{quantisation}.gguf")
-    if cfg.gguf and out.exists():
-        raise BadInput(f"{out} exists: choose another file, python hf.py RUN FILE.gguf --gguf")
-    if not cfg.gguf and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise BadInput(f"{out} exists and is not an empty folder: choose another.")
+    out = Path(*outputs or [f"{name}-{quantisation}.gguf"])
+    if out.exists() and (cfg.gguf or not out.is_dir() or any(out.iterdir())):
+        full = ": choose another file, python hf.py RUN FILE.gguf --gguf" if cfg.gguf else (
+            " and is not an empty folder: choose another.")
+        raise BadInput(f"{out} exists{full}")
     source = find(run)
     model = source.load()
     tokenizer = source.tokenizer() if source.has_tokenizer or cfg.gguf else None
-    if cfg.gguf:
-        from text import gguf_export
-        gguf_export.export(*hf_files(model, tokenizer), tokenizer, out, quantisation)
-        suited = "llama.cpp"
-    else:
-        try:
+    suited = "llama.cpp" if cfg.gguf else readers(write_config(model.config), tokenizer)
+    try:
+        if cfg.gguf:
+            gguf_export.export(*hf_files(model, tokenizer), tokenizer, out, quantisation)
+        else:
             export(model, out, tokenizer)
-        except OSError as e:
-            raise BadInput(f"{out} could not be written ({e.strerror}): choose another folder.") from None
-        suited = readers(write_config(model.config), tokenizer)
+    except OSError as e:
+        raise checkpoint.write_error(out, e, "choose another place") from None
     step = "" if source.step is None else f" of step {source.step}"
     print(f"{out}: {model.n_params():,} parameters{step}, for {suited}")
     return 0

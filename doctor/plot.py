@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from runtime import config, guard
-from runtime.config import BadInput, read_json
+from runtime.config import BadInput, read_json, require
 from runtime.metrics import read_run
-from runtime.usage import load_package
 
 SEEDS = Path(__file__).parent.parent / "expected" / "seeds"
 
@@ -87,11 +86,8 @@ def draw(runs, x, output, figures=None, dpi=120):
     """Draw one panel per metric and one colour per run; dots are evaluations, with their
     95% intervals. runs: {name: lines of metrics}. output: a path or a binary file. figures: of seeds, see
     `recorded`; their range is shaded."""
-    try:
-        ticker = load_package("matplotlib.ticker")
-        Figure = load_package("matplotlib.figure").Figure
-    except ImportError as e:
-        raise BadInput(f"The plot needs matplotlib: {e}.") from None
+    ticker = require("matplotlib.ticker", "The plot can't be drawn")
+    Figure = require("matplotlib.figure", "The plot can't be drawn").Figure
     x_key, x_scale, x_label = X_AXES[x]
     of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
     panels = GRPO_PANELS if of_grpo else PANELS

@@ -68,7 +68,7 @@ def write_tokenizer(folder, n_vocab):
     all_words = ("".join(letters) for n in (2, 3, 4) for letters in product(ascii_lowercase, repeat=n))
     words = islice(all_words, n_vocab - 257)
     vocab = {token: i for i, token in enumerate([*byte_letters(), *words, END_OF_TEXT])}
-    content = byte_level(vocab, [], n_vocab - 1, use_regex=False)
+    content = byte_level(vocab, [], n_vocab - 1)
     (folder / "tokenizer.json").write_text(json.dumps(content))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT,
                 "pad_token": END_OF_TEXT}

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from runtime.usage import help_text, is_first_rank
+from runtime.usage import help_text, is_first_rank, load_package
 
 # Options that are not inherited from the run that is resumed, which has a copy of its tokenizer
 NOT_INHERITED = ("out_dir", "init_from", "resume", "overwrite", "eval_only", "tokenizer")
@@ -26,6 +26,14 @@ LARGEST = 2**63 - 1                  # int64, as in torch and NumPy
 
 class BadInput(Exception):
     """An error that the user can fix. Its message is one sentence: problem and remedy. Exit code 2."""
+
+
+def require(module, need):
+    """Return an optional package's module; BadInput, which begins with `need`, if its import fails."""
+    try:
+        return load_package(module)
+    except ImportError as e:
+        raise BadInput(f"{need}, since {e}.") from None
 
 
 class Bounds(NamedTuple):

@@ -469,10 +469,11 @@ def test_rows_are_the_same_from_every_kind_of_file(tmp_path, name, keys, capsys)
 
 
 @pytest.mark.parametrize("content, words", [
-    ("question,answer\na,1,2\n", "line 2 does not have the 2 fields"), ("question,answer\na\n", "line 2 does not"),
-    ("question,answer,answer\na,1,2\n", "two columns have the same name"), ('question,answer\n"a,1\n', "can't be read"), ("", "holds no example")])
+    ("question,answer\na,1,2\n", "line 2: it does not have the 2 fields"), ("question,answer\na\n", "line 2: it does not"),
+    ("question,answer,answer\na,1,2\n", "two columns have the same name"), ('question,answer\n"a,1\n', "can't be read"), ("", "holds no example"),
+    ("question,answer\na,\xff\n", "can't be read .'utf-8' codec")])
 def test_a_table_that_loses_fields_is_refused(tmp_path, content, words):
-    (tmp_path / "a.csv").write_text(content)
+    (tmp_path / "a.csv").write_text(content, "latin-1")
     with pytest.raises(BadInput, match=words):
         examples.read(tmp_path / "a.csv", Tokenizer("bytes"))
 

@@ -249,7 +249,10 @@ def test_a_model_written_as_gguf_is_read_again(architecture, quantisation, tmp_p
                 parameter.copy_(parameter.half())
     hf_config, tensors = hf.hf_files(model, Tokenizer("bytes"))
     gguf_export.export(hf_config, tensors, Tokenizer("bytes"), Path("small.gguf"), quantisation)
-    assert gguf.GGUFReader("small.gguf").fields["general.architecture"].contents() == architecture
+    reader = gguf.GGUFReader("small.gguf")
+    assert reader.fields["general.architecture"].contents() == architecture
+    # llama.cpp refuses a file with another number of tensors than it knows
+    assert ("blk.0.ffn_gate.weight" in {tensor.name for tensor in reader.tensors}) == (architecture not in ("apertus", "gpt2"))
     source = hf.find("small.gguf")
     ids = torch.randint(300, (2, 60))
     with torch.no_grad():

@@ -15,12 +15,11 @@ from typing import Annotated
 
 from runtime import config, guard
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput, Bounds
+from runtime.config import BadInput, Bounds, require
 from runtime.progress import ProgressLine
-from runtime.usage import load_package
 from text import data
 from text.sources import decoded
-from text.tokenizer import END_OF_TEXT, FILE, HF_SETTINGS, SPLIT_DIGITS, Tokenizer, byte_level
+from text.tokenizer import END_OF_TEXT, FILE, HF_SETTINGS, Tokenizer, byte_level
 
 SETTINGS = "tokenizer_config.json"
 HELD_OUT = 2**22                             # bytes of the validation split to measure the result on
@@ -47,8 +46,8 @@ def texts_of(sources, label):
 
 def train(texts, vocab_size, split_digits):
     """Return the tokenizer.json of BPE trained on an iterable of strings, as a dictionary."""
-    tokenizers = load_package("tokenizers")
-    about = byte_level({}, [], end=0, use_regex=True, first=[SPLIT_DIGITS] if split_digits else [])
+    tokenizers = require("tokenizers", "A tokenizer can't be trained")
+    about = byte_level({}, [], 0, "smollm" if split_digits else "gpt-2")
     about["added_tokens"] = []               # the trainer adds the end of text
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(about))
     split = tokenizer.pre_tokenizer
@@ -94,10 +93,7 @@ def main(argv):
         raise BadInput(f"The folder {out} can't be made ({e.strerror}): choose another --out=.") from None
     settings = json.dumps(HF_SETTINGS | {"eos_token": END_OF_TEXT}, indent=1).encode()
     refuse_other(out / SETTINGS, settings)
-    try:
-        about = train(texts_of(sources["train"], "counting words"), cfg.vocab_size, cfg.split_digits)
-    except ImportError as e:
-        raise BadInput(f"A tokenizer can't be trained, since {e}.") from None
+    about = train(texts_of(sources["train"], "counting words"), cfg.vocab_size, cfg.split_digits)
     content = json.dumps(about, ensure_ascii=False, indent=1).encode()
     refuse_other(out / FILE, content)
     write_atomically(out / FILE, content)

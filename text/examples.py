@@ -41,8 +41,8 @@ def is_examples_file(dataset, text_key="text"):
     if suffix_of(dataset) == ".json":
         return not dataset.startswith("task:")
     row = rows.first(dataset)
-    return not (isinstance(row, dict) and text_key in row) and (
-        rows.is_example(row) or rows.other_form(row) is not None)
+    is_text = isinstance(row, dict) and text_key in row
+    return not is_text and bool(rows.form_of(row) or rows.other_form(row))
 
 
 def read(dataset, tokenizer, form=None, instruction=None):
@@ -189,30 +189,26 @@ def parts_of_ids(ids, forced):
 
 def example_of_object(row, tokenizer, form, instructions):
     """Return the Example of an object (see read), ValueError for another row."""
-    if rows.is_example(row):                 # else named below
-        rows.check_keys(row)
+    if rows.form_of(row):                    # else named below
+        rows.check_keys(row, rows.ANSWER_KEYS, rows.SELECTORS)
     system = row.get("system") or None
     if system and not tokenizer.is_chat:
         raise ValueError('its "system" message needs a model with a chat template')
-    rows.checked_messages([], system)
+    messages = rows.checked_messages(row["messages"] if isinstance(row.get("messages"), list) else [], system)
     prompt = row.get("prompt")
-    completion = row.get("completion")
     question = row.get("question")
-    answer = row.get("answer")
-    messages = row.get("messages")
-    if isinstance(prompt, str) and isinstance(completion, str):
+    if isinstance(prompt, str) and isinstance(row.get("completion"), str):
         prompts.check_unmarked(tokenizer, prompt)
-        parts = [(tokenizer.prompt_ids(prompt, system), False), (tokenizer.answer_ids(completion), True)]
-        return example_of_parts(parts, prompt)
-    if isinstance(messages, list):
-        messages = rows.checked_messages(messages, system)
-        if not any(rows.is_target(message) for message in messages):
+        ids = tokenizer.prompt_ids(prompt, system)
+        return example_of_parts([(ids, False), (tokenizer.answer_ids(row["completion"]), True)], prompt)
+    if isinstance(row.get("messages"), list):
+        if not any(turn["role"] == "assistant" and turn.get("weight") != 0 for turn in messages):
             raise ValueError("none of its messages is the assistant's, with a weight other than 0")
         asked = [message["content"] for message in messages if message["role"] == "user"]
         return example_of_parts(tokenizer.conversation(messages), asked[0] if asked else "")
-    if isinstance(question, str) and rows.is_answer(answer):
+    if isinstance(question, str) and rows.is_answer(row.get("answer")):
         ids = prompts.prompt_ids(tokenizer, question, form, instruction=system or instructions[question])
-        return example_of_parts([(ids, False), (tokenizer.answer_ids(str(answer)), True)], question)
+        return example_of_parts([(ids, False), (tokenizer.answer_ids(str(row["answer"])), True)], question)
     raise ValueError(rows.other_form(row) or 'it should be {"prompt": text, "completion": text}, '
                                              '{"question": text, "answer": text} or '
                                              '{"messages": [{"role": ..., "content": ...}, ...]}')

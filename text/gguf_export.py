@@ -1,20 +1,15 @@
 """Write a model as one GGUF file, for llama.cpp and the programs built on it."""
 import json
 import os
-import re
 from pathlib import Path
 
 import numpy as np
 
-from runtime.checkpoint import write_error
-from runtime.config import BadInput
+from runtime.config import BadInput, require
 from runtime.progress import track
-from runtime.usage import load_package
 from text import gguf_files
-from text.gguf_files import CONTROL, NORMAL, SPLITS, STOPS, UNUSED, USER_DEFINED
-from text.tokenizer import BUILT_IN, chatml_jinja, tokenizer_json
-
-HF_TENSOR = re.compile(r"(?:model|transformer)\.(?:(?:layers|h)\.(\d+)\.)?(.+)\.(weight|bias)")
+from text.gguf_files import CONTROL, NORMAL, STOPS, UNUSED, USER_DEFINED
+from text.tokenizer import BUILT_IN, chatml_jinja, split_of, tokenizer_json
 
 
 def architecture_of(config):
@@ -37,32 +32,19 @@ def vocabulary_of(tokenizer):
     raise BadInput if llama.cpp would give a text other ids."""
     built_in = tokenizer.name in BUILT_IN
     about = tokenizer_json(tokenizer.encoding) if built_in else json.loads(tokenizer.encoding.content)
-    model = about["model"]
-    first = about.get("pre_tokenizer") or {}
-    splits = [{"use_regex": True} | split if split.get("type") == "ByteLevel" else split
-              for split in first.get("pretokenizers", [first])]
-    unlike = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-    for name, before in SPLITS.items():
-        last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": name != "qwen2"}
-        same = [{**split, "trim_offsets": None} for split in splits] == [
-            {**split, "trim_offsets": None} for split in (*before, last)]
-        normalizer = {"type": "NFC"} if name == "qwen2" else None
-        if (model["type"] == "BPE" and (same or not model["merges"]) and not any(map(model.get, unlike))
-                and about.get("normalizer") == normalizer):
-            return about, name
-    raise BadInput(f"llama.cpp has no tokenizer that splits like {tokenizer.name}: choose byte-level BPE "
-                   "that splits like GPT-2, SmolLM2 or Qwen2 (python -m text.bpe), gpt2 or bytes.")
+    split = split_of(about)
+    if not split:
+        raise BadInput(f"llama.cpp has no tokenizer that splits like {tokenizer.name}: choose byte-level BPE "
+                       "that splits like GPT-2, SmolLM2 or Qwen2 (python -m text.bpe), gpt2 or bytes.")
+    return about, split
 
 
 def export(config, tensors, tokenizer, path, quantisation):
     """Write a GGUF file. config, tensors: the content of config.json and {Hugging Face name: fp32 tensor};
-    quantisation of matrices: F16 or Q8_0. Vectors and positions stay in fp32."""
+    quantisation of matrices: F16 or Q8_0. Vectors and positions stay in fp32. BadInput, or OSError."""
     architecture = architecture_of(config)
     about, split = vocabulary_of(tokenizer)
-    try:
-        gguf = load_package("gguf")
-    except ImportError as e:
-        raise BadInput(f"GGUF can't be written, since {e}.") from None
+    gguf = require("gguf", f"{path} can't be written")
     temporary = Path(f"{path}.tmp-{os.getpid()}")
     writer = gguf.GGUFWriter(temporary, architecture)
     add_metadata(writer, config, architecture)
@@ -70,13 +52,13 @@ def export(config, tensors, tokenizer, path, quantisation):
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{quantisation}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_tokenizer(writer, tokenizer, about, split, config["vocab_size"])
-    for name, value in track(list(gguf_tensors(config, tensors)), f"converting to {quantisation}", "tensors"):
+    for name, value in track(list(gguf_tensors(gguf, config, tensors, architecture)),
+                             f"converting to {quantisation}", "tensors"):
         quant = gguf.GGMLQuantizationType.F32
         if value.ndim == 2 and name != "position_embd.weight":
             quant = gguf.GGMLQuantizationType["F16" if value.shape[1] % 32 else quantisation]
         if np.abs(value).max() > np.finfo(np.float16).max:
-            raise BadInput(f"{name} has values beyond fp16, or that are not finite: export the model without "
-                           "--gguf.")
+            raise BadInput(f"{name} has values beyond fp16: export the model without --gguf.")
         writer.add_tensor(name, gguf.quants.quantize(value, quant), raw_dtype=quant)
     try:
         writer.write_header_to_file()
@@ -84,33 +66,20 @@ def export(config, tensors, tokenizer, path, quantisation):
         writer.write_tensors_to_file()
         writer.close()
         temporary.rename(path)
-    except OSError as e:
-        raise write_error(path, e, "choose another file") from None
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def add_metadata(writer, config, architecture):
     """Add the shape of a model."""
+    keys = gguf_files.GPT2_KEYS if architecture == "gpt2" else gguf_files.LLAMA_KEYS
+    for key, hf_key in keys.items():
+        add = writer.add_float32 if key.endswith(("epsilon", "freq_base")) else writer.add_uint32
+        add(f"{architecture}.{key}", config[hf_key])
     if architecture == "gpt2":
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(config["n_embd"])
-        writer.add_block_count(config["n_layer"])
-        writer.add_feed_forward_length(config["n_inner"])
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if config["rope_scaling"]:
         writer.add_string(f"{architecture}.rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
@@ -126,12 +95,11 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
         raise BadInput(f"The model has {len(stops)} stop tokens, and GGUF {len(STOPS)}: choose another.")
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [UNUSED] * vocab_size
-    for token, i in about["model"]["vocab"].items():
+    for token, i in tokenizer.vocabulary().items():
         tokens[i] = token
         types[i] = NORMAL
     control = {*stops, tokenizer.pad, tokenizer.bos, tokenizer.start}
     for added in about["added_tokens"]:
-        tokens[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] or added["id"] in control else USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
@@ -148,24 +116,18 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
         writer.add_chat_template(chatml_jinja(tokenizer.template["system"], tokenizer.bos is not None))
 
 
-def gguf_tensors(config, tensors):
+def gguf_tensors(gguf, config, tensors, architecture):
     """Yield (GGUF's name, array) of {Hugging Face name: tensor}, the reverse of gguf_files.write."""
-    names = gguf_files.GPT2_TENSORS if config["model_type"] == "gpt2" else gguf_files.LLAMA_TENSORS
-    names = {hf_name: name for name, hf_name in names.items()}
-    is_apertus = config.get("hidden_act") == "relu"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], len(tensors))
     for hf_name, tensor in tensors.items():
+        name = names.get_name(hf_name, (".weight", ".bias"))
         value = tensor.numpy()
-        if hf_name == "lm_head.weight":
-            yield "output.weight", value
-            continue
-        layer, module, part = HF_TENSOR.fullmatch(hf_name).groups()
-        name = f"{f'blk.{layer}.' if layer else ''}{names[module]}.{part}"
-        if config["model_type"] == "gpt2" and gguf_files.CONV1D.search(name):
+        if architecture == "gpt2" and gguf_files.CONV1D.search(name):
             value = value.T
-        if config["model_type"] == "llama" and gguf_files.ROTATED.search(name):
+        if architecture == "llama" and gguf_files.ROTATED.search(name):
             halves = value.reshape(-1, 2, config["head_dim"] // 2, *value.shape[1:])
             value = halves.swapaxes(1, 2).reshape(value.shape)
-        if not (is_apertus and names[module] == "ffn_gate"):
-            yield name, value
-        if is_apertus and config["tie_word_embeddings"] and names[module] == "token_embd":
+        if architecture == "apertus" and config["tie_word_embeddings"] and name == "token_embd.weight":
             yield "output.weight", value     # that architecture has no tied head
+        if architecture != "apertus" or "ffn_gate" not in name:
+            yield name, value

@@ -12,73 +12,55 @@ import numpy as np
 import torch
 
 from runtime import checkpoint
-from runtime.config import BadInput
-from runtime.usage import load_package
+from runtime.config import BadInput, require
 from text.hub import one_line
-from text.tokenizer import FILE, HF_SETTINGS, SPLIT_DIGITS, byte_level
+from text.tokenizer import FILE, HF_SETTINGS, SPLITS, byte_level
 
 FOLDER = Path("data")                        # the default of --data_dir
-TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-# {GGUF's name of a tensor: Hugging Face's}
-LLAMA_TENSORS = {
-    "token_embd": "embed_tokens",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "output_norm": "norm",
+# Hugging Face's names of tensors, {}: the layer; the package gguf knows GGUF's
+LLAMA_TENSORS = ("model.embed_tokens", "model.norm", "lm_head", *(f"model.layers.{{}}.{name}" for name in (
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj")))
+GPT2_TENSORS = ("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head", *(
+    f"transformer.h.{{}}.{name}" for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc",
+                                              "mlp.c_proj")))
+# {GGUF's key of a number, after the architecture: config.json's}
+LLAMA_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
 }
-GPT2_TENSORS = {
-    "token_embd": "wte",
-    "position_embd": "wpe",
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-    "output_norm": "ln_f",
+GPT2_KEYS = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
 # Apertus' activation xIELU is ReLU² if softplus(alpha_p) is 1, softplus(alpha_n) 0 and beta 0; a constant of
 # every layer
 RELU2 = {"xielu.alpha_p": 0.5413248546129181, "xielu.alpha_n": -200.0, "xielu.beta": 0.0, "xielu.eps": -1e-6}
-# Keys of an architecture that are read, or that change nothing in a causal model with these rotary positions
-KEYS = {
-    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "pooling_type",
-    "tensor_data_layout", "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "rope.freq_base",
-    "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned",
-}
+# Other keys that are read, or that change nothing in a causal model with these rotary positions
+OTHER_KEYS = ("vocab_size", "pooling_type", "tensor_data_layout", "rope.dimension_count", "rope.scale_linear",
+              "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+              "rope.scaling.finetuned")
 # Keys that model.py does not support, each with the value that has no effect in llama.cpp
-NEUTRAL_VALUES = {
-    "attention.causal": True,
-    "rope.scaling.attn_factor": 1.0,
-    "expert_count": 0,
-    "expert_used_count": 0,
-}
+NEUTRAL_VALUES = {"attention.causal": True, "rope.scaling.attn_factor": 1.0, "expert_count": 0,
+                  "expert_used_count": 0}
 ADDED_TOKENS = ("add_bos_token", "add_eos_token", "add_sep_token")
 CONV1D = re.compile(r"(attn_qkv|attn_output|ffn_up|ffn_down)\.weight")
 ROTATED = re.compile(r"attn_[qk]\.")
 STOPS = ("eos", "eot", "eom")                # names of stop tokens
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5            # types of tokens
 NO_MERGE = "ſ ſ"                             # never applies: a list of merges in GGUF can't be empty
-# Qwen2's pattern, which splits a text into words
-WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-         r"\s*[\r\n]+|\s+(?!\S)|\s+")
-# {tokenizer.ggml.pre: the pre-tokeniser before the byte-level one}; without one, that splits like GPT-2
-SPLITS = {
-    "gpt-2": [],
-    "smollm": [SPLIT_DIGITS],
-    "qwen2": [{"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}],
-}
 
 
 def convert(path):
@@ -92,17 +74,14 @@ def convert(path):
     if folder.exists():
         return folder
     try:
-        gguf = load_package("gguf")
+        gguf = require("gguf", f"{path} can't be read")
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with locked(FOLDER) as leftovers:
-            for leftover in leftovers or [temporary]:
-                shutil.rmtree(leftover, ignore_errors=True)
+        with locked(FOLDER):
             if not folder.exists():          # else another process has just converted it
+                shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir()
                 write(gguf, path, digest, temporary)
                 temporary.rename(folder)
-    except ImportError as e:
-        raise BadInput(f"{path} can't be read, since {e}.") from None
     except OSError as e:
         if not folder.exists():              # else another process was faster, without a lock
             raise checkpoint.write_error(f"{folder}, converted from {path},", e, "start again") from None
@@ -121,16 +100,15 @@ def convert(path):
 
 @contextlib.contextmanager
 def locked(folder):
-    """Wait until no other process converts files into a folder, and yield the leftovers of killed ones; none
-    on a file system without locks."""
+    """Wait until no other process converts files into a folder, and remove the leftovers of killed ones. Do
+    neither on a file system without locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        leftovers = list(folder.glob(f"*-{'[0-9a-f]' * 12}.tmp-*"))
-    except OSError:
-        leftovers = []
-    try:
-        yield leftovers
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            for leftover in folder.glob(f"*-{'[0-9a-f]' * 12}.tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        yield
     finally:
         os.close(descriptor)
 
@@ -154,13 +132,17 @@ def write(gguf, path, digest, folder):
     config = hf_config(fields, stored)
     tokenizer, settings = tokenizer_files(fields, path)
     config["converted_from"] = {"file": path.name, "sha256": digest}
-    hf_tensors = {hf_name(name, config["model_type"], path): tensor for name, tensor in stored.items()}
+    names = hf_names(gguf, fields["general.architecture"], len(stored))
+    hf_tensors = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        if module not in names or part not in ("weight", "bias"):
+            raise BadInput(f"{path} has the tensor {name}, which is not supported: choose another model.")
+        hf_tensors[f"{names[module]}.{part}"] = tensor
     if config.get("hidden_act") == "relu":   # relu(z)^2 = relu(z) * z: the gate is the input itself
         hf_tensors |= {name.replace("up_proj", "gate_proj"): tensor for name, tensor in hf_tensors.items()}
-    shapes = {}
-    for name, tensor in hf_tensors.items():
-        shape = tensor.shape.tolist()
-        shapes[name] = torch.empty(shape if is_transposed(tensor, config) else shape[::-1], device="meta")
+    shapes = {name: torch.empty(tensor.shape.tolist()[::1 if is_transposed(tensor, config) else -1],
+                                device="meta") for name, tensor in hf_tensors.items()}
     contents = (read_tensor(gguf, tensor, config) for tensor in hf_tensors.values())
     checkpoint.write_tensors(folder / "model.safetensors", shapes, contents)
     for name, content in (("config.json", config), (FILE, tokenizer), ("tokenizer_config.json", settings)):
@@ -175,36 +157,25 @@ def check_keys(fields, path):
     if fields.get("split.count", 1) > 1:
         raise BadInput(f"{path} is one of {fields['split.count']} parts: merge them with llama.cpp's "
                        "llama-gguf-split --merge.")
-    expected = {f"{architecture}.{key}": value for key, value in NEUTRAL_VALUES.items()}
-    expected[f"{architecture}.attention.value_length"] = head_dim(without_prefix(fields, architecture))
-    expected |= {f"tokenizer.ggml.{key}": False for key in ADDED_TOKENS}
+    own = architecture_metadata(fields)
+    neutral = {f"{architecture}.{key}": value for key, value in NEUTRAL_VALUES.items()}
+    neutral[f"{architecture}.attention.value_length"] = own["attention.key_length"]
+    neutral |= {f"tokenizer.ggml.{key}": False for key in ADDED_TOKENS}
     if architecture == "apertus":
-        layers = fields["apertus.block_count"]
-        expected |= {key: [float(np.float32(value))] * layers for key, value in RELU2.items()}
+        neutral |= {key: [float(np.float32(value))] * own["block_count"] for key, value in RELU2.items()}
+    read = {f"{architecture}.{key}" for key in (*LLAMA_KEYS, *GPT2_KEYS, *OTHER_KEYS)}
     for key, value in fields.items():
-        name = key.removeprefix(f"{architecture}.")
-        if key in expected:
-            is_neutral = value == expected[key]
-        else:
-            is_neutral = name == key or name in KEYS and not isinstance(value, list)
-        if not is_neutral:
+        has_no_effect = not key.startswith(f"{architecture}.") or key in read and not isinstance(value, list)
+        if value != neutral[key] if key in neutral else not has_no_effect:
             raise BadInput(f"{path} has {key}={str(value)[:80]}, which model.py does not support: choose "
                            "another model.")
 
 
-def hf_name(name, kind, path):
-    """Return the Hugging Face name of a tensor."""
-    if name == "output.weight":
-        return "lm_head.weight"
-    match = TENSOR.fullmatch(name)
-    names = GPT2_TENSORS if kind == "gpt2" else LLAMA_TENSORS
-    if not match or match[2] not in names:
-        raise BadInput(f"{path} has the tensor {name}, which model.py does not support: choose "
-                       "another model.")
-    prefix = "transformer" if kind == "gpt2" else "model"
-    layers = "h" if kind == "gpt2" else "layers"
-    layer = f"{layers}.{match[1]}." if match[1] else ""
-    return f"{prefix}.{layer}{names[match[2]]}.{match[3]}"
+def hf_names(gguf, architecture, n_layers):
+    """Return {GGUF's name of a tensor, without its suffix: Hugging Face's}, for n_layers layers at least."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], n_layers)
+    return {names.get_name(name.format(layer)): name.format(layer) for layer in range(n_layers)
+            for name in (GPT2_TENSORS if architecture == "gpt2" else LLAMA_TENSORS)}
 
 
 def is_transposed(tensor, config):
@@ -224,23 +195,22 @@ def read_tensor(gguf, tensor, config):
     return torch.tensor(value.T if is_transposed(tensor, config) else value)
 
 
-def without_prefix(fields, prefix):
-    return {name.removeprefix(f"{prefix}."): value for name, value in fields.items()}
-
-
-def head_dim(own):
-    """Return the number of channels of a head. own: metadata without the architecture's prefix."""
-    return own.get("attention.key_length") or own["embedding_length"] // own["attention.head_count"]
+def architecture_metadata(fields):
+    """Return an architecture's metadata without its prefix, and with llama.cpp's defaults."""
+    own = {key.removeprefix(f"{fields['general.architecture']}."): value for key, value in fields.items()}
+    heads = own["attention.head_count"]
+    return {"attention.head_count_kv": heads, "attention.key_length": own["embedding_length"] // heads,
+            "rope.freq_base": 10000.0} | own
 
 
 def hf_config(fields, stored):
     """Return config.json, a dict. fields: the file's metadata; stored: {name: tensor}."""
     architecture = fields["general.architecture"]
     kind = "qwen3" if architecture == "apertus" else architecture
-    own = without_prefix(fields, architecture)
-    heads = own["attention.head_count"]
+    keys = GPT2_KEYS if kind == "gpt2" else LLAMA_KEYS
+    own = architecture_metadata(fields)
     ends = [own.get(f"tokenizer.ggml.{name}_token_id") for name in STOPS]
-    common = {
+    config = {hf_key: own[key] for key, hf_key in keys.items()} | {
         "model_type": kind,
         "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"],
         "vocab_size": int(stored["token_embd.weight"].shape[1]),
@@ -248,34 +218,16 @@ def hf_config(fields, stored):
         "eos_token_id": [i for i in dict.fromkeys(ends) if i is not None],
     }
     if kind == "gpt2":
-        return common | {
-            "n_positions": own["context_length"],
-            "n_layer": own["block_count"],
-            "n_head": heads,
-            "n_embd": own["embedding_length"],
-            "n_inner": own["feed_forward_length"],
-            "layer_norm_epsilon": own["attention.layer_norm_epsilon"],
-            "activation_function": "gelu_new",
-        }
+        return config | {"activation_function": "gelu_new"}
     # as llama.cpp: an old name of the factor, 0 is none, and a factor without a type is linear
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0)) or 1.0
     rope_type = own.get("rope.scaling.type", "linear").replace("none", "default")
-    rope = {"rope_type": rope_type, "factor": factor}
-    if rope_type == "linear" and factor == 1:
-        rope = {"rope_type": "default"}
-    return common | {
-        "max_position_embeddings": own["context_length"],
-        "num_hidden_layers": own["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
-        "head_dim": head_dim(own),
-        "hidden_size": own["embedding_length"],
-        "intermediate_size": own["feed_forward_length"],
+    is_scaled = factor != 1 or rope_type != "linear"
+    head_dim = config["head_dim"]
+    return config | {
         "hidden_act": "relu" if architecture == "apertus" else "silu",
-        "rms_norm_eps": own["attention.layer_norm_rms_epsilon"],
-        "rope_theta": own.get("rope.freq_base", 10000.0),
-        "rope_scaling": rope,
-        "partial_rotary_factor": own.get("rope.dimension_count", head_dim(own)) / head_dim(own),
+        "rope_scaling": {"rope_type": rope_type, "factor": factor} if is_scaled else {"rope_type": "default"},
+        "partial_rotary_factor": own.get("rope.dimension_count", head_dim) / head_dim,
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
     }
@@ -284,7 +236,7 @@ def hf_config(fields, stored):
 def tokenizer_files(fields, path):
     """Return tokenizer.json and tokenizer_config.json, dicts. They follow tokenizer.ggml.pre; transformers
     ignores it, and so gives SmolLM2 other ids for a number after two blanks than it was trained on."""
-    own = without_prefix(fields, "tokenizer.ggml")
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
     split = own.get("pre")
     if own.get("model") != "gpt2" or split not in SPLITS:
         raise BadInput(f"{path} has another tokenizer, {own.get('model')} {split}: choose a model "
@@ -293,12 +245,10 @@ def tokenizer_files(fields, path):
     kinds = own["token_type"]
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != UNUSED}
     merges = [merge.split(" ") for merge in own["merges"] if merge != NO_MERGE]
-    about = byte_level(vocab, merges, own["eos_token_id"], split != "qwen2", SPLITS[split])
+    about = byte_level(vocab, merges, own["eos_token_id"], split)
     end = about["added_tokens"][0]
     about["added_tokens"] = [end | {"id": i, "content": tokens[i], "special": kind == CONTROL}
                              for i, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
-    if split == "qwen2":
-        about["normalizer"] = {"type": "NFC"}
     settings = dict(HF_SETTINGS)
     for key, name in (("eos", "eos"), ("bos", "bos"), ("pad", "padding")):
         if f"{name}_token_id" in own:

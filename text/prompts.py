@@ -46,8 +46,8 @@ def instruction_of(tokenizer, task, question):
     the task is the user's and the model has no chat template. ValueError if that concerns the question's."""
     system = question.get("system")
     if system and not tokenizer.is_chat:
-        raise ValueError(f"The question {question['question'][:40]!r} has a system message, and the model has "
-                         "no chat template: write it into the prompt.")
+        raise ValueError(f"The question {question['question'][:40]!r} has a system message, and the model "
+                         "has no chat template: write it into the prompt.")
     if task.instruction and not tokenizer.is_chat and not task.module.__name__.startswith("tasks."):
         say_unseen(f"INSTRUCTION of the task {task.name}")
     return system or task.instruction

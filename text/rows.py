@@ -9,13 +9,13 @@ from text.sources import VALID_NAMES, csv_rows, is_saved, load_saved, suffix_of
 
 EXAMPLES = ({"prompt", "completion"}, {"messages"}, {"question", "answer"})
 ROLES = ("system", "user", "assistant")
-# Keys that change the meaning of a row or of a message, each with values that do not. So does none of EMPTY.
+# Keys that change the meaning of a row or of a message, unless their value is one of EMPTY
 EMPTY = (None, "", [], {})
+PROMPT_KEYS = ("tools", "functions", "documents", "image", "images", "audio", "videos")
+ANSWER_KEYS = (*PROMPT_KEYS, "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking",
+               "context", "input", "choices", "options")
+SELECTORS = ("label", "weight", "train")     # the same, unless one of ONE
 ONE = (1, "1", "True", "true")
-PROMPT_KEYS = dict.fromkeys(("tools", "functions", "documents", "image", "images", "audio", "videos"), ())
-ANSWER_KEYS = PROMPT_KEYS | dict.fromkeys(("tool_calls", "function_call", "reasoning_content", "reasoning",
-                                           "thinking", "context", "input", "choices", "options"), ())
-ANSWER_KEYS |= {"label": ONE, "weight": ONE, "train": ONE}
 
 
 def read(path, split="train"):
@@ -29,8 +29,8 @@ def read(path, split="train"):
 
 def first(path):
     """Return the first row, None if there is none or it can't be read."""
-    try:
-        return next(rows_of(Path(path)), None)
+    try:                                     # a text may be one very long line
+        return None if suffix_of(path) in (".txt", ".md") else next(rows_of(Path(path)), None)
     except BadInput:
         return None
 
@@ -61,27 +61,26 @@ def rows_of(path, split="train"):
 
 
 def saved_rows(path, split):
-    """Yield the rows of a split, or of a Dataset without splits."""
+    """Return the rows of a split, or of a Dataset without splits."""
     splits = load_saved(path)
-    names = VALID_NAMES if split == "valid" else (split,)
     if not (path / "dataset_dict.json").is_file():
-        names = tuple(splits)
-    chosen = next((name for name in names if name in splits), None)
-    if chosen is None:
-        raise ValueError(f"it has no split {split}, only {', '.join(splits)}")
-    yield from splits[chosen]
+        split = "train"
+    for name in VALID_NAMES if split == "valid" else (split,):
+        if name in splits:
+            return splits[name]
+    raise ValueError(f"it has no split {split}, only {', '.join(splits)}")
 
 
 # --- forms of rows ---
 
-def is_example(row):
-    """Return whether an object has the keys of an example."""
-    return isinstance(row, dict) and any(keys <= row.keys() for keys in EXAMPLES)
+def form_of(row):
+    """Return the keys of an example that an object has, None for another row."""
+    return next((keys for keys in EXAMPLES if isinstance(row, dict) and keys <= row.keys()), None)
 
 
 def has_question(row):
     """Return whether an example's question is put into a prompt form: a list, or {"question", "answer"}."""
-    return isinstance(row, list) or is_example(row) and not any(keys <= row.keys() for keys in EXAMPLES[:2])
+    return isinstance(row, list) or form_of(row) == EXAMPLES[-1]
 
 
 def other_form(row):
@@ -114,10 +113,10 @@ def is_answer(value):
     return isinstance(value, str | int | float) and not isinstance(value, bool) and is_finite(value)
 
 
-def check_keys(row, keys=ANSWER_KEYS):
+def check_keys(row, keys, selectors=()):
     """Raise ValueError for a key of a row or message that changes its meaning and is not supported."""
-    for key in keys & row.keys():
-        if row[key] not in (*EMPTY, *keys[key]):
+    for key in (*keys, *selectors):
+        if row.get(key) not in (*EMPTY, *(ONE if key in selectors else ())):
             raise ValueError(f'"{key}": {str(row[key])[:40]} is not supported; leave the row out, or write '
                              "it into its texts without that key")
 
@@ -126,17 +125,17 @@ def checked_messages(messages, system=None):
     """Return a row's messages, after its "system" if it has one; ValueError for one that is not {"role",
     "content"}, or has another role than ROLES."""
     for message in messages:
-        if not isinstance(message, dict):
-            raise ValueError(f'its message {str(message)[:80]} should be {{"role": text, "content": text}}')
-        check_keys({key: value for key, value in message.items() if key != "weight"})
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"its message {str(message)[:80]} needs a text as role and as content; give it "
-                             "both, or leave it out")
+        shown = str(message)[:80]
+        fields = message if isinstance(message, dict) else {}
+        check_keys(fields, ANSWER_KEYS, ("label", "train"))
+        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"its message {shown} needs a text as role and as content; give it both, or "
+                             "leave it out")
         if message["role"] not in ROLES:
             raise ValueError(f"its message has the role {message['role'][:40]!r}, not system, user or "
                              "assistant; rename it, or leave the row out")
         if message.get("weight") not in (None, 0, 1):
-            raise ValueError(f"its message has the weight {str(message['weight'])[:40]}; give 0 or 1")
+            raise ValueError(f"its message {shown} has the weight {message['weight']}; give 0 or 1")
     if not system:
         return messages
     if not isinstance(system, str) or messages[:1] and messages[0]["role"] == "system":
@@ -144,21 +143,15 @@ def checked_messages(messages, system=None):
     return [{"role": "system", "content": system}, *messages]
 
 
-def is_target(message):
-    return message["role"] == "assistant" and message.get("weight") != 0
-
-
 def report_unused(rows, path):
     """Print the keys of examples that nothing used."""
     unused = set()
-    for row in rows:
-        if isinstance(row, dict):
-            form = next(keys for keys in EXAMPLES if keys <= row.keys())
-            unused |= {key for key in row.keys() - form - {"system"} if row[key] not in EMPTY}
-            for message in row["messages"] if "messages" in form else ():
-                unused |= {f"messages: {key}" for key in message.keys() - {"role", "content", "weight"}
-                           if message[key] not in EMPTY}
-    unused -= ANSWER_KEYS.keys()
+    for row in filter(form_of, rows):
+        used = {*form_of(row), "system", *ANSWER_KEYS, *SELECTORS}
+        unused |= {key for key in row.keys() - used if row[key] not in EMPTY}
+        for message in row["messages"] if "messages" in used else ():
+            unused |= {f"messages: {key}" for key in message.keys() - used - {"role", "content"}
+                       if message[key] not in EMPTY}
     if unused:
         print(f"Keys of {path} that have no effect: {', '.join(sorted(map(str, unused)))}.", flush=True)
 
@@ -166,10 +159,10 @@ def report_unused(rows, path):
 def question_of(row, needs_answer):
     """Return a question for a task, row | {"question", perhaps "system"}; ValueError for another row. The
     prompt may be a list of a user's message, perhaps after a system message."""
-    if not isinstance(row, dict) or not (row.get("prompt") or row.get("question")):
+    prompt = isinstance(row, dict) and (row.get("prompt") or row.get("question"))
+    if not prompt:
         raise ValueError('it should be {"prompt": text, "answer": ...}')
     check_keys(row, PROMPT_KEYS)
-    prompt = row.get("prompt") or row["question"]
     if (row.get("question") or prompt) != prompt:
         raise ValueError('its "prompt" and "question" differ; leave one out')
     if not isinstance(prompt, list):
@@ -177,14 +170,10 @@ def question_of(row, needs_answer):
     *system, message = checked_messages(prompt, row.get("system"))
     if [m["role"] for m in (*system, message)] not in (["user"], ["system", "user"]):
         raise ValueError("its prompt should be a message of the user, perhaps after one of the system")
-    if needs_answer and row.get("answer") is None:
-        raise ValueError('it has no "answer"')
-    if not is_finite(row.get("answer")):
-        raise ValueError("its answer should be a text or a finite number, not NaN")
+    if needs_answer and row.get("answer") is None or not is_finite(row.get("answer")):
+        raise ValueError('it has no "answer", any value of JSON but not NaN')
     try:
         json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("it has a lone surrogate, half of a character in UTF-16") from None
-    except TypeError as e:
-        raise ValueError(f"{e}, as a row of JSON would be") from None
-    return row | {"question": message["content"]} | ({"system": system[0]["content"]} if system else {})
+    except (UnicodeEncodeError, TypeError) as e:
+        raise ValueError(f"it has a lone surrogate, or a value that JSON has not: {e}") from None
+    return row | {"question": message["content"]} | {turn["role"]: turn["content"] for turn in system}

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 
-from runtime.config import BadInput, parse_json
+from runtime.config import BadInput, parse_json, require
 from runtime.progress import ProgressLine
 from runtime.usage import load_package
 from text import hub
@@ -124,7 +124,8 @@ def source_of(path, text_key):
     if suffix_of(path) == ".parquet":
         return Parquet(path, text_key)
     if suffix_of(path) == ".csv":
-        return HubRows(csv_table(path), path, text_key)
+        table = require("datasets", f"{path} can't be read").Dataset.from_list(list(csv_rows(path)))
+        return HubRows(table, path, text_key)
     return Text(path)
 
 
@@ -138,37 +139,29 @@ def load_saved(path):
     try:
         dataset = load_package("datasets").load_from_disk(str(path))
     except Exception as e:                   # package, format or files
-        raise BadInput(f"{path} can't be read ({hub.one_line(e)}): save it again with "
-                       "save_to_disk().") from None
+        raise BadInput(f"{path} can't be read ({hub.one_line(e)}): save it again.") from None
     return dataset if isinstance(dataset, dict) else {"train": dataset}
-
-
-def csv_table(path):
-    """Return a table's rows as a datasets.Dataset of texts."""
-    try:
-        return load_package("datasets").Dataset.from_list(list(csv_rows(path)))
-    except (ValueError, ImportError) as e:
-        raise BadInput(f"The table {path} can't be read ({e}): correct it.") from None
 
 
 def csv_rows(path):
     """Yield a table's rows as {column: text}. The first line names the columns and shows what separates them
-    (comma, semicolon or tab). ValueError for another number of fields."""
+    (comma, semicolon or tab). BadInput for another number of fields."""
     csv.field_size_limit(2**31 - 1)
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
         separator = max(",;\t", key=file.readline().count)
-        file.seek(0)
+    with open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, delimiter=separator, strict=True)
         try:
             names = rows.fieldnames or []
             if len(set(names)) < len(names):
-                raise ValueError("two columns have the same name in its first line")
+                raise csv.Error("two columns have the same name")
             for row in rows:
                 if None in row or None in row.values():
-                    raise ValueError(f"line {rows.line_num} does not have the {len(names)} fields of line 1")
+                    raise csv.Error(f"it does not have the {len(names)} fields of line 1")
                 yield row
-        except csv.Error as e:
-            raise ValueError(f"line {rows.line_num}: {e}") from None
+        except (UnicodeError, csv.Error) as e:
+            line = f"line {rows.line_num}: " if isinstance(e, csv.Error) else ""
+            raise BadInput(f"{path} can't be read ({line}{e}): correct it.") from None
 
 
 def find_on_hub(name, text_key):
@@ -176,11 +169,7 @@ def find_on_hub(name, text_key):
     hub_answers = hub.is_reachable()
     if not hub_answers:
         os.environ["HF_HUB_OFFLINE"] = "1"   # use the cache at once, without half a minute of retries
-    try:
-        datasets = load_package("datasets")
-    except ImportError as e:
-        raise BadInput(f"The dataset {name} is not a local file, and the hub can't be searched, since {e}, "
-                       "or give a path.") from None
+    datasets = require("datasets", f"The dataset {name} is not a local file, and the hub can't be searched")
     repository, _, configuration = HUB_NAMES.get(name, name).partition(":")
     try:
         dataset = datasets.load_dataset(repository, configuration or None)
@@ -403,8 +392,14 @@ class JsonLines(Text):
 class Rows:
     """Rows start to stop of a table whose column `key` has one document a row. width: mean bytes a row."""
 
-    def check_columns(self, columns):
-        """Raise BadInput unless the column exists and holds text. columns: {name: pyarrow type}."""
+    def __init__(self, name, key, schema, rows, n_bytes):
+        """Raise BadInput unless the column exists and holds text. schema: pyarrow's."""
+        self.name = name
+        self.key = key
+        self.start = 0
+        self.stop = rows
+        self.width = n_bytes / max(1, rows)
+        columns = {field.name: field.type for field in schema}
         if self.key == "text" and len(columns) == 1 and self.key not in columns:
             (self.key,) = columns
             print(f"{self.name}: each row of its only column, {self.key!r}, is a document.", flush=True)
@@ -466,24 +461,15 @@ class Parquet(Rows):
     """Rows of a .parquet file, decoded in batches."""
 
     def __init__(self, path, key):
-        try:
-            pyarrow = load_package("pyarrow")
-            load_package("pyarrow.parquet")
-        except ImportError as e:
-            raise BadInput(f"{path} can't be read, since {e}.") from None
+        pyarrow = require("pyarrow", f"{path} can't be read")
+        require("pyarrow.parquet", f"{path} can't be read")
         self.path = path
-        self.name = path
-        self.key = key
-        self.start = 0
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as e:
             raise self.unreadable(e) from None
         with file:
-            rows = file.metadata.num_rows
-            self.check_columns({field.name: field.type for field in file.schema_arrow})
-        self.stop = rows
-        self.width = path.stat().st_size / max(1, rows)
+            super().__init__(path, key, file.schema_arrow, file.metadata.num_rows, path.stat().st_size)
 
     def unreadable(self, error):
         """Return the BadInput for an exception of pyarrow."""
@@ -520,14 +506,9 @@ class HubRows(Rows):
     whose empty rows have lost their blank."""
 
     def __init__(self, dataset, name, key, lines=False):
+        super().__init__(name, key, dataset.features.arrow_schema, len(dataset), dataset.data.nbytes)
         self.dataset = dataset
-        self.name = name
-        self.key = key
         self.lines = lines
-        self.start = 0
-        self.stop = len(dataset)
-        self.check_columns({field.name: field.type for field in dataset.features.arrow_schema})
-        self.width = dataset.data.nbytes / max(1, len(dataset))
 
     def batches(self):
         """Yield lists of texts, None for a row without text."""

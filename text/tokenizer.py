@@ -13,15 +13,22 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from runtime.checkpoint import write_atomically
-from runtime.config import BadInput, check_type, read_json
+from runtime.config import BadInput, check_type, read_json, require
 from runtime.progress import ProgressLine
-from runtime.usage import load_package
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 LONG_TEXT = 2**14                    # characters
 HF_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-SPLIT_DIGITS = {"type": "Digits", "individual_digits": True}
+# Qwen2's pattern, which splits a text into words
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+         r"\s*[\r\n]+|\s+(?!\S)|\s+")
+# {llama.cpp's name of a split into words: the pre-tokenizers before the byte-level one}
+SPLITS = {
+    "gpt-2": [],
+    "smollm": [{"type": "Digits", "individual_digits": True}],
+    "qwen2": [{"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}],
+}
 # Printable ASCII, and each other byte of UTF-8 that planes 0 and 1 of Unicode use
 CHARACTERS = ["\t", "\n", "\r", *map(chr, [*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc0, 0x800, 0x40),
                                            *range(0x900, 0xd000, 0x1000), 0xd000, 0xe000, 0xf900, 0x1f600])]
@@ -290,20 +297,21 @@ def byte_letters():
     return [chr(byte if byte in prints else next(others)) for byte in range(256)]
 
 
-def byte_level(vocab, merges, end, use_regex, first=None):
+def byte_level(vocab, merges, end, split="gpt-2"):
     """Return the tokenizer.json of byte-level BPE as a dictionary. vocab: {token in byte_letters: id};
-    merges: [[left, right]] in order; end: id of the end of text; use_regex: split like GPT-2; first: list of
-    pre-tokenizers that come before."""
-    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+    merges: [[left, right]] in order; end: id of the end of text; split: a name in SPLITS."""
+    is_qwen2 = split == "qwen2"
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not is_qwen2}
+    steps = {"type": "Sequence", "pretokenizers": [*SPLITS[split], last]}
     special = {"id": end, "content": END_OF_TEXT, "special": True}
     special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
         "added_tokens": [special],
-        "normalizer": None,
-        "pre_tokenizer": split if first is None else {"type": "Sequence", "pretokenizers": [*first, split]},
+        "normalizer": {"type": "NFC"} if is_qwen2 else None,
+        "pre_tokenizer": steps if SPLITS[split] else last,
         "post_processor": None,
-        "decoder": split,
+        "decoder": last,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
 
@@ -322,7 +330,7 @@ def tokenizer_json(encoding):
             parts[i:i + 2] = [pairs[i]]
         if len(parts) == 2:
             merges.append([in_letters(part, letters) for part in parts])
-    return byte_level(ids_of(encoding), merges, encoding.eot_token, use_regex=encoding.name == "gpt2")
+    return byte_level(ids_of(encoding), merges, encoding.eot_token)
 
 
 def ids_of(encoding):
@@ -331,19 +339,29 @@ def ids_of(encoding):
     return {in_letters(token, letters): rank for token, rank in encoding._mergeable_ranks.items()}
 
 
+def split_of(about):
+    """Return the name in SPLITS of the split of a tokenizer.json (a dict) of byte-level BPE, else None."""
+    unlike = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+    if about["model"].get("type") != "BPE" or any(map(about["model"].get, unlike)):
+        return None
+    expected = {name: byte_level({}, [], 0, name) for name in SPLITS}
+    return next((name for name, other in expected.items() if pre_tokenizers(other) == pre_tokenizers(about)
+                 and other["normalizer"] == about.get("normalizer")), None)
+
+
+def pre_tokenizers(about):
+    """Return the list of pre-tokenizers, with the library's default and without a key that changes no id."""
+    whole = about.get("pre_tokenizer") or {}
+    steps = whole.get("pretokenizers", [whole])
+    return [{"use_regex": True} | step | {"trim_offsets": None} for step in steps]
+
+
 def as_tiktoken(content):
     """Return a tiktoken.Encoding that gives text the ids of a tokenizer.json, in a fraction of the library's
     time; None unless it is byte-level BPE with GPT-2's split."""
     about = json.loads(content)
     model = about["model"]
-    first = about.get("pre_tokenizer") or {}
-    splits = [(split.get("type"), split.get("add_prefix_space"), split.get("use_regex", True))
-              for split in first.get("pretokenizers", [first]) if split]
-    unlike = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
-              "ignore_merges")
-    if (about.get("normalizer") or splits != [("ByteLevel", False, True)] or model.get("type") != "BPE"
-            or any(model.get(name) for name in unlike)
-            or not all(token["special"] for token in about.get("added_tokens", []))):
+    if split_of(about) != "gpt-2" or not all(token["special"] for token in about.get("added_tokens", [])):
         return None
     vocab = model["vocab"]
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
@@ -378,10 +396,7 @@ class TokenizerJson:
     """A tokenizer.json with the part of tiktoken's interface that Tokenizer uses."""
 
     def __init__(self, path):
-        try:
-            tokenizers = load_package("tokenizers")
-        except ImportError as e:
-            raise BadInput(f"{path} can't be read, since {e}.") from None
+        tokenizers = require("tokenizers", f"{path} can't be read")
         try:
             self.content = path.read_bytes()
             self.hf = tokenizers.Tokenizer.from_buffer(self.content)
@@ -407,8 +422,8 @@ class TokenizerJson:
 
     @functools.cached_property
     def fast(self):
-        """The same in tiktoken, or None: built for the first long text, since it takes a third of a second with
-        GPT-2's merges."""
+        """The same in tiktoken, or None: built for the first long text, since it takes a third of a second
+        with GPT-2's merges."""
         return as_tiktoken(self.content)
 
     def encode_to_numpy(self, text, disallowed_special=()):
@@ -443,10 +458,8 @@ class TokenizerJson:
 
     def check_pieces(self):
         """Raise BadInput if pieces of a text are encoded differently (as by Llama 2's tokenizer)."""
-        whole = self.encode_to_numpy("a\nb").tolist()
-        first = self.encode_to_numpy("a\n").tolist()
-        second = self.encode_to_numpy("b").tolist()
-        if whole != first + second:
+        pieces = [*self.encode_to_numpy("a\n"), *self.encode_to_numpy("b")]
+        if self.encode_to_numpy("a\nb").tolist() != pieces:
             raise BadInput(f"{self.path} encodes a piece of a text differently than the whole text: choose a "
                            "byte-level tokenizer, such as GPT-2's, Llama 3's or Qwen's.")
 
