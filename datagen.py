@@ -473,7 +473,9 @@ def check(cfg):
 
 def fingerprint(model):
     """Return the SHA-256 of a model's architecture and weights."""
-    digest = hashlib.sha256(json.dumps(dataclasses.asdict(model.config)).encode())
+    shape = {f.name: getattr(model.config, f.name) for f in dataclasses.fields(model.config)
+             if getattr(model.config, f.name) != f.default}       # a new field changes no old log
+    digest = hashlib.sha256(json.dumps(shape).encode())
     for name, weight in track(sorted(model.state_dict().items()), "hashing the weights", "tensors"):
         digest.update(name.encode())
         digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())

@@ -213,7 +213,7 @@ def one_answer(run):
         why = (f"the reward pays it {reward:.2f} on average. Let the reward depend on the question, or ask "
                "questions with other answers")
     else:
-        why = f"the policy has collapsed. {restart_advice(run).capitalize()}"
+        why = f"the policy has collapsed; {restart_advice(run)}"
     return (f"{newest['most_common_share']:.0%} of the last step's completions, to "
             f"{newest['most_common_questions']} different questions, are the same text, "
             f"{excerpt(text)}: {why}.")
@@ -390,6 +390,9 @@ def held_out_fall(run):
     first = fmean(rewards[:MIN_LINES])
     latest = fmean(rewards[-MIN_LINES:])
     rises = latest >= first + 0.02
+    earlier = number(run.evaluations[-2].get("val_accuracy_high"))
+    if not rises and (earlier is None or earlier >= low):     # the best of many evaluations is partly noise
+        return None, False
     return (f"The reward {'rises' if rises else 'does not rise'} ({first:.2f} to {latest:.2f}) while greedy "
             f"held-out accuracy falls ({before:.0%} to {now:.0%})"), rises
 
@@ -725,7 +728,7 @@ def prompts_with_answer(run):
     if share < 0.75:
         return None
     return (f"The answer stands in the prompt of {share:.0%} of the {run.facts['unit']}, so the model learns "
-            "to copy it: take it out, unless copying is the task.")
+            "to copy it: take it out, unless prompts list options or copying is the task.")
 
 
 def bad_targets(run):

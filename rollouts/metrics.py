@@ -15,7 +15,7 @@ from runtime.log import shown
 from runtime.progress import duration
 from runtime.run import non_default_options, rate_shown
 from runtime.vitals import fingerprint, moved
-from text.facts import ends_with_answer, facts_of
+from text.facts import facts_of
 from text.provenance import common_prompt
 
 UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
@@ -182,12 +182,6 @@ def facts(run, source, pipeline, stream, valid):
                        for pairs in (stream.pairs, valid))
     answers = [(question["question"], question.get("answer", "")) for question, _ in stream.pairs]
     rows = facts_of(train, held_out, answers, "questions")
-    last_words = [question for question, _ in stream.pairs[:8]
-                  if ends_with_answer(question["question"], question.get("answer", ""))]
-    if len(last_words) == 8:                 # the aim of a Countdown question is not its answer: paid?
-        grades = pipeline.pool.score([(question, str(question["answer"])) for question in last_words])
-        rows["prompts_with_answer"] = max(fmean(grade.score == 1 and not grade.error for grade in grades),
-                                          rows["prompts_with_answer"])
     return rows | {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
@@ -280,11 +274,12 @@ def advantage_fit(groups):
 
 def length_fit(groups):
     """Return the share of the scores' variance that the length of the text explains (adjusted eta squared), 1
-    if the score depends on length alone. None for scores of fewer than three values or few texts of equal
-    length."""
+    if the score depends on length alone. None for scores of fewer than three values or few different texts of
+    equal length."""
     by_length = defaultdict(list)
-    for c in (c for group in groups for c in group if not c.grade.error):
-        by_length[len(c.text)].append(c.grade.score)
+    for group in groups:
+        for text, score in {c.text: c.grade.score for c in group if not c.grade.error}.items():
+            by_length[len(text)].append(score)
     repeated = [scores for scores in by_length.values() if len(scores) > 1]
     scores = [score for alike in repeated for score in alike]
     if len({*scores}) < 3 or len(scores) < 2 * len(repeated) + 5:

@@ -125,6 +125,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
             if key in given and key in saved and given[key] != saved[key]:
                 raise BadInput(f"{key}={given[key]} contradicts {run}, which has {key}={saved[key]}: leave "
                                "it out, or start from scratch.")
+        if init_from == "resume" and given.get("learning_rate", 0) is None:
+            del given["learning_rate"]       # the rate that the run chose
         values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
                    for key in fields if key in saved and key not in NOT_INHERITED}
         if init_from == "resume" and claim and not any((Path(run) / "checkpoints").glob("step_*")):

@@ -114,8 +114,8 @@ class StopSignal:
     received = None
 
     def __init__(self, until, unsaved):
-        """until: function that returns the end of the message's "Stopping after ...". unsaved: the work that
-        a second signal loses."""
+        """until: function that returns the end of the message's "Stopping after ...", or None. unsaved: the
+        work that a second signal loses."""
         self.until = until
         self.unsaved = unsaved
         signal.signal(signal.SIGTERM, self.receive)
@@ -126,12 +126,14 @@ class StopSignal:
     def receive(self, number, frame):
         if StopSignal.received == number == signal.SIGINT:
             raise KeyboardInterrupt
-        if StopSignal.received is None and distributed.is_main():
+        first = StopSignal.received is None
+        StopSignal.received = number
+        if first and distributed.is_main():
             again = "A second Ctrl-C" if number == signal.SIGINT else "SIGKILL"
-            message = f"\nStopping after {self.until()}. {again} stops now and loses {self.unsaved}.\n"
+            until = self.until() if self.until else "this step and its checkpoint"
+            message = f"\nStopping after {until}. {again} stops now and loses {self.unsaved}.\n"
             with contextlib.suppress(OSError):           # after SIGHUP there may be no terminal
                 os.write(2, message.encode())            # a signal may interrupt print(), which then fails
-        StopSignal.received = number
 
     def requested(self):
         """Tell whether any rank received a signal. Every rank must call."""

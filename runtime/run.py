@@ -177,6 +177,7 @@ class Run:
             if error is not None and not isinstance(error, Retry):
                 self.log.say_findings()
             self.log.close(failed=error is not None)
+            self.stop.until = None           # the handler would keep the model's memory during a retry
             if not isinstance(error, Retry):              # a Retry resumes in this process
                 lock.release(Path(self.cfg.out_dir) / lock.NAME)
 
@@ -257,6 +258,7 @@ class Run:
             self.save()                      # before the evaluation: there may be a kill soon
         if self.evaluate and self.state.evaluation_due:
             self.evaluate()
+            self.stopping = self.stopping or self.stop.requested()
         self.save_if_due()
 
     def catch_up(self):
@@ -267,6 +269,8 @@ class Run:
 
     def time_to_stop(self):
         """Return the work that is left after a stop signal, with the rest of a step's mean time."""
+        if self.state.evaluation_due:
+            return "this evaluation and its checkpoint"
         if not self.step or not self.state_before:
             return "this step and its checkpoint"
         began = self.state_before["progress"]["seconds"]
@@ -492,8 +496,7 @@ def start(cfg, hardware, model, micro_batch, num_steps, digest, step=None, stage
     not the checkpoint's. stage_state: see Run."""
     if cfg.learning_rate is None:
         cfg.learning_rate, cfg.learning_rate_reason = optim.default_learning_rate(cfg, model.n_params())
-    if cfg.min_lr > cfg.learning_rate:
-        raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
+        check_min_lr(cfg)
     model = parallel.shard(model, hardware, cfg.parallel, cfg.sum_locally, cfg.compile_mode)
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.build(model, cfg.optimizer, cfg.learning_rate, cfg.weight_decay, betas,
@@ -596,11 +599,18 @@ def check_training(cfg):
     if cfg.parallel == "hybrid" and distributed.world_size() % distributed.local_world_size():
         raise BadInput("--parallel=hybrid needs the same number of ranks on each node: change torchrun's "
                        "--nproc_per_node.")
+    if cfg.learning_rate is not None:
+        check_min_lr(cfg)
     for option in ("lora_alpha", "lora_linears"):
         if not cfg.lora_rank and getattr(cfg, option) != getattr(type(cfg), option):
             raise BadInput(f"--{option}={getattr(cfg, option)} needs adapters: add --lora_rank=, or leave it "
                            "out.")
     check_installed(cfg.tensorboard, cfg.wandb)
+
+
+def check_min_lr(cfg):
+    if cfg.min_lr > cfg.learning_rate:
+        raise BadInput(f"--min_lr={cfg.min_lr:g} is above --learning_rate={cfg.learning_rate:g}: lower it.")
 
 
 def adapt(cfg, model, device, resuming):

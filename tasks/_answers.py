@@ -34,9 +34,10 @@ def same(said, right):
 
 
 def before_answer(completion):
-    """Return the text before the first answer, the whole completion without one."""
+    """Return the text before the first answer and an equals sign in front of it, the whole completion without
+    one."""
     found = ANSWER.search(completion)
-    return completion[:found.start()] if found else completion
+    return completion[:found.start()].rstrip(" \n=:") if found else completion
 
 
 def right_answer(question):

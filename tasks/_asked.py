@@ -52,7 +52,8 @@ def asked_in(text):
     if not all(senses):
         refused = _units.CURRENCIES if MAYBE_PERCENT.search(text) else _units.CURRENCIES | {"percent"}
         senses = [{(quantity, None) for quantity in _units.QUANTITIES - refused}, currencies(text)]
-    return _units.Asked(set().union(*senses), frozenset(re.findall(r"[^\W\d_]+?(?=s?\b)", ask.lower())))
+    words = frozenset(word.removesuffix("s") for word in re.findall(r"[^\W\d_]+", ask.lower()))
+    return _units.Asked(set().union(*senses), words)
 
 
 def clause_senses(clause, text):

@@ -31,12 +31,13 @@ EQUALS = re.compile(r"[:.]\s{0,3}=|[≡≐≒﹦]")
 ARROW = re.compile(r"[-=]{1,9}>|[→⇒⟶➔]")
 COMPARISON = re.compile(r"(?<=[\w)%])\s{0,3}(<=|>=|!=|[<>≤≥≠])\s{0,3}(?=[-$(.]{0,2}[0-9])")
 COMPARED = {"<=": "≤", ">=": "≥", "!=": "≠", "<": "≺", ">": "≻"}        # `<` elsewhere begins a tag
-# a result behind a word or an arrow: `3 * 4 is 12`, `3 * 4 -> 12`
-RESULT = re.compile(rf"([-+*/x]\s?[$(]{{0,2}}[0-9][0-9.,]{{0,40}}\)?(?:\s?{LETTER}{{1,20}})?)\s{{0,3}}"
+# A result behind a word or an arrow: `3 * 4 is 12`, `3*4 -> 12`; not `1/3 is 5 eggs`, `rows 1-3 are 9`.
+OPERAND = rf"\s?[$(]{{0,2}}[0-9][0-9.,]{{0,40}}\)?(?:\s?{LETTER}{{1,20}})?"
+RESULT = re.compile(rf"((?:\*|\s[-+/x]\s){OPERAND}(?=\s{{0,3}}[a-z])|[-+*/x]{OPERAND}(?=\s{{0,3}}⇒))\s{{0,3}}"
                     r"(?:(?:is|are|equals|makes|gives)\b|⇒)\s{0,3}"
                     r"(?=[-$(.]{0,2}[0-9][0-9.,]{0,40}(?![0-9.,]|\s?[-+*/=x%(]))")
 WRAPPING = re.compile(r"=[\s\"'‘’“”„«»`~|\[\]{}#_@&\u200b-\u200f\u2060\ufeff]+")  # before a result
-ASKED = re.compile(r"=\s{0,3}\?")
+ASKED = re.compile(r"=\s{0,3}(?:\?|_{2,9}|\.{3}|…)")     # a result to come
 RELATION = re.compile("[=≺≻≤≥≠]")
 HOLDS = {"=": eq, "≺": lt, "≻": gt, "≤": le, "≥": ge, "≠": ne}
 POWER_OF_TEN = re.compile(r"(?<![\w.,^])10\^([-+]?[0-9]{1,3})(?![\w^])")
@@ -195,7 +196,9 @@ def is_false(tokens, sides):
     if a and b and len(units) == 2 and not units & {"money", "calendar"}:
         return True                                  # `1 hour = 60 km`
     words = any(name in ("word", "variable") for side in tokens for name, _ in side)
-    if not all(tokens) or [name for name, _ in tokens[1][-2:]] == ["number", "number"]:
+    if not tokens[0]:                                # `**Total:** = 5 * 3 = 15`
+        return False
+    if not tokens[1] or [name for name, _ in tokens[1][-2:]] == ["number", "number"]:
         return True
     return not words and not (a and b and near(a.values[0], b.values[0]))
 

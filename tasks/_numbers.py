@@ -70,7 +70,7 @@ def normal(text):
             text = BRACED.sub(r" \1 ", FRACTION.sub(fraction, text))
             if text == before:
                 break
-        text = COMMAND.sub(lambda m: TEX[m[1] or m[2]], text)
+        text = COMMAND.sub(lambda m: TEX[m[1] or m[2]], text).replace(" ^", "^")
     return text
 
 

@@ -7,7 +7,7 @@ import random
 import re
 from fractions import Fraction
 
-from tasks import _answers, _equations, _questions, unit_conversion as plain
+from tasks import _answers, _equations, _numbers, _questions, unit_conversion as plain
 
 INSTRUCTION = (f"{plain.INSTRUCTION} A calculator writes the result behind an expression such as "
                "<calc>344 * 24</calc>.")
@@ -18,7 +18,7 @@ EQUATION = re.compile(r"(-?\d[\d.]*(?: [-+*/] [\d.]*\d)+) = -?[\d.]*\d")
 NUMBER = r"-?\d{1,15}(?:\.\d{1,15})?"
 EXPRESSION = re.compile(rf"{NUMBER}(?: [*/] {NUMBER}){{1,5}}|{NUMBER}(?: [-+] {NUMBER}){{1,5}}")
 LAST_CALL = re.compile(r"<calc>([^<]*)</calc>$")
-CALL = re.compile(r"<calc>(.*?)</calc>(?:\s*= (-?[\d.]*\d|\?))?")
+CALL = re.compile(r"<calc>([^<]*)</calc>(?:\s*= (-?[\d.]*\d|\?))?")
 TAGS = re.compile("</?calc>")
 
 check = plain.check
@@ -74,22 +74,25 @@ def document(question, rng):
 def reward(question, completion):
     """Return unit_conversion's (score, parts); the part no_waste: the result of each call is used later."""
     score, parts = plain.reward(question, TAGS.sub("", completion))
-    return score, parts | {"no_waste": not wastes(completion)}
+    return score, parts | {"no_waste": not wastes(question, completion)}
 
 
-def wastes(text):
-    """Return whether a call has no result, repeats another, or has a result that is neither the answer nor a
-    number in the left side of a later equation."""
-    calls = list(CALL.finditer(text))
+def wastes(question, text):
+    """Return whether there are more calls than turns, or a call has no result, repeats another, or has a
+    result that is neither the answer nor a number in the left side of a later equation."""
+    calls = list(CALL.finditer(text[:_numbers.LONGEST_TEXT]))
+    if len(calls) > MAX_TURNS or len({call[1] for call in calls}) < len(calls):
+        return True
     for call in calls:
         later = TAGS.sub("", text[call.end():])
         used = [n for e in _equations.read(_answers.before_answer(later)) for n in e.operands]      # unsigned
-        used.append(_answers.answer(later) or 0)
+        value = _answers.answer(later, _answers.asked_unit(question))
+        used += [] if value is None else [value]
         if call[2] in (None, "?"):
             return True
         if not any(_equations.near(abs(float(call[2])), abs(float(n))) for n in used):
             return True
-    return len({call[1] for call in calls}) < len(calls)
+    return False
 
 
 def signature(completion):

@@ -410,19 +410,9 @@ def test_facts_are_those_of_the_data(tmp_path):
     assert (spaced["distinct_rows"], spaced["prompt_targets"]) == (1, 0)
     hinted = of_examples([(f"{i} + 1? (Answer: {i + 1})", f"{i + 1}") for i in range(30)])
     assert (hinted["prompts_with_answer"], hinted["distinct_answers"], hinted["empty_answers"]) == (1, 30, 0)
-    assert of_examples([(f"{i} or {i + 1}?", f"{i + 1}") for i in range(30)])["prompts_with_answer"] == 0
-
-
-@pytest.mark.parametrize("ends, paid, share", [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_an_answer_at_the_end_of_a_prompt_is_in_it_if_it_is_paid(tmp_path, ends, paid, share):
-    asked = [{"question": f"{a} + 1{f' (so {a + 1})' if ends else ''}", "answer": str(a + 1)} for a in range(10, 20)]
-    task = first(tmp_path, f"return float(right and {paid}), {{}}")
-    with _pool.Pool(str(task), kind="serial") as pool:
-        pipeline = SimpleNamespace(pool=pool, tokenizer=SimpleNamespace(template={"name": "chat"}, unread_template=False))
-        model = SimpleNamespace(n_params=int, config=SimpleNamespace(vocab_size=257))
-        pairs = [(question, None) for question in asked]
-        said = metrics.facts(SimpleNamespace(model=model), SimpleNamespace(about={}), pipeline, SimpleNamespace(pairs=pairs), pairs[:5])
-    assert (said["prompts_with_answer"], said["held_out_trained"]) == (share, 1)
+    for prompt in ("{} or {}?", "Is {} below {}? Answer yes or no."):
+        answers = [("yes", "no")[i % 2] if "yes" in prompt else str(i + 1) for i in range(30)]
+        assert of_examples([(prompt.format(i, i + 1), answer) for i, answer in enumerate(answers)])["prompts_with_answer"] == 0
 
 
 def group_of(*members):
@@ -442,6 +432,8 @@ def test_metrics_of_rewards_and_advantages():
     assert metrics.length_fit(by_length) == pytest.approx(1) and metrics.length_fit([honest] * 6) is None
     mixed = [group_of(*[("x" * n, (n + i) % 5 / 5, 0.0) for n in (1, 2, 3, 4, 4)]) for i in range(6)]
     assert metrics.length_fit(mixed) < 0.5
+    copies = [group_of(*[("x" * n, ((3 * n + i) % 7) / 7, 0.0) for n in (1 + i, 1 + i, 9 + i, 9 + i)]) for i in range(6)]
+    assert metrics.length_fit(copies) is None          # copies say nothing about the length
 
 
 @pytest.mark.parametrize("epoch, slope, name, said", [
@@ -449,8 +441,9 @@ def test_metrics_of_rewards_and_advantages():
     (0.5, 0.0, "greedy_falls", "does not rise (0.30 to 0.30)"), (3.0, -0.002, "greedy_falls", "more harm than good; lower --learning_rate")])
 def test_nothing_is_memorised_in_the_first_epoch(epoch, slope, name, said):
     evaluated = [{"step": step, "val_accuracy": share, "val_accuracy_low": share - 0.05, "val_accuracy_high": share + 0.05}
-                 for step, share in ((0, 0.8), (20, 0.5))]
-    doctor = Doctor([START, evaluated[0], *lines(20, reward=lambda step: 0.3 + step * slope, epoch=epoch), evaluated[1]])
+                 for step, share in ((0, 0.8), (10, 0.5), (20, 0.5))]
+    steps = lines(20, reward=lambda step: 0.3 + step * slope, epoch=epoch)
+    doctor = Doctor([START, evaluated[0], *steps[:10], evaluated[1], *steps[10:], evaluated[2]])
     assert [finding.name for finding in doctor.holding] == [name] and said in doctor.holding[0].sentence
 
 

@@ -12,6 +12,8 @@ def facts_of(train, held_out, pairs, unit):
     the rows' name."""
     known = {*train}
     pairs = [(prompt, str(answer).strip()) for prompt, answer in pairs[:PROMPTS]]
+    others = [next((other for _, other in pairs[i + 1:i + 20] + pairs[:20] if other != answer), "")
+              for i, (_, answer) in enumerate(pairs)]
     return {
         "unit": unit,
         "rows": len(train),
@@ -19,7 +21,7 @@ def facts_of(train, held_out, pairs, unit):
         "held_out_trained": sum(row in known for row in held_out) / max(1, len(held_out)),
         "distinct_answers": len({answer for _, answer in pairs}),
         "empty_answers": sum(answer == "" for _, answer in pairs) / max(1, len(pairs)),
-        "prompts_with_answer": sum(gives_answer(*pair) for pair in pairs) / max(1, len(pairs)),
+        "prompts_with_answer": sum(map(gives_answer, pairs, others)) / max(1, len(pairs)),
     }
 
 
@@ -33,7 +35,8 @@ def facts_of_examples(train, held_out, tokenizer):
         tagged = re.findall("<answer>(.*?)</answer>", target, re.DOTALL)
         pairs.append((example.question, tagged[-1] if tagged else target))
     targets = sum(bool(example.is_target[0]) and example.question != "" for example in train)
-    return facts_of(rows, others, pairs, "examples") | {"prompt_targets": targets / len(train)}
+    return facts_of(rows, others, pairs, "examples") | {
+        "distinct_answers": len({target for _, target in rows}), "prompt_targets": targets / len(train)}
 
 
 def facts_of_text(train, held_out, tokenizer):
@@ -51,16 +54,16 @@ def facts_of_text(train, held_out, tokenizer):
     return facts_of(*splits, [], unit)
 
 
-def gives_answer(prompt, answer):
+def gives_answer(pair, other):
+    """Tell whether a prompt contains its answer, and not another row's too, as in `Answer yes or no`."""
+    prompt, answer = pair
+    return is_given(prompt, answer) and not is_given(prompt, other)
+
+
+def is_given(prompt, answer):
     """Tell whether a prompt contains an answer of ten characters or more, or a shorter one right after
     "answer", "solution", "hint" or "correct"."""
     if not answer or answer not in prompt:
         return False
     before = r"(?i)\b(answer|solution|hint|correct)\b\W+(\w+\W+){0,2}"
     return len(answer) >= 10 or bool(re.search(rf"{before}{re.escape(answer)}(?!\w)", prompt))
-
-
-def ends_with_answer(prompt, answer):
-    """Tell whether an answer is the last word of a prompt."""
-    answer = str(answer).strip()
-    return bool(answer) and bool(re.search(rf"(?<!\w){re.escape(answer)}\W*$", prompt))

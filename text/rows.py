@@ -15,7 +15,7 @@ PROMPT_KEYS = ("tools", "functions", "documents", "image", "images", "audio", "v
 ANSWER_KEYS = (*PROMPT_KEYS, "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking",
                "context", "input", "choices", "options")
 SELECTORS = ("label", "weight", "train")     # the same, unless one of ONE
-ONE = (1, "1", "True", "true")
+ONE = (1, "1", "1.0", "True", "true")
 
 
 def read(path, split="train"):

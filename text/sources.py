@@ -84,9 +84,10 @@ def find_files(path, text_key):
         found = sorted(file for file in path.rglob("*")
                        if file.is_file() and not hidden.search(str(file.relative_to(path))))
         usable = [file for file in found if suffix_of(file) in SUFFIXES]
-        # A README, or a table beside other files, usually describes them.
-        files = [file for file in usable if file.name.lower() != "readme.md"] or usable
-        files = [file for file in files if suffix_of(file) != ".csv"] or files
+        # A README, and Markdown or tables beside other files, usually describe them.
+        files = [file for file in usable if file.stem.lower() != "readme"] or usable
+        for suffix in (".csv", ".md"):
+            files = [file for file in files if suffix_of(file) != suffix] or files
     files = [file for file in files if file.stat().st_size]      # not empty
     if not files:
         suffixes = sorted({file.suffix or file.name for file in found if file.stat().st_size})[:5]
@@ -106,7 +107,7 @@ def find_files(path, text_key):
     if left_out:
         more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
         print(f"Left out of {path}: {', '.join(left_out[:5])}{more} (empty, or not {KINDS}, or not marked "
-              "train as others are, or a table or README beside other files).", flush=True)
+              "train as others are, or Markdown or a table beside other files).", flush=True)
     return {split: [source_of(file, text_key) for file in of_split]
             for split, of_split in (("train", train), ("valid", valid), ("test", test))}
 
