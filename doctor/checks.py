@@ -618,8 +618,8 @@ def risen_beyond_noise(losses):
 
 
 def validation_rises(run):
-    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions, or as the
-    first training loss if that is higher."""
+    """The validation loss rises while the training loss falls. Step 0 counts as uniform predictions, or as
+    the first training loss if that is higher."""
     vocabulary = run.facts.get("vocabulary")
     per_epoch = run.facts.get("steps_per_epoch")
     uniform = math.log(vocabulary) if vocabulary else math.inf

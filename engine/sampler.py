@@ -66,8 +66,9 @@ def uniform(stream, position):
 def draw(logits, u, sampling):
     """Draw ids [B] from fp32 logits [B, V] by inverting the distribution at u [B].
 
-    Return the ids and their logprobs under the sampling distribution (greedy: at T = 1). Alone, top_p keeps
-    at most TOP_P_CANDIDATES ids on a GPU, which a look at their mass would stop in each step; a CPU keeps all.
+    Return the ids and their logprobs under the sampling distribution (greedy: at T = 1). On a GPU, top_p
+    without top_k keeps at most TOP_P_CANDIDATES ids, since a check of their mass would wait for each step; on
+    a CPU it keeps all.
     """
     raw = logits
     if sampling.temperature == 0:

@@ -21,12 +21,12 @@ def find_teacher(cfg, resuming):
     if not recorded or recorded["name"] != cfg.teacher:
         recorded = {}
     source = hf.find(cfg.teacher, recorded.get("step"))
-    differs = [name for key, name in (("description_sha256", "The architecture or tokenizer"), ("sha256", "The weights"))
-               if key in recorded and recorded[key] != getattr(source, key)]
-    if differs:
-        raise BadInput(f"{differs[0]} of the teacher {cfg.teacher} changed after the run in {cfg.out_dir} "
-                       "began: restore the teacher to resume, or start a new run with "
-                       f"--init_from={cfg.out_dir} and another --out_dir=.")
+    parts = {"description_sha256": "The architecture or tokenizer", "sha256": "The weights"}
+    for key, part in parts.items():
+        if key in recorded and recorded[key] != getattr(source, key):
+            raise BadInput(f"{part} of the teacher {cfg.teacher} changed after the run in {cfg.out_dir} began: "
+                           "restore the teacher to resume, or start a new run with "
+                           f"--init_from={cfg.out_dir} and another --out_dir=.")
     return source
 
 
@@ -39,12 +39,14 @@ def identity(cfg, teacher):
 def check_teacher(source, tokenizer, vocab_size, positions):
     """Raise BadInput unless each of the tokenizer's tokens has the same id for a teacher (a hf.ModelSource),
     which may have more ids, and the teacher has at least as many positions."""
-    if not tokenizer.vocabulary().items() <= source.tokenizer().vocabulary().items():
+    own = source.tokenizer()
+    if not tokenizer.vocabulary().items() <= own.vocabulary().items():
         raise BadInput(f"The teacher in {source.folder} has another tokenizer than the trained model: choose "
                        "one with the same.")
-    if source.tokenizer().is_chat and not tokenizer.is_chat and distributed.is_main():
+    if own.is_chat and not tokenizer.is_chat and distributed.is_main():
         print(f"The teacher in {source.folder} has a chat template and the trained model has none, so the "
-              "teacher sees prompts without its template: prefer a model with it.", file=sys.stderr, flush=True)
+              "teacher sees prompts without its template: prefer a model with it.", file=sys.stderr,
+              flush=True)
     if source.config.vocab_size < vocab_size:
         raise BadInput(f"The teacher in {source.folder} has {source.config.vocab_size} ids, and the trained "
                        f"model {vocab_size}: choose a teacher with at least as many.")
