@@ -46,7 +46,7 @@ first_line()                             # --help, or a word, before the seconds
 
 import torch
 
-import hf
+import hub.weights
 from measure import peers
 from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
 from measure.ladder import bench_ladder
@@ -345,7 +345,7 @@ def export_random_weights(cfg, hw, folder, log):
     if cfg.stage == "grpo":
         suppress_eos(model, c.vocab_size - 1)
         write_tokenizer(folder, c.vocab_size)
-    hf.export(model, folder)
+    hub.weights.export(model, folder)
     log(f"{cfg.model}, {model.n_params():,} parameters, random weights")
     del model
     torch.cuda.empty_cache()                 # for the measured processes

@@ -28,7 +28,7 @@ first_line()                             # --help without the seconds that impor
 
 import torch
 
-import hf
+import hub
 import tasks
 from engine import Engine, Sampling
 from engine.generate import forced_tokens
@@ -508,7 +508,7 @@ def main(argv):
     if cfg.deterministic:
         hardware.ignore_alignment()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    source = distributed.on_main(lambda: hf.find(cfg.init_from))
+    source = distributed.on_main(lambda: hub.find(cfg.init_from))
     tokenizer = source.tokenizer(cfg.tokenizer)
     model = source.load()                    # in CPU memory; the engine copies it to the GPU
     cfg.few_shot = few_shot_of(cfg, source)

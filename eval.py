@@ -22,7 +22,7 @@ from runtime.usage import end_with_reader, first_line
 
 first_line()                             # --help without the seconds that importing PyTorch takes
 
-import hf
+import hub
 import tasks
 from engine import Engine, Sampling
 from rollouts.accuracy import accuracy, by_domain, difference, macro, mean_score, partly_right
@@ -89,7 +89,7 @@ def evaluate_text(cfg):
     (name,) = cfg.models
     dtype = "fp32" if cfg.dtype == "auto" else cfg.dtype
     hw = hardware.setup(cfg.device, dtype, tf32=dtype != "fp32", compile=False, attention=cfg.attention)
-    source = distributed.on_main(lambda: hf.find(name))
+    source = distributed.on_main(lambda: hub.find(name))
     tokenizer = source.tokenizer(cfg.tokenizer)
     block_size = cfg.block_size or min(1024, source.config.block_size)
     stride = cfg.stride or block_size
@@ -130,7 +130,7 @@ def evaluate_text(cfg):
 class Candidate:
     """A model whose inputs are checked and whose prompts are built; its weights are not loaded yet."""
     name: str
-    source: hf.ModelSource
+    source: hub.ModelSource
     tokenizer: object
     few_shot: int                            # worked examples in each prompt
     requests: list
@@ -139,7 +139,7 @@ class Candidate:
 
 def prepare(cfg, name, task, questions):
     """Return the Candidate for a run folder or model name; BadInput if anything is missing."""
-    source = distributed.on_main(lambda: hf.find(name))
+    source = distributed.on_main(lambda: hub.find(name))
     tokenizer = source.tokenizer(cfg.tokenizer)
     few_shot = few_shot_of(cfg, source)
     with task_errors():

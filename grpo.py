@@ -23,12 +23,11 @@ first_line()                             # answers --help before the slow import
 
 import torch
 
-import hf
+import doctor
+import experimental
+import hub
 import tasks
-from doctor.diagnose import Doctor
 from engine import Engine, Sampling
-from experimental.distillation import check_teacher, find_teacher, identity
-from experimental.pcgrad import PCGrad
 from model import IGNORE, blank
 from rollouts.accuracy import accuracy, by_domain, macro, mean_score
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, logprobs_of, micro_batches, padded
@@ -506,7 +505,7 @@ def main(argv):
         cfg.default_tokens = MICRO_BATCH_ON_CPU
 
     # Model and questions.
-    found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))
+    found = distributed.on_main(lambda: hub.to_resume(cfg.out_dir) if resuming else hub.find(cfg.init_from))
     tokenizer = found.tokenizer(cfg.tokenizer)
     cfg.tokenizer = tokenizer.option
     cfg.few_shot = few_shot_of(cfg, found)
@@ -525,9 +524,8 @@ def main(argv):
     if len(stream) < len(questions):
         about += f"; {len(questions) - len(stream)} dropped as too long"
 
-    teacher = distributed.on_main(lambda: find_teacher(cfg, resuming))
-    if teacher:
-        check_teacher(teacher, tokenizer, found.config.vocab_size, context)
+    teacher = distributed.on_main(
+        lambda: experimental.find_teacher(cfg, resuming, tokenizer, found.config.vocab_size, context))
 
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
@@ -536,11 +534,11 @@ def main(argv):
                 found.step if resuming else None, stream.state)
     with task_errors():                      # fails before the run folder is changed
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
-    pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
+    pcgrad = experimental.pcgrad_of(cfg, run, stream)
     run.other_bytes = pcgrad.bytes() if pcgrad else 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task),
-                                              "teacher": identity(cfg, teacher)})
-    with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0 and not teacher):
+                                              "teacher": teacher and teacher.identity(cfg.teacher)})
+    with pool, run.open(tokenizer, provenance, doctor.start, resuming, keep_base=cfg.beta > 0 and not teacher):
         torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from layers.linear_attention import Mixer, PromptMixing, flops_per_token as mixer_flops, initial_qk_gain, mix
 from layers.ops import (ATTENTION, HeadAndLoss, IGNORE, Pad, RMSNorm, SquaredReLU, Unpad, chunk_loss, drop_out,
                         rms_norm)
 
@@ -119,11 +118,15 @@ class Attention(nn.Module):
         D = config.head_dim
         self.qkv = nn.Linear(config.n_embd, (H + 2 * K) * D, bias=config.qkv_bias)
         self.out = nn.Linear(H * D, config.n_embd, bias=config.o_bias)
-        if config.qk_norm:
+        gain = 1.0
+        self.mixer = None
+        if config.mixer != "softmax":
+            from layers.linear_attention import Mixer, initial_qk_gain
             gain = initial_qk_gain(config)
+            self.mixer = Mixer(config)
+        if config.qk_norm:
             self.q_norm = nn.Parameter(torch.full((D,), gain))
             self.k_norm = nn.Parameter(torch.full((D,), gain))
-        self.mixer = None if config.mixer == "softmax" else Mixer(config)
 
     def project_qkv(self, x, cos, sin):
         """Return queries [B, T, H, D] and keys and values [B, T, K, D] of x [B, T, C], normed and rotated."""
@@ -318,7 +321,7 @@ class GPT(nn.Module):
         if self.head is not None:
             nn.init.zeros_(self.head.weight)
         for module in self.modules():
-            if isinstance(module, Mixer):
+            if hasattr(module, "draw_vectors"):
                 module.draw_vectors()
 
     def hidden(self, x, positions=None, attentions=None):
@@ -355,6 +358,7 @@ class GPT(nn.Module):
     def causal_attention(self, q, k, v, write=None):
         """Return causal attention [B, T, H, D] by the chosen kernel or mixer, with dropout in training."""
         if self.config.mixer != "softmax":
+            from layers.linear_attention import mix
             return mix(q, k, v, write)[0]
         dropout = self.config.dropout if self.training else 0.0
         return ATTENTION[self.backend](q, k, v, dropout=dropout)
@@ -492,6 +496,7 @@ class GPT(nn.Module):
         if self.config.mixer == "softmax":
             attention = self.prompt_attention(prompts, T)
         else:
+            from layers.linear_attention import PromptMixing
             attention = PromptMixing(prompts)
         ids = torch.cat((prompts.ids.flatten(), x.flatten()))
         n = len(ids)
@@ -561,7 +566,8 @@ class GPT(nn.Module):
             products += self.feedback.flops_per_token()
         c = self.config
         if c.mixer != "softmax":
-            return products + c.n_layer * mixer_flops(c)
+            from layers.linear_attention import flops_per_token
+            return products + c.n_layer * flops_per_token(c)
         return products + 12 * c.n_layer * c.n_head * c.head_dim * T
 
 

@@ -14,14 +14,11 @@ from runtime.usage import end_with_reader, first_line
 
 first_line()                             # --help without the seconds that importing PyTorch takes
 
-import hf
+import hub
 from engine import Engine, Request, Sampling
-from rollouts.episodes import Environment, reply_tokens
-from rollouts.questions import task_errors
 from runtime import config, distributed, guard, hardware
 from runtime.config import Count, NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from runtime.progress import track
-from tasks._pool import Pool, load
 from text.prompts import context_of, instruction_of, prompt_ids
 
 
@@ -50,6 +47,17 @@ class Config:
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
 
 
+def open_task(cfg):
+    """Return the Task of --task, and if it responds a Pool that ends with the program, else None."""
+    from rollouts.questions import task_errors
+    from tasks._pool import Pool, load
+    with task_errors():
+        task = load(cfg.task)
+        if task.domains:
+            raise config.BadInput(f"--task={cfg.task} is several tasks: name the one whose question it is.")
+        return task, Pool(cfg.task, workers=1) if task.responds else None
+
+
 def make_engine(cfg, model, tokenizer, hw, task, context, slots):
     """Return an Engine. Every rank builds one, so that all ranks reject invalid input."""
     stop_strings = tuple(text for text in (cfg.stop, task and task.turn_stop) if text)
@@ -60,7 +68,10 @@ def make_engine(cfg, model, tokenizer, hw, task, context, slots):
 
 def environment_of(task, tokenizer, pool, text):
     """Return the Environment that answers samples of a prompt; None without a pool."""
-    return Environment(task, tokenizer, pool, {0: {"question": text, "answer": ""}}) if pool else None
+    if pool is None:
+        return None
+    from rollouts.episodes import Environment
+    return Environment(task, tokenizer, pool, {0: {"question": text, "answer": ""}})
 
 
 def text_of(tokenizer, environment, sample, ids):
@@ -132,19 +143,13 @@ def main(argv):
     distributed.init()
     rank = distributed.rank()
     world = distributed.world_size()
-    task = None
-    pool = None                              # of a task that responds; it ends with the program
-    if cfg.task:
-        with task_errors():
-            task = load(cfg.task)
-            if task.domains:
-                raise config.BadInput(f"--task={cfg.task} is several tasks: name the one whose question it is.")
-            pool = Pool(cfg.task, workers=1) if task.responds else None
-        cfg.stop = task.stop if cfg.stop is None else cfg.stop
+    task, pool = open_task(cfg) if cfg.task else (None, None)
+    if task and cfg.stop is None:
+        cfg.stop = task.stop
     if cfg.deterministic:
         hardware.ignore_alignment()
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    source = distributed.on_main(lambda: hf.find(cfg.model))
+    source = distributed.on_main(lambda: hub.find(cfg.model))
     tokenizer = source.tokenizer(cfg.tokenizer)
     model = source.load(device=hw.device)
     if cfg.interactive and world > 1:
@@ -156,7 +161,10 @@ def main(argv):
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))
-    replies = reply_tokens(cfg, task, source.config) if task else 0
+    replies = 0
+    if task:
+        from rollouts.episodes import reply_tokens
+        replies = reply_tokens(cfg, task, source.config)
     context = context_of(len(prompt), cfg.max_new_tokens, source.config.block_size, replies=replies)
     try:
         engine = make_engine(cfg, model, tokenizer, hw, task, context, slots)

@@ -23,10 +23,9 @@ first_line()                             # answers --help before the slow import
 
 import torch
 
-import hf
-from doctor.diagnose import Doctor
-from experimental import feedback, orthogonality
-from experimental.distillation import Teacher, check_teacher, find_teacher, identity
+import doctor
+import experimental
+import hub
 from model import GPT, GPTConfig, blank
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
@@ -164,7 +163,7 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 def check(cfg):
     check_training(cfg)
     check_mixer(cfg)
-    feedback.check(cfg)
+    experimental.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
     if cfg.teacher and (cfg.parallel != "ddp" or cfg.compile_mode in CUDA_GRAPHS):
@@ -204,7 +203,7 @@ def model_options(model):
     names = [*ARCHITECTURE, "block_size"]
     saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
     if not saved.keys() >= set(names):                        # a Hugging Face model, or a run of grpo.py
-        shape = distributed.on_main(lambda: hf.find(model)).config
+        shape = distributed.on_main(lambda: hub.find(model)).config
         described = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE}
         saved = described | {"block_size": min(1024, shape.block_size)} | saved
     return {k: saved[k] for k in names}
@@ -243,7 +242,7 @@ def build_model(cfg, hw, shape, found, resuming):
     if found and not resuming and device.type != "meta":
         found.fill(model)
     adapt(cfg, model, device, resuming)
-    feedback.attach(model, cfg)
+    experimental.attach(model, cfg)
     return model
 
 
@@ -310,7 +309,7 @@ def train(cfg, run, model, dataset, held_out, teacher):
 
         # Optimizer step.
         lr = run.lr()
-        figures = orthogonality.add_gradients(cfg, run)      # more metrics, {name: number}; {} if off
+        figures = experimental.add_gradients(cfg, run)       # more metrics, {name: number}; {} if off
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
         log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, figures)
         run.finish_step(num_tokens, "optimizer", log)
@@ -326,7 +325,7 @@ def validate(cfg, run, model, held_out):
 
 def main(argv):
     distributed.init()
-    frozen = ARCHITECTURE + LORA + feedback.FROZEN_OPTIONS
+    frozen = ARCHITECTURE + LORA + experimental.FEEDBACK
     cfg = config.load(Config, argv, frozen=frozen, saved_of=model_options, claim=claim)
     check(cfg)
     distributed.on_main(lambda: check_task(cfg, argv))
@@ -336,9 +335,9 @@ def main(argv):
     # Data and model. init_from sets architecture and tokenizer.
     found = None
     if cfg.init_from == "resume":
-        found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir, weights_suffice=cfg.eval_only))
+        found = distributed.on_main(lambda: hub.to_resume(cfg.out_dir, weights_suffice=cfg.eval_only))
     elif cfg.init_from != "scratch":
-        found = distributed.on_main(lambda: hf.find(cfg.init_from))
+        found = distributed.on_main(lambda: hub.find(cfg.init_from))
     resuming = cfg.init_from == "resume" and not cfg.eval_only
     tokenizer = found.tokenizer(cfg.tokenizer) if found else Tokenizer(cfg.tokenizer or "bytes")
     cfg.tokenizer = tokenizer.option
@@ -347,9 +346,8 @@ def main(argv):
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
-    found_teacher = None if cfg.eval_only else distributed.on_main(lambda: find_teacher(cfg, resuming))
-    if found_teacher:
-        check_teacher(found_teacher, tokenizer, shape.vocab_size, dataset.longest)
+    teacher_source = None if cfg.eval_only else distributed.on_main(
+        lambda: experimental.find_teacher(cfg, resuming, tokenizer, shape.vocab_size, dataset.longest))
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
     run = start(cfg, hw, model, micro_batch, number_of_steps(cfg, dataset), dataset.digest,
@@ -362,9 +360,9 @@ def main(argv):
             print(evaluation_line(result))
         return 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg),
-                                              "teacher": identity(cfg, found_teacher)})
-    with run.open(tokenizer, provenance, Doctor, resuming):
-        teacher = Teacher(cfg, hw, found_teacher) if found_teacher else None
+                                              "teacher": teacher_source and teacher_source.identity(cfg.teacher)})
+    with run.open(tokenizer, provenance, doctor.start, resuming):
+        teacher = experimental.teacher_of(cfg, hw, teacher_source)
         model = compile_and_fit(cfg, run, dataset)
         dataset.micro_batch = run.state.micro_batch
         dataset.multiple = hw.length_multiple

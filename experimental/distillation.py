@@ -5,22 +5,20 @@ import sys
 
 import torch
 
-import hf
+import hub
 from model import IGNORE, Prompts
 from runtime import checkpoint, distributed, parallel
 from runtime.config import BadInput
 
 
 def find_teacher(cfg, resuming):
-    """Return the ModelSource of cfg.teacher, None without one. A resumed run keeps the checkpoint that it
+    """Return the ModelSource of cfg.teacher. A resumed run keeps the checkpoint that it
     began with, whatever the teacher's own run has saved since; BadInput if the teacher's weights, architecture
     or tokenizer have changed."""
-    if not cfg.teacher:
-        return None
     recorded = checkpoint.read_model(cfg.out_dir).get("teacher") if resuming else None
     if not recorded or recorded["name"] != cfg.teacher:
         recorded = {}
-    source = hf.find(cfg.teacher, recorded.get("step"))
+    source = hub.find(cfg.teacher, recorded.get("step"))
     parts = {"description_sha256": "The architecture or tokenizer", "sha256": "The weights"}
     for key, part in parts.items():
         if key in recorded and recorded[key] != getattr(source, key):
@@ -30,14 +28,8 @@ def find_teacher(cfg, resuming):
     return source
 
 
-def identity(cfg, teacher):
-    """Return the entry of model.json that find_teacher reads."""
-    return teacher and {"name": cfg.teacher, "step": teacher.step, "sha256": teacher.sha256,
-                        "description_sha256": teacher.description_sha256}
-
-
 def check_teacher(source, tokenizer, vocab_size, positions):
-    """Raise BadInput unless each of the tokenizer's tokens has the same id for a teacher (a hf.ModelSource),
+    """Raise BadInput unless each of the tokenizer's tokens has the same id for a teacher (a hub.ModelSource),
     which may have more ids, and the teacher has at least as many positions."""
     own = source.tokenizer()
     if not tokenizer.vocabulary().items() <= own.vocabulary().items():
@@ -56,7 +48,7 @@ def check_teacher(source, tokenizer, vocab_size, positions):
 
 
 class Teacher:
-    """The teacher of train.py. source: a hf.ModelSource."""
+    """The teacher of train.py. source: a hub.ModelSource."""
 
     def __init__(self, cfg, hw, source):
         self.hw = hw

@@ -19,9 +19,6 @@ from model import Block
 from runtime import config, distributed
 from runtime.config import BadInput
 
-# Options of train.py that are frozen on resume
-FROZEN_OPTIONS = ["backward", "feedback_matrix", "trained_blocks"]
-
 
 def check(cfg):
     """Raise BadInput for conflicts among the options of this file and --orthogonality."""

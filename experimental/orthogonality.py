@@ -32,10 +32,7 @@ def projections(attention):
 @torch.no_grad()
 def add_gradients(cfg, run):
     """Add the gradients of this step's penalty to those of the loss. Return {"orthogonality": mean penalty of
-    a projection, []} for the log, or {} without --orthogonality. A sharded model gathers each weight, so
-    every rank must call."""
-    if not cfg.orthogonality:
-        return {}
+    a projection, []} for the log. A sharded model gathers each weight, so every rank must call."""
     strength = cfg.orthogonality * min(1.0, (run.step + 1) / cfg.orthogonality_warmup)
     strength *= run.scaler.get_scale()       # the gradients of the loss are scaled too
     penalties = []

@@ -7,8 +7,8 @@ import numpy as np
 
 from runtime.config import BadInput, require
 from runtime.progress import track
-from text import gguf_files
-from text.gguf_files import CONTROL, NORMAL, STOPS, UNUSED, USER_DEFINED
+from hub import gguf_import
+from hub.gguf_import import CONTROL, NORMAL, STOPS, UNUSED, USER_DEFINED
 from text.tokenizer import BUILT_IN, chatml_jinja, split_of, tokenizer_json
 
 
@@ -72,7 +72,7 @@ def export(config, tensors, tokenizer, path, quantisation):
 
 def add_metadata(writer, config, architecture):
     """Add the shape of a model."""
-    keys = gguf_files.GPT2_KEYS if architecture == "gpt2" else gguf_files.LLAMA_KEYS
+    keys = gguf_import.GPT2_KEYS if architecture == "gpt2" else gguf_import.LLAMA_KEYS
     for key, hf_key in keys.items():
         add = writer.add_float32 if key.endswith(("epsilon", "freq_base")) else writer.add_uint32
         add(f"{architecture}.{key}", config[hf_key])
@@ -84,7 +84,7 @@ def add_metadata(writer, config, architecture):
         writer.add_string(f"{architecture}.rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
     if architecture == "apertus":
-        for key, value in gguf_files.RELU2.items():
+        for key, value in gguf_import.RELU2.items():
             writer.add_array(key, [value] * config["num_hidden_layers"])
 
 
@@ -106,7 +106,7 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in about["model"]["merges"]]
-    writer.add_token_merges(merges or [gguf_files.NO_MERGE])
+    writer.add_token_merges(merges or [gguf_import.NO_MERGE])
     for name, i in zip(STOPS, stops):
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", i)
     writer.add_pad_token_id(tokenizer.pad)
@@ -117,14 +117,14 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
 
 
 def gguf_tensors(gguf, config, tensors, architecture):
-    """Yield (GGUF's name, array) of {Hugging Face name: tensor}, the reverse of gguf_files.write."""
+    """Yield (GGUF's name, array) of {Hugging Face name: tensor}, the reverse of gguf_import.write."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], len(tensors))
     for hf_name, tensor in tensors.items():
         name = names.get_name(hf_name, (".weight", ".bias"))
         value = tensor.numpy()
-        if architecture == "gpt2" and gguf_files.CONV1D.search(name):
+        if architecture == "gpt2" and gguf_import.CONV1D.search(name):
             value = value.T
-        if architecture == "llama" and gguf_files.ROTATED.search(name):
+        if architecture == "llama" and gguf_import.ROTATED.search(name):
             halves = value.reshape(-1, 2, config["head_dim"] // 2, *value.shape[1:])
             value = halves.swapaxes(1, 2).reshape(value.shape)
         if architecture == "apertus" and config["tie_word_embeddings"] and name == "token_embd.weight":

@@ -13,7 +13,7 @@ import torch
 
 from runtime import checkpoint
 from runtime.config import BadInput, require
-from text.hub import one_line
+from runtime.network import one_line
 from text.tokenizer import FILE, HF_SETTINGS, SPLITS, byte_level
 
 FOLDER = Path("data")                        # the default of --data_dir

@@ -26,7 +26,7 @@ except ImportError as e:
     guard.say_error(f"lm-evaluation-harness can't be imported ({e}): pip install lm-eval.")
     sys.exit(2)
 
-import hf
+import hub
 from engine import Engine, Request, Sampling
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, micro_batches, padded
 from rollouts.pipeline import Completion
@@ -47,7 +47,7 @@ class NanoRFT(TemplateLM):
         super().__init__()
         dtype = DTYPE_ALIASES.get(dtype, dtype)
         self.hw = hardware.setup(device, dtype, tf32=dtype != "fp32", compile=False)
-        source = hf.find(path)
+        source = hub.find(path)
         self.tokenizer_name = str(path)
         tokenizer = source.tokenizer()
         self.tokenizer = tokenizer

@@ -1,238 +1,24 @@
-"""Import and export models as Hugging Face files (GPT-2, Llama, SmolLM2, Qwen2.5, Qwen3), adapters as PEFT's;
-import and export GGUF files.
-
-    python hf.py out/base exported   # a folder that transformers.AutoModelForCausalLM.from_pretrained loads
-    python hf.py out/base --gguf     # base-F16.gguf for llama.cpp; --gguf=Q8_0: half the size
-"""
-import contextlib
-import dataclasses
+"""Read and write the weights of Hugging Face's safetensors, and adapters as PEFT's."""
 import functools
-import hashlib
-import inspect
 import json
 import re
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from layers.lora import LoRA, add_lora, load_adapters, merged
-from model import GPTConfig, blank, scale_rope
-from runtime import checkpoint, config, guard, memory
+import hub
+from hub.architectures import write_config
+from layers.lora import LoRA, merged
+from runtime import checkpoint
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine, track
-from text import gguf_export, gguf_files, hub
-from text.tokenizer import Tokenizer
 
 # Masks and rotary frequencies, which older files store with the weights.
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")      # of names in a compiled or DDP model's state dict
-# Keys of config.json that model.py does not support, each with the value that has no effect in transformers.
-NEUTRAL_VALUES = {
-    "add_cross_attention": False,
-    "is_causal": True,
-    "layer_types": None,
-    "partial_rotary_factor": 1.0,
-    "per_layer_config": None,
-    "quantization_config": None,
-    "scale_attn_by_inverse_layer_idx": False,
-    "scale_attn_weights": True,
-    "transformers_weights": None,            # another file than model.safetensors
-    "use_sliding_window": False,
-}
-# Other names of GPT-2's keys, which transformers prefers.
-GPT2_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-# {type of rotary positions: required keys}
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
 
-
-# --- configurations ---
-
-def read_config(hf_config):
-    """Return the GPTConfig of a config.json (a dict); raise BadInput for an unsupported architecture."""
-    kind = hf_config.get("model_type")
-    if kind == "gpt2":
-        refuse_unsupported(hf_config)
-        aliases = GPT2_ALIASES.keys() & hf_config.keys()
-        hf_config = hf_config | {GPT2_ALIASES[alias]: hf_config[alias] for alias in aliases}
-        return GPTConfig(
-            vocab_size=hf_config["vocab_size"],
-            block_size=hf_config["n_positions"],
-            n_layer=hf_config["n_layer"],
-            n_head=hf_config["n_head"],
-            n_embd=hf_config["n_embd"],
-            mlp_hidden=hf_config.get("n_inner"),
-            norm="layernorm",
-            norm_eps=hf_config.get("layer_norm_epsilon", 1e-5),
-            position="learned",
-            qk_norm=False,
-            mlp=translate(hf_config, "activation_function", {"gelu_new": "gelu_tanh", "gelu": "gelu"}),
-            qkv_bias=True,
-            o_bias=True,
-            mlp_bias=True,
-            tied_head=hf_config.get("tie_word_embeddings", True))
-    if kind not in ("llama", "qwen2", "qwen3"):
-        raise BadInput(f"The model type {kind} is not supported: choose a gpt2, llama, qwen2 or qwen3.")
-    other_layers = set(hf_config.get("layer_types") or ()) - {"full_attention"}
-    refuse_unsupported(hf_config | {"layer_types": other_layers})
-    rope_theta, rope_scaling = read_rope(hf_config)
-    attention_bias = hf_config.get("attention_bias") or False
-    return GPTConfig(
-        vocab_size=hf_config["vocab_size"],
-        block_size=hf_config["max_position_embeddings"],
-        n_layer=hf_config["num_hidden_layers"],
-        n_head=hf_config["num_attention_heads"],
-        n_embd=hf_config["hidden_size"],
-        n_kv_head=hf_config.get("num_key_value_heads", None if kind == "llama" else 32),
-        head_dim=hf_config.get("head_dim", 128 if kind == "qwen3" else None),
-        mlp_hidden=hf_config["intermediate_size"],
-        norm="rmsnorm",
-        norm_eps=hf_config.get("rms_norm_eps", 1e-6),
-        position="rope",
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        qk_norm=kind == "qwen3",
-        mlp=translate(hf_config, "hidden_act", {"silu": "swiglu", "relu": "relu2"}),
-        qkv_bias=kind == "qwen2" or attention_bias,
-        o_bias=kind != "qwen2" and attention_bias,
-        mlp_bias=kind == "llama" and hf_config.get("mlp_bias") or False,
-        tied_head=hf_config.get("tie_word_embeddings", False))
-
-
-def read_rope(hf_config):
-    """Return rope_theta and rope_scaling of a GPTConfig. If keys contradict each other, choose as
-    transformers does."""
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    outside = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    rope = {key: hf_config.get(key, value) for key, value in outside.items()} | rope
-    refuse_unsupported(rope)
-    del rope["partial_rotary_factor"]
-    rope_theta = rope.pop("rope_theta")
-    old_name = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old_name)
-    if kind not in ROPE_KEYS:
-        raise BadInput(f"Rotary positions of type {kind} are not supported: use default, linear or llama3.")
-    missing = set(ROPE_KEYS[kind]) - rope.keys()
-    if missing:
-        raise BadInput(f"config.json has rotary positions of type {kind} without {min(missing)}: restore it.")
-    unknown = rope.keys() - inspect.signature(scale_rope).parameters.keys()
-    if unknown:
-        raise BadInput(f"config.json has rotary positions with {min(unknown)}, which is not supported: "
-                       "choose another model.")
-    if kind == "llama3":
-        positions = "original_max_position_embeddings"
-        rope[positions] = ({positions: hf_config["max_position_embeddings"]} | rope | hf_config)[positions]
-    return rope_theta, None if kind == "default" else rope | {"rope_type": kind}
-
-
-def refuse_unsupported(hf_config):
-    """Raise BadInput if a key has another value than in NEUTRAL_VALUES."""
-    for key, neutral in NEUTRAL_VALUES.items():
-        value = hf_config.get(key, neutral)
-        if value != neutral and (value or neutral):
-            raise BadInput(f"config.json has {key}={str(value)[:80]}, which model.py does not support: "
-                           "choose another model.")
-
-
-def translate(hf_config, key, names):
-    """Return `names[hf_config[key]]`, or raise BadInput for an unsupported value."""
-    if hf_config.get(key) not in names:
-        raise BadInput(f"config.json has {key}={hf_config.get(key)}, which model.py does not support: "
-                       f"choose a model with {' or '.join(names)}.")
-    return names[hf_config[key]]
-
-
-def write_config(config):
-    """Return a config.json (a dict) of a transformers architecture that is equivalent to this GPTConfig: the
-    first that read_config turns back into it."""
-    if config.mixer != "softmax":
-        raise BadInput(f"transformers has no architecture with mixer={config.mixer}: export a model with "
-                       "softmax attention.")
-    config = dataclasses.replace(config, dropout=0.0, mixer_features=GPTConfig.mixer_features)
-    wide_heads = config.head_dim != config.n_embd // config.n_head
-    for kind in ("gpt2", "llama", "qwen3") if wide_heads else ("gpt2", "llama", "qwen2", "qwen3"):
-        written = write_gpt2(config) if kind == "gpt2" else write_llama(config, kind)
-        with contextlib.suppress(ValueError, BadInput):       # a width that this kind can't have, for example
-            if read_config(written) == config:
-                return written
-    raise BadInput(f"transformers has no architecture for norm={config.norm}, "
-                   f"position={config.position}, qk_norm={config.qk_norm}, mlp={config.mlp}, "
-                   f"qkv_bias={config.qkv_bias}, logit_softcap={config.logit_softcap}: export an "
-                   "architecture like GPT-2's, Llama's, Qwen's or train.py's default.")
-
-
-def write_gpt2(config):
-    """Return GPT-2's config.json for a GPTConfig."""
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,                           # llama.cpp's converter reads this name
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_embd": config.n_embd,
-        "n_inner": config.mlp_hidden,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": "gelu_new" if config.mlp == "gelu_tanh" else "gelu",
-        "tie_word_embeddings": config.tied_head,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
-
-
-def write_llama(config, kind):
-    """Return the config.json of kind llama, qwen2 or qwen3 for a GPTConfig."""
-    rope_scaling = config.rope_scaling or {"rope_type": "default"}
-    return {
-        "model_type": kind,
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.block_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head,
-        "head_dim": config.head_dim,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.mlp_hidden,
-        "hidden_act": "silu" if config.mlp == "swiglu" else "relu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope_scaling | {"rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": config.tied_head,
-    }
-
-
-def readers(hf_config, tokenizer=None):
-    """Return the names of the programs that compute an exported model rightly. llama.cpp computes SiLU in a
-    Llama or Qwen, whatever config.json says, and its converter knows published tokenizers alone; vLLM refuses
-    another activation."""
-    names = "transformers and vLLM"
-    if hf_config.get("hidden_act") == "relu":
-        names = "transformers alone (--mlp=swiglu in train.py makes models for vLLM too)"
-    with contextlib.suppress(BadInput):
-        gguf_export.architecture_of(hf_config)
-        if tokenizer and gguf_export.vocabulary_of(tokenizer):
-            names += "; hf.py --gguf writes a file for llama.cpp"
-    return names
-
-
-# --- weights ---
 
 def weight_names(config, kind):
     """Yield for each weight of GPT(config): its name, the names of the Hugging Face tensors that it stacks
@@ -272,173 +58,6 @@ def weight_names(config, kind):
     yield from linear("final_norm", "transformer.ln_f" if gpt2 else "model.norm", bias=gpt2)
     if not config.tied_head:
         yield "head.weight", ["lm_head.weight"], False
-
-
-@dataclasses.dataclass
-class ModelSource:
-    """A model to load: a run folder or Hugging Face files."""
-    folder: Path
-    config: GPTConfig
-    about: dict                              # a run's model.json or Hugging Face's config.json
-    step: int | None = None                  # of a run: the checkpoint to load
-
-    def tokenizer(self, name=None):
-        """Return the model's own tokenizer, or for Hugging Face files the named one. Raise BadInput for a
-        name that contradicts a run's own, or for more ids than the model has."""
-        if self.step is not None:
-            tokenizer = Tokenizer.of_run(self.folder, self.about.get("tokenizer"))
-            if self.about.get("tokenizer_sha256") != tokenizer.sha256:
-                raise BadInput(f"tokenizer.json in {self.folder} is not as it was written: restore the run's "
-                               "original.")
-            own_name = self.about["tokenizer"]["name"]
-            if name not in (None, own_name) and not tokenizer.is_file_of(name):
-                raise BadInput(f"The run in {self.folder} has its own tokenizer, {own_name}: omit "
-                               "--tokenizer.")
-            return tokenizer
-        if not name:
-            tiktoken = self.about["model_type"] == "gpt2" and not self.has_tokenizer
-            name = "gpt2" if tiktoken else self.folder
-        tokenizer = Tokenizer(name)
-        if tokenizer.n_vocab > self.config.vocab_size:
-            last = tokenizer.decode([tokenizer.n_vocab - 1])
-            raise BadInput(f"The tokenizer {name} has {tokenizer.n_vocab} ids, and the model in "
-                           f"{self.folder} {self.config.vocab_size}, none for {last!r}: pass the model's own "
-                           "with --tokenizer=, or resize it with transformers' resize_token_embeddings().")
-        return tokenizer
-
-    @functools.cached_property
-    def sha256(self):
-        """The SHA-256 of the files that hold the weights."""
-        files = sorted(self.folder.glob("*.safetensors"))    # of a run: the base weights of adapters
-        if self.step is not None:
-            files.append(checkpoint.step_folder(self.folder, self.step) / "model.safetensors")
-        return hashlib.sha256("".join(map(checkpoint.sha256, files)).encode()).hexdigest()
-
-    @property
-    def description_sha256(self):
-        """The SHA-256 of the architecture (of Hugging Face files: of config.json) and of tokenizer.json."""
-        tokenizer = self.folder / "tokenizer.json"
-        digest = checkpoint.sha256(tokenizer) if tokenizer.exists() else None
-        architecture = self.about["architecture"] if self.step is not None else self.about
-        return hashlib.sha256(json.dumps([architecture, digest], sort_keys=True).encode()).hexdigest()
-
-    @property
-    def has_tokenizer(self):
-        return self.step is not None or (self.folder / "tokenizer.json").exists()
-
-    def load(self, *args, device="cpu"):
-        """Return GPT(config, *args) in fp32 with the weights, for evaluation (without dropout); BadInput if
-        memory is too small."""
-        memory.check_weights(self.config, device)
-        model = blank(self.config, *args, device=device)
-        self.fill(model)
-        return model.eval()
-
-    def fill(self, model):
-        """Copy the weights into a GPT(config), adapters merged; BadInput if one is not finite."""
-        part = "model" if self.step is None else f"checkpoint of step {self.step}"
-        with checkpoint.loading(f"The {part} in {self.folder}"):
-            if self.step is None:
-                load_safetensors(model, self.folder, self.about)
-            elif self.about.get("lora"):
-                model.load_state_dict(merged(self.load_adapted()))
-            else:
-                model.load_state_dict(checkpoint.load_weights(self.folder, self.step))
-        for name, weight in model.state_dict().items():
-            # The sum takes a twentieth of the time; that of large weights may overflow.
-            if not weight.sum().isfinite() and not weight.isfinite().all():
-                raise BadInput(f"{name} of the model in {self.folder} holds NaN or infinity: give another "
-                               "checkpoint, or restore the original files.")
-
-    def load_adapted(self):
-        """Return the GPT of a run with LoRA, its adapters not merged. BadInput for another model."""
-        if self.step is None or not self.about.get("lora"):
-            raise BadInput(f"{self.folder} has no adapters (it was not trained with --lora_rank): export "
-                           "it whole, with python hf.py MODEL OUT_DIR.")
-        model = blank(self.config)
-        model.load_state_dict(checkpoint.load_base(self.folder))
-        load_adapters(add_lora(model, **self.about["lora"]), checkpoint.load_weights(self.folder, self.step))
-        return model
-
-
-def find(path_or_name, step=None):
-    """Return the ModelSource of a run folder (at its best checkpoint, or at `step`), a folder of Hugging Face
-    files, a GGUF file, or a name on the hub."""
-    folder = Path(path_or_name)
-    is_run = (folder / "model.json").exists()
-    if is_run:
-        about = checkpoint.read_model(folder)
-    elif (folder / "checkpoints").is_dir():
-        raise BadInput(f"{folder} is a run folder without model.json: restore it, or give another run.")
-    else:
-        if folder.suffix == ".gguf" and not folder.is_dir():
-            folder = gguf_files.convert(folder)
-        folder = folder if folder.is_dir() else download(str(path_or_name))
-        refuse_checkpoint_or_adapter(folder)
-        about = read_json(folder / "config.json", "give the folder of a model")
-    try:
-        shape = GPTConfig(**about["architecture"]) if is_run else read_config(about)
-    except (LookupError, TypeError, ValueError, AttributeError) as e:
-        file = folder / ("model.json" if is_run else "config.json")
-        advice = "restore it, or give another run" if is_run else "download it again"
-        raise BadInput(f"{file} describes no model ({type(e).__name__}: {e}): {advice}.") from None
-    if is_run:
-        step = step or checkpoint.choose(folder)
-    return ModelSource(folder, shape, about, step if is_run else None)
-
-
-def refuse_checkpoint_or_adapter(folder):
-    """Raise BadInput for a checkpoint within a run, and for PEFT adapters, alone or beside a model."""
-    if not (folder / "config.json").exists():
-        for run in folder.resolve().parents[:2]:
-            if (run / "model.json").exists():
-                raise BadInput(f"{folder} is part of the run in {run}: give that folder.")
-    adapter = folder / "adapter_config.json"
-    if adapter.exists():
-        base = read_json(adapter, "download it again").get("base_model_name_or_path")
-        raise BadInput(f"{folder} holds a PEFT adapter of {base or 'a model'} ({adapter.name}), which can't "
-                       "be loaded: merge it with peft's merge_and_unload(), save that model, and give its "
-                       "folder.")
-
-
-def to_resume(out_dir, weights_suffice=False):
-    """Return the ModelSource of a run's newest intact checkpoint. Raise BadInput if there is none, or if it
-    holds only weights and they don't suffice."""
-    step = checkpoint.newest_intact(out_dir)
-    if step is None:
-        raise BadInput(f"{out_dir} has no intact checkpoint to resume from: start again with --overwrite.")
-    if not checkpoint.has_state(out_dir, step) and not weights_suffice:
-        raise BadInput(f"The checkpoint of step {step} in {out_dir} holds only weights "
-                       "(save_only_model), which is not enough to resume: start a new run with "
-                       f"--init_from={out_dir} and another --out_dir=.")
-    return find(out_dir, step)
-
-
-def load(path_or_name, *args, device="cpu"):
-    """Return GPT(config, *args) in fp32 from whatever find() takes."""
-    return find(path_or_name).load(*args, device=device)
-
-
-def download(name):
-    """Download a model from the hub with huggingface_hub and return its folder."""
-    if Path(name).exists():
-        raise BadInput(f"{name} is a file, and no GGUF file: give a run folder, or the folder that holds "
-                       "config.json and model.safetensors.")
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, a "
-                       "GGUF file, or a name on the hub.")
-    try:
-        import huggingface_hub
-        patterns = ["*.json", "*.safetensors", "*.jinja"]
-        with ProgressLine(f"downloading {name} from the Hugging Face hub"):
-            offline = not hub.is_reachable()
-            folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns,
-                                                       local_files_only=offline)
-        return Path(folder)
-    except Exception as e:
-        raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
-                       f"({hub.reason(e)[:200]}): correct the name, or download the folder on a machine with "
-                       "network access and give its path.") from None
 
 
 def load_safetensors(model, folder, hf_config):
@@ -572,11 +191,11 @@ def export_adapters(model, folder, base_model_name_or_path=""):
     """Write adapter_config.json and adapter_model.safetensors for peft.PeftModel.from_pretrained(base,
     folder). model: a run folder, or a GPT with adapters (`export` within adapters_off writes the base)."""
     if isinstance(model, str | Path):
-        model = find(model).load_adapted()
+        model = hub.find(model).load_adapted()
     config = model.config
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRA)}
     if not layers:
-        raise BadInput("The model has no adapters: use hf.export, or call add_lora first.")
+        raise BadInput("The model has no adapters: use hub.weights.export, or call add_lora first.")
     kind = write_config(config)["model_type"]
     tensors = {}
     for name, hf_names, _ in weight_names(config, kind):
@@ -606,41 +225,3 @@ def export_adapters(model, folder, base_model_name_or_path=""):
         "target_modules": sorted(target_modules),
     }
     write(folder, "adapter_config.json", adapter_config, "adapter_model.safetensors", tensors)
-
-
-@dataclasses.dataclass
-class Config:
-    paths: tuple = ()                        # run folder, output folder; with --gguf the output file, or none
-    gguf: bool | Literal["F16", "Q8_0"] = False      # write one GGUF file; true: F16
-
-
-def main(argv):
-    cfg = config.load(Config, argv, positional="paths")
-    if len(cfg.paths) != 2 and not (cfg.gguf and len(cfg.paths) == 1):
-        raise BadInput("hf.py needs two folders: python hf.py RUN OUT_DIR, or python hf.py RUN --gguf")
-    run, *outputs = cfg.paths
-    quantisation = "F16" if cfg.gguf is True else cfg.gguf
-    name = Path(run).resolve().name.removesuffix(".gguf")
-    out = Path(*outputs or [f"{name}-{quantisation}.gguf"])
-    if out.exists() and (cfg.gguf or not out.is_dir() or any(out.iterdir())):
-        full = ": choose another file, python hf.py RUN FILE.gguf --gguf" if cfg.gguf else (
-            " and is not an empty folder: choose another.")
-        raise BadInput(f"{out} exists{full}")
-    source = find(run)
-    model = source.load()
-    tokenizer = source.tokenizer() if source.has_tokenizer or cfg.gguf else None
-    suited = "llama.cpp" if cfg.gguf else readers(write_config(model.config), tokenizer)
-    try:
-        if cfg.gguf:
-            gguf_export.export(*hf_files(model, tokenizer), tokenizer, out, quantisation)
-        else:
-            export(model, out, tokenizer)
-    except OSError as e:
-        raise checkpoint.write_error(out, e, "choose another place") from None
-    step = "" if source.step is None else f" of step {source.step}"
-    print(f"{out}: {model.n_params():,} parameters{step}, for {suited}")
-    return 0
-
-
-if __name__ == "__main__":
-    guard.run(main)

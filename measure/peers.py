@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-import hf
+import hub
 import tasks
 from measure.synthetic import GPT2
 from runtime import distributed, hardware
@@ -252,7 +252,7 @@ def training_rows(job):
         x, _ = windows(job)(job["steps"] * job["batch_size"] * job["accumulation"])
         return [{"input_ids": ids, "labels": ids} for ids in x.tolist()]
     rows = []
-    tokenizer = hf.find(job["source"]).tokenizer(None) if job["source"] else Tokenizer("bytes")
+    tokenizer = hub.find(job["source"]).tokenizer(None) if job["source"] else Tokenizer("bytes")
     for example in examples.read(job["data"], tokenizer):
         labels = [int(i) if is_trained else -100 for i, is_trained in zip(example.ids, example.is_target)]
         rows.append({"input_ids": example.ids.tolist(), "labels": labels})

@@ -11,7 +11,7 @@ from string import ascii_lowercase
 
 import torch
 
-import hf
+import hub.weights
 import tasks
 from measure.ceilings import devices, matmul_peak, sampling_limit
 from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, memory_line, processes, run_peer,
@@ -73,7 +73,7 @@ def grpo_work(cfg, hw, folder, script_args):
 
 def shape_of(cfg):
     """Return the GPTConfig of the measured model."""
-    return hf.find(cfg.run).config if cfg.run else GPTConfig(**SHAPES[cfg.model])
+    return hub.find(cfg.run).config if cfg.run else GPTConfig(**SHAPES[cfg.model])
 
 
 def random_questions(cfg, folder, prompts, prompt_tokens):
@@ -96,9 +96,9 @@ def random_questions(cfg, folder, prompts, prompt_tokens):
 
 def write_for_peer(cfg, folder, n):
     """Write --run's weights and tokenizer to folder/peer, and the prompts of n questions."""
-    source = hf.find(cfg.run)
+    source = hub.find(cfg.run)
     tokenizer = source.tokenizer()
-    hf.export(source.load(), folder / "peer", tokenizer)
+    hub.weights.export(source.load(), folder / "peer", tokenizer)
     task = tasks.load("unit_conversion")
     questions = questions_of(task, "train", n, cfg.seed)
     rows = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-import hf
+import hub.weights
 import tasks
 from engine import Engine, Request, Sampling
 from engine.generate import Packed, takes_half_weights
@@ -243,7 +243,7 @@ def count_samples(cfg, figures):
 
 def bench_datagen(cfg, hw, folder, script_args, log):
     """Measure samples a second of datagen.py, excluding the start of the processes."""
-    source = hf.find(cfg.run or folder)
+    source = hub.find(cfg.run or folder)
     tokenizer = source.tokenizer(None if cfg.run else "bytes")
     task = tasks.load("unit_conversion")
     num_questions = script_args.config.num_questions if "num_questions" in script_args.given else 100
@@ -266,7 +266,7 @@ def bench_datagen(cfg, hw, folder, script_args, log):
         return count_samples(cfg, figures) / figures["seconds"]
     sides = {"nanoRFT": ours}
     if cfg.peers:
-        hf.export(source.load(), f"{folder}/peer")
+        hub.weights.export(source.load(), f"{folder}/peer")
         peer = peers.Generate(f"{folder}/peer", hw)
 
         def loop(at_once):

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import fields
 from pathlib import Path
 
-import hf
+import hub.weights
 import tasks
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
@@ -142,8 +142,8 @@ def peer_rate(cfg, hw, folder, work, peer, runs):
         model = Path(folder) / "peer"
         if not model.exists():
             cpu = hardware.setup("cpu", compile=False)
-            weights = hf.find(cfg.run).load() if cfg.run else random_model(GPTConfig(**architecture), cpu)
-            hf.export(weights, model)
+            weights = hub.find(cfg.run).load() if cfg.run else random_model(GPTConfig(**architecture), cpu)
+            hub.weights.export(weights, model)
     return run_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=architecture, model=str(model),
                     source=cfg.run, data=settings["dataset"], lora_rank=settings["lora_rank"],
                     block_size=settings["block_size"], batch_size=micro_batch,

@@ -175,7 +175,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
 
 
 def facts(run, source, pipeline, stream, valid):
-    """Return facts about the model and its questions for doctor.diagnose. source: the hf.ModelSource that
+    """Return facts about the model and its questions for doctor.diagnose. source: the hub.ModelSource that
     training began with. valid: [(question, Request)]."""
     chat = pipeline.tokenizer.template["name"] != "plain"
     train, held_out = ([normalized(question["question"]) for question, _ in pairs]

@@ -28,7 +28,7 @@ UNFINISHED = Grade(0.0, {}, "", None)
 
 def few_shot_of(cfg, source):
     """Return cfg.few_shot, or by default the saved value for a grpo.py run, 0 for other runs and for questions
-    from a dataset, whose task may have no examples, and 4 for a Hugging Face model. source: hf.ModelSource."""
+    from a dataset, whose task may have no examples, and 4 for a Hugging Face model. source: hub.ModelSource."""
     if cfg.few_shot is not None:
         return cfg.few_shot
     if getattr(cfg, "dataset", None):

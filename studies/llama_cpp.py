@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-import hf
+import hub
 import tasks
 from engine import Engine, Request, Sampling
 from rollouts.pipeline import requests_of
@@ -37,7 +37,7 @@ def main(argv):
         raise BadInput("Three paths are needed: MODEL FILE.gguf FOLDER.")
     model, gguf, node = cfg.paths
     torch.set_num_threads(cfg.threads)
-    source = hf.find(model)
+    source = hub.find(model)
     tokenizer = source.tokenizer()
     task = tasks.load("unit_conversion")
     questions = questions_of(task, "test", cfg.num_questions)

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import hf
+import hub
 from layers.linear_attention import favor_features, initial_qk_gain, mix, orthogonal_vectors
 from layers.ops import ATTENTION, repeat_heads
 from measure.runs import as_flags, process
@@ -84,7 +84,7 @@ def favor_error(q, k, n):
 @torch.no_grad()
 def queries_and_keys(run, text):
     """Return (queries, keys), each [H, T, D], of each layer on the first tokens of a text, T <= 512."""
-    found = hf.find(run)
+    found = hub.find(run)
     model = found.load()
     if found.config.mixer != "softmax":
         raise BadInput(f"{run} has mixer={found.config.mixer}: give a model with softmax attention.")

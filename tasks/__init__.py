@@ -37,7 +37,7 @@ from itertools import islice
 from pathlib import Path
 
 from runtime.progress import ProgressLine
-from tasks import _equations, _mixture
+from tasks import _mixture
 from tasks._mixture import next_task
 
 PROMPT = "Question: {}\n"
@@ -354,6 +354,7 @@ class Task:
         """Return a text that is equal for equal solutions: the task's signature(), else the equations."""
         if hasattr(self.module, "signature"):
             return self.ask(str, "signature", completion)
+        from tasks import _equations
         return _equations.signature(completion)
 
     def reward(self, question, completion, turns=None):

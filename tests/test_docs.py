@@ -83,7 +83,7 @@ EXCUSED = {
     "python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --optimizer=adamw": HUB,
     "python train.py --init_from=HuggingFaceTB/SmolLM2-360M --dataset=book.txt --optimizer=adamw --lora_rank=16": HUB,
     "python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive": HUB,
-    "python -m studies.lm_eval out/base --tasks=arc_easy,hellaswag --num_fewshot=5 --output_path=results": HUB,
+    "python -m hub.lm_eval out/base --tasks=arc_easy,hellaswag --num_fewshot=5 --output_path=results": HUB,
     "python eval.py HuggingFaceTB/SmolLM2-360M --dataset=wikitext --split=test --block_size=1024 --stride=512": HUB,
     "python train.py config/a100_production.py": HUB,
     "python train.py config/a100_production.py --dataset=FOLDER": "a GPU's work; tests/test_configs.py looks at the file",
@@ -301,7 +301,7 @@ def test_sampling_does_not_wait_for_the_compiler(folder, text):
 
 def test_no_package_imports_upward():
     """Each may import those before it alone; studies and the tests may import all."""
-    order = ["layers", "model", "runtime", "tasks", "doctor", "engine", "text", "hf", "rollouts", "experimental", "measure"]
+    order = ["layers", "model", "runtime", "tasks", "doctor", "engine", "text", "rollouts", "hub", "hf", "experimental", "measure"]
     for place, name in enumerate(order):
         files = sorted((ROOT / name).glob("*.py")) or [ROOT / f"{name}.py"]
         for file in files:

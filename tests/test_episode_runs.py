@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hf
+import hub
 import tasks
 from conftest import ROOT, environment, flags, weights
 from engine.generate import Request, Sample
@@ -50,7 +50,7 @@ def is_own(completion):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_the_gradient_is_that_of_the_models_tokens_given_everything_before_them(learn, watched, base, episodes, loss_type):
     out = learn(task=episodes, max_steps=1, grad_clip=0, loss_type=loss_type, tokens_per_micro_batch=128, **RULES)
-    model, logp, advantage, ((*groups,),) = hf.find(str(base)).load(), [], [], watched.groups
+    model, logp, advantage, ((*groups,),) = hub.find(str(base)).load(), [], [], watched.groups
     completions = [c for group in groups for c in group]
     assert sum(bool(c.forced) for c in completions) > 5 and max(len(c.forced) for c in completions) == 2
     for group in groups:
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_the_models_tokens_given_everything_before_them(
 
 def test_ids_are_those_of_the_rollout_and_texts_are_what_was_said(learn, watched, base, episodes):
     learn(task=episodes, max_steps=2, **RULES)
-    tokenizer = hf.find(str(base)).tokenizer(None)
+    tokenizer = hub.find(str(base)).tokenizer(None)
     sampled = {(tuple(s.request.ids), tuple(s.ids)): s for s in watched.samples}
     for groups in watched.groups:
         for c in (c for group in groups for c in group):
@@ -273,7 +273,7 @@ def test_datagen_keeps_episodes_and_train_reads_them_with_their_ids(base, episod
             "--max_new_tokens=24", "--dtype=fp32")
     rows = json.loads(out.read_text())
     assert len(rows) > 3 and all(isinstance(turns, list) and len(turns) % 2 for _, _, turns in rows)
-    tokenizer = hf.find(str(base)).tokenizer(None)
+    tokenizer = hub.find(str(base)).tokenizer(None)
     found = examples.read(out, tokenizer)
     (tmp_path / "rft.attempts.jsonl").unlink()
     again = examples.read(out, tokenizer, form="{}")

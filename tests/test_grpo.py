@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 import forked
 import grpo
-import hf
+import hub
 import train
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
@@ -752,7 +752,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_ranks(learn, ranked, k
 def test_the_gradient_of_a_run_is_that_of_the_formula(learn, watched, base, loss_type, knobs):
     """Of its samples, a sequence and a token at a time."""
     out, cfg = learn(loss_type=loss_type, max_steps=1, grad_clip=0, **knobs), dict(temperature=1.0) | knobs
-    model, logp, advantage, ((*groups,),) = hf.find(str(base)).load(), [], [], watched.groups
+    model, logp, advantage, ((*groups,),) = hub.find(str(base)).load(), [], [], watched.groups
     for group in groups:
         rewards = torch.tensor([r.reward for r in group], dtype=torch.float64)
         above = rewards - rewards.mean()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import hf
+import hub.weights
+import hub.architectures
 from model import GPT, GPTConfig, on_meta, rope_tables
 from runtime.config import BadInput
 from test_tokenizer import write
@@ -27,7 +28,7 @@ HONOURED = {
     "Qwen2": LLAMA,
     "Qwen3": LLAMA | dict(head_dim=32, attention_bias=True),
 }
-# Keys that change no logits, given the values in hf.NEUTRAL_VALUES.
+# Keys that change no logits, given the values in hub.architectures.NEUTRAL_VALUES.
 IRRELEVANT = """_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
     is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
     reorder_and_upcast_attn return_dict transformers_version use_cache
@@ -65,10 +66,10 @@ X = torch.randint(300, (2, 256), generator=torch.Generator().manual_seed(1))
 def test_logits_equal_at_every_position_and_after_a_round_trip(name, tmp_path):
     other = theirs(name)
     other.save_pretrained(tmp_path / "in")
-    ours = hf.load(tmp_path / "in")
+    ours = hub.load(tmp_path / "in")
     expected = logits(other, X)
     assert (logits(ours, X) - expected).abs().max() < 1e-4
-    hf.export(ours, tmp_path / "out")
+    hub.weights.export(ours, tmp_path / "out")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(back) is type(other)
     assert (logits(back, X) - expected).abs().max() < 1e-4
@@ -81,7 +82,7 @@ def test_exports_compute_the_same_function(options, tmp_path):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    hf.export(model, tmp_path)
+    hub.weights.export(model, tmp_path)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (logits(back, X) - logits(model, X)).abs().max() < 1e-4
 
@@ -89,7 +90,7 @@ def test_exports_compute_the_same_function(options, tmp_path):
 def test_export_errors_are_one_sentence(tmp_path):
     for options in (dict(norm="layernorm"), dict(logit_softcap=15.0), dict(mlp="gelu")):
         with pytest.raises(BadInput, match="no architecture"):
-            hf.export(GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=1, n_head=2, n_embd=32, **options)), tmp_path)
+            hub.weights.export(GPT(GPTConfig(vocab_size=300, block_size=32, n_layer=1, n_head=2, n_embd=32, **options)), tmp_path)
 
 
 SIZES = {                     # published config.json and number of parameters
@@ -122,7 +123,7 @@ SIZES = {                     # published config.json and number of parameters
 @pytest.mark.parametrize("name", SIZES)
 def test_the_published_models_have_their_published_sizes(name):
     about, n_params = SIZES[name]
-    model = on_meta(hf.read_config(about))
+    model = on_meta(hub.architectures.read_config(about))
     padding = (model.config.padded_vocab_size - model.config.vocab_size) * model.config.n_embd
     assert model.n_params() - padding == n_params
 
@@ -135,7 +136,7 @@ def folder(tmp_path):
 
 
 def test_shards_are_read(folder):
-    assert (logits(hf.load(folder), X) - logits(theirs("llama, tied, grouped heads"), X)).abs().max() < 1e-4
+    assert (logits(hub.load(folder), X) - logits(theirs("llama, tied, grouped heads"), X)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["../b/model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors",
@@ -146,14 +147,14 @@ def test_shards_outside_the_folder_are_refused(folder, name):
     about["weight_map"]["lm_head.weight"] = name
     index.write_text(json.dumps(about))
     with pytest.raises(BadInput, match="not inside it"):
-        hf.load(folder)
+        hub.load(folder)
 
 
 @pytest.mark.parametrize("weight_map", [None, 3, "model.safetensors", ["model.safetensors"]])
 def test_an_index_without_shards_is_one_sentence(folder, weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(BadInput, match="which file holds which tensor"):
-        hf.load(folder)
+        hub.load(folder)
 
 
 def test_shards_may_be_links_and_lie_in_folders(folder, tmp_path_factory):
@@ -166,7 +167,7 @@ def test_shards_may_be_links_and_lie_in_folders(folder, tmp_path_factory):
     about = json.loads(index.read_text())
     about["weight_map"] = {name: f"part/{shard}" for name, shard in about["weight_map"].items()}
     index.write_text(json.dumps(about))
-    assert hf.load(folder).n_params()
+    assert hub.load(folder).n_params()
 
 
 def spoil(folder, change):
@@ -186,27 +187,27 @@ def spoil(folder, change):
 def test_mismatched_tensors_are_named(folder, change, words):
     spoil(folder, change)
     with pytest.raises(BadInput, match=words):
-        hf.load(folder)
+        hub.load(folder)
 
 
 def test_weights_whose_sum_overflows_are_finite(folder):
     spoil(folder, lambda t: next(iter(t.values())).view(-1)[:9].fill_(3e38))
-    assert hf.load(folder).n_params()
+    assert hub.load(folder).n_params()
 
 
 def test_weights_of_a_compiled_or_ddp_model_are_read(folder):
-    before = hf.load(folder).state_dict()
+    before = hub.load(folder).state_dict()
     spoil(folder, lambda t: [t.update({f"module._orig_mod.{name}": t.pop(name)}) for name in list(t)])
-    assert all(torch.equal(value, before[name]) for name, value in hf.load(folder).state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in hub.load(folder).state_dict().items())
     spoil(folder, lambda t: t.update({name.removeprefix("module."): value.clone() for name, value in t.items()}))
     with pytest.raises(BadInput, match="has two tensors"):
-        hf.load(folder)
+        hub.load(folder)
 
 
 def test_a_file_that_is_no_model_is_no_missing_folder(tmp_path):
     (tmp_path / "model.pt").touch()
     with pytest.raises(BadInput, match="model.pt is a file, and no GGUF file: give .* the folder that holds"):
-        hf.find(tmp_path / "model.pt")
+        hub.find(tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("kind", HONOURED)
@@ -214,24 +215,24 @@ def test_every_key_of_config_json_is_honoured_refused_or_irrelevant(kind):
     """A new field of a later transformers has to be added to one of the three."""
     config_class = getattr(transformers, f"{kind}Config")
     fields = config_class().to_dict().keys()
-    assert sorted(fields) == sorted([*HONOURED[kind], *fields & hf.NEUTRAL_VALUES.keys(), *fields & {*IRRELEVANT}])
+    assert sorted(fields) == sorted([*HONOURED[kind], *fields & hub.architectures.NEUTRAL_VALUES.keys(), *fields & {*IRRELEVANT}])
     about = config_class(**HONOURED[kind]).to_dict()
-    assert hf.read_config(config_class().to_dict()) != hf.read_config(about)
+    assert hub.architectures.read_config(config_class().to_dict()) != hub.architectures.read_config(about)
     others = {"rope_parameters": {"rope_type": "default"}, "hidden_act": "relu", "activation_function": "gelu_new"}
     for key, value in HONOURED[kind].items():
         other = others.get(key) or (not value if type(value) is bool else 2 * value)
-        assert hf.read_config(about | {key: other}) != hf.read_config(about), key
+        assert hub.architectures.read_config(about | {key: other}) != hub.architectures.read_config(about), key
     others = {"layer_types": ["sliding_attention"] * 2, "partial_rotary_factor": 0.5}
-    for key, neutral in hf.NEUTRAL_VALUES.items():
-        assert hf.read_config(about | {key: neutral}) == hf.read_config(about)
+    for key, neutral in hub.architectures.NEUTRAL_VALUES.items():
+        assert hub.architectures.read_config(about | {key: neutral}) == hub.architectures.read_config(about)
         with pytest.raises(BadInput, match=f"config.json has {key}="):
-            hf.read_config(about | {key: others.get(key, not neutral)})
+            hub.architectures.read_config(about | {key: others.get(key, not neutral)})
 
 
 def test_gpt2_s_keys_have_other_names_too():
-    assert transformers.GPT2Config.attribute_map == hf.GPT2_ALIASES
+    assert transformers.GPT2Config.attribute_map == hub.architectures.GPT2_ALIASES
     about = transformers.GPT2Config(**HONOURED["GPT2"]).to_dict()
-    assert hf.read_config(about | {"num_attention_heads": 2}).n_head == 2
+    assert hub.architectures.read_config(about | {"num_attention_heads": 2}).n_head == 2
 
 
 UNSCALED = {"rope_type": "default", "rope_theta": 5e5}
@@ -247,7 +248,7 @@ WITHOUT = {key: value for key, value in LLAMA3.items() if key != "original_max_p
 def test_contradictory_or_missing_rotary_keys(change):
     about = SHAPE | {"model_type": "llama", "hidden_act": "silu"} | change
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(about))).inv_freq
-    _, sin = rope_tables(hf.read_config(about))
+    _, sin = rope_tables(hub.architectures.read_config(about))
     assert (sin[1, 0, -len(theirs):] - theirs.sin()).abs().max() < 1e-6
 
 
@@ -258,33 +259,33 @@ def test_model_safetensors_takes_precedence_over_an_index(folder):
     tensors = {name: value.contiguous() for name, value in other.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
     expected = logits(other, X)
-    assert (logits(hf.load(folder), X) - expected).abs().max() < 1e-4
+    assert (logits(hub.load(folder), X) - expected).abs().max() < 1e-4
     for shard in folder.glob("model-*.safetensors"):
         shard.unlink()
-    assert (logits(hf.load(folder), X) - expected).abs().max() < 1e-4
+    assert (logits(hub.load(folder), X) - expected).abs().max() < 1e-4
 
 
 def test_unsupported_folders_are_refused(folder):
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     with pytest.raises(BadInput, match="lacks model.safetensors: get"):
-        hf.load(folder)
+        hub.load(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(BadInput, match=r"lacks model.safetensors \(pytorch_model.bin is not supported\)"):
-        hf.load(folder)
+        hub.load(folder)
     step = folder / "checkpoints" / "step_00000004"
     step.mkdir(parents=True)
     (folder / "model.json").write_text("{}")
     for part in (step, step.parent):
         with pytest.raises(BadInput, match=f"part of the run in {folder}: give that folder"):
-            hf.find(part)
+            hub.find(part)
 
 
 def test_stop_ids_survive_an_export(tmp_path):
     tokenizer = Tokenizer(write(tmp_path / "in", "smol", files={"generation_config": {"eos_token_id": [0, 1, 2]}}))
     model = GPT(GPTConfig(vocab_size=tokenizer.n_vocab, block_size=8, n_layer=1, n_head=1, n_embd=8))
-    hf.export(model, tmp_path / "out", tokenizer)
-    assert hf.find(tmp_path / "out").tokenizer().stop == tokenizer.stop == [0, 1, 2]
+    hub.weights.export(model, tmp_path / "out", tokenizer)
+    assert hub.find(tmp_path / "out").tokenizer().stop == tokenizer.stop == [0, 1, 2]
 
 
 def test_damaged_files_are_one_sentence(folder, monkeypatch):
@@ -292,10 +293,10 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
     whole = shard.read_bytes()
     shard.write_bytes(whole[:200])
     with pytest.raises(BadInput, match=f"{shard.name} can't be read"):
-        hf.load(folder)
+        hub.load(folder)
     shard.unlink()
     with pytest.raises(BadInput, match=f"{shard.name} can't be read"):
-        hf.load(folder)
+        hub.load(folder)
     config = json.loads((folder / "config.json").read_text())
     for change, words in (({"model_type": "mamba"}, "model type mamba"), ({"hidden_act": "gelu"}, "hidden_act=gelu"),
                           ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type yarn"),
@@ -304,16 +305,16 @@ def test_damaged_files_are_one_sentence(folder, monkeypatch):
                           ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}}, "without high_freq_factor")):
         (folder / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(BadInput, match=words):
-            hf.load(folder)
+            hub.load(folder)
     (folder / "config.json").write_text("[]")
     with pytest.raises(BadInput, match="not an object"):
-        hf.load(folder)
+        hub.load(folder)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match="has 257 ids, and the model in .* 200, none for '<.endoftext.>'"):
-        hf.ModelSource(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
+        hub.ModelSource(folder, GPTConfig(vocab_size=200), config).tokenizer("bytes")
     (folder / "config.json").write_text("{}")
     with pytest.raises(BadInput, match="model type None"):
-        hf.load(folder)
+        hub.load(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(BadInput, match="no folder org/absent here"):
-        hf.load("org/absent")
+        hub.load("org/absent")

@@ -16,6 +16,8 @@ import eval as evaluation
 import forked
 import grpo
 import hf
+import hub.weights
+import hub.architectures
 import sample
 import tasks
 import train
@@ -76,7 +78,7 @@ def edited(path, keys, value):
 
 
 def use(folder):
-    found = hf.find(folder)
+    found = hub.find(folder)
     found.tokenizer()
     return found.load()
 
@@ -192,9 +194,9 @@ def test_weights_that_are_none(run, tmp_path, spoil):
         signed(run)
         sentence(lambda: use(run), "The checkpoint of step 4 .* can't be loaded")
         sentence(lambda: MAINS["resume"](str(run)), "can't be loaded")
-    hf.export(hf.load(tmp_path / "other"), tmp_path / "exported")
+    hub.weights.export(hub.load(tmp_path / "other"), tmp_path / "exported")
     spoil(tmp_path / "exported/model.safetensors")
-    sentence(lambda: hf.load(tmp_path / "exported"), "model.safetensors can't be read")
+    sentence(lambda: hub.load(tmp_path / "exported"), "model.safetensors can't be read")
 
 
 def test_a_state_that_is_none_or_of_another_model(run):
@@ -238,12 +240,12 @@ GPT2 = dict(model_type="gpt2", activation_function="gelu_new", vocab_size=320, n
     (LLAMA, {"attention_bias": "yes"}, "qkv_bias=yes"), (LLAMA, {"rms_norm_eps": "small"}, "norm_eps"), (LLAMA, {"tie_word_embeddings": 3}, "tied_head")], ids=str)
 def test_a_config_json_of_absurd_values(tmp_path, about, change, words):
     (tmp_path / "config.json").write_text(json.dumps(about | change))
-    sentence(lambda: hf.find(tmp_path), words)
+    sentence(lambda: hub.find(tmp_path), words)
 
 
 def test_a_config_json_with_null_or_full_attention_is_read_as_before(tmp_path):
     for change in ({"layer_types": ["full_attention"] * 2}, {"layer_types": None}, {"head_dim": None, "attention_bias": None, "mlp_bias": None}, {"rope_theta": 10000}):
-        assert hf.read_config(LLAMA | change) == hf.read_config(LLAMA)
+        assert hub.architectures.read_config(LLAMA | change) == hub.architectures.read_config(LLAMA)
 
 
 @pytest.mark.parametrize("name, text, words", [
@@ -254,14 +256,14 @@ def test_a_config_json_with_null_or_full_attention_is_read_as_before(tmp_path):
     ("tokenizer.json", DEEP, "not a readable tokenizer.json")])
 def test_other_files_nested_deep(run, tmp_path, name, text, words):
     folder = tmp_path / "exported"
-    hf.export(hf.load(run), folder)
+    hub.weights.export(hub.load(run), folder)
     if "token" in name or "generation" in name:
         import tokenizers
         tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(folder / "tokenizer.json"))
     (folder / name).write_text(text)
     if "index" in name:
         (folder / "model.safetensors").unlink()               # which counts before an index
-    sentence(lambda: hf.load(folder) if "index" in name else use(folder), words)
+    sentence(lambda: hub.load(folder) if "index" in name else use(folder), words)
 
 
 # --- rows of examples and questions ---

@@ -11,7 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from runtime.config import BadInput
-from studies.lm_eval import NanoRFT, main
+from hub.lm_eval import NanoRFT, main
 from test_tokenizer import SMOL, write
 
 CHOICES = ["3000 gram", "30", "<answer>6000</answer>\n", "naïve 漢字 don't"]
@@ -88,7 +88,7 @@ def test_a_special_token_that_does_not_stop_is_not_in_the_text(tmp_path, monkeyp
     start, think = (model.tokenizer.encoding.id_of(token) for token in ("<|im_start|>", "<think>"))
     ids = [start, *model.tokenizer.encode("a cat").tolist(), think, start, model.eot_token_id]
     sample = SimpleNamespace(ids=ids, request=SimpleNamespace(key=0))
-    monkeypatch.setattr("studies.lm_eval.Engine.generate", lambda self, requests: [sample])
+    monkeypatch.setattr("hub.lm_eval.Engine.generate", lambda self, requests: [sample])
     assert model.generate_until([SimpleNamespace(args=("?", {"max_gen_toks": 8}))]) == ["a cat<think>"]
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import hf
+import hub.weights
 from layers.lora import LINEARS, LoRA, adapters, adapters_off, add_lora, load_adapters, merged
 from model import GPT
 from runtime import optim
@@ -230,8 +230,8 @@ def test_peft_computes_the_same_function(name, linears, tmp_path):
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     model = adapted(rank=4, alpha=6, linears=linears, **PEFT[name]).eval()
     with adapters_off(model):
-        hf.export(model, tmp_path / "base")
-    hf.export_adapters(model, tmp_path / "adapters", tmp_path / "base")
+        hub.weights.export(model, tmp_path / "base")
+    hub.weights.export_adapters(model, tmp_path / "adapters", tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     expected, tensors = model(X), load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert (base(X).logits - expected).abs().max() > 1e-2
@@ -244,7 +244,7 @@ def test_peft_computes_the_same_function(name, linears, tmp_path):
     (tmp_path / "base" / "adapter_config.json").write_text(json.dumps(config))
     for name in ("adapters", "base"):                     # transformers would load adapters beside a model
         with pytest.raises(BadInput, match=f"{name} holds a PEFT adapter of {tmp_path / 'base'}"):
-            hf.find(tmp_path / name)
+            hub.find(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", PEFT)
@@ -252,11 +252,11 @@ def test_peft_computes_the_same_function(name, linears, tmp_path):
 def test_an_adapted_model_is_exported_merged(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = adapted(**PEFT[name]).eval()
-    hf.export(model, tmp_path)
+    hub.weights.export(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert (theirs(X).logits - model(X)).abs().max() < 1e-4
 
 
 def test_exporting_missing_adapters_is_one_sentence(tmp_path):
     with pytest.raises(BadInput, match="no adapters"):
-        hf.export_adapters(tiny(), tmp_path)
+        hub.weights.export_adapters(tiny(), tmp_path)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import datagen
 import eval as evaluation
 import grpo
-import hf
+import hub.weights
 import sample
 import train
 from conftest import TINY, count_graphs, flags, largest_difference, metrics, trained, weights
@@ -502,7 +502,7 @@ def run(main, argv, code=0):
 
 
 def test_a_run_keeps_its_mixer_and_its_features(favor, tmp_path, capsys):
-    found = hf.find(favor)
+    found = hub.find(favor)
     assert (found.config.mixer, found.config.mixer_rule, found.config.mixer_features) == ("favor", "delta", 16)
     model = found.load()
     saved = checkpoint.load_weights(favor, 10)
@@ -512,7 +512,7 @@ def test_a_run_keeps_its_mixer_and_its_features(favor, tmp_path, capsys):
     assert metrics(favor)[10] < metrics(favor)[1]
 
     assert "mixer=softmax contradicts" in run(train.main, flags(init_from=favor, mixer="softmax", dataset="x.txt", out_dir=tmp_path / "b"), 2)
-    for refused in (lambda: hf.export(model, tmp_path / "out"), lambda: hf.export_adapters(add_lora(model, 2), tmp_path / "out")):
+    for refused in (lambda: hub.weights.export(model, tmp_path / "out"), lambda: hub.weights.export_adapters(add_lora(model, 2), tmp_path / "out")):
         with pytest.raises(BadInput, match="transformers has no architecture with mixer=favor"):
             refused()
     assert sample.main([str(favor), "--prompt=the", "--max_new_tokens=3", "--num_samples=2", "--device=cpu"]) in (0, None)
@@ -529,7 +529,7 @@ def test_a_resumed_run_reaches_the_same_weights(text, tmp_path):
 
 
 def test_a_model_of_hugging_face_s_keeps_softmax(tmp_path):
-    hf.export(make("softmax", mlp="swiglu", qk_norm=False), tmp_path / "llama")
+    hub.weights.export(make("softmax", mlp="swiglu", qk_norm=False), tmp_path / "llama")
     said = run(train.main, flags(init_from=tmp_path / "llama", mixer="linear", dataset="x.txt", out_dir=tmp_path / "b"), 2)
     assert "mixer=linear contradicts" in said and "which has mixer=softmax" in said
 

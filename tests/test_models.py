@@ -13,12 +13,13 @@ import torch
 import eval as evaluation
 import forked
 import hf
-import hub
+import hub.weights
+import local_hub
 import sample
 import tasks
 import train
 from conftest import ROOT, command, environment, flags, largest_difference, metrics, trained, weights
-from hf import find, load
+from hub import find, load
 from rollouts.pipeline import requests_of
 from runs import summary
 from runtime import checkpoint, guard
@@ -106,12 +107,12 @@ def test_adapters_are_saved_alone_and_resumed_exactly(source, text, tmp_path):
     assert torch.allclose(merged["blocks.1.mlp.down.weight"], expected) and not torch.equal(expected, base["blocks.1.mlp.down.weight"])
     assert torch.equal(merged["blocks.1.mlp.up.weight"], base["blocks.1.mlp.up.weight"])
     peft = pytest.importorskip("peft")
-    hf.export_adapters(tmp_path / "a", tmp_path / "adapter", source)
+    hub.weights.export_adapters(tmp_path / "a", tmp_path / "adapter", source)
     with torch.no_grad():
         theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
         assert (theirs(torch.arange(9)[None]).logits - load(tmp_path / "a")(torch.arange(9)[None])).abs().max() < 1e-4
     with pytest.raises(BadInput, match="has no adapters"):
-        hf.export_adapters(source, tmp_path / "none")
+        hub.weights.export_adapters(source, tmp_path / "none")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step_00000008")
     trained(tmp_path / "b", text, defaults={}, init_from="resume")
@@ -176,12 +177,12 @@ def test_a_model_from_scratch_survives_export_and_import(tmp_path, text):
 
 def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp_path):
     shutil.copytree(source, tmp_path / "hub" / "org" / "small-chat")
-    code = "import hf; f = hf.find('org/small-chat'); print(f.load().n_params(), f.tokenizer().template['name'])"
+    code = "import hub; f = hub.find('org/small-chat'); print(f.load().n_params(), f.tokenizer().template['name'])"
 
     def load_by_name(url, **extra):
-        return forked.run([sys.executable, "-c", code], cwd=ROOT, env=hub.environment(url, tmp_path / "home") | extra,
+        return forked.run([sys.executable, "-c", code], cwd=ROOT, env=local_hub.environment(url, tmp_path / "home") | extra,
                               capture_output=True, text=True, timeout=120)
-    with hub.serve(tmp_path / "hub") as url:
+    with local_hub.serve(tmp_path / "hub") as url:
         assert load_by_name(url).stdout.split()[1:] == ["chatml"]
     assert load_by_name(url).stdout.split()[1:] == ["chatml"]                  # the server is down now
     shutil.rmtree(tmp_path / "home")

@@ -14,7 +14,7 @@ import torch
 
 import forked
 import grpo
-import hf
+import hub
 import train
 from conftest import (ROOT, TINY, command, environment, flags, largest_difference, metrics, run, trained,
                       weights)
@@ -263,7 +263,7 @@ def test_a_tokenizer_that_was_exchanged_is_refused(tmp_path):
     folder = write(tmp_path / "t")
     tokenizer = Tokenizer(folder)
     about = {"tokenizer": tokenizer.describe(), "tokenizer_sha256": tokenizer.sha256}
-    found = hf.ModelSource(folder, None, about, step=1)
+    found = hub.ModelSource(folder, None, about, step=1)
     assert found.tokenizer().sha256 == found.tokenizer(str(folder)).sha256 == tokenizer.sha256
     other = write(tmp_path / "other", kind="smol")
     for name in ("bytes", str(other)):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hf
+import hub.weights
 from conftest import flags, largest_difference, run, trained, weights
 from experimental.distillation import Teacher, check_teacher, find_teacher, identity
 from runtime import config, hardware
@@ -33,7 +33,7 @@ def teacher(tmp_path_factory, text):
 def test_the_gradient_is_that_of_the_reverse_divergence_on_the_sampled_tokens(learn, watched, base, teacher, temperature):
     """That of -(log p_teacher - log p_student) log p_student, with the first factor held, summed over tokens and divided by their number."""
     out = learn(teacher=teacher, max_steps=1, grad_clip=0, temperature=temperature, **ALONE)
-    student, other, ((*groups,),) = hf.find(str(base)).load(), hf.find(str(teacher)).load(), watched.groups
+    student, other, ((*groups,),) = hub.find(str(base)).load(), hub.find(str(teacher)).load(), watched.groups
     loss, tokens, divergence = 0.0, 0, 0.0
     for c in (c for group in groups for c in group):
         ids, at = torch.tensor([c.prompt + c.ids]), slice(len(c.prompt) - 1, -1)
@@ -49,7 +49,7 @@ def test_the_gradient_is_that_of_the_reverse_divergence_on_the_sampled_tokens(le
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_the_gradient_is_that_of_the_forward_divergence_over_all_ids(learn, watched, base, teacher, temperature):
     out = learn(teacher=teacher, max_steps=1, grad_clip=0, temperature=temperature, distill="forward", tokens_per_micro_batch=96, **ALONE)
-    student, other, ((*groups,),) = hf.find(str(base)).load(), hf.find(str(teacher)).load(), watched.groups
+    student, other, ((*groups,),) = hub.find(str(base)).load(), hub.find(str(teacher)).load(), watched.groups
     loss, tokens = 0.0, 0
     for c in (c for group in groups for c in group):
         ids, at = torch.tensor([c.prompt + c.ids]), slice(len(c.prompt) - 1, -1)
@@ -72,9 +72,9 @@ def test_a_teacher_that_is_the_student_teaches_nothing(learn, base, distill):
 @pytest.mark.parametrize("distill, ids", [("forward", 300), ("reverse", 257)])
 def test_a_teacher_may_have_unused_ids_and_its_tokenizer_in_another_file(learn, teacher, tmp_path, distill, ids):
     """Qwen2.5-7B pads 151,665 tokens to 152,064 ids and Qwen2.5-0.5B to 151,936; a run of train.py has GPT-2's tokenizer by name, GPT-2 XL as a file."""
-    wide = hf.find(str(teacher)).load()
+    wide = hub.find(str(teacher)).load()
     wide.config = dataclasses.replace(wide.config, vocab_size=ids)          # rows that training left unused
-    hf.export(wide, tmp_path / "exported", Tokenizer("bytes"))
+    hub.weights.export(wide, tmp_path / "exported", Tokenizer("bytes"))
     one, other = (learn(name, teacher=it, distill=distill, max_steps=1, **ALONE) for name, it in (("one", teacher), ("other", tmp_path / "exported")))
     assert largest_difference(weights(one, 1), weights(other, 1)) < 1e-5
 
@@ -118,8 +118,8 @@ def test_a_step_of_fine_tuning_is_that_of_both_losses(base, teacher, tmp_path, w
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     trained(tmp_path / "run", tmp_path / "rows.json", init_from=base, teacher=teacher, teacher_weight=weight, prompt="{}", max_steps=1, grad_clip=0, dtype="fp32",
             optimizer="adamw", learning_rate=1e-3, warmup_steps=0)
-    student, other, loss, n = hf.find(str(base)).load(), hf.find(str(teacher)).load(), 0.0, 0
-    for example in examples.read(tmp_path / "rows.json", hf.find(str(base)).tokenizer(None), "{}"):
+    student, other, loss, n = hub.find(str(base)).load(), hub.find(str(teacher)).load(), 0.0, 0
+    for example in examples.read(tmp_path / "rows.json", hub.find(str(base)).tokenizer(None), "{}"):
         is_target = torch.from_numpy(example.is_target[1:])
         loss = loss + by_hand(student, other, torch.from_numpy(example.ids)[None], is_target, weight)
         n += int(is_target.sum())
@@ -132,8 +132,8 @@ def test_a_step_of_fine_tuning_is_that_of_both_losses(base, teacher, tmp_path, w
 
 def test_the_loss_of_a_text_counts_all_positions(base, teacher):
     cfg = SimpleNamespace(teacher_weight=0.3, parallel="ddp")
-    student, other = hf.find(str(base)).load(), hf.find(str(teacher)).load()
-    guide = Teacher(cfg, hardware.setup("cpu", "fp32", compile=False), hf.find(str(teacher)))
+    student, other = hub.find(str(base)).load(), hub.find(str(teacher)).load()
+    guide = Teacher(cfg, hardware.setup("cpu", "fp32", compile=False), hub.find(str(teacher)))
     ids = torch.randint(256, (3, 33), generator=torch.Generator().manual_seed(0))
     found = guide.loss(TrainedModel(student), ids[:, :-1], ids[:, 1:])
     every = torch.ones(32, dtype=torch.bool)
@@ -147,7 +147,7 @@ def test_training_with_a_teacher_resumes_bit_for_bit(teacher, text, tmp_path):
     whole = weights(out)
     (out / "checkpoints" / "step_00000020").rename(out / "gone")       # as if killed before it
     trained(own, text, init_from="resume", max_steps=60, n_layer=3, n_embd=48, keep_last=9)
-    assert hf.find(own).step == 60
+    assert hub.find(own).step == 60
     trained(out, text, init_from="resume")
     assert same(weights(out), whole)
     shutil.rmtree(own)
@@ -163,8 +163,8 @@ def test_training_with_a_teacher_resumes_bit_for_bit(teacher, text, tmp_path):
 def test_a_resumed_run_refuses_a_teacher_with_another_description(teacher, tmp_path, name):
     """Other rotary positions, for one, would change the loss in silence."""
     folder = tmp_path / "teacher"
-    source = hf.find(teacher)
-    hf.export(source.load(), folder, source.tokenizer())
+    source = hub.find(teacher)
+    hub.weights.export(source.load(), folder, source.tokenizer())
     if name == "tokenizer.json" and not (folder / name).exists():
         (folder / name).write_text("{}")
     cfg = SimpleNamespace(teacher=str(folder), out_dir=str(tmp_path / "run"))
@@ -193,7 +193,7 @@ def test_teachers_that_are_refused(learn, base, teacher, tmp_path, text):
     learn("refused", code=2, teacher=tmp_path / "other", beta=1)
     assert "another tokenizer" in learn.error
     learn("short", code=2, teacher=tmp_path / "short", beta=1, overwrite=True)
-    assert "both --out_dir and --teacher" in learn.error and hf.find(tmp_path / "short").step == 1
+    assert "both --out_dir and --teacher" in learn.error and hub.find(tmp_path / "short").step == 1
 
 
 def test_a_chat_teacher_of_a_model_without_a_template_is_said(tmp_path, capsys):

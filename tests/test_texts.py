@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import forked
-import hub                                           # the stand-in beside this file
+import local_hub
 from conftest import ROOT
 from runtime.config import BadInput
+from runtime.network import is_reachable
 from text import data, sources
-from text.hub import is_reachable
 from text.tokenizer import Tokenizer
 
 EOS = 256
@@ -252,9 +252,9 @@ def from_hub(name, repositories, tmp_path, **kw):
             "from test_texts import prepared; from pathlib import Path; from runtime.config import BadInput\n"
             "try: print(json.dumps(prepared(sys.argv[1], Path(sys.argv[2]), **json.loads(sys.argv[3]))))\n"
             "except BadInput as e: print(json.dumps(str(e)))")
-    with hub.serve(repositories) as url:
+    with local_hub.serve(repositories) as url:
         done = subprocess.run([sys.executable, "-c", code, name, str(tmp_path), json.dumps(kw)], capture_output=True, text=True,
-                              timeout=120, cwd=ROOT, env=hub.environment(url, tmp_path / "home"))
+                              timeout=120, cwd=ROOT, env=local_hub.environment(url, tmp_path / "home"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -296,7 +296,7 @@ def test_wikitext_is_one_text_again(tmp_path):
 
 
 def test_a_hub_that_does_not_answer_is_said_at_once(tmp_path):
-    env = hub.environment("http://127.0.0.1:9", tmp_path / "home")
+    env = local_hub.environment("http://127.0.0.1:9", tmp_path / "home")
     began = time.monotonic()
     done = forked.run([sys.executable, "train.py", "--dataset=org/name", f"--out_dir={tmp_path}/out", f"--data_dir={tmp_path}/d"],
                           capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)

@@ -20,7 +20,6 @@ from model import IGNORE
 from runtime.checkpoint import fsync, sha256, write_atomically
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine
-from tasks import _pool
 from text import sources as texts
 from text.sources import SPLITS
 
@@ -62,6 +61,7 @@ def task_texts(name, only):
     if only not in (None, *SPLITS):
         raise BadInput(f"The text of the task {name} has no split {only}: choose another --split=.")
     try:
+        from tasks import _pool
         task = _pool.load(name)
         splits = [only] if only else SPLITS
         sources = {split: [texts.Documents(task.documents(split))] for split in splits}

@@ -11,7 +11,6 @@ import torch
 from model import IGNORE
 from runtime.config import BadInput, checksum, parse_json
 from runtime.progress import track
-from tasks import _pool
 from text import prompts, rows
 from text.sources import suffix_of
 
@@ -110,6 +109,7 @@ def worked_examples(name, tokenizer, form=None, instruction=None):
     check_instruction(tokenizer, instruction)
     examples = []
     try:
+        from tasks import _pool
         task = _pool.load(name)
         questions = task.questions("train", n=NUM_WORKED, fewer=True)
         for question in track(questions, f"solving {name}", "questions"):

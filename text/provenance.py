@@ -1,7 +1,6 @@
 """Records a run's task file and prompt template in model.json, and checks the task file on resume."""
 from pathlib import Path
 
-import tasks
 from runtime import checkpoint
 from runtime.config import BadInput
 from text import examples
@@ -11,8 +10,11 @@ def own_task(cfg):
     """Return {file, sha256} of the user's task file that a run executes (joined for the files of a mixture),
     or None."""
     kind, _, name = ("task:" + cfg.task if hasattr(cfg, "task") else cfg.dataset).partition(":")
+    if kind not in ("task", "examples"):
+        return None
+    import tasks
     try:
-        files = tasks.user_files(name) if kind in ("task", "examples") else []
+        files = tasks.user_files(name)
         digests = [checkpoint.sha256(file) for file in files]
     except (OSError, ValueError):                             # raised again by loading the task
         return None
@@ -25,6 +27,7 @@ def prompt_form(cfg):
     try:
         kind, _, name = cfg.dataset.partition(":")
         if kind in ("task", "examples"):
+            import tasks
             return common_prompt(tasks.load(name))
     except (LookupError, OSError, ValueError):                # raised again where it is needed
         return None

@@ -18,10 +18,10 @@ from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 
+from runtime import network
 from runtime.config import BadInput, parse_json, require
 from runtime.progress import ProgressLine
 from runtime.usage import load_package
-from text import hub
 
 CHUNK = 2**20                        # bytes read and tokenised at a time
 SPLITS = ("train", "valid")
@@ -140,7 +140,7 @@ def load_saved(path):
     try:
         dataset = load_package("datasets").load_from_disk(str(path))
     except Exception as e:                   # package, format or files
-        raise BadInput(f"{path} can't be read ({hub.one_line(e)}): save it again.") from None
+        raise BadInput(f"{path} can't be read ({network.one_line(e)}): save it again.") from None
     return dataset if isinstance(dataset, dict) else {"train": dataset}
 
 
@@ -167,7 +167,7 @@ def csv_rows(path):
 
 def find_on_hub(name, text_key):
     """Return {split: sources} of a dataset on the Hugging Face hub or in its local cache."""
-    hub_answers = hub.is_reachable()
+    hub_answers = network.is_reachable()
     if not hub_answers:
         os.environ["HF_HUB_OFFLINE"] = "1"   # use the cache at once, without half a minute of retries
     datasets = require("datasets", f"The dataset {name} is not a local file, and the hub can't be searched")
@@ -177,7 +177,7 @@ def find_on_hub(name, text_key):
     except Exception as e:                   # connection, name, configuration or format
         silent = "" if hub_answers else ", which does not answer"
         raise BadInput(f"There is no file or folder {name} here, and no dataset {repository} from the "
-                       f"Hugging Face hub{silent} ({hub.reason(e)}): correct the name, or download the "
+                       f"Hugging Face hub{silent} ({network.reason(e)}): correct the name, or download the "
                        "files where there is a network and give their path.") from None
     return splits_of(dataset, name, text_key, lines=repository == "Salesforce/wikitext")
 
