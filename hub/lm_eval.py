@@ -1,7 +1,7 @@
 """Evaluate a model with EleutherAI's lm-evaluation-harness, for figures that others can compare.
 
-    python -m studies.lm_eval out/base --tasks=arc_easy,hellaswag --num_fewshot=5
-    python -m studies.lm_eval FOLDER --tasks=my_task --include_path=tasks_of_mine --model_args max_length=512
+    python -m hub.lm_eval out/base --tasks=arc_easy,hellaswag --num_fewshot=5
+    python -m hub.lm_eval FOLDER --tasks=my_task --include_path=tasks_of_mine --model_args max_length=512
 
 All other options of `lm_eval run` except --batch_size apply: tokens_per_micro_batch= in --model_args replaces
 it. The endings of a question share the forward pass of its text.
@@ -146,7 +146,7 @@ class NanoRFT(TemplateLM):
 
 def main(argv):
     if not argv or argv[0].startswith("-"):
-        raise BadInput("Name a model and tasks: python -m studies.lm_eval out/base --tasks=arc_easy")
+        raise BadInput("Name a model and tasks: python -m hub.lm_eval out/base --tasks=arc_easy")
     path = json.dumps({"path": argv[0]})
     sys.argv = ["lm_eval", "run", "--model=nanorft", "--device=auto", "--model_args", path, *argv[1:]]
     try:

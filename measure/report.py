@@ -1,4 +1,4 @@
-"""Report the checks of a studies.gpu.run process: one line of JSON a check, on standard output.
+"""Report the checks of a measure.gpu.run process: one line of JSON a check, on standard output.
 
 As a pytest plugin (-p measure.report) it reports each test with its recorded properties.
 """

@@ -34,7 +34,7 @@ refuse_foreign_files "this pipeline's" flags greedy.txt sampled.txt again.txt gr
 also="matplotlib"; source runs/setup.sh
 mkdir -p "$out"
 touch "$out/seconds"
-"$python" -m studies.countdown --teachers="$out/teachers.json" --task="$task" \
+"$python" -m runs.countdown --teachers="$out/teachers.json" --task="$task" \
     ${questions:+--num_questions="$questions"}
 echo "$flags" > "$out/flags"
 
@@ -67,6 +67,6 @@ stage greedy evaluate greedy "${models[@]}"
 stage sampled evaluate sampled "${models[@]}" --num_samples=8 --temperature=1
 # these answers select the problems that the base fails; the sampled ones then compare the models on them
 stage again evaluate again "$out/base" --num_samples=8 --temperature=1 --seed=1
-"$python" -m studies.countdown "$out"
+"$python" -m runs.countdown "$out"
 echo; echo "Three models, side by side (all in $out/traces.txt):"
 sed -n 1,25p "$out/traces.txt"

@@ -79,4 +79,4 @@ if [ -n "$pcgrad" ]; then
         compare "seed$seed" "mixed$seed" "pcgrad$seed" rft
     done
 fi
-"$python" -m studies.domains "$out"
+"$python" -m runs.domains "$out"

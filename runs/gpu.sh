@@ -13,4 +13,4 @@ python=${PYTHON:-python3}
 }
 seconds=540
 case ${1:-} in "" | --*) ;; *) seconds=$1; shift ;; esac
-exec "$python" -m studies.gpu.run --seconds="$seconds" "$@"
+exec "$python" -m measure.gpu.run --seconds="$seconds" "$@"

@@ -1,7 +1,7 @@
 """Questions of the library reasoning-gym (pip install reasoning-gym): `gym:NAME` is a generator or a group of
 generators (math, code, logic, simulation). Nothing is downloaded, and no model output is executed.
 
-Only generators whose verifiers passed the audit of studies/gym_audit.py are included, see EXCLUDED and
+Only generators whose verifiers passed an audit are included, see EXCLUDED and
 docs/tasks.md. The library pays partial rewards for answers that merely contain the right one; here only
 its full score counts, on the text within the first <answer></answer>. An item is a function of (generator,
 index): a question carries both, and the grader generates the item again."""

@@ -12,7 +12,7 @@ import grpo
 import train
 from conftest import ROOT, metrics, near_the_seeds, options_of_the_curve, seeds
 from runtime import config
-from studies import countdown as runs_countdown
+from runs import countdown as runs_countdown
 from tasks import countdown_search
 
 RECORD = json.loads((ROOT / "expected/countdown.json").read_text())

@@ -19,7 +19,7 @@ import train
 from conftest import ROOT, environment
 from runtime import config
 from runtime.config import BadInput
-from studies import countdown as runs_countdown
+from runs import countdown as runs_countdown
 from tasks import countdown_search
 from text.tokenizer import Tokenizer
 
@@ -395,7 +395,7 @@ esac
 
 def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     stages, said = climbed("--base_steps=5", "--grpo_steps=3", "--asked=9", "--num_questions=11", "--task=countdown_search:3")
-    assert [name for name, _ in stages] == ["studies.countdown", "train.py", "datagen.py", "train.py", "grpo.py", *3 * ["eval.py"], "studies.countdown"]
+    assert [name for name, _ in stages] == ["runs.countdown", "train.py", "datagen.py", "train.py", "grpo.py", *3 * ["eval.py"], "runs.countdown"]
     teachers, base, drawn, tuned, learnt, greedy, sampled, again, report = (cfg for _, cfg in stages)
     out = f"{tmp_path}/out"
     assert {f"--teachers={out}/teachers.json", "--task=countdown_search:3", "--num_questions=11"} < {*teachers} and report[-1] == out
@@ -425,9 +425,9 @@ def test_what_is_done_is_not_done_again(climbed, tmp_path):
     stages, _ = climbed(code=1, FAILS="1")
     assert [name for name, _ in stages][-2:] == ["grpo.py", "eval.py"] and stages[-1][1].num_questions == "auto"
     assert (tmp_path / "out/seconds").read_text().split()[::3] == ["base", "datagen", "rft", "grpo", "greedy"]
-    assert [name for name, _ in climbed()[0]] == ["studies.countdown", *3 * ["eval.py"], "studies.countdown"]
+    assert [name for name, _ in climbed()[0]] == ["runs.countdown", *3 * ["eval.py"], "runs.countdown"]
     assert (tmp_path / "out/seconds").read_text().split()[::3][4:] == ["greedy", "greedy", "sampled", "again"]
-    assert [name for name, _ in climbed()[0]] == ["studies.countdown", "studies.countdown"]
+    assert [name for name, _ in climbed()[0]] == ["runs.countdown", "runs.countdown"]
     assert climbed("--base_steps=5", code=2)[0] == []                    # it was begun with other flags
     assert climbed("--grpo_steps=0", code=2)[0] == climbed("--asked=some", code=2)[0] == []
 

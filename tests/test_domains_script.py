@@ -1,17 +1,15 @@
-"""runs/domains.sh's figures from files that are made up here, its flags, the two jobs of runs/slurm_domains.sh, and
-studies/objectives.py's."""
+"""runs/domains.sh's figures from files that are made up here, its flags, and the two jobs of
+runs/slurm_domains.sh."""
 import json
 import os
 import stat
 import subprocess
-from pathlib import Path
 
 import pytest
 
-import grpo
 from conftest import ROOT
 from runtime.config import BadInput
-from studies import domains, objectives
+from runs import domains
 
 NAMES = [f"{name}:0" for name in ("math", "code", "logic", "simulation", "table", "science")]
 
@@ -82,33 +80,3 @@ def test_two_jobs_are_submitted(tmp_path):
     if subprocess.run(["which", "sbatch"], capture_output=True).returncode:
         alone = subprocess.run(script, capture_output=True, text=True)
         assert alone.returncode == 2 and "There is no sbatch here" in alone.stderr
-
-
-def test_objectives_are_compared_over_seeds(tmp_path, capsys, monkeypatch):
-    """From what its runs leave: each objective's mean, its difference from dapo of the same seed, and ties called ties."""
-    asked = []
-    share = {"dapo": 0.70, "grpo": 0.75, "dr_grpo": 0.70, "cispo": 0.71}
-
-    def process(start, arguments, ranks=1):
-        asked.append((start[0], [str(argument) for argument in arguments]))
-        if start == ["grpo.py"]:
-            out = Path(next(a for a in arguments if a.startswith("--out_dir=")).partition("=")[2])
-            out.mkdir()
-            (out / "metrics.jsonl").write_text('{"step": 1, "seconds": 30.0, "clip_fraction": 0.01}\n{"step": 1, "val_accuracy": 1}\n')
-            return ""
-        models = [Path(argument).name for argument in asked[-1][1] if not argument.startswith("--")]
-        noise = {"0": 0.0, "1": 0.01}
-        rows = [{"model": name, "accuracy": share.get(name[:-1], 0.5) + noise.get(name[-1], 0) * (1 if name[0] != "c" else -1)} for name in models]
-        return "words\n" + json.dumps({"models": rows}) + "\n"
-    monkeypatch.setattr(objectives, "process", process)
-    argv = [str(tmp_path / "rft"), str(tmp_path / "out"), "--seeds=2"]
-    assert objectives.main(argv) == 0
-    said = capsys.readouterr().out
-    assert len([1 for script, _ in asked if script == "grpo.py"]) == 8
-    rows = json.loads((tmp_path / "out/summary.json").read_text())
-    assert rows["grpo"]["difference"][0] == pytest.approx(0.05) and rows["grpo"]["difference"][1] > 0.04
-    assert [line.split()[0] for line in said.splitlines() if line.endswith("30") and "tie" in line] == ["dr_grpo", "cispo"]
-    knobs = grpo.Config.__dataclass_fields__
-    assert all(flag[2:].partition("=")[0] in knobs for script, argv in asked if script == "grpo.py" for flag in argv if flag.startswith("--"))
-    asked.clear()
-    assert objectives.main(argv) == 0 and not asked            # what is done is not done again

@@ -1,4 +1,4 @@
-"""runs/gpu.sh and studies/gpu/run.py, with the CPU for a GPU: stages that pass, fail, hang or no longer fit, the lines they leave, the table."""
+"""runs/gpu.sh and measure/gpu/run.py, with the CPU for a GPU: stages that pass, fail, hang or no longer fit, the lines they leave, the table."""
 import json
 import os
 import shlex
@@ -18,8 +18,8 @@ from measure.utilization import Utilization
 from model import GPTConfig
 from runtime import config, hardware
 from runtime.config import BadInput
-from studies.gpu import run, table
-from studies.gpu.run import Stage
+from measure.gpu import run, table
+from measure.gpu.run import Stage
 
 KEYS = {"stage", "name", "status", "seconds", "figures", "error", "command"}
 
@@ -230,7 +230,7 @@ def test_the_least_seconds_of_all_stages_fit():
 @pytest.mark.parametrize("argv, sentence", [
     (["--only=trian"], "no stage 'trian'; choose from card"), (["--device=mps"], "--device=mps should be cuda or cpu"),
     (["--seconds=0"], "too small"), (["--table=nothing.jsonl"], "nothing.jsonl can't be read"),
-    (["--device=cpu", "--output=mine.txt"], "mine.txt exists and is not studies.gpu.run's")])
+    (["--device=cpu", "--output=mine.txt"], "mine.txt exists and is not measure.gpu.run's")])
 def test_bad_input(argv, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text("a diary\n")

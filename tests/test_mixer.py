@@ -31,7 +31,6 @@ from rollouts.batch import padded
 from rollouts.pipeline import Completion
 from runtime import checkpoint, distributed, guard, hardware, memory
 from runtime.config import BadInput
-from studies import mixer_lengths
 
 KINDS = [("favor", "sum"), ("favor", "delta"), ("linear", "sum"), ("linear", "delta")]
 kinds = pytest.mark.parametrize("kind, rule", KINDS, ids=["-".join(kind) for kind in KINDS])
@@ -193,14 +192,30 @@ def test_vectors_are_orthogonal_and_as_long_as_normal_ones():
     assert torch.equal(vectors.bfloat16().float(), vectors) and linear_attention.orthogonal_vectors(10, 64).shape == (10, 64)
 
 
+def favor_errors(features, size=1.0, T=512, B=4, D=64):
+    """|A' - A| / |A| of FAVOR+'s causal weights for each number of features; queries and keys have random directions and norm
+    8 * size, as QK-norm with a gain of `size` gives."""
+    torch.manual_seed(0)
+    q, k = (size * math.sqrt(D) * F.normalize(torch.randn(B, T, D), dim=-1) for _ in range(2))
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    exact = (q @ k.mT / math.sqrt(D)).masked_fill(future, -math.inf).softmax(-1)
+    errors = []
+    for n in features:
+        vectors = linear_attention.orthogonal_vectors(n, D)
+        mapped = (linear_attention.favor_features(x, vectors, own_maximum=x is q) for x in (q, k))
+        near = torch.matmul(next(mapped), next(mapped).mT).masked_fill(future, 0)
+        errors.append(((near / near.sum(-1, keepdim=True) - exact).norm() / exact.norm()).item())
+    return errors
+
+
 def test_favor_approximates_softmax_with_many_features():
-    errors = mixer_lengths.favor_errors((16, 256, 4096))                           # QK-norm with a gain of 1
+    errors = favor_errors((16, 256, 4096))                           # QK-norm with a gain of 1
     assert errors[0] > errors[1] > errors[2] and 1.5 < errors[1] < 2.5
-    weak = mixer_lengths.favor_errors((16, 256, 4096), size=0.5)                   # smaller products are easier
+    weak = favor_errors((16, 256, 4096), size=0.5)                   # smaller products are easier
     assert weak[-1] < 0.12 and all(more > 2 * fewer for more, fewer in zip(weak, weak[1:]))
     layer = GPT(GPTConfig(vocab_size=10, n_layer=1, n_head=1, n_embd=64, mixer="favor")).blocks[0].attention
     assert layer.q_norm.max().item() == layer.k_norm.min().item() == pytest.approx(64**-0.25)
-    assert mixer_lengths.favor_errors((256,), size=64**-0.25)[0] < 0.12   # the initial gain
+    assert favor_errors((256,), size=64**-0.25)[0] < 0.12   # the initial gain
 
 
 @pytest.mark.parametrize("gain", [1.0, 3.0, 4.5])
@@ -234,34 +249,6 @@ def test_states_are_the_same_by_cumsum(monkeypatch, N):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     torch.testing.assert_close(ours, linear_attention.running_sums(state, written))
     assert torch.equal(ours[:, :, 0], state) and ours.shape == (2, 3, N + 1, 4, 5)
-
-
-@pytest.mark.parametrize("kind", ["softmax", "softmax-math", *("-".join(kind) for kind in KINDS)])
-def test_a_layer_and_a_model_are_timed(kind):
-    """studies/mixer_lengths.py runs this in a process per measurement."""
-    cfg = mixer_lengths.Config(features=16, n_head=1, device="cpu")
-    for part in ("layer", "model"):
-        milliseconds, mib = mixer_lengths.measure(cfg, part, kind, 70)
-        assert milliseconds > 0 <= mib
-    if "softmax" not in kind:                # its fused kernel is not counted on a CPU
-        passes = mixer_lengths.layer_pass(cfg, hardware.setup("cpu", "fp32", compile=False), mixer_lengths.shape_of(cfg, kind, 70), 70)
-        with FlopCounterMode(display=False) as counter:
-            passes()
-        assert counter.get_total_flops() > 70 * 64
-
-
-def test_break_even_length():
-    assert mixer_lengths.crossing([1, 2, 3, 4], [5, 5, 5, 5], [4, 6, 4, 3]) == 3
-    assert mixer_lengths.crossing([1, 2], [5, 5], [4, 4]) == 1 and mixer_lengths.crossing([1, 2], [5, 5], [4, 6]) is None
-
-
-@pytest.mark.parametrize("argv, said", [
-    ("--lengths=a", "--lengths=a should be different numbers"), ("--lengths=0", "should be numbers of positions, above 0"),
-    ("--kinds=favor", "--kinds=favor is not known: choose from softmax, softmax-math, favor-sum"), ("--rounds=0", "--rounds=0 is too small"),
-    ("--errors --run=out", "--run needs --text"), ("--errors --text=out", "--run needs --text")])
-def test_bad_input_to_mixer_lengths_is_refused(argv, said):
-    with pytest.raises(BadInput, match=said):
-        mixer_lengths.main(argv.split())
 
 
 # --- the model ---

@@ -1,4 +1,4 @@
-"""Make the Markdown table of a run of studies.gpu.run from its gpu.jsonl."""
+"""Make the Markdown table of a run of measure.gpu.run from its gpu.jsonl."""
 from collections import Counter
 
 # {figure: its format}

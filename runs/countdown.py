@@ -1,8 +1,8 @@
 """Report the gain of each stage of runs/countdown.sh, and the problems that no teacher solves.
 
-    python -m studies.countdown --teachers=out/teachers.json
+    python -m runs.countdown --teachers=out/teachers.json
         the share of problems that each teacher solves, and the problems that none solves
-    python -m studies.countdown out/countdown
+    python -m runs.countdown out/countdown
         a table, summary.json, traces.txt and summary.png of a finished pipeline
 
 Options, as --key=value:
@@ -283,7 +283,7 @@ def main(argv):
     cfg = config.load(Config, argv, positional="folder")
     if bool(cfg.folder) == bool(cfg.teachers):
         raise BadInput("Give an output folder of runs/countdown.sh or --teachers=FILE.json: "
-                       "python -m studies.countdown out/countdown")
+                       "python -m runs.countdown out/countdown")
     if cfg.teachers:
         write_teachers(cfg)
         return 0

@@ -1,6 +1,6 @@
 """Summarise a folder of runs/domains.sh: tables, summary.json, cosines.png, transfer.png.
 
-    python -m studies.domains out/domains
+    python -m runs.domains out/domains
 """
 import json
 import math

@@ -2,7 +2,7 @@
 
     bash runs/gpu.sh                            540 seconds
     bash runs/gpu.sh 120 --only=correctness,engine
-    python -m studies.gpu.run --table=bench_results/gpu.jsonl       the table of an earlier run
+    python -m measure.gpu.run --table=bench_results/gpu.jsonl       the table of an earlier run
 
 Each stage of STAGES runs as a process with a time limit; a stage that no longer fits is skipped, and a failed
 stage does not stop the others. Each check appends a line to gpu.jsonl: stage, name, status (ok | failed |
@@ -34,7 +34,7 @@ from measure.runs import ROOT, check_writable
 from runtime import config, guard
 from runtime.config import BadInput, PositiveFloat
 from runtime.progress import ProgressLine, clear
-from studies.gpu.table import heading, shown, table
+from measure.gpu.table import heading, shown, table
 
 
 @dataclass
@@ -77,12 +77,12 @@ TINY_GRPO = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4 --steps=
 TINY_GENERATE = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4"
 # the most informative first, since stages that no longer fit are skipped
 STAGES = (
-    Stage("card", "-m studies.gpu.checks card", "", 10, 60),
+    Stage("card", "-m measure.gpu.checks card", "", 10, 60),
     Stage("correctness", f"{PYTEST} tests/test_gpu.py", "-k fp16_that", 20, 160, package="pytest"),
     Stage("engine", f"{PYTEST} tests/test_gpu_engine.py", "-k draw", 15, 90, package="pytest"),
-    Stage("ceilings", "-m studies.gpu.checks ceilings", "", 10, 60),
-    Stage("attention", "-m studies.gpu.checks attention", "--shape=1,16,2,2,8", 10, 60),
-    Stage("decoding", "-m studies.gpu.checks decoding", "", 10, 60),
+    Stage("ceilings", "-m measure.gpu.checks ceilings", "", 10, 60),
+    Stage("attention", "-m measure.gpu.checks attention", "--shape=1,16,2,2,8", 10, 60),
+    Stage("decoding", "-m measure.gpu.checks decoding", "", 10, 60),
     Stage("train-qwen3", QWEN3, TINY_QWEN3, 50, 150, package="tokenizers"),
     Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", TINY_TRAIN, 25, 120, package="tokenizers"),
     Stage("train", f"{GPT2} --repeats=1", TINY_TRAIN, 40, 150, "train-eager", "tokenizers"),
@@ -130,7 +130,7 @@ def read_lines(path):
         if {"stage", "command", *outcome("")} <= line.keys():
             lines.append(line)
     if not lines:
-        raise BadInput(f"{path} holds no line of a run of studies.gpu.run: give the gpu.jsonl of one.")
+        raise BadInput(f"{path} holds no line of a run of measure.gpu.run: give the gpu.jsonl of one.")
     return lines
 
 
@@ -378,7 +378,7 @@ def check_output(path):
         if path.exists():
             read_lines(path)
     except BadInput:
-        raise config.would_overwrite(path, "studies.gpu.run's") from None
+        raise config.would_overwrite(path, "measure.gpu.run's") from None
 
 
 def run(cfg, stages, path):

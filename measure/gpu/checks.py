@@ -1,9 +1,9 @@
-"""Check a GPU; studies.gpu.run runs these checks as processes.
+"""Check a GPU; measure.gpu.run runs these checks as processes.
 
-    python -m studies.gpu.checks card           name, driver, versions, attention kernels that run
-    python -m studies.gpu.checks ceilings       products of large matrices by format, memory bandwidth
-    python -m studies.gpu.checks attention      attention kernels: first call, steady state, varied lengths
-    python -m studies.gpu.checks decoding       attention of a decoding step, by mask and by lengths
+    python -m measure.gpu.checks card           name, driver, versions, attention kernels that run
+    python -m measure.gpu.checks ceilings       products of large matrices by format, memory bandwidth
+    python -m measure.gpu.checks attention      attention kernels: first call, steady state, varied lengths
+    python -m measure.gpu.checks decoding       attention of a decoding step, by mask and by lengths
 
 Options, as --key=value:
 """

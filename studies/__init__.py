@@ -1,1 +1,0 @@
-"""Experiments behind the tables of docs/, and the GPU suite."""
