@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from conftest import ROOT, trained
+from conftest import ROOT, TINY, flags, trained
 
 import tasks
 from doctor import diagnose, plot
@@ -260,7 +260,7 @@ def test_an_installation_has_every_file_of_the_root():
 
 # --- the first minute ---
 
-@pytest.mark.parametrize("script", ["train.py", "grpo.py", "datagen.py", "eval.py", "sample.py", "bench.py"])
+@pytest.mark.parametrize("script", ["train.py", "grpo.py", "datagen.py", "eval.py", "sample.py", "bench.py", "hf.py"])
 def test_help_does_not_wait_for_pytorch(script):
     program = f"""
 import runpy, sys
@@ -272,7 +272,7 @@ except SystemExit as e:
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--device=" in done.stdout, done.stderr
+    assert done.returncode == 0 and "--" in done.stdout, done.stderr
     module = importlib.import_module(script.removesuffix(".py"))
     assert all(f"--{knob}=" in done.stdout for knob in module.Config.__dataclass_fields__)
 
@@ -299,3 +299,45 @@ def test_no_package_imports_upward():
                 modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 above = {module.partition(".")[0] for module in modules} & {*order[place + 1:], "runs", "train", "grpo", "datagen", "eval"}
                 assert not above, (file, above)
+
+
+def imported(entry, seen):
+    """Add {file: lines} of the project's files that importing `entry` loads: imports at module level, followed."""
+    if entry in seen or not entry.exists():
+        return seen
+    text = entry.read_text()
+    seen[entry] = len(text.splitlines())
+    for node in ast.parse(text).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            for n in range(1, len(parts) + 1):
+                imported(ROOT.joinpath(*parts[:n]).with_suffix(".py"), seen)
+                imported(ROOT.joinpath(*parts[:n], "__init__.py"), seen)
+    return seen
+
+
+@pytest.mark.parametrize("script, files, lines", [("train.py", 40, 8000), ("sample.py", 32, 7500), ("eval.py", 46, 10_000),
+                                                  ("datagen.py", 42, 10_000), ("grpo.py", 55, 11_500)])
+def test_a_script_loads_only_what_its_options_name(script, files, lines):
+    """Who copies a script reads these files."""
+    found = imported(ROOT / script, {})
+    assert len(found) <= files and sum(found.values()) <= lines, (len(found), sum(found.values()))
+    options = {"experimental", "doctor/checks", "doctor/diagnose", "hub/gguf_import", "hub/gguf_export", "hub/architectures",
+               "layers/linear_attention", "engine/state_cache"}
+    assert not [path for path in found for option in options if path.is_relative_to(ROOT / option) and path.stem != "__init__"
+                or path == (ROOT / option).with_suffix(".py")]
+
+
+def test_a_plain_run_loads_none_of_the_options(folder, text):
+    program = """
+import sys, train
+code = train.main(sys.argv[1:])
+loaded = [name for name in sys.modules if name.startswith(("experimental.", "doctor.", "tasks", "jinja2", "gguf", "hub.", "layers.linear", "rollouts"))]
+assert not code and not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", program, *flags(**TINY | {"max_steps": 2}, dataset=text, out_dir=folder / "plain",
+                           data_dir=folder / "plain_data", device="cpu", diagnose=False)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
