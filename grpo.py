@@ -34,7 +34,7 @@ from rollouts.accuracy import accuracy, by_domain, macro, mean_score
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, logprobs_of, micro_batches, padded
 from rollouts.episodes import reply_tokens
 from rollouts.fit import fit_update, slots_beside_update, worst_case
-from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
+from rollouts.metrics import Update, facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
 from rollouts.reference import Reference
@@ -171,6 +171,8 @@ class Config(RunOptions):
 
 
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
+# Values of loss_type that average over each sequence's tokens before they average over sequences
+MEAN_PER_SEQUENCE = ("grpo",)
 
 
 def check(cfg):
@@ -202,9 +204,9 @@ def check(cfg):
     if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp"):
         raise BadInput("--distill=forward computes the teacher within the update: leave out "
                        "--offload_reference, and use --parallel=ddp.")
-    if cfg.distill == "forward" and cfg.loss_type == "grpo":
-        raise BadInput("--distill=forward is a sum over tokens, and --loss_type=grpo a mean over sequences: "
-                       "choose another loss.")
+    if cfg.distill == "forward" and cfg.loss_type in MEAN_PER_SEQUENCE:
+        raise BadInput(f"--distill=forward is a sum over tokens, and --loss_type={cfg.loss_type} a mean over "
+                       "sequences: choose another loss.")
     if not (cfg.reward_weight or cfg.beta):
         raise BadInput("With --reward_weight=0 nothing is left to learn: give --beta.")
     if cfg.init_from == "scratch":
@@ -233,8 +235,9 @@ def loss_denominator(loss_type, tokens, sequences, max_new_tokens):
     """Return the divisor of an optimizer step's summed losses, over all micro-batches and ranks. dapo, cispo:
     the number of tokens. grpo: the number of sequences, each a mean over its tokens. dr_grpo: a constant per
     sequence."""
-    return {"dapo": tokens, "cispo": tokens, "grpo": sequences,
-            "dr_grpo": sequences * max_new_tokens}[loss_type]
+    if loss_type in MEAN_PER_SEQUENCE:
+        return sequences
+    return sequences * max_new_tokens if loss_type == "dr_grpo" else tokens
 
 
 def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, sampled_logp=None):
@@ -271,7 +274,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, s
         kl = toward.exp() - toward - 1
         loss = loss + cfg.beta * ratio * kl
     loss = torch.where(mask, loss, 0.0).sum(1)
-    if cfg.loss_type == "grpo":
+    if cfg.loss_type in MEAN_PER_SEQUENCE:
         loss = loss / mask.sum(1).clamp(min=1)
     with torch.no_grad():
         clipped = torch.where(mask, active, False).sum()
@@ -318,7 +321,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
         bytes_read += pipeline.engine.bytes_read(lengths)
         if cfg.skip_solved:
             stream.mark_solved(answered)
-        if not distributed.any(len(groups) < share):
+        if not distributed.on_any_rank(len(groups) < share):
             break
     return groups[:share], sampled, bytes_read
 
@@ -362,53 +365,53 @@ def set_advantages(cfg, groups):
             c.advantage = cfg.reward_weight * advantage
 
 
+def has_gradient(cfg, completion):
+    """Tell whether a Completion has a gradient; others are not computed. A term of the loss that trains on an
+    advantage of 0 too, as beta's does, must be named here."""
+    return completion.trained and bool(completion.advantage or cfg.beta)
+
+
 def learn(cfg, run, model, groups, lr, pcgrad, reference):
-    """Take one optimizer step. Returns this rank's summed loss statistics and the gradient norm, or None if
-    every advantage is zero on every rank, which leaves weights and optimizers unchanged. Other figures are
-    logged as they are if their names contain a slash."""
-    trained = [c for group in groups for c in group if c.trained]
-    num_tokens, num_sequences, num_signals = distributed.sum([
-        sum(c.n_sampled for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
-    if not num_sequences or not (num_signals or cfg.beta):
+    """Take one optimizer step. Returns this rank's Update, or None if no completion on any rank has a
+    gradient, which leaves weights and optimizers unchanged."""
+    completions = [c for group in groups for c in group]
+    trained = [c for c in completions if c.trained]
+    learnable = [c for c in trained if has_gradient(cfg, c)]
+    num_tokens, num_sequences, num_learnable = distributed.sum_over_ranks(
+        [sum(c.n_sampled for c in trained), len(trained), len(learnable)])
+    if not num_learnable:
         return None
     denominator = loss_denominator(cfg.loss_type, num_tokens, num_sequences, cfg.max_new_tokens)
-    # A zero advantage has no gradient, so these completions are skipped. A rank without any other computes an
-    # empty micro-batch, since the others wait for its gradients.
-    learnt = [c for c in trained if c.advantage or cfg.beta]
-    stats = Counter(flops=flops(run.model, learnt))
-    largest_difference = 0.0
-    multiple = run.hardware.length_multiple
-    if pcgrad:
-        parts = pcgrad.micro_steps(model, learnt, run.state.micro_batch, multiple)
-    else:
-        parts = model.micro_steps(micro_batches(learnt, run.state.micro_batch, multiple) or [[]], empty=[])
-    for part in parts:
-        batch = padded(part, multiple).to(run.hardware.device)
+    update = Update(flops(run.model, learnable))
+    for batch in update_batches(run, model, learnable, pcgrad):
         mask = batch.y != IGNORE
+        inputs = batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index
         with run.hardware.autocast():
-            logprobs, entropy = model.token_logprobs(
-                batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index)
+            logprobs, entropy = model.token_logprobs(*inputs)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
-        loss, figures = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask,
-                                  cfg, denominator, batch.sampled_logprobs)
+        loss, sums = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,
+                               denominator, batch.sampled_logprobs)
         if cfg.distill == "forward":
             with run.hardware.autocast():
-                divergence, _ = model.divergence(reference.model, batch.x, batch.y, cfg.temperature,
-                                                 batch.prefixes, batch.target_index)
-            loss = loss + cfg.beta * divergence / denominator
-            figures["kl"] = divergence.detach()
+                sums["kl"], _ = model.divergence(reference.model, *inputs)
+            loss = loss + cfg.beta * sums["kl"] / denominator
         run.scaler.scale(loss).backward()
+        update.count(loss, entropy, logprobs - batch.sampled_logprobs, mask, sums)
+    rollouts = [vars(c) | {"grade": c.grade.score} for c in completions]
+    update.grad_norm = run.optimizer_step(lr, rollouts=rollouts)
+    update.metrics = pcgrad.figures if pcgrad else {}
+    return update
 
-        difference = torch.where(mask, logprobs.detach() - batch.sampled_logprobs, 0.0).abs()
-        largest_difference = difference.max().clamp(min=largest_difference)
-        stats.update(figures)
-        stats.update(loss=loss.detach(), entropy=entropy.sum())
-        stats.update(difference=difference.sum(), tokens=mask.sum())
-    rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
-    grad_norm = run.optimizer_step(lr, rollouts=rollouts)
-    figures = {name: float(value) for name, value in stats.items()}
-    figures |= {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
-    return figures | pcgrad.figures if pcgrad else figures
+
+def update_batches(run, model, completions, pcgrad):
+    """Yield the micro-batches of an optimizer step on Completions as padded Batches, with PCGrad by task."""
+    multiple = run.hardware.length_multiple
+    if pcgrad:
+        parts = pcgrad.micro_steps(model, completions, run.state.micro_batch, multiple)
+    else:
+        parts = model.micro_steps(micro_batches(completions, run.state.micro_batch, multiple), empty=[])
+    for part in parts:
+        yield padded(part, multiple).to(run.hardware.device)
 
 
 def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
@@ -431,21 +434,20 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
 
         # 3. Update the policy.
         lr = run.lr()
-        # Only here, since sampling needs CUDA's cumsum, which is not deterministic.
-        torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
             mini_batch = groups[i % cfg.mini_batches::cfg.mini_batches]
-            update = learn(cfg, run, model, mini_batch, lr, pcgrad, reference)
+            with run.hardware.deterministic_kernels():
+                update = learn(cfg, run, model, mini_batch, lr, pcgrad, reference)
             if update:
                 updates.append(update)
-        torch.use_deterministic_algorithms(False)
         run.end_phase("update")
 
         # 4. Copy the new weights to the engine.
         pipeline.engine.load(run.model)
         stream.state.slots = pipeline.engine.slots
-        (num_tokens,) = distributed.sum([sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)])
+        num_tokens = sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)
+        (num_tokens,) = distributed.sum_over_ranks([num_tokens])
         run.finish_step(int(num_tokens), "sync",
                         partial(log_step, cfg, run, pipeline, stream, lr, sampled, updates, bytes_read))
     return run.end()
@@ -541,7 +543,6 @@ def main(argv):
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task),
                                               "teacher": identity(cfg, teacher)})
     with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0 and not teacher):
-        torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)
         model = fit_update(cfg, run, worst, context)

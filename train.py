@@ -155,9 +155,9 @@ class Config(RunOptions):
         return f"--batch_size={micro_batch} --gradient_accumulation_steps={self.sequences // micro_batch}"
 
 
-ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position",
-                "qk_norm", "mlp", "bias", "tied_head", "logit_softcap", "mixer", "mixer_rule",
-                "mixer_features"]
+# The options that are fields of GPTConfig, and bias, which stands for three of them
+ARCHITECTURE = [name for name in Config.__dataclass_fields__ if name == "bias" or
+                name in GPTConfig.__dataclass_fields__ and name not in ("block_size", "dropout")]
 LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
@@ -205,7 +205,7 @@ def model_options(model):
     saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
     if not saved.keys() >= set(names):                        # a Hugging Face model, or a run of grpo.py
         shape = distributed.on_main(lambda: hf.find(model)).config
-        described = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE}
+        described = {k: getattr(shape, "qkv_bias" if k == "bias" else k) for k in ARCHITECTURE}
         saved = described | {"block_size": min(1024, shape.block_size)} | saved
     return {k: saved[k] for k in names}
 
@@ -357,13 +357,14 @@ def main(argv):
     if cfg.eval_only:
         if not held_out:
             raise BadInput("There are no validation examples: set --valid_share=.")
-        result = validation_loss(cfg, hw, run.model, held_out, micro_batch)
+        with hw.deterministic_kernels():
+            result = validation_loss(cfg, hw, run.model, held_out, micro_batch)
         if distributed.is_main():
             print(evaluation_line(result))
         return 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg),
                                               "teacher": identity(cfg, found_teacher)})
-    with run.open(tokenizer, provenance, Doctor, resuming):
+    with run.open(tokenizer, provenance, Doctor, resuming), hw.deterministic_kernels():
         teacher = Teacher(cfg, hw, found_teacher) if found_teacher else None
         model = compile_and_fit(cfg, run, dataset)
         dataset.micro_batch = run.state.micro_batch

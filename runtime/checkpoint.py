@@ -4,8 +4,9 @@
             model.json                architecture, tokenizer, prompt template; with any checkpoint it makes
                                       the model
             tokenizer.json            for a Hugging Face tokenizer
-            base.safetensors          with LoRA: the frozen weights (checkpoints then hold adapters only); for
-                                      grpo.py with a KL term: the reference model. base.sha256: its digest
+            base.safetensors          with LoRA: the initial weights (checkpoints then hold the trained ones
+                                      alone); for grpo.py with a KL term: the reference model. base.sha256:
+                                      its digest
             run.lock                  while a process writes here
             samples.txt               grpo.py: completions of the same questions during training
             metrics.jsonl training.log
@@ -36,6 +37,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from layers.lora import EXTRAS, adapters
 from runtime import distributed, lock
 from runtime.config import LARGEST, BadInput, parse_json, read_sealed, seal
 from runtime.progress import ProgressLine
@@ -262,13 +264,43 @@ def loading(subject):
                        "choose another.") from None
 
 
+def weights_of(model):
+    """Return {name: tensor} of the weights in a checkpoint: all; with adapters, whose run has the frozen
+    parameters in base.safetensors, all others."""
+    weights = model.state_dict()
+    if adapters(model):
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                del weights[name]
+    return weights
+
+
+def base_of(model):
+    """Return {name: tensor} of a model without adapters and extras."""
+    left_out = adapters(model)
+    return {name: tensor for name, tensor in model.state_dict().items()
+            if name not in left_out and not name.startswith(EXTRAS)}
+
+
 def load_weights(out_dir, step):
-    """Return the weights of a checkpoint, {name: tensor}."""
-    return load_file(step_folder(out_dir, step) / "model.safetensors")
+    """Return the weights of a checkpoint, {name: tensor}. Those of GPT.extras are left out, and standard
+    error names them."""
+    weights = load_file(step_folder(out_dir, step) / "model.safetensors")
+    extras = [name for name in weights if name.startswith(EXTRAS)]
+    if extras:
+        say_once(f"{', '.join(extras)} in {out_dir}: left aside, since only the script that trained this has "
+                 "a use for it.")
+    return {name: weights[name] for name in weights if name not in extras}
+
+
+def say_once(sentence):
+    """Print a sentence on standard error, on one rank only."""
+    if distributed.is_first_to_say(sentence):
+        print(one_line(sentence), file=sys.stderr, flush=True)
 
 
 def save_base(out_dir, weights, values=None):
-    """Write the frozen weights under a run's adapters, once for all its checkpoints. values: see save."""
+    """Write the weights that a run started from, once for all its checkpoints. values: see save."""
     partial = Path(out_dir) / f"base.partial-{os.getpid()}"
     final = Path(out_dir) / "base.safetensors"
     try:
@@ -338,8 +370,8 @@ def choose(out_dir):
     for other, problem in problems.items():
         sentence = f"The checkpoint of step {other} in {out_dir} is damaged ({problem}): using step {step}."
         # A running run may have deleted it meanwhile.
-        if problem and step_folder(out_dir, other).is_dir() and distributed.is_first_to_say(sentence):
-            print(one_line(sentence), file=sys.stderr, flush=True)
+        if problem and step_folder(out_dir, other).is_dir():
+            say_once(sentence)
     return step
 
 

@@ -137,7 +137,7 @@ class StopSignal:
 
     def requested(self):
         """Tell whether any rank received a signal. Every rank must call."""
-        return distributed.any(self.received is not None)
+        return distributed.on_any_rank(self.received is not None)
 
     def exit_code(self):
         """Return 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, as a shell reports them."""

@@ -86,7 +86,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
         needed = CPU_SLACK * sum(step_bytes.values())
         free = available(hardware.device)
-        if distributed.any(needed > free):    # decide together before any rank allocates
+        if distributed.on_any_rank(needed > free):    # decide together before any rank allocates
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
         if inputs and not hardware.compile:
             return None                      # the trial takes as long as two steps: minutes for a real model
@@ -141,14 +141,14 @@ def fit(hardware, size, attempt, smaller, advice, log):
             torch.compiler.reset()            # frees the memory of the last attempt, as does failure = None
         with ProgressLine(f"trying a micro-batch of {size}{', compiling' if hardware.compile else ''}"):
             model, failure = attempt(size)
-        if distributed.any(failure is not None and is_out_of_memory(failure)):
+        if distributed.on_any_rank(failure is not None and is_out_of_memory(failure)):
             next_size = smaller(size)
             if next_size is None:
                 raise BadInput(advice())
             log(f"A micro-batch of {size} does not fit in memory ({failure or 'on another rank'}): "
                 f"trying {next_size}.")
             size = next_size
-        elif distributed.any(failure is not None):
+        elif distributed.on_any_rank(failure is not None):
             if not hardware.compile:
                 raise failure or Failure("Another rank failed at its first step.")
             reason = "on another rank"

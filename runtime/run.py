@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from layers.lora import adapters, add_lora
+from layers.lora import EXTRAS, add_lora
 from runtime import checkpoint, distributed, lock, memory, optim, parallel, vitals
 from runtime.config import BadInput, read_sealed, seal
 from runtime.guard import Failure, NonFinite, Retry, StopSignal, keep_batch
@@ -101,9 +101,8 @@ class Run:
         keep_base: save the initial weights even without adapters, for the reference model."""
         distributed.on_main(lambda: self.write_folder(tokenizer, about, resuming))
         cfg = self.cfg
-        trained = adapters(self.model)
-        if not resuming and (trained or keep_base):
-            base = {name: w for name, w in self.model.state_dict().items() if name not in trained}
+        if not resuming and (cfg.lora_rank or keep_base):
+            base = checkpoint.base_of(self.model)
             parallel.write_on_main(base.values(),
                                    lambda values: checkpoint.save_base(cfg.out_dir, base, values))
         last_step = self.step if resuming else None
@@ -353,7 +352,7 @@ class Run:
         }
         state = None if only_model else state | plain_state
         moments = {} if only_model else optim.moments(self.model, self.optimizers)
-        weights = adapters(self.model) or self.model.state_dict()
+        weights = checkpoint.weights_of(self.model)
         val_loss = self.val_loss if val_loss is None else val_loss
 
         def write(values):
@@ -518,9 +517,8 @@ def start(cfg, hardware, model, micro_batch, num_steps, digest, step=None, stage
 
 
 def load_weights(model, weights):
-    """Copy {name: tensor or slice} into a model's weights, or its adapters if it has them. ValueError for
-    weights of another model."""
-    own = adapters(model) or model.state_dict()
+    """Copy {name: tensor or slice} of a checkpoint into a model. ValueError for weights of another model."""
+    own = checkpoint.weights_of(model)
     if wrong := sorted(own.keys() ^ weights.keys()):
         raise ValueError(f"{wrong[0]} is missing or unexpected")
     for name, tensor in own.items():
@@ -619,7 +617,8 @@ def adapt(cfg, model, device, resuming):
         return
     if resuming and device.type != "meta":
         with checkpoint.loading(f"base.safetensors in {cfg.out_dir}"):
-            model.load_state_dict(checkpoint.load_base(cfg.out_dir, device))
+            extras = {name: w for name, w in model.state_dict().items() if name.startswith(EXTRAS)}
+            model.load_state_dict(checkpoint.load_base(cfg.out_dir, device) | extras)
     try:
         add_lora(model, **lora(cfg))
     except ValueError as e:

@@ -440,7 +440,7 @@ from runtime import distributed, guard
 from runtime.config import BadInput
 def main(argv):
     distributed.init()
-    distributed.any(False)
+    distributed.on_any_rank(False)
     if distributed.rank() in {ranks}:
         raise BadInput("{words}")
 guard.run(main)

@@ -65,7 +65,7 @@ def log_step(run, loss_sum, num_targets, lr, grad_norm, figures):
     steps since the last line."""
     hw = run.hardware
     state = run.state
-    loss = distributed.sum([loss_sum])[0] / num_targets
+    loss = distributed.sum_over_ranks([loss_sum])[0] / num_targets
     seconds = run.timings.total() / run.timed_steps
     tokens_per_s = run.timed_tokens / run.timed_steps / seconds
     mfu = hw.mfu(tokens_per_s / distributed.world_size(), run.flops_per_token)
