@@ -39,10 +39,11 @@ from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
 from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
-from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
-                            PositiveFloat, PositiveInt, UnitInterval)
-from runtime.options import RunOptions
-from runtime.run import adapt, check_training, claim, start
+from runtime.checkpoint import claim
+from runtime.config import BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from runtime.options import LORA, RunOptions, check_training
+from runtime.run import start
+from runtime.state import Progress, adapt
 from tasks._pool import BrokenReward, Pool, load
 from text.prompts import context_of
 from text.provenance import check_task, common_prompt, own_task
@@ -111,25 +112,13 @@ class Config(RunOptions):
                                              # the device, or in host memory
     tis_cap: NonNegativeFloat = 0.0          # e.g. 2: truncated importance sampling (Yao et al. 2025), which
                                              # corrects for engine logprobs unlike the trainer's; 0: off
-    # optimizer
+    # optimizer (runtime/options.py has its further options and those of adapters, --lora_rank)
     max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
     learning_rate: NonNegativeFloat | None = None     # None: 3e-4 for a million parameters, less for more
                                              # (docs/training.md), 2e-4 with LoRA
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
     warmup_steps: NonNegativeInt = 5
-    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
-    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
-    weight_decay: NonNegativeFloat = 0.0     # of matrices
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    muon_momentum: Fraction = 0.9
-    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
-    # adapters (LoRA)
-    lora_rank: NonNegativeInt = 0            # train adapters of this rank; the reference model is the one
-                                             # without them; 0: off
-    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
-    lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
     tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see batch.token_cost;
                                              # halved until it fits in memory. None: 65536, on a CPU 2048
@@ -156,21 +145,14 @@ class Config(RunOptions):
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
-    # Not options: learning_rate where that is None, see optim.default_learning_rate
+    # Not an option: learning_rate where that is None, see optim.default_learning_rate
     default_rates = (None, 3e-4, 2e-4)
-    default_tokens = MICRO_BATCH             # not an option: tokens_per_micro_batch where that is None
-
-    @property
-    def batch_size(self):
-        """The largest micro-batch, under the name that runtime.run uses."""
-        return self.tokens_per_micro_batch or self.default_tokens
 
     def flags_for(self, micro_batch):
         """Return the flags for the same step with this micro-batch."""
         return f"--tokens_per_micro_batch={micro_batch}"
 
 
-LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 # Values of loss_type that average over each sequence's tokens before they average over sequences
 MEAN_PER_SEQUENCE = ("grpo",)
 
@@ -416,12 +398,11 @@ def update_batches(run, model, completions, pcgrad):
 
 def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
     """Train until the last step or a stop request. Returns the exit code."""
-    if valid:
-        run.evaluate = partial(evaluate, cfg, run, pipeline, valid)
+    validate = partial(evaluate, cfg, run, pipeline, valid) if valid else None
     if valid and run.step == 0:
         with task_errors():
-            run.evaluate()
-    run.catch_up()
+            validate()
+    run.catch_up(validate)
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
         run.reset_timings()
@@ -449,7 +430,8 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
         num_tokens = sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)
         (num_tokens,) = distributed.sum_over_ranks([num_tokens])
         run.finish_step(int(num_tokens), "sync",
-                        partial(log_step, cfg, run, pipeline, stream, lr, sampled, updates, bytes_read))
+                        partial(log_step, cfg, run, pipeline, stream, lr, sampled, updates, bytes_read),
+                        validate)
     return run.end()
 
 
@@ -467,8 +449,9 @@ def evaluate(cfg, run, pipeline, valid):
         rewards.append(mean_score([row for row in rows if not row[0].error], "reward"))
     result |= macro(rewards, "reward")
     log_evaluation(run, result, domains, questions, grades, texts)
-    # Of equal steps, the last is best.
-    run.record_validation(1 - result["reward"] - 1e-9 * run.step)
+    # Of equal losses the first is best; of steps with equal rewards it should be the last.
+    preference = 1e-9 * run.step
+    run.record_validation(1 - result["reward"] - preference)
 
 
 # --- the model and its memory ---
@@ -484,11 +467,10 @@ def build_model(cfg, hw, shape, found, resuming):
     return model
 
 
-def make_engine(cfg, run, stream, worst, context, tokenizer, task):
-    """Return the Engine, with as many slots as fit in memory beside the update. Checkpoints keep that number,
-    since logprobs depend on it in the last bits."""
+def make_engine(cfg, run, slots, context, tokenizer, task):
+    """Return the Engine. Checkpoints keep the number of its slots, since logprobs depend on it in the last
+    bits."""
     dtype = run.hardware.sampling_dtype
-    slots = cfg.slots or slots_beside_update(cfg, run, worst, context, stream.state.slots)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
         engine = Engine(run.model, slots, context, sampling, seed=cfg.seed, dtype=dtype,
@@ -504,8 +486,6 @@ def main(argv):
     resuming = cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
-    if hw.device.type == "cpu":
-        cfg.default_tokens = MICRO_BATCH_ON_CPU
 
     # Model and questions.
     found = distributed.on_main(lambda: hf.to_resume(cfg.out_dir) if resuming else hf.find(cfg.init_from))
@@ -534,19 +514,22 @@ def main(argv):
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
-    run = start(cfg, hw, model, cfg.batch_size, cfg.max_steps, stream.digest(),
-                found.step if resuming else None, stream.state)
+    default = MICRO_BATCH_ON_CPU if hw.device.type == "cpu" else MICRO_BATCH
+    micro_batch = cfg.tokens_per_micro_batch or default
+    progress = Progress(micro_batch, micro_batch, cfg.max_steps, data=stream.digest())
+    run = start(cfg, hw, model, progress, found.step if resuming else None, stream.state)
     with task_errors():                      # fails before the run folder is changed
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     pcgrad = PCGrad(cfg, run, stream) if cfg.surgery == "pcgrad" and len(stream.domains) > 1 else None
-    run.other_bytes = pcgrad.bytes() if pcgrad else 0
+    other_bytes = pcgrad.bytes() if pcgrad else 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task),
                                               "teacher": identity(cfg, teacher)})
     with pool, run.open(tokenizer, provenance, Doctor, resuming, keep_base=cfg.beta > 0 and not teacher):
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)
-        model = fit_update(cfg, run, worst, context)
-        engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
+        model = fit_update(cfg, run, worst, context, other_bytes)
+        slots = cfg.slots or slots_beside_update(cfg, run, worst, context, other_bytes, stream.state.slots)
+        engine = make_engine(cfg, run, slots, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline, stream, valid),
                       engine=f"{engine.dtype}", reward_pool=pool.kind, cuda_graphs=engine.cuda_graphs)

@@ -28,12 +28,14 @@ from doctor.diagnose import Doctor
 from experimental import feedback, orthogonality
 from experimental.distillation import Teacher, check_teacher, find_teacher, identity
 from model import GPT, GPTConfig, blank
-from runtime import config, distributed, guard, hardware, memory, parallel as sharding
+from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
+from runtime.checkpoint import claim
 from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
                             PositiveInt, UnitInterval)
 from runtime.distributed import CUDA_GRAPHS
-from runtime.options import RunOptions
-from runtime.run import adapt, check_training, claim, start
+from runtime.options import LORA, RunOptions, check_training
+from runtime.run import start
+from runtime.state import Progress, adapt
 from text import data, examples
 from text.datasets import is_text, mean_flops, number_of_steps, open_data, validation_loss, workers
 from text.perplexity import evaluation_line
@@ -67,20 +69,13 @@ class Config(RunOptions):
     max_steps: PositiveInt | None = None     # limit in optimizer steps
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
-    # optimizer
+    # optimizer (runtime/options.py has its further options and those of adapters, --lora_rank)
     learning_rate: NonNegativeFloat | None = None     # peak (Muon's updates have AdamW's size). None: 0.01
                                              # from scratch, 1e-3 with LoRA, else 2e-3 for a million
                                              # parameters and less for more (docs/training.md)
     optimizer: Literal["adamw", "muon"] = "muon"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
     warmup_steps: NonNegativeInt | None = 10     # None: 10% of the steps, at most 50
-    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
-    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
-    weight_decay: NonNegativeFloat = 0.0     # of matrices
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    muon_momentum: Fraction = 0.9
-    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
     dropout: Fraction = 0.0                  # 0.1-0.2 for many epochs
     teacher: str | None = None               # distil from this model, named as in --init_from
                                              # (experimental/distillation.py)
@@ -104,11 +99,6 @@ class Config(RunOptions):
     mixer_rule: Literal["sum", "delta"] = "sum"       # favor, linear: add values to the state, or replace
                                              # them
     mixer_features: PositiveInt = 256        # favor: random features per head
-    # adapters (LoRA)
-    lora_rank: NonNegativeInt = 0            # e.g. 16: train adapters of this rank on the frozen weights of
-                                             # init_from; 0: off
-    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
-    lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # feedback alignment, frozen blocks, orthogonality (docs/okadfa.md)
     backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
                                              # the top to each block through a fixed matrix; feedback_micro:
@@ -158,7 +148,6 @@ class Config(RunOptions):
 # The options that are fields of GPTConfig, and bias, which stands for three of them
 ARCHITECTURE = [name for name in Config.__dataclass_fields__ if name == "bias" or
                 name in GPTConfig.__dataclass_fields__ and name not in ("block_size", "dropout")]
-LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 
 def check(cfg):
@@ -250,40 +239,33 @@ def build_model(cfg, hw, shape, found, resuming):
 # --- training ---
 
 def compile_and_fit(cfg, run, dataset):
-    """Return the TrainedModel, with the micro-batch that fits in memory, found by dry runs of a step on every
-    rank. If torch.compile fails, the model is eager."""
+    """Return the TrainedModel, with the micro-batch that fits in memory. If torch.compile fails, the model is
+    eager."""
+    sizes = memory.divisors(run.state.micro_batch, cfg.sequences // distributed.world_size())
+    advice = partial(memory.advice, run.model, run.hardware, dataset.longest,
+                     optim.pending_bytes(run.optimizers))
+    return memory.fit(run, sizes, partial(try_step, cfg, run, dataset), advice)
+
+
+def try_step(cfg, run, dataset, micro_batch):
+    """Return (TrainedModel, exception of memory.rehearse or None) of a dry run with this micro-batch."""
     hw = run.hardware
-    share = cfg.sequences // distributed.world_size()
-
-    def attempt(micro_batch):
-        passes = min(2, -(-share // micro_batch))
-        mode = cfg.compile_mode
-        if passes > 1 and mode in CUDA_GRAPHS:
-            mode = "default"
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
-        prefix = None if is_text(dataset) else dataset.prefix
-        return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.bytes_to_come(),
-                                      prefix=prefix)
-
-    def smaller(micro_batch):
-        return memory.smaller(micro_batch, share) if micro_batch > 1 else None
-
-    def advice():
-        return memory.advice(run.model, hw, dataset.longest, run.bytes_to_come())
-    return run.fit(attempt, smaller, advice)
+    passes = min(2, -(-cfg.sequences // distributed.world_size() // micro_batch))
+    mode = "default" if passes > 1 and cfg.compile_mode in CUDA_GRAPHS else cfg.compile_mode
+    model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
+    prefix = None if is_text(dataset) else dataset.prefix
+    return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes,
+                                  optim.pending_bytes(run.optimizers), prefix=prefix)
 
 
-def train(cfg, run, model, dataset, held_out, teacher):
+def train(cfg, run, model, dataset, held_out, teacher, flops_per_token):
     """Train until the last step or a stop request. Returns the exit code."""
     hw = run.hardware
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
     nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
-    if held_out:
-        run.evaluate = partial(validate, cfg, run, model, held_out)
-    if not is_text(dataset):
-        run.epoch_steps = dataset.steps_per_epoch
-    run.catch_up()
+    evaluate = partial(validate, cfg, run, model, held_out) if held_out else None
+    run.catch_up(evaluate)
 
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
@@ -312,8 +294,8 @@ def train(cfg, run, model, dataset, held_out, teacher):
         lr = run.lr()
         figures = orthogonality.add_gradients(cfg, run)      # more metrics, {name: number}; {} if off
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
-        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, figures)
-        run.finish_step(num_tokens, "optimizer", log)
+        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures)
+        run.finish_step(num_tokens, "optimizer", log, evaluate)
     return run.end()
 
 
@@ -352,8 +334,9 @@ def main(argv):
         check_teacher(found_teacher, tokenizer, shape.vocab_size, dataset.longest)
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
-    run = start(cfg, hw, model, micro_batch, number_of_steps(cfg, dataset), dataset.digest,
-                found.step if resuming else None)
+    progress = Progress(cfg.batch_size, micro_batch, number_of_steps(cfg, dataset), data=dataset.digest)
+    run = start(cfg, hw, model, progress, found.step if resuming else None,
+                epoch_steps=0 if is_text(dataset) else dataset.steps_per_epoch)
     if cfg.eval_only:
         if not held_out:
             raise BadInput("There are no validation examples: set --valid_share=.")
@@ -369,12 +352,13 @@ def main(argv):
         model = compile_and_fit(cfg, run, dataset)
         dataset.micro_batch = run.state.micro_batch
         dataset.multiple = hw.length_multiple
-        run.flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
+        flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
-        run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),
-                      facts(run, dataset, held_out, tokenizer, teacher and teacher.loss_on(dataset[0][0])),
+        teacher_loss = teacher and teacher.loss_on(dataset[0][0])
+        run.log_start(start_up(cfg, run, model, dataset, about, flops_per_token, workers(cfg, hw), inherited),
+                      facts(run, dataset, held_out, tokenizer, flops_per_token, teacher_loss),
                       num_workers=workers(cfg, hw))
-        return train(cfg, run, model, dataset, held_out, teacher)
+        return train(cfg, run, model, dataset, held_out, teacher, flops_per_token)
 
 
 if __name__ == "__main__":

@@ -166,11 +166,13 @@ class WorstCase:
         """Return the number of sequences of length `context` with as many positions as that micro-batch."""
         return math.ceil(self.answers(tokens) * self.cost / context)
 
-    def smaller(self, tokens):
-        """Return the tokens of a micro-batch of half the answers; None if it cannot get smaller."""
-        if self.answers(tokens) > 1:
-            return math.ceil(self.answers(tokens) // 2 * self.cost)
-        return math.ceil(self.cost) if tokens > math.ceil(self.cost) else None
+    def sizes(self, tokens):
+        """Return micro-batches to try, in tokens, largest first: each of half the answers of the one before, the
+        last of one answer."""
+        sizes = [tokens]
+        while sizes[-1] > math.ceil(self.cost):
+            sizes.append(math.ceil(max(1, self.answers(sizes[-1]) // 2) * self.cost))
+        return sizes
 
     def inputs(self, tokens, temperature, device):
         """Return the arguments of GPT.token_logprobs for such a micro-batch."""

@@ -13,7 +13,7 @@ from rollouts.questions import normalized
 from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
-from runtime.run import non_default_options, rate_shown
+from runtime.options import non_default_options, rate_shown
 from runtime.vitals import fingerprint, moved
 from text.facts import facts_of
 from text.provenance import common_prompt

@@ -27,6 +27,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import stat
 import struct
 import sys
@@ -459,3 +460,31 @@ def tidy(out_dir):
         if not replaced.with_suffix("").exists():
             replaced.rename(replaced.with_suffix(""))
     remove(out_dir, STALE_FILES)
+
+
+def claim(out_dir):
+    """Lock a run folder. Returns "nothing" if there is no run, "run", or "restarted" for a run that this same
+    torchrun started. Every rank must call."""
+    def take():
+        if not (Path(out_dir) / "config.json").exists():
+            return "nothing"
+        check_kinds(out_dir)
+        lock.take(Path(out_dir) / lock.NAME, out_dir)
+        tidy(out_dir)
+        try:
+            began = read_model(out_dir).get("launch")
+        except BadInput:                                      # raised again where the file is needed
+            began = None
+        return "restarted" if began and began == launch() else "run"
+    return distributed.on_main(take)
+
+
+def launch():
+    """Return an identifier of this torchrun, None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = os.getppid()
+    began = None
+    with contextlib.suppress(OSError):       # a container's torchrun always has the same number: its start too
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), parent, began]

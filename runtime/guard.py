@@ -167,10 +167,3 @@ class NonFinite:
         self.in_a_row = 0
         self.rolled_back = True
         return "rollback"
-
-
-def keep_batch(out_dir, step, **tensors):
-    """Save the batch of a failed step. Returns the file."""
-    path = os.path.join(out_dir, f"bad_batch_step_{step}_rank_{distributed.rank()}.pt")
-    torch.save(tensors, path)
-    return path
