@@ -313,7 +313,7 @@ def sample(run, pipeline, stream, positions):
     questions = {}
     requests = []
     for position in positions:
-        question, request = stream.pairs[stream.number(position)]
+        question, request = stream.pairs[stream.place(position).number]
         questions[position] = question
         requests.append(dataclasses.replace(request, key=position))
     completions = list(pipeline.sample(questions, requests))

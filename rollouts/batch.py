@@ -32,10 +32,10 @@ class Batch:
                                              # the positions to compute
 
     def to(self, device):
-        def move(tensor):
-            return tensor.to(device, non_blocking=True)
-        *tensors, prefixes = vars(self).values()
-        return Batch(*map(move, tensors), Prompts(*map(move, prefixes)))
+        prefixes = Prompts(*(tensor.to(device, non_blocking=True) for tensor in self.prefixes))
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()
+                 if name != "prefixes"}
+        return Batch(**moved, prefixes=prefixes)
 
 
 def padded(completions, multiple=1):
@@ -66,8 +66,9 @@ def padded(completions, multiple=1):
         ids[number, :len(prefix)] = prefix
     answers = [len(c.ids) for c in completions]
     is_kept = np.concatenate((filled(lengths, P), filled(answers, T)))
-    # Padding rounds up their number, so that compiled code sees few shapes.
-    is_kept[np.flatnonzero(~is_kept)[:-is_kept.sum() % multiple]] = True
+    # The first padding positions round up the number of kept ones, so that compiled code sees few shapes.
+    n_padding = round_up(is_kept.sum(), multiple) - is_kept.sum()
+    is_kept[np.flatnonzero(~is_kept)[:n_padding]] = True
     return Batch(
         torch.from_numpy(x), torch.from_numpy(y), *torch.from_numpy(logprobs),
         torch.tensor([c.advantage for c in completions]), torch.from_numpy(np.flatnonzero(y != IGNORE)),

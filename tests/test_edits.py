@@ -54,6 +54,8 @@ def test_an_option_with_the_name_of_a_field_of_the_model_reaches_the_model(text,
     assert shape["norm_eps"] == 0.1 and shape["qkv_bias"] and shape["o_bias"] and shape["mlp_bias"]
     assert "norm_eps=0.2 contradicts" in train_here(text, mine.main, 2, init_from=out, out_dir=tmp_path / "b", norm_eps=0.2)
     assert mine.model_options(out)["norm_eps"] == 0.1
+    train_here(text, **SMALL | dict(out_dir=tmp_path / "old", max_steps=1))        # whose config.json lacks the option
+    assert "norm_eps=0.2 contradicts" in train_here(text, mine.main, 2, init_from="resume", out_dir=tmp_path / "old", norm_eps=0.2)
 
 
 @pytest.mark.parametrize("first", ["adapters", "part"])
