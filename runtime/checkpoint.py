@@ -203,21 +203,17 @@ def read_meta(out_dir, step):
     return meta if loss is None or type(loss) is float or type(loss) is int and abs(loss) <= LARGEST else {}
 
 
+def losses(out_dir, last=math.inf):
+    """Return {step: validation loss} of the checkpoints up to step `last` that have a finite one."""
+    recorded = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir) if step <= last}
+    return {step: loss for step, loss in recorded.items() if loss is not None and math.isfinite(loss)}
+
+
 def best(out_dir, last=math.inf):
     """Return the checkpointed step with the lowest validation loss up to step `last`; None if none was
     evaluated."""
-    losses = {}
-    for step in steps(out_dir):
-        loss = read_meta(out_dir, step).get("val_loss") if step <= last else None
-        if loss is not None and math.isfinite(loss):
-            losses[step] = loss
-    return min(losses, key=losses.get) if losses else None
-
-
-def best_loss(out_dir, last=math.inf):
-    """Return the lowest validation loss of the checkpoints up to step `last`; infinity if there is none."""
-    step = best(out_dir, last)
-    return math.inf if step is None else read_meta(out_dir, step)["val_loss"]
+    evaluated = losses(out_dir, last)
+    return min(evaluated, key=evaluated.get, default=None)
 
 
 def damage(out_dir, step):
@@ -355,17 +351,16 @@ def choose(out_dir):
     """Return the step whose weights represent the run: of the intact checkpoints the one with the lowest
     validation loss, without any evaluated one the newest. Standard error names each damaged checkpoint that
     might have been chosen instead. BadInput if none is intact."""
-    metas = {step: read_meta(out_dir, step) for step in steps(out_dir)}
-    losses = {step: meta.get("val_loss") for step, meta in metas.items()}
-    losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    every = steps(out_dir)
+    evaluated = losses(out_dir)
     # A checkpoint without a readable meta.json may have been the best.
-    problems = {step: damage(out_dir, step) for step, meta in metas.items() if not meta}
-    for step in sorted(metas, key=lambda step: (losses.get(step, math.inf), -step)):
+    problems = {step: damage(out_dir, step) for step in every if not read_meta(out_dir, step)}
+    for step in sorted(every, key=lambda step: (evaluated.get(step, math.inf), -step)):
         problems[step] = damage(out_dir, step)
         if problems[step] is None:
             break
     else:
-        newest = f" (step {max(metas)}: {problems[max(metas)]})" if metas else ""
+        newest = f" (step {every[-1]}: {problems[every[-1]]})" if every else ""
         raise BadInput(f"{out_dir} has no intact checkpoint{newest}: give another run, or wait until this one "
                        "saves.")
     for other, problem in problems.items():

@@ -194,8 +194,8 @@ class Run(RunState):
         """Record a validation loss, and in `new_best` whether it is the best so far."""
         self.val_loss = loss
         self.state.evaluation_due = False
-        best = distributed.on_main(lambda: checkpoint.best_loss(self.cfg.out_dir, self.step - 1))
-        self.new_best = loss < best
+        before = distributed.on_main(lambda: checkpoint.losses(self.cfg.out_dir, self.step - 1))
+        self.new_best = loss < min(before.values(), default=math.inf)
         self.state.stale = 0 if self.new_best else self.state.stale + 1
 
     def moved(self):

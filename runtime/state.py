@@ -2,12 +2,14 @@
 import copy
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from layers.lora import EXTRAS, add_lora
 from runtime import checkpoint, distributed, optim, parallel
 from runtime.config import BadInput
 from runtime.guard import NonFinite
 from runtime.options import lora
+from runtime.recovery import RETRY_FILE
 
 
 @dataclass
@@ -70,10 +72,12 @@ class RunState:
         moments = {} if only_model else optim.moments(self.model, self.optimizers)
         state = {"optimizer": cfg.optimizer, "scaler": self.scaler.state_dict(), "dtype": self.hardware.dtype}
         state = None if only_model else state | counters
-        parallel.write_on_main(
-            [*weights.values(), *moments.values()],
-            lambda values: checkpoint.save(cfg.out_dir, counters["progress"]["step"], weights, state, moments,
-                                           val_loss, dataclasses.asdict(cfg), values))
+
+        def write_files(values):
+            step = counters["progress"]["step"]
+            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, dataclasses.asdict(cfg), values)
+            (Path(cfg.out_dir) / RETRY_FILE).unlink(missing_ok=True)         # now part of the checkpoint
+        parallel.write_on_main([*weights.values(), *moments.values()], write_files)
 
     def restore(self, step, changes):
         """Restore the state after `step` steps of the run in out_dir, except optimizer options given on

@@ -205,7 +205,7 @@ def outcome(stage, out):
                 if key in row:
                     logged[row["step"], key] = row[key]
     tensors = checkpoint.load_weights(out, step)
-    best = checkpoint.best(out), checkpoint.best_loss(out)
+    best = checkpoint.best(out), min(checkpoint.losses(out).values(), default=float("inf"))
     return [step, best, logged, {name: t.numpy().tobytes() for name, t in tensors.items()}]
 
 
