@@ -358,7 +358,7 @@ def learn(cfg, run, model, groups, lr, pcgrad, reference):
     gradient, which leaves weights and optimizers unchanged."""
     completions = [c for group in groups for c in group]
     trained = [c for c in completions if c.trained]
-    learnable = [c for c in trained if has_gradient(cfg, c)]
+    learnable = [c for c in completions if has_gradient(cfg, c)]
     num_tokens, num_sequences, num_learnable = distributed.sum_over_ranks(
         [sum(c.n_sampled for c in trained), len(trained), len(learnable)])
     if not num_learnable:

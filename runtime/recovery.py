@@ -34,21 +34,23 @@ def after_out_of_memory(run, reason):
     """Raise Retry with a smaller micro-batch: from the start of this step if that can be saved, else from the
     last checkpoint. Failure without a checkpoint or a smaller micro-batch; return if no micro-batch was tried
     yet."""
-    cfg = run.cfg
-    step = run.step + 1
-    micro_batch = run.state.micro_batch
     if not run.sizes:
         return
-    less = next((size for size in run.sizes if size < micro_batch), None)
+    cfg = run.cfg
+    several = distributed.world_size() > 1
+    less = next((size for size in run.sizes if size < run.state.micro_batch), None)
+    problem = f"Step {run.step + 1} ran out of memory ({reason})"
+    how = " after weights had changed: resuming"
+    if several:
+        problem = f"Rank {distributed.rank()} ran out of memory at step {run.step + 1} ({reason})"
+        how = f": resume with --init_from=resume --out_dir={cfg.out_dir}"
+    remedy = f"with micro-batch {less} instead of {run.state.micro_batch}."
     if less is None:
-        raise Failure(f"Step {step} ran out of memory with a micro-batch of one sequence ({reason}): "
-                      "resume with --gradient_checkpointing, or on a machine with more free memory.")
-    alone = distributed.world_size() > 1
-    if not alone and not run.weights_moved:
+        raise Failure(f"{problem}, with a micro-batch of one sequence: resume with --gradient_checkpointing, or "
+                      "on a machine with more free memory.")
+    if not several and not run.weights_moved:
         save_start_of_step(run)
-        retry(run, f"Step {step} ran out of memory ({reason}): repeating it with micro-batch {less} instead of "
-                   f"{micro_batch}.", micro_batch=less)
-    problem = f"Rank {distributed.rank()} ran out of memory at step {step} ({reason})"
+        retry(run, f"{problem}: repeating it {remedy}", micro_batch=less)
     newest = checkpoint.newest_intact(cfg.out_dir, run.log.say)
     if newest is None:
         raise Failure(f"{problem}, before the first checkpoint: start again with --overwrite "
@@ -56,12 +58,7 @@ def after_out_of_memory(run, reason):
     if not checkpoint.has_state(cfg.out_dir, newest):
         raise Failure(f"{problem}, and --save_only_model left no state to resume from: start a new run with "
                       f"--init_from={cfg.out_dir} {cfg.flags_for(less)} and another --out_dir=.")
-    sentence = (f"Step {step} ran out of memory ({reason}) after weights had changed: resuming from the last "
-                f"checkpoint with micro-batch {less} instead of {micro_batch}.")
-    if alone:
-        sentence = (f"{problem}: resume with --init_from=resume --out_dir={cfg.out_dir}, from the last "
-                    f"checkpoint and with micro-batch {less} instead of {micro_batch}.")
-    retry(run, sentence, alone, micro_batch=less)
+    retry(run, f"{problem}{how} from the last checkpoint {remedy}", alone=several, micro_batch=less)
 
 
 def save_start_of_step(run):
@@ -76,16 +73,18 @@ def save_start_of_step(run):
 
 def after_step(run, finite):
     """Count a step with non-finite gradients, which the optimizers skipped. Five in a row roll back, once;
-    after that the run fails."""
-    verdict = run.nonfinite.after(finite, run.scaler.get_scale())
-    if verdict == "ok":
+    after that the run fails. fp16 overflows do not count while GradScaler can still lower its scale."""
+    count = run.nonfinite
+    if finite:
+        count.in_a_row = 0
         return
     run.state.skipped += 1
     run.log.say(f"step {run.step + 1}: non-finite gradients, optimizer step skipped.")
-    if verdict == "rollback":
+    if run.scaler.get_scale() > 1:
+        return
+    count.in_a_row += 1
+    if count.in_a_row == count.patience:
         roll_back(run)
-    if verdict == "stop":
-        give_up(run)
 
 
 def roll_back(run):
@@ -93,7 +92,7 @@ def roll_back(run):
     checkpoint, or the second time."""
     out_dir = run.cfg.out_dir
     step = distributed.on_main(lambda: checkpoint.newest_intact(out_dir, run.log.say))
-    if step is None or not checkpoint.has_state(out_dir, step) or run.state.lr_factor < 1:
+    if step is None or not checkpoint.has_state(out_dir, step) or run.nonfinite.rolled_back:
         give_up(run)
     dtype = run.hardware.dtype
     if dtype == "fp16":

@@ -7,7 +7,6 @@ from pathlib import Path
 from layers.lora import EXTRAS, add_lora
 from runtime import checkpoint, distributed, optim, parallel
 from runtime.config import BadInput
-from runtime.guard import NonFinite
 from runtime.options import lora
 from runtime.recovery import RETRY_FILE
 
@@ -27,6 +26,14 @@ class Progress:
     stale: int = 0                           # evaluations since the best one
     evaluation_due: bool = False             # this step is still to be evaluated, after a save at a signal
     ranks: int = field(default_factory=distributed.world_size)       # when micro_batch was found
+
+
+@dataclass
+class NonFinite:
+    """Steps with non-finite gradients, for recovery.after_step."""
+    patience: int = 5                        # steps in a row before a rollback
+    in_a_row: int = 0
+    rolled_back: bool = False
 
 
 class RunState:
