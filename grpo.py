@@ -52,23 +52,16 @@ from text.provenance import check_task, common_prompt, own_task
 @dataclass
 class Config(RunOptions):
     # the run
-    out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, samples.txt,
-                                             # training.log
+    out_dir: str = "out/grpo"                # run folder: config, weights, samples.txt, metrics.jsonl, log
     init_from: str = "out/rft"               # run folder, Hugging Face folder, GGUF file or hub name; resume:
                                              # the run in out_dir
-    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
-                                             # new one from the flags
-    overwrite: bool = False                  # replace the run in out_dir
     # questions and their rewards
     task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or your own file.py with
                                              # reward(question, completion); several: NAME@WEIGHT+NAME, in a
                                              # config file {NAME: WEIGHT}; None: unit_conversion
-    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one per
-                                             # step
-    dataset: str | None = None               # .jsonl with a {"prompt": ..., "answer": ...} per line, instead
-                                             # of the task's questions
-    num_questions: Count | None = None       # training questions, at most; None: the task's default, or the
-                                             # whole dataset
+    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one
+    dataset: str | None = None               # the questions: a .jsonl of {"prompt": ..., "answer": ...}
+    num_questions: Count | None = None       # for training; None: the task's default, all of a dataset
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: 0
                                              # with a dataset, else a grpo.py run's own, or 4 for a Hugging
                                              # Face model
@@ -77,22 +70,18 @@ class Config(RunOptions):
     k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
     temperature: Annotated[float, Bounds(0.01)] = 1.0
     max_new_tokens: PositiveInt = 128
-    max_prompt_tokens: PositiveInt | None = None     # drop questions with longer prompts; None: those that
-                                             # leave no room for an answer
+    max_prompt_tokens: PositiveInt | None = None     # drop longer ones; None: if no answer fits
     overlong: Literal["keep", "mask", "penalty"] = "keep"       # completions that reach max_new_tokens: keep
                                              # their reward; don't train on them; subtract up to 1 over the
                                              # last overlong_tokens (DAPO's soft punishment)
     overlong_tokens: PositiveInt = 32
-    skip_solved: NonNegativeInt = 0          # epochs to skip a question after all its completions were
-                                             # correct
-    dynamic_sampling: bool = False           # replace groups with zero variance by other questions (DAPO, Yu
-                                             # et al. 2025)
+    skip_solved: NonNegativeInt = 0          # epochs to skip a question whose completions were all correct
+    dynamic_sampling: bool = False           # replace groups with zero variance (DAPO, Yu et al. 2025)
     max_rounds: PositiveInt = 4              # of dynamic sampling per step
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # sets the loss denominator, see
                                              # loss_denominator; cispo also changes the clipping
-    advantage_scale: Literal["none", "group"] = "none"          # group: divide by the group's standard
-                                             # deviation, as in GRPO
+    advantage_scale: Literal["none", "group"] = "none"          # group: divide by its deviation (GRPO)
     clip_low: Fraction = 0.2                 # clip the probability ratio below 1 - clip_low (not in cispo)
     clip_high: NonNegativeFloat = 0.28       # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
     beta: NonNegativeFloat = 0.0             # weight of the KL divergence from the reference model: k3
@@ -126,19 +115,16 @@ class Config(RunOptions):
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
     eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
-    eval_questions: Count = 200              # of split valid, answered greedily; with a dataset at most a
-                                             # tenth of it, held out from training
+    eval_questions: Count = 200              # greedy, of split valid; of a dataset at most a tenth, held out
     shown_questions: NonNegativeInt = 4      # of these in samples.txt
     log_interval: PositiveInt = 1            # steps
     # verifiers
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
                                              # per core, at most 8 in total
-    reward_pool: Literal["process", "thread", "serial"] = "process"       # only a hanging process can be
-                                             # killed
+    reward_pool: Literal["process", "thread", "serial"] = "process"  # only a process can be killed
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
                                              # completion is an error and is not trained on
-    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
-                                             # or a folder with one
+    tokenizer: str | None = None             # of a model without tokenizer.json: gpt2, bytes, or a folder
     # speed: bench.py --ladder measures the gain of each
     slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
                                              # step's, up to 512, if they fit

@@ -50,21 +50,15 @@ class Config(RunOptions):
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
                                              # Face folder, GGUF file or hub name
-    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
-                                             # new one from the flags
-    overwrite: bool = False                  # replace the run in out_dir
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
                                              # questions and answers (text/examples.py), or examples:NAME, a
                                              # task's own
-    block_size: PositiveInt = 256            # context in tokens; with init_from the default is the model's,
-                                             # at most 1024
-    tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
-                                             # model's, or bytes
+    block_size: PositiveInt = 256            # context, tokens; with init_from the model's, at most 1024
+    tokenizer: str | None = None             # bytes, gpt2, or a folder; None: the model's, or bytes
     # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
-    batch_size: PositiveInt = 32             # largest micro-batch, in sequences; halved until it fits in
-                                             # memory
+    batch_size: PositiveInt = 32             # largest micro-batch, sequences; halved until it fits in memory
     gradient_accumulation_steps: PositiveInt = 1     # micro-steps per optimizer step, summed over ranks
     max_steps: PositiveInt | None = None     # limit in optimizer steps
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
@@ -94,10 +88,8 @@ class Config(RunOptions):
     bias: bool = False                       # in all linear layers
     tied_head: bool = False                  # share weights between embedding and head
     logit_softcap: NonNegativeFloat = 0.0    # e.g. 15; 0: off
-    mixer: Literal["softmax", "favor", "linear"] = "softmax"         # favor, linear: linear attention
-                                             # (docs/okadfa.md)
-    mixer_rule: Literal["sum", "delta"] = "sum"       # favor, linear: add values to the state, or replace
-                                             # them
+    mixer: Literal["softmax", "favor", "linear"] = "softmax"  # linear attention (docs/okadfa.md)
+    mixer_rule: Literal["sum", "delta"] = "sum"       # linear attention: add values to the state, or replace
     mixer_features: PositiveInt = 256        # favor: random features per head
     # feedback alignment, frozen blocks, orthogonality (docs/okadfa.md)
     backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
@@ -106,12 +98,10 @@ class Config(RunOptions):
     feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one per block, one for all blocks,
                                              # or the unchanged error
     trained_blocks: NonNegativeInt | Literal["all", "none", "last"] = "all"     # a number counts from the top
-    orthogonality: NonNegativeFloat = 0.0    # weight of the penalty on attention's projections, e.g. 0.01; 0:
-                                             # off
+    orthogonality: NonNegativeFloat = 0.0    # e.g. 0.01: weight of a penalty on attention's projections
     orthogonality_warmup: PositiveInt = 1000     # steps in which the weight rises
     # machine
-    compile: bool | None = None              # torch.compile; None: on a GPU only (on a CPU it pays after
-                                             # about five minutes)
+    compile: bool | None = None              # None: on a GPU only (on a CPU it pays after about five minutes)
     # evaluation, log, checkpoints
     eval_interval: PositiveInt = 100         # steps; also after the last one
     eval_tokens: PositiveInt | None = None   # None: the whole validation split

@@ -168,8 +168,8 @@ class WorstCase:
         return math.ceil(self.answers(tokens) * self.cost / context)
 
     def sizes(self, tokens):
-        """Return micro-batches to try, in tokens, largest first: each of half the answers of the one before, the
-        last of one answer."""
+        """Return micro-batches to try, in tokens, largest first: each of half the answers of the one before,
+        the last of one answer."""
         sizes = [tokens]
         while sizes[-1] > math.ceil(self.cost):
             sizes.append(math.ceil(max(1, self.answers(sizes[-1]) // 2) * self.cost))

@@ -65,8 +65,8 @@ class Update:
         self.metrics = {}                    # more metrics, {name: number}, logged of a step's last Update
 
     def count(self, loss, entropy, gap, mask, others):
-        """Add a micro-batch: its loss [], entropies and logprob gaps of tokens [B, T], and other sums over its
-        tokens, {name: tensor []}."""
+        """Add a micro-batch: its loss [], entropies and logprob gaps of tokens [B, T], and other sums over
+        its tokens, {name: tensor []}."""
         gap = torch.where(mask, gap, 0.0).detach().abs()
         self.largest_gap = gap.max().clamp(min=self.largest_gap)
         sums = others | {"loss": loss, "entropy": entropy.sum(), "gap": gap.sum(), "tokens": mask.sum()}
@@ -138,8 +138,8 @@ def domain_metrics(cfg, stream, groups):
 
 
 def step_metrics(cfg, run, stream, groups, updates, bytes_read):
-    """Return a step's metrics over all ranks. Given for this rank: its groups, the Updates, and the bytes that
-    sampling read."""
+    """Return a step's metrics over all ranks. Given for this rank: its groups, the Updates, and the bytes
+    that sampling read."""
     completions = [c for group in groups for c in group]
     counts = sums_over(groups)
     counts["bytes"] = bytes_read

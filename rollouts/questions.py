@@ -151,8 +151,8 @@ class Place(NamedTuple):
 class QuestionStream:
     """An endless stream of questions: each once per epoch, newly shuffled each epoch. pairs: [(question,
     Request)]. Each task (domain) of a mixture has its own stream and gets its weight's share of a step's
-    questions, or of the steps (--mixing). A position, a whole number, is a request's key: the domains' streams
-    alternate in it."""
+    questions, or of the steps (--mixing). A position is a whole number, the key of the request; the domains
+    take turns in it."""
 
     def __init__(self, cfg, pairs, task):
         self.cfg = cfg

@@ -78,8 +78,8 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
     Any other word is a value of the option `positional`, which collects several if its type is tuple.
 
     init_from=resume replaces the defaults by the options of the run in out_dir, init_from=MODEL by
-    saved_of(MODEL); then a different value for an option in `frozen` is an error. claim: checkpoint.claim, for
-    a stage that writes to out_dir; it locks the folder before anything there is read.
+    saved_of(MODEL); then a different value for an option in `frozen` is an error. claim: checkpoint.claim,
+    for a stage that writes to out_dir; it locks the folder before anything there is read.
     """
     given = read_arguments(Config, argv, positional)
     defaults = {f.name: f.default for f in dataclasses.fields(Config)}

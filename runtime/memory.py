@@ -124,8 +124,8 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
 
 def fit(run, sizes, attempt, advice):
     """Return the model for the loop, with the first micro-batch of `sizes` that fits on every rank; run keeps
-    it and the sizes. attempt(size): returns (TrainedModel, exception of `rehearse` or None). advice(): message
-    of the BadInput if none fits. If torch.compile fails, do without."""
+    it and the sizes. attempt(size): returns (TrainedModel, exception of `rehearse` or None). advice(): the
+    message of the BadInput if none fits. If torch.compile fails, do without."""
     hardware = run.hardware
     run.sizes = sizes
     remaining = list(sizes)

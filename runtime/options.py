@@ -1,4 +1,4 @@
-"""The options that train.py and grpo.py share: optimizer, adapters, the machine, checkpoints and logs, speed."""
+"""The options that train.py and grpo.py share: optimizer, adapters, machine, checkpoints and logs, speed."""
 import dataclasses
 import os
 from dataclasses import dataclass
@@ -15,6 +15,9 @@ LORA = ["lora_rank", "lora_alpha", "lora_linears"]
 
 @dataclass
 class RunOptions:
+    # the run, further options
+    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir, else start one
+    overwrite: bool = False                  # replace the run in out_dir
     # optimizer, further options
     cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
     min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
@@ -30,10 +33,8 @@ class RunOptions:
     lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
     device: str = "auto"                     # auto (cuda, mps, cpu in that order), or a name
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32, and
-                                             # grpo.py samples in bf16 or fp32
-    gradient_checkpointing: bool = False     # recompute blocks in the backward pass: less memory, a second
-                                             # forward
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"     # of matrix products; weights are fp32
+    gradient_checkpointing: bool = False     # recompute blocks in the backward pass, which saves memory
     parallel: Literal["ddp", "fsdp", "hybrid"] = "ddp"       # replicate the weights (ddp), or shard them over
                                              # all ranks (fsdp) or the ranks of a node (hybrid)
     sum_locally: bool = False                # reduce gradients only at the last micro-step (FSDP no_sync);
@@ -44,8 +45,7 @@ class RunOptions:
     save_interval: PositiveInt = 100         # steps; also after the last, at a new best, after each epoch of
                                              # examples and at a stop signal
     keep_last: PositiveInt = 2               # checkpoints, besides the best
-    save_only_model: bool = False            # weights only: a third (AdamW) to a half (Muon) of the size, no
-                                             # resume
+    save_only_model: bool = False            # weights only: a third to a half of the size, but no resume
     diagnose: bool = True                    # report problems of the run (docs/diagnosis.md)
     tensorboard: bool = False                # log to out_dir/tensorboard
     wandb: bool = False                      # log to Weights & Biases (project: WANDB_PROJECT, or nanorft)

@@ -1,5 +1,5 @@
-"""Recovery from a failed step: out of memory and repeated non-finite gradients raise a guard.Retry, whose change
-is in the retry file; guard.run, or the next start, resumes with it."""
+"""Recovery from a failed step: out of memory and repeated non-finite gradients raise a guard.Retry, whose
+change is in the retry file; guard.run, or the next start, resumes with it."""
 import os
 from pathlib import Path
 
@@ -46,8 +46,8 @@ def after_out_of_memory(run, reason):
         how = f": resume with --init_from=resume --out_dir={cfg.out_dir}"
     remedy = f"with micro-batch {less} instead of {run.state.micro_batch}."
     if less is None:
-        raise Failure(f"{problem}, with a micro-batch of one sequence: resume with --gradient_checkpointing, or "
-                      "on a machine with more free memory.")
+        raise Failure(f"{problem}, with a micro-batch of one sequence: resume with --gradient_checkpointing, "
+                      "or on a machine with more free memory.")
     if not several and not run.weights_moved:
         save_start_of_step(run)
         retry(run, f"{problem}: repeating it {remedy}", micro_batch=less)
@@ -98,8 +98,8 @@ def roll_back(run):
     if dtype == "fp16":
         bf16 = run.hardware.device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8
         dtype = "bf16" if bf16 else "fp32"
-    retry(run, f"Rolling back to the checkpoint of step {step}, once, with half the learning rate and {dtype}.",
-          lr_factor=run.state.lr_factor / 2, dtype=dtype)
+    retry(run, f"Rolling back to the checkpoint of step {step}, once, with half the learning rate and "
+               f"{dtype}.", lr_factor=run.state.lr_factor / 2, dtype=dtype)
 
 
 def give_up(run):

@@ -33,8 +33,8 @@ DATA_OPTIONS = ("dataset", "task", "seed", "block_size", "valid_share", "prompt"
 
 
 class Run(RunState):
-    """A run's state, log and loop. epoch_steps: also save every so many steps; 0: off. timings: the seconds of
-    each phase of a step, see end_phase."""
+    """A run's state, log and loop. epoch_steps: also save every so many steps; 0: off. timings: the seconds
+    of each phase of a step, see end_phase."""
 
     def __init__(self, *state, epoch_steps=0):
         """state: arguments of RunState."""

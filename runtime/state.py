@@ -82,7 +82,8 @@ class RunState:
 
         def write_files(values):
             step = counters["progress"]["step"]
-            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, dataclasses.asdict(cfg), values)
+            options = dataclasses.asdict(cfg)
+            checkpoint.save(cfg.out_dir, step, weights, state, moments, val_loss, options, values)
             (Path(cfg.out_dir) / RETRY_FILE).unlink(missing_ok=True)         # now part of the checkpoint
         parallel.write_on_main([*weights.values(), *moments.values()], write_files)
 
