@@ -142,7 +142,12 @@ ARCHITECTURE = [name for name in Config.__dataclass_fields__ if name == "bias" o
 
 def check(cfg):
     check_training(cfg)
-    check_mixer(cfg)
+    if cfg.mixer != "softmax" and cfg.attention != "auto":
+        raise BadInput(f"--attention={cfg.attention} is for softmax attention, not for --mixer={cfg.mixer}: "
+                       "leave one of them out.")
+    if cfg.mixer != "favor" and cfg.mixer_features != Config.mixer_features:
+        raise BadInput(f"--mixer_features={cfg.mixer_features} is for --mixer=favor, not for {cfg.mixer}: "
+                       "leave it out.")
     feedback.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
@@ -165,15 +170,6 @@ def check(cfg):
     if cfg.gradient_accumulation_steps > distributed.world_size() and cfg.compile_mode in CUDA_GRAPHS:
         raise BadInput(f"--compile_mode={cfg.compile_mode} uses CUDA graphs, which can't accumulate "
                        "gradients: use default or max-autotune-no-cudagraphs, or one micro-step per rank.")
-
-
-def check_mixer(cfg):
-    if cfg.mixer != "softmax" and cfg.attention != "auto":
-        raise BadInput(f"--attention={cfg.attention} is for softmax attention, not for --mixer={cfg.mixer}: "
-                       "leave one of them out.")
-    if cfg.mixer != "favor" and cfg.mixer_features != Config.mixer_features:
-        raise BadInput(f"--mixer_features={cfg.mixer_features} is for --mixer=favor, not for {cfg.mixer}: "
-                       "leave it out.")
 
 
 # --- the model ---
