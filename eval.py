@@ -212,7 +212,7 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
     grades, texts = ask(pipeline, questions, candidate.requests, shown=len(questions) if cfg.output else 0,
                         label=f"evaluating {candidate.name}")
     seconds = time.perf_counter() - began
-    (tokens,) = distributed.sum([engine.progress.tokens])
+    (tokens,) = distributed.sum_over_ranks([engine.progress.tokens])
     figures = accuracy(grades) | mean_score(grades) | {
         "model": candidate.name,
         "task": cfg.task,

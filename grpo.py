@@ -33,15 +33,16 @@ from rollouts.accuracy import accuracy, by_domain, macro, mean_score
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, logprobs_of, micro_batches, padded
 from rollouts.episodes import reply_tokens
 from rollouts.fit import fit_update, slots_beside_update, worst_case
-from rollouts.metrics import facts, flops, log_evaluation, log_step, start_up
+from rollouts.metrics import Update, facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
 from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
-from runtime.config import (BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt,
-                            PositiveFloat, PositiveInt, UnitInterval)
-from runtime.options import RunOptions
-from runtime.run import adapt, check_training, claim, start
+from runtime.checkpoint import claim
+from runtime.config import BadInput, Bounds, Count, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from runtime.options import LORA, RunOptions, check_training
+from runtime.run import start
+from runtime.state import Progress, adapt
 from tasks._pool import BrokenReward, Pool, load
 from text.prompts import context_of
 from text.provenance import check_task, common_prompt, own_task
@@ -50,23 +51,16 @@ from text.provenance import check_task, common_prompt, own_task
 @dataclass
 class Config(RunOptions):
     # the run
-    out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, samples.txt,
-                                             # training.log
+    out_dir: str = "out/grpo"                # run folder: config, weights, samples.txt, metrics.jsonl, log
     init_from: str = "out/rft"               # run folder, Hugging Face folder, GGUF file or hub name; resume:
                                              # the run in out_dir
-    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
-                                             # new one from the flags
-    overwrite: bool = False                  # replace the run in out_dir
     # questions and their rewards
     task: str | dict | None = None           # NAME or NAME:ARGUMENT of tasks/, or your own file.py with
                                              # reward(question, completion); several: NAME@WEIGHT+NAME, in a
                                              # config file {NAME: WEIGHT}; None: unit_conversion
-    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one per
-                                             # step
-    dataset: str | None = None               # .jsonl with a {"prompt": ..., "answer": ...} per line, instead
-                                             # of the task's questions
-    num_questions: Count | None = None       # training questions, at most; None: the task's default, or the
-                                             # whole dataset
+    mixing: Literal["mixed", "round_robin"] = "mixed"        # several tasks: all in each step, or one
+    dataset: str | None = None               # the questions: a .jsonl of {"prompt": ..., "answer": ...}
+    num_questions: Count | None = None       # for training; None: the task's default, all of a dataset
     few_shot: Annotated[int, Bounds(0, 1000)] | None = None     # worked examples in each prompt; None: 0
                                              # with a dataset, else a grpo.py run's own, or 4 for a Hugging
                                              # Face model
@@ -75,22 +69,18 @@ class Config(RunOptions):
     k_samples: Annotated[int, Bounds(2, 10**7)] = 8     # group size: completions per prompt
     temperature: Annotated[float, Bounds(0.01)] = 1.0
     max_new_tokens: PositiveInt = 128
-    max_prompt_tokens: PositiveInt | None = None     # drop questions with longer prompts; None: those that
-                                             # leave no room for an answer
+    max_prompt_tokens: PositiveInt | None = None     # drop longer ones; None: if no answer fits
     overlong: Literal["keep", "mask", "penalty"] = "keep"       # completions that reach max_new_tokens: keep
                                              # their reward; don't train on them; subtract up to 1 over the
                                              # last overlong_tokens (DAPO's soft punishment)
     overlong_tokens: PositiveInt = 32
-    skip_solved: NonNegativeInt = 0          # epochs to skip a question after all its completions were
-                                             # correct
-    dynamic_sampling: bool = False           # replace groups with zero variance by other questions (DAPO, Yu
-                                             # et al. 2025)
+    skip_solved: NonNegativeInt = 0          # epochs to skip a question whose completions were all correct
+    dynamic_sampling: bool = False           # replace groups with zero variance (DAPO, Yu et al. 2025)
     max_rounds: PositiveInt = 4              # of dynamic sampling per step
     # loss
     loss_type: Literal["dapo", "grpo", "dr_grpo", "cispo"] = "dapo"      # sets the loss denominator, see
                                              # loss_denominator; cispo also changes the clipping
-    advantage_scale: Literal["none", "group"] = "none"          # group: divide by the group's standard
-                                             # deviation, as in GRPO
+    advantage_scale: Literal["none", "group"] = "none"          # group: divide by its deviation (GRPO)
     clip_low: Fraction = 0.2                 # clip the probability ratio below 1 - clip_low (not in cispo)
     clip_high: NonNegativeFloat = 0.28       # and above 1 + clip_high (DAPO; PPO: 0.2; cispo: about 4)
     beta: NonNegativeFloat = 0.0             # weight of the KL divergence from the reference model: k3
@@ -110,25 +100,13 @@ class Config(RunOptions):
                                              # the device, or in host memory
     tis_cap: NonNegativeFloat = 0.0          # e.g. 2: truncated importance sampling (Yao et al. 2025), which
                                              # corrects for engine logprobs unlike the trainer's; 0: off
-    # optimizer
+    # optimizer (runtime/options.py has its further options and those of adapters, --lora_rank)
     max_steps: PositiveInt = 100             # rollouts, each with inner_epochs * mini_batches optimizer steps
     learning_rate: NonNegativeFloat | None = None     # None: 3e-4 for a million parameters, less for more
                                              # (docs/training.md), 2e-4 with LoRA
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "constant"
     warmup_steps: NonNegativeInt = 5
-    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
-    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
-    weight_decay: NonNegativeFloat = 0.0     # of matrices
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    muon_momentum: Fraction = 0.9
-    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
-    # adapters (LoRA)
-    lora_rank: NonNegativeInt = 0            # train adapters of this rank; the reference model is the one
-                                             # without them; 0: off
-    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
-    lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # machine
     tokens_per_micro_batch: PositiveInt | None = None     # positions of a micro-batch, see batch.token_cost;
                                              # halved until it fits in memory. None: 65536, on a CPU 2048
@@ -136,40 +114,32 @@ class Config(RunOptions):
     offload_reference: bool = False          # keep the reference model in host memory between uses
     # evaluation, log, checkpoints
     eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
-    eval_questions: Count = 200              # of split valid, answered greedily; with a dataset at most a
-                                             # tenth of it, held out from training
+    eval_questions: Count = 200              # greedy, of split valid; of a dataset at most a tenth, held out
     shown_questions: NonNegativeInt = 4      # of these in samples.txt
     log_interval: PositiveInt = 1            # steps
     # verifiers
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
                                              # per core, at most 8 in total
-    reward_pool: Literal["process", "thread", "serial"] = "process"       # only a hanging process can be
-                                             # killed
+    reward_pool: Literal["process", "thread", "serial"] = "process"  # only a process can be killed
     timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds until a verifier is killed; its
                                              # completion is an error and is not trained on
-    tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
-                                             # or a folder with one
+    tokenizer: str | None = None             # of a model without tokenizer.json: gpt2, bytes, or a folder
     # speed: bench.py --ladder measures the gain of each
     slots: Annotated[int, Bounds(1, 2**16)] | None = None     # completions in flight per rank; None: all of a
                                              # step's, up to 512, if they fit
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     cuda_graphs: bool = True                 # in sampling
 
-    # Not options: learning_rate where that is None, see optim.default_learning_rate
+    # Not an option: learning_rate where that is None, see optim.default_learning_rate
     default_rates = (None, 3e-4, 2e-4)
-    default_tokens = MICRO_BATCH             # not an option: tokens_per_micro_batch where that is None
-
-    @property
-    def batch_size(self):
-        """The largest micro-batch, under the name that runtime.run uses."""
-        return self.tokens_per_micro_batch or self.default_tokens
 
     def flags_for(self, micro_batch):
         """Return the flags for the same step with this micro-batch."""
         return f"--tokens_per_micro_batch={micro_batch}"
 
 
-LORA = ["lora_rank", "lora_alpha", "lora_linears"]
+# Values of loss_type that average over each sequence's tokens before they average over sequences
+MEAN_PER_SEQUENCE = ("grpo",)
 
 
 def check(cfg):
@@ -201,9 +171,9 @@ def check(cfg):
     if cfg.distill == "forward" and (cfg.offload_reference or cfg.parallel != "ddp"):
         raise BadInput("--distill=forward computes the teacher within the update: leave out "
                        "--offload_reference, and use --parallel=ddp.")
-    if cfg.distill == "forward" and cfg.loss_type == "grpo":
-        raise BadInput("--distill=forward is a sum over tokens, and --loss_type=grpo a mean over sequences: "
-                       "choose another loss.")
+    if cfg.distill == "forward" and cfg.loss_type in MEAN_PER_SEQUENCE:
+        raise BadInput(f"--distill=forward is a sum over tokens, and --loss_type={cfg.loss_type} a mean over "
+                       "sequences: choose another loss.")
     if not (cfg.reward_weight or cfg.beta):
         raise BadInput("With --reward_weight=0 nothing is left to learn: give --beta.")
     if cfg.init_from == "scratch":
@@ -232,8 +202,9 @@ def loss_denominator(loss_type, tokens, sequences, max_new_tokens):
     """Return the divisor of an optimizer step's summed losses, over all micro-batches and ranks. dapo, cispo:
     the number of tokens. grpo: the number of sequences, each a mean over its tokens. dr_grpo: a constant per
     sequence."""
-    return {"dapo": tokens, "cispo": tokens, "grpo": sequences,
-            "dr_grpo": sequences * max_new_tokens}[loss_type]
+    if loss_type in MEAN_PER_SEQUENCE:
+        return sequences
+    return sequences * max_new_tokens if loss_type == "dr_grpo" else tokens
 
 
 def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, sampled_logp=None):
@@ -270,7 +241,7 @@ def grpo_loss(logp, old_logp, ref_logp, advantage, mask, cfg, denominator=1.0, s
         kl = toward.exp() - toward - 1
         loss = loss + cfg.beta * ratio * kl
     loss = torch.where(mask, loss, 0.0).sum(1)
-    if cfg.loss_type == "grpo":
+    if cfg.loss_type in MEAN_PER_SEQUENCE:
         loss = loss / mask.sum(1).clamp(min=1)
     with torch.no_grad():
         clipped = torch.where(mask, active, False).sum()
@@ -317,7 +288,7 @@ def sample_groups(cfg, run, pipeline, stream, reference):
         bytes_read += pipeline.engine.bytes_read(lengths)
         if cfg.skip_solved:
             stream.mark_solved(answered)
-        if not distributed.any(len(groups) < share):
+        if not distributed.on_any_rank(len(groups) < share):
             break
     return groups[:share], sampled, bytes_read
 
@@ -327,7 +298,7 @@ def sample(run, pipeline, stream, positions):
     questions = {}
     requests = []
     for position in positions:
-        question, request = stream.pairs[stream.number(position)]
+        question, request = stream.pairs[stream.place(position).number]
         questions[position] = question
         requests.append(dataclasses.replace(request, key=position))
     completions = list(pipeline.sample(questions, requests))
@@ -361,63 +332,62 @@ def set_advantages(cfg, groups):
             c.advantage = cfg.reward_weight * advantage
 
 
+def has_gradient(cfg, completion):
+    """Tell whether a Completion has a gradient; others are not computed. A term of the loss that trains on an
+    advantage of 0 too, as beta's does, must be named here."""
+    return completion.trained and bool(completion.advantage or cfg.beta)
+
+
 def learn(cfg, run, model, groups, lr, pcgrad, reference):
-    """Take one optimizer step. Returns this rank's summed loss statistics and the gradient norm, or None if
-    every advantage is zero on every rank, which leaves weights and optimizers unchanged. Other figures are
-    logged as they are if their names contain a slash."""
-    trained = [c for group in groups for c in group if c.trained]
-    num_tokens, num_sequences, num_signals = distributed.sum([
-        sum(c.n_sampled for c in trained), len(trained), sum(c.advantage != 0 for c in trained)])
-    if not num_sequences or not (num_signals or cfg.beta):
+    """Take one optimizer step. Returns this rank's Update, or None if no completion on any rank has a
+    gradient, which leaves weights and optimizers unchanged."""
+    completions = [c for group in groups for c in group]
+    trained = [c for c in completions if c.trained]
+    learnable = [c for c in completions if has_gradient(cfg, c)]
+    num_tokens, num_sequences, num_learnable = distributed.sum_over_ranks(
+        [sum(c.n_sampled for c in trained), len(trained), len(learnable)])
+    if not num_learnable:
         return None
     denominator = loss_denominator(cfg.loss_type, num_tokens, num_sequences, cfg.max_new_tokens)
-    # A zero advantage has no gradient, so these completions are skipped. A rank without any other computes an
-    # empty micro-batch, since the others wait for its gradients.
-    learnt = [c for c in trained if c.advantage or cfg.beta]
-    stats = Counter(flops=flops(run.model, learnt))
-    largest_difference = 0.0
-    multiple = run.hardware.length_multiple
-    if pcgrad:
-        parts = pcgrad.micro_steps(model, learnt, run.state.micro_batch, multiple)
-    else:
-        parts = model.micro_steps(micro_batches(learnt, run.state.micro_batch, multiple) or [[]], empty=[])
-    for part in parts:
-        batch = padded(part, multiple).to(run.hardware.device)
+    update = Update(flops(run.model, learnable))
+    for batch in update_batches(run, model, learnable, pcgrad):
         mask = batch.y != IGNORE
+        inputs = batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index
         with run.hardware.autocast():
-            logprobs, entropy = model.token_logprobs(
-                batch.x, batch.y, cfg.temperature, batch.prefixes, batch.target_index)
+            logprobs, entropy = model.token_logprobs(*inputs)
         old_logprobs = batch.trainer_logprobs if cfg.tis_cap else batch.sampled_logprobs
-        loss, figures = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask,
-                                  cfg, denominator, batch.sampled_logprobs)
+        loss, sums = grpo_loss(logprobs, old_logprobs, batch.reference_logprobs, batch.advantages, mask, cfg,
+                               denominator, batch.sampled_logprobs)
         if cfg.distill == "forward":
             with run.hardware.autocast():
-                divergence, _ = model.divergence(reference.model, batch.x, batch.y, cfg.temperature,
-                                                 batch.prefixes, batch.target_index)
-            loss = loss + cfg.beta * divergence / denominator
-            figures["kl"] = divergence.detach()
+                sums["kl"], _ = model.divergence(reference.model, *inputs)
+            loss = loss + cfg.beta * sums["kl"] / denominator
         run.scaler.scale(loss).backward()
+        update.count(loss, entropy, logprobs - batch.sampled_logprobs, mask, sums)
+    rollouts = [vars(c) | {"grade": c.grade.score} for c in completions]
+    update.grad_norm = run.optimizer_step(lr, rollouts=rollouts)
+    update.metrics = pcgrad.figures if pcgrad else {}
+    return update
 
-        difference = torch.where(mask, logprobs.detach() - batch.sampled_logprobs, 0.0).abs()
-        largest_difference = difference.max().clamp(min=largest_difference)
-        stats.update(figures)
-        stats.update(loss=loss.detach(), entropy=entropy.sum())
-        stats.update(difference=difference.sum(), tokens=mask.sum())
-    rollouts = [vars(c) | {"grade": c.grade.score} for group in groups for c in group]
-    grad_norm = run.optimizer_step(lr, rollouts=rollouts)
-    figures = {name: float(value) for name, value in stats.items()}
-    figures |= {"largest_difference": float(largest_difference), "grad_norm": grad_norm}
-    return figures | pcgrad.figures if pcgrad else figures
+
+def update_batches(run, model, completions, pcgrad):
+    """Yield the micro-batches of an optimizer step on Completions as padded Batches, with PCGrad by task."""
+    multiple = run.hardware.length_multiple
+    if pcgrad:
+        parts = pcgrad.micro_steps(model, completions, run.state.micro_batch, multiple)
+    else:
+        parts = model.micro_steps(micro_batches(completions, run.state.micro_batch, multiple), empty=[])
+    for part in parts:
+        yield padded(part, multiple).to(run.hardware.device)
 
 
 def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
     """Train until the last step or a stop request. Returns the exit code."""
-    if valid:
-        run.evaluate = partial(evaluate, cfg, run, pipeline, valid)
+    validate = partial(evaluate, cfg, run, pipeline, valid) if valid else None
     if valid and run.step == 0:
         with task_errors():
-            run.evaluate()
-    run.catch_up()
+            validate()
+    run.catch_up(validate)
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
         run.reset_timings()
@@ -430,23 +400,23 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
 
         # 3. Update the policy.
         lr = run.lr()
-        # Only here, since sampling needs CUDA's cumsum, which is not deterministic.
-        torch.use_deterministic_algorithms(cfg.deterministic)
         updates = []
         for i in range(cfg.inner_epochs * cfg.mini_batches):
             mini_batch = groups[i % cfg.mini_batches::cfg.mini_batches]
-            update = learn(cfg, run, model, mini_batch, lr, pcgrad, reference)
+            with run.hardware.deterministic_kernels():
+                update = learn(cfg, run, model, mini_batch, lr, pcgrad, reference)
             if update:
                 updates.append(update)
-        torch.use_deterministic_algorithms(False)
         run.end_phase("update")
 
         # 4. Copy the new weights to the engine.
         pipeline.engine.load(run.model)
         stream.state.slots = pipeline.engine.slots
-        (num_tokens,) = distributed.sum([sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)])
+        num_tokens = sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)
+        (num_tokens,) = distributed.sum_over_ranks([num_tokens])
         run.finish_step(int(num_tokens), "sync",
-                        partial(log_step, cfg, run, pipeline, stream, lr, sampled, updates, bytes_read))
+                        partial(log_step, cfg, run, pipeline, stream, lr, sampled, updates, bytes_read),
+                        validate)
     return run.end()
 
 
@@ -464,8 +434,9 @@ def evaluate(cfg, run, pipeline, valid):
         rewards.append(mean_score([row for row in rows if not row[0].error], "reward"))
     result |= macro(rewards, "reward")
     log_evaluation(run, result, domains, questions, grades, texts)
-    # Of equal steps, the last is best.
-    run.record_validation(1 - result["reward"] - 1e-9 * run.step)
+    # Of equal losses the first is best; of steps with equal rewards it should be the last.
+    preference = 1e-9 * run.step
+    run.record_validation(1 - result["reward"] - preference)
 
 
 # --- the model and its memory ---
@@ -481,11 +452,10 @@ def build_model(cfg, hw, shape, found, resuming):
     return model
 
 
-def make_engine(cfg, run, stream, worst, context, tokenizer, task):
-    """Return the Engine, with as many slots as fit in memory beside the update. Checkpoints keep that number,
-    since logprobs depend on it in the last bits."""
+def make_engine(cfg, run, slots, context, tokenizer, task):
+    """Return the Engine. Checkpoints keep the number of its slots, since logprobs depend on it in the last
+    bits."""
     dtype = run.hardware.sampling_dtype
-    slots = cfg.slots or slots_beside_update(cfg, run, worst, context, stream.state.slots)
     sampling = Sampling(cfg.temperature, stop=tokenizer.stop, stop_strings=stop_strings_of(task))
     with task_errors():
         engine = Engine(run.model, slots, context, sampling, seed=cfg.seed, dtype=dtype,
@@ -501,8 +471,6 @@ def main(argv):
     resuming = cfg.init_from == "resume"
     hw = hardware.setup(cfg.device, cfg.dtype, cfg.tf32, cfg.compile, cfg.attention, cfg.deterministic,
                         cfg.keep_memory)
-    if hw.device.type == "cpu":
-        cfg.default_tokens = MICRO_BATCH_ON_CPU
 
     # Model and questions.
     found = distributed.on_main(lambda: hub.to_resume(cfg.out_dir) if resuming else hub.find(cfg.init_from))
@@ -530,20 +498,22 @@ def main(argv):
     shape = dataclasses.replace(found.config, dropout=0.0)     # or the ratio would differ from 1
     memory.check_weights(shape, hw.device, sharding.ranks_that_share(cfg.parallel))
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
-    run = start(cfg, hw, model, cfg.batch_size, cfg.max_steps, stream.digest(),
-                found.step if resuming else None, stream.state)
+    default = MICRO_BATCH_ON_CPU if hw.device.type == "cpu" else MICRO_BATCH
+    micro_batch = cfg.tokens_per_micro_batch or default
+    progress = Progress(micro_batch, micro_batch, cfg.max_steps, data=stream.digest())
+    run = start(cfg, hw, model, progress, found.step if resuming else None, stream.state)
     with task_errors():                      # fails before the run folder is changed
         pool = Pool(cfg.task, cfg.reward_workers, cfg.timeout, cfg.reward_pool)
     pcgrad = experimental.pcgrad_of(cfg, run, stream)
-    run.other_bytes = pcgrad.bytes() if pcgrad else 0
+    other_bytes = pcgrad.bytes() if pcgrad else 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task),
                                               "teacher": teacher and teacher.identity(cfg.teacher)})
     with pool, run.open(tokenizer, provenance, doctor.start, resuming, keep_base=cfg.beta > 0 and not teacher):
-        torch.use_deterministic_algorithms(False)
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)
-        model = fit_update(cfg, run, worst, context)
-        engine = make_engine(cfg, run, stream, worst, context, tokenizer, task)
+        model = fit_update(cfg, run, worst, context, other_bytes)
+        slots = cfg.slots or slots_beside_update(cfg, run, worst, context, other_bytes, stream.state.slots)
+        engine = make_engine(cfg, run, slots, context, tokenizer, task)
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline, stream, valid),
                       engine=f"{engine.dtype}", reward_pool=pool.kind, cuda_graphs=engine.cuda_graphs)

@@ -277,6 +277,9 @@ class GPT(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.loss_chunks = loss_chunks
         self.feedback = None                 # feedback alignment: experimental/feedback.py
+        # Parts that one script trains, such as a value head. Its checkpoints hold them; other commands leave
+        # them aside.
+        self.extras = nn.ModuleDict()
         V = config.padded_vocab_size
         C = config.n_embd
         self.token_embedding = nn.Embedding(V, C)

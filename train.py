@@ -27,12 +27,14 @@ import doctor
 import experimental
 import hub
 from model import GPT, GPTConfig, blank
-from runtime import config, distributed, guard, hardware, memory, parallel as sharding
+from runtime import config, distributed, guard, hardware, memory, optim, parallel as sharding
+from runtime.checkpoint import claim
 from runtime.config import (BadInput, Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat,
                             PositiveInt, UnitInterval)
 from runtime.distributed import CUDA_GRAPHS
-from runtime.options import RunOptions
-from runtime.run import adapt, check_training, claim, start
+from runtime.options import LORA, RunOptions, check_training
+from runtime.run import start
+from runtime.state import Progress, adapt
 from text import data, examples
 from text.datasets import is_text, mean_flops, number_of_steps, open_data, validation_loss, workers
 from text.perplexity import evaluation_line
@@ -47,39 +49,26 @@ class Config(RunOptions):
     out_dir: str = "out/base"                # run folder: config, weights, metrics.jsonl, training.log
     init_from: str = "scratch"               # scratch, resume (the run in out_dir), a run folder, a Hugging
                                              # Face folder, GGUF file or hub name
-    resume: Literal["auto"] | None = None    # auto: resume the run in out_dir if there is one, else start a
-                                             # new one from the flags
-    overwrite: bool = False                  # replace the run in out_dir
     # data
     dataset: str = "task:unit_conversion"    # text: task:NAME, a path (.txt .jsonl .parquet, a folder),
                                              # wikitext, or org/name:config; examples: .json or .jsonl of
                                              # questions and answers (text/examples.py), or examples:NAME, a
                                              # task's own
-    block_size: PositiveInt = 256            # context in tokens; with init_from the default is the model's,
-                                             # at most 1024
-    tokenizer: str | None = None             # bytes, gpt2, or a folder with a tokenizer.json; None: the
-                                             # model's, or bytes
+    block_size: PositiveInt = 256            # context, tokens; with init_from the model's, at most 1024
+    tokenizer: str | None = None             # bytes, gpt2, or a folder; None: the model's, or bytes
     # effective batch = batch_size * gradient_accumulation_steps sequences, on any number of ranks
-    batch_size: PositiveInt = 32             # largest micro-batch, in sequences; halved until it fits in
-                                             # memory
+    batch_size: PositiveInt = 32             # largest micro-batch, sequences; halved until it fits in memory
     gradient_accumulation_steps: PositiveInt = 1     # micro-steps per optimizer step, summed over ranks
     max_steps: PositiveInt | None = None     # limit in optimizer steps
     num_epochs: PositiveFloat | None = None  # limit in passes over the data; without either limit: 300 steps
                                              # for text, 3 passes for examples
-    # optimizer
+    # optimizer (runtime/options.py has its further options and those of adapters, --lora_rank)
     learning_rate: NonNegativeFloat | None = None     # peak (Muon's updates have AdamW's size). None: 0.01
                                              # from scratch, 1e-3 with LoRA, else 2e-3 for a million
                                              # parameters and less for more (docs/training.md)
     optimizer: Literal["adamw", "muon"] = "muon"
     lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = "wsd"
     warmup_steps: NonNegativeInt | None = 10     # None: 10% of the steps, at most 50
-    cooldown: UnitInterval = 0.4             # wsd: fraction of steps in which the rate decays
-    min_lr: NonNegativeFloat = 0.0           # at the end of the schedule
-    weight_decay: NonNegativeFloat = 0.0     # of matrices
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    muon_momentum: Fraction = 0.9
-    grad_clip: NonNegativeFloat = 1.0        # global gradient norm; 0: off
     dropout: Fraction = 0.0                  # 0.1-0.2 for many epochs
     teacher: str | None = None               # distil from this model, named as in --init_from
                                              # (experimental/distillation.py)
@@ -98,16 +87,9 @@ class Config(RunOptions):
     bias: bool = False                       # in all linear layers
     tied_head: bool = False                  # share weights between embedding and head
     logit_softcap: NonNegativeFloat = 0.0    # e.g. 15; 0: off
-    mixer: Literal["softmax", "favor", "linear"] = "softmax"         # favor, linear: linear attention
-                                             # (docs/okadfa.md)
-    mixer_rule: Literal["sum", "delta"] = "sum"       # favor, linear: add values to the state, or replace
-                                             # them
+    mixer: Literal["softmax", "favor", "linear"] = "softmax"  # linear attention (docs/okadfa.md)
+    mixer_rule: Literal["sum", "delta"] = "sum"       # linear attention: add values to the state, or replace
     mixer_features: PositiveInt = 256        # favor: random features per head
-    # adapters (LoRA)
-    lora_rank: NonNegativeInt = 0            # e.g. 16: train adapters of this rank on the frozen weights of
-                                             # init_from; 0: off
-    lora_alpha: PositiveFloat | None = None  # scale = alpha / rank; None: 2 lora_rank
-    lora_linears: str = "qkv,out,up,gate,down"       # linear layers of a block that get an adapter
     # feedback alignment, frozen blocks, orthogonality (docs/okadfa.md)
     backward: Literal["backprop", "feedback", "feedback_micro"] = "backprop"     # feedback: send the error at
                                              # the top to each block through a fixed matrix; feedback_micro:
@@ -115,12 +97,10 @@ class Config(RunOptions):
     feedback_matrix: Literal["each", "shared", "identity"] = "each"     # one per block, one for all blocks,
                                              # or the unchanged error
     trained_blocks: NonNegativeInt | Literal["all", "none", "last"] = "all"     # a number counts from the top
-    orthogonality: NonNegativeFloat = 0.0    # weight of the penalty on attention's projections, e.g. 0.01; 0:
-                                             # off
+    orthogonality: NonNegativeFloat = 0.0    # e.g. 0.01: weight of a penalty on attention's projections
     orthogonality_warmup: PositiveInt = 1000     # steps in which the weight rises
     # machine
-    compile: bool | None = None              # torch.compile; None: on a GPU only (on a CPU it pays after
-                                             # about five minutes)
+    compile: bool | None = None              # None: on a GPU only (on a CPU it pays after about five minutes)
     # evaluation, log, checkpoints
     eval_interval: PositiveInt = 100         # steps; also after the last one
     eval_tokens: PositiveInt | None = None   # None: the whole validation split
@@ -154,15 +134,19 @@ class Config(RunOptions):
         return f"--batch_size={micro_batch} --gradient_accumulation_steps={self.sequences // micro_batch}"
 
 
-ARCHITECTURE = ["n_layer", "n_head", "n_embd", "n_kv_head", "head_dim", "mlp_hidden", "norm", "position",
-                "qk_norm", "mlp", "bias", "tied_head", "logit_softcap", "mixer", "mixer_rule",
-                "mixer_features"]
-LORA = ["lora_rank", "lora_alpha", "lora_linears"]
+# The options that are fields of GPTConfig, and bias, which stands for three of them
+ARCHITECTURE = [name for name in Config.__dataclass_fields__ if name == "bias" or
+                name in GPTConfig.__dataclass_fields__ and name not in ("block_size", "dropout")]
 
 
 def check(cfg):
     check_training(cfg)
-    check_mixer(cfg)
+    if cfg.mixer != "softmax" and cfg.attention != "auto":
+        raise BadInput(f"--attention={cfg.attention} is for softmax attention, not for --mixer={cfg.mixer}: "
+                       "leave one of them out.")
+    if cfg.mixer != "favor" and cfg.mixer_features != Config.mixer_features:
+        raise BadInput(f"--mixer_features={cfg.mixer_features} is for --mixer=favor, not for {cfg.mixer}: "
+                       "leave it out.")
     experimental.check(cfg)
     if cfg.prompt is not None and "{}" not in cfg.prompt:
         raise BadInput(f"--prompt={cfg.prompt} has no {{}} for the question: add it.")
@@ -187,15 +171,6 @@ def check(cfg):
                        "gradients: use default or max-autotune-no-cudagraphs, or one micro-step per rank.")
 
 
-def check_mixer(cfg):
-    if cfg.mixer != "softmax" and cfg.attention != "auto":
-        raise BadInput(f"--attention={cfg.attention} is for softmax attention, not for --mixer={cfg.mixer}: "
-                       "leave one of them out.")
-    if cfg.mixer != "favor" and cfg.mixer_features != Config.mixer_features:
-        raise BadInput(f"--mixer_features={cfg.mixer_features} is for --mixer=favor, not for {cfg.mixer}: "
-                       "leave it out.")
-
-
 # --- the model ---
 
 def model_options(model):
@@ -204,7 +179,7 @@ def model_options(model):
     saved = config.read_saved(model) if (Path(model) / "model.json").exists() else {}
     if not saved.keys() >= set(names):                        # a Hugging Face model, or a run of grpo.py
         shape = distributed.on_main(lambda: hub.find(model)).config
-        described = {k: getattr(shape, k, shape.qkv_bias) for k in ARCHITECTURE}
+        described = {k: getattr(shape, "qkv_bias" if k == "bias" else k) for k in ARCHITECTURE}
         saved = described | {"block_size": min(1024, shape.block_size)} | saved
     return {k: saved[k] for k in names}
 
@@ -249,40 +224,33 @@ def build_model(cfg, hw, shape, found, resuming):
 # --- training ---
 
 def compile_and_fit(cfg, run, dataset):
-    """Return the TrainedModel, with the micro-batch that fits in memory, found by dry runs of a step on every
-    rank. If torch.compile fails, the model is eager."""
+    """Return the TrainedModel, with the micro-batch that fits in memory. If torch.compile fails, the model is
+    eager."""
+    sizes = memory.divisors(run.state.micro_batch, cfg.sequences // distributed.world_size())
+    advice = partial(memory.advice, run.model, run.hardware, dataset.longest,
+                     optim.pending_bytes(run.optimizers))
+    return memory.fit(run, sizes, partial(try_step, cfg, run, dataset), advice)
+
+
+def try_step(cfg, run, dataset, micro_batch):
+    """Return (TrainedModel, exception of memory.rehearse or None) of a dry run with this micro-batch."""
     hw = run.hardware
-    share = cfg.sequences // distributed.world_size()
-
-    def attempt(micro_batch):
-        passes = min(2, -(-share // micro_batch))
-        mode = cfg.compile_mode
-        if passes > 1 and mode in CUDA_GRAPHS:
-            mode = "default"
-        model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
-        prefix = None if is_text(dataset) else dataset.prefix
-        return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes, run.bytes_to_come(),
-                                      prefix=prefix)
-
-    def smaller(micro_batch):
-        return memory.smaller(micro_batch, share) if micro_batch > 1 else None
-
-    def advice():
-        return memory.advice(run.model, hw, dataset.longest, run.bytes_to_come())
-    return run.fit(attempt, smaller, advice)
+    passes = min(2, -(-cfg.sequences // distributed.world_size() // micro_batch))
+    mode = "default" if passes > 1 and cfg.compile_mode in CUDA_GRAPHS else cfg.compile_mode
+    model = distributed.TrainedModel(run.model, hw.compile, mode, dynamic=not is_text(dataset))
+    prefix = None if is_text(dataset) else dataset.prefix
+    return model, memory.rehearse(model, hw, micro_batch, dataset.longest, passes,
+                                  optim.pending_bytes(run.optimizers), prefix=prefix)
 
 
-def train(cfg, run, model, dataset, held_out, teacher):
+def train(cfg, run, model, dataset, held_out, teacher, flops_per_token):
     """Train until the last step or a stop request. Returns the exit code."""
     hw = run.hardware
     loader = data.batches(dataset, range(run.step, run.num_steps), workers(cfg, hw),
                           cfg.pin_memory and hw.device.type == "cuda", cfg.prefetch)
     nothing = [tensor.to(hw.device) for tensor in examples.empty_batch()]
-    if held_out:
-        run.evaluate = partial(validate, cfg, run, model, held_out)
-    if not is_text(dataset):
-        run.epoch_steps = dataset.steps_per_epoch
-    run.catch_up()
+    evaluate = partial(validate, cfg, run, model, held_out) if held_out else None
+    run.catch_up(evaluate)
 
     while run.step < run.num_steps and not run.should_stop():
         run.start_step()
@@ -311,8 +279,8 @@ def train(cfg, run, model, dataset, held_out, teacher):
         lr = run.lr()
         figures = experimental.add_gradients(cfg, run)       # more metrics, {name: number}; {} if off
         grad_norm = run.optimizer_step(lr, micro_batches=micro_batches)
-        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, figures)
-        run.finish_step(num_tokens, "optimizer", log)
+        log = partial(log_step, run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures)
+        run.finish_step(num_tokens, "optimizer", log, evaluate)
     return run.end()
 
 
@@ -350,12 +318,14 @@ def main(argv):
         lambda: experimental.find_teacher(cfg, resuming, tokenizer, shape.vocab_size, dataset.longest))
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
-    run = start(cfg, hw, model, micro_batch, number_of_steps(cfg, dataset), dataset.digest,
-                found.step if resuming else None)
+    progress = Progress(cfg.batch_size, micro_batch, number_of_steps(cfg, dataset), data=dataset.digest)
+    run = start(cfg, hw, model, progress, found.step if resuming else None,
+                epoch_steps=0 if is_text(dataset) else dataset.steps_per_epoch)
     if cfg.eval_only:
         if not held_out:
             raise BadInput("There are no validation examples: set --valid_share=.")
-        result = validation_loss(cfg, hw, run.model, held_out, micro_batch)
+        with hw.deterministic_kernels():
+            result = validation_loss(cfg, hw, run.model, held_out, micro_batch)
         if distributed.is_main():
             print(evaluation_line(result))
         return 0
@@ -366,12 +336,13 @@ def main(argv):
         model = compile_and_fit(cfg, run, dataset)
         dataset.micro_batch = run.state.micro_batch
         dataset.multiple = hw.length_multiple
-        run.flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
+        flops_per_token = mean_flops(run.model, dataset, run.state.micro_batch)
         inherited = [*ARCHITECTURE, "block_size", "tokenizer"] if found and not resuming else []
-        run.log_start(start_up(cfg, run, model, dataset, about, workers(cfg, hw), inherited),
-                      facts(run, dataset, held_out, tokenizer, teacher and teacher.loss_on(dataset[0][0])),
+        teacher_loss = teacher and teacher.loss_on(dataset[0][0])
+        run.log_start(start_up(cfg, run, model, dataset, about, flops_per_token, workers(cfg, hw), inherited),
+                      facts(run, dataset, held_out, tokenizer, flops_per_token, teacher_loss),
                       num_workers=workers(cfg, hw))
-        return train(cfg, run, model, dataset, held_out, teacher)
+        return train(cfg, run, model, dataset, held_out, teacher, flops_per_token)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class PCGrad:
         batch.micro_batches."""
         kept = []
         for own in self.split(completions):
-            yield from model.micro_steps(micro_batches(own, tokens, multiple) or [[]], empty=[])
+            yield from model.micro_steps(micro_batches(own, tokens, multiple), empty=[])
             kept.append(self.take())
         self.combine(kept)
 

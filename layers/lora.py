@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 LINEARS = ("qkv", "out", "up", "gate", "down")         # the linear layers of a block
+EXTRAS = "extras."                                     # beginning of the names of weights in GPT.extras
 
 
 class LoRA(nn.Linear):
@@ -65,7 +66,8 @@ def merge(weight, a, b, scale):
 
 
 def add_lora(model, rank, alpha=None, linears=LINEARS):
-    """Add adapters to these linears of every block, freeze all other parameters and return the model.
+    """Add adapters to these linears of every block, freeze the model's other parameters (not those of
+    GPT.extras) and return the model.
 
     alpha None: 2 rank, as in TRL, torchtune and LLaMA-Factory. B is zero, so the function is unchanged at
     first. The adapters stay fp32, so cast a model before, not after. Embeddings and head (tied or not) are
@@ -82,7 +84,9 @@ def add_lora(model, rank, alpha=None, linears=LINEARS):
                          "choose from qkv, out, up, down and swiglu's gate.")
     if lora_modules(model):
         raise ValueError("The model has adapters already: load merged(model) into a new GPT first.")
-    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(EXTRAS):
+            parameter.requires_grad_(False)
     for module in chosen:
         module.__class__ = LoRA
         module.alpha = 2 * rank if alpha is None else alpha
@@ -120,11 +124,18 @@ def adapters(model):
     return {name: weights[name] for name in weights if name.endswith((".lora_a", ".lora_b"))}
 
 
+def trains_adapters_alone(model):
+    """Tell whether a model within adapters_off stays what it was before training."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return all(name.startswith(EXTRAS) for name in trained - adapters(model).keys())
+
+
 def load_adapters(model, tensors):
-    """Copy tensors from `adapters` into a model with such adapters; ValueError for other shapes."""
-    own = adapters(model)
-    wrong = sorted(own.keys() ^ tensors.keys())
-    wrong = wrong or [name for name in own if own[name].shape != tensors[name].shape]
+    """Copy adapters, and weights that were trained beside them, into a model with such adapters; ValueError
+    for other names or shapes."""
+    own = model.state_dict()
+    wrong = sorted(adapters(model).keys() - tensors.keys() | tensors.keys() - own.keys())
+    wrong = wrong or [name for name in tensors if own[name].shape != tensors[name].shape]
     if wrong:
         raise ValueError(f"{wrong[0]} is missing, unexpected or of another shape: "
                          "call add_lora with the rank and linears of the saved adapters.")
@@ -132,7 +143,7 @@ def load_adapters(model, tensors):
 
 
 def merged(model):
-    """Return {name: tensor} of an equivalent GPT without adapters (within adapters_off: the base).
+    """Return {name: tensor} of an equivalent GPT without adapters (within adapters_off: the base) and extras.
 
     Adapted weights are new and fp32, since a sum in bf16 would lose about 5% of the update. Others are the
     model's own."""
@@ -147,7 +158,7 @@ def merged_weights(model, dtype=None, prefix=""):
     adapted = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoRA)}
     own = adapters(model)
     for name, value in model.state_dict().items():
-        if name in own or not name.startswith(prefix):
+        if name in own or name.startswith(EXTRAS) or not name.startswith(prefix):
             continue
         module = adapted.get(name)
         yield name, merged_weight(module) if module and module.enabled else full_tensor(value, dtype)

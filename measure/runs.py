@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure.utilization import Utilization, visible_id
+from measure.utilization import Utilization
 from runtime import guard
 from runtime.config import BadInput
 from runtime.metrics import read_run
@@ -108,7 +108,7 @@ def logged_process(command, name, log, cwd=None, **env):
 def run_script(work, options=None):
     """Run the script once and return the figures of its log. seconds: of each measured step; step_s: their
     median; rate: median units a second; fastest: units a second of the fastest step; outside_s: seconds of
-    the process outside of these steps (start, compiling, warm-up, end); sampled: from nvidia-smi; loss: of
+    the process outside of these steps (start, compiling, warm-up, end); sampled: from NVML; loss: of
     the last step; grad_norm: of the first; settings: every option, with the value that auto resolved to, and
     facts about model and data."""
     options = dict(options or {})
@@ -218,8 +218,8 @@ def time_peer(peer, cfg, hw, folder, ranks=1, **job):
     path = Path(folder) / "job.json"
     env = {}
     if hw.device.type == "cuda" and ranks == 1:
-        gpu = visible_id(hw.device.index)
-        env = {"CUDA_VISIBLE_DEVICES": gpu}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[hw.device.index] if visible else str(hw.device.index)}
     common = {"peer": peer, "folder": str(folder), "device": hw.device.type, "dtype": hw.dtype,
               "tf32": hw.tf32, "seed": cfg.seed}
     path.write_text(json.dumps(common | job))

@@ -32,10 +32,10 @@ class Batch:
                                              # the positions to compute
 
     def to(self, device):
-        def move(tensor):
-            return tensor.to(device, non_blocking=True)
-        *tensors, prefixes = vars(self).values()
-        return Batch(*map(move, tensors), Prompts(*map(move, prefixes)))
+        prefixes = Prompts(*(tensor.to(device, non_blocking=True) for tensor in self.prefixes))
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()
+                 if name != "prefixes"}
+        return Batch(**moved, prefixes=prefixes)
 
 
 def padded(completions, multiple=1):
@@ -66,8 +66,9 @@ def padded(completions, multiple=1):
         ids[number, :len(prefix)] = prefix
     answers = [len(c.ids) for c in completions]
     is_kept = np.concatenate((filled(lengths, P), filled(answers, T)))
-    # Padding rounds up their number, so that compiled code sees few shapes.
-    is_kept[np.flatnonzero(~is_kept)[:-is_kept.sum() % multiple]] = True
+    # The first padding positions round up the number of kept ones, so that compiled code sees few shapes.
+    n_padding = round_up(is_kept.sum(), multiple) - is_kept.sum()
+    is_kept[np.flatnonzero(~is_kept)[:n_padding]] = True
     return Batch(
         torch.from_numpy(x), torch.from_numpy(y), *torch.from_numpy(logprobs),
         torch.tensor([c.advantage for c in completions]), torch.from_numpy(np.flatnonzero(y != IGNORE)),
@@ -166,11 +167,13 @@ class WorstCase:
         """Return the number of sequences of length `context` with as many positions as that micro-batch."""
         return math.ceil(self.answers(tokens) * self.cost / context)
 
-    def smaller(self, tokens):
-        """Return the tokens of a micro-batch of half the answers; None if it cannot get smaller."""
-        if self.answers(tokens) > 1:
-            return math.ceil(self.answers(tokens) // 2 * self.cost)
-        return math.ceil(self.cost) if tokens > math.ceil(self.cost) else None
+    def sizes(self, tokens):
+        """Return micro-batches to try, in tokens, largest first: each of half the answers of the one before,
+        the last of one answer."""
+        sizes = [tokens]
+        while sizes[-1] > math.ceil(self.cost):
+            sizes.append(math.ceil(max(1, self.answers(sizes[-1]) // 2) * self.cost))
+        return sizes
 
     def inputs(self, tokens, temperature, device):
         """Return the arguments of GPT.token_logprobs for such a micro-batch."""

@@ -1,7 +1,9 @@
 """The memory of grpo.py: the micro-batch of the update, and the engine's slots beside it."""
+from functools import partial
+
 from engine import slots_that_fit
 from rollouts.batch import WorstCase, round_up
-from runtime import distributed, memory
+from runtime import distributed, memory, optim
 
 
 def samples_per_rank(cfg):
@@ -16,28 +18,30 @@ def worst_case(cfg, hw, longest_prompt, replies, context):
     return WorstCase(prompt, answer, cfg.k_samples, samples_per_rank(cfg) // cfg.mini_batches)
 
 
-def fit_update(cfg, run, worst, context):
-    """Return the TrainedModel, with the micro-batch that fits in memory."""
+def fit_update(cfg, run, worst, context, other_bytes):
+    """Return the TrainedModel, with the micro-batch that fits in memory. other_bytes: of PCGrad."""
+    bytes_to_come = optim.pending_bytes(run.optimizers) + other_bytes
+    advice = partial(memory.advice, run.model, run.hardware, context, bytes_to_come,
+                     "lower --max_new_tokens, --max_prompt_tokens or --few_shot")
+    return memory.fit(run, worst.sizes(run.state.micro_batch),
+                      partial(try_update, cfg, run, worst, context, bytes_to_come), advice)
+
+
+def try_update(cfg, run, worst, context, bytes_to_come, tokens):
+    """Return (TrainedModel, exception of memory.rehearse or None) of a trial with this micro-batch."""
     hw = run.hardware
-
-    def attempt(tokens):
-        model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
-        rows = worst.rows(tokens, context)
-        inputs = worst.inputs(tokens, cfg.temperature, hw.device)
-        return model, memory.rehearse(model, hw, rows, context, 2, run.bytes_to_come(), inputs)
-
-    def advice():
-        return memory.advice(run.model, hw, context, run.bytes_to_come(),
-                             "lower --max_new_tokens, --max_prompt_tokens or --few_shot")
-    return run.fit(attempt, worst.smaller, advice)
+    model = distributed.TrainedModel(run.model, hw.compile, cfg.compile_mode, dynamic=True)
+    inputs = worst.inputs(tokens, cfg.temperature, hw.device)
+    return model, memory.rehearse(model, hw, worst.rows(tokens, context), context, 2, bytes_to_come, inputs)
 
 
-def slots_beside_update(cfg, run, worst, context, saved):
+def slots_beside_update(cfg, run, worst, context, other_bytes, saved):
     """Return the number of engine slots that fit in memory beside the update, at most `saved` if that is not
-    0."""
+    0. other_bytes: of PCGrad."""
     hw = run.hardware
     rows = worst.rows(run.state.micro_batch, context)
-    needed = sum(memory.parts(run.model, hw, rows, context, run.bytes_to_come()).values())
+    bytes_to_come = optim.pending_bytes(run.optimizers) + other_bytes
+    needed = sum(memory.parts(run.model, hw, rows, context, bytes_to_come).values())
     needed += hw.sampling_dtype.itemsize * run.model.n_params()
     most = slots_that_fit(run.model.config, context, hw.sampling_dtype, hw.device, needed)
     share = samples_per_rank(cfg)

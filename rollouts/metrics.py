@@ -13,12 +13,11 @@ from rollouts.questions import normalized
 from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
-from runtime.run import non_default_options, rate_shown
+from runtime.options import non_default_options, rate_shown
 from runtime.vitals import fingerprint, moved
 from text.facts import facts_of
 from text.provenance import common_prompt
 
-UPDATE_SUMS = ("loss", "tokens", "entropy", "kl", "kl_old", "clipped", "flops")      # from grpo.learn
 PHASES = ("rollout", "reward", "reference", "update", "sync")          # timed phases of a step
 
 
@@ -54,6 +53,24 @@ def flops(model, completions):
     for c in completions:
         total += len(c.ids) * (plain + by_length * (len(c.prefix) + len(c.ids))) + c.n_sampled * head
     return total
+
+
+class Update:
+    """Statistics of an optimizer step on this rank, see grpo.learn."""
+
+    def __init__(self, flops):
+        self.sums = Counter(flops=flops)     # over tokens, tensors []
+        self.largest_gap = 0.0               # between a token's logprobs by trainer and engine
+        self.grad_norm = None
+        self.metrics = {}                    # more metrics, {name: number}, logged of a step's last Update
+
+    def count(self, loss, entropy, gap, mask, others):
+        """Add a micro-batch: its loss [], entropies and logprob gaps of tokens [B, T], and other sums over
+        its tokens, {name: tensor []}."""
+        gap = torch.where(mask, gap, 0.0).detach().abs()
+        self.largest_gap = gap.max().clamp(min=self.largest_gap)
+        sums = others | {"loss": loss, "entropy": entropy.sum(), "gap": gap.sum(), "tokens": mask.sum()}
+        self.sums.update({name: value.detach() for name, value in sums.items()})
 
 
 def sums_over(groups):
@@ -121,27 +138,25 @@ def domain_metrics(cfg, stream, groups):
 
 
 def step_metrics(cfg, run, stream, groups, updates, bytes_read):
-    """Return a step's metrics over all ranks. Given for this rank: its groups, the statistics of each
-    optimizer step (updates), and the bytes that sampling read."""
+    """Return a step's metrics over all ranks. Given for this rank: its groups, the Updates, and the bytes
+    that sampling read."""
     completions = [c for group in groups for c in group]
     counts = sums_over(groups)
     counts["bytes"] = bytes_read
     for c in completions:
         counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
     for update in updates:
-        counts.update({name: update[name] for name in UPDATE_SUMS})
-    largest_difference = 0.0
+        counts.update({name: float(value) for name, value in update.sums.items()})
+    largest_gap = 0.0
     if updates:                              # the first: no weight has changed since sampling
-        counts.update(difference=updates[0]["difference"], compared=updates[0]["tokens"])
-        largest_difference = updates[0]["largest_difference"]
+        counts.update(first_gap=float(updates[0].sums["gap"]), first_tokens=float(updates[0].sums["tokens"]))
+        largest_gap = float(updates[0].largest_gap)
 
-    ranks = distributed.gather((counts, largest_difference, max(c.n_sampled for c in completions)))
+    ranks = distributed.gather((counts, largest_gap, max(c.n_sampled for c in completions)))
     total = Counter()
     for rank_counts, _, _ in ranks:
         total.update(rank_counts)
-    last = updates[-1] if updates else {}
     of_updates = {"entropy": "entropy", "kl": "kl", "kl_old": "kl_old", "clip_fraction": "clipped"}
-    others = {name: float(value) for name, value in last.items() if "/" in name}       # PCGrad, for example
     n = total["samples"]
     targets = max(1.0, total["tokens"])
     tokens = total["completion_tokens"] + total["prompt_tokens"]
@@ -159,8 +174,8 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "timeouts": total["timeouts"],
         # None without an update
         **{name: total[key] / targets if updates else None for name, key in of_updates.items()},
-        "logprob_gap": total["difference"] / max(1.0, total["compared"]) if updates else None,
-        "logprob_gap_max": max(difference for _, difference, _ in ranks) if updates else None,
+        "logprob_gap": total["first_gap"] / max(1.0, total["first_tokens"]) if updates else None,
+        "logprob_gap_max": max(gap for _, gap, _ in ranks) if updates else None,
         "completion_tokens_max": max(longest for _, _, longest in ranks),
         "completions_per_s": n / seconds,
         "tokens_per_s": tokens / seconds,
@@ -170,7 +185,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
         "perf/throughput": tokens / seconds / world,
         "perf/mfu/actor": mfu,
         **domain_metrics(cfg, stream, groups),
-        **others,
+        **(updates[-1].metrics if updates else {}),
     }
 
 
@@ -316,11 +331,11 @@ def paid_elsewhere(pipeline, groups):
 
 def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     """Write a step's metrics and log line; every rank must call this. groups: all that this rank sampled;
-    updates: statistics of each optimizer step; bytes_read: by sampling."""
+    updates: of its optimizer steps; bytes_read: by sampling."""
     metrics = step_metrics(cfg, run, stream, groups, updates, bytes_read)
     metrics |= vitals(run, pipeline, groups, metrics)
     state = run.state
-    grad_norm = updates[-1]["grad_norm"] if updates else None
+    grad_norm = updates[-1].grad_norm if updates else None
     seconds = run.timings.total()
     used, peak = run.hardware.memory_gb()
     asked = sum(stream.state.turns.values())

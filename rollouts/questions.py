@@ -6,6 +6,7 @@ import json
 import random
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -140,10 +141,18 @@ class StreamState:
     slots: int = 0                           # samples in flight
 
 
+class Place(NamedTuple):
+    """What stands at a position of a QuestionStream."""
+    domain: str
+    number: int                              # of the question: its index in pairs
+    epoch: int                               # of the domain, from 0
+
+
 class QuestionStream:
     """An endless stream of questions: each once per epoch, newly shuffled each epoch. pairs: [(question,
     Request)]. Each task (domain) of a mixture has its own stream and gets its weight's share of a step's
-    questions, or of the steps (--mixing)."""
+    questions, or of the steps (--mixing). A position is a whole number, the key of the request; the domains
+    take turns in it."""
 
     def __init__(self, cfg, pairs, task):
         self.cfg = cfg
@@ -165,14 +174,13 @@ class QuestionStream:
         """Return the domain of a stream position."""
         return self.domains[position % len(self.domains)]
 
-    def epoch(self, position):
-        """Return the position's epoch in its domain, from 0."""
-        return position // len(self.domains) // len(self.numbers[self.domain(position)])
-
-    def number(self, position):
-        """Return the index into pairs of the question at a stream position."""
-        numbers = self.numbers[self.domain(position)]
-        return numbers[question_at(position // len(self.domains), len(numbers), self.cfg.seed)]
+    def place(self, position):
+        """Return the Place at a stream position."""
+        domain = self.domain(position)
+        numbers = self.numbers[domain]
+        index = position // len(self.domains)                # in the domain's own stream
+        number = numbers[question_at(index, len(numbers), self.cfg.seed)]
+        return Place(domain, number, index // len(numbers))
 
     def next(self, again=False):
         """Return the stream positions of a step's questions, for all ranks, without resting questions. again:
@@ -199,20 +207,20 @@ class QuestionStream:
         while True:
             position = state.passed.get(domain, 0) * len(self.domains) + offset
             state.passed[domain] = state.passed.get(domain, 0) + 1
-            number = self.number(position)
+            place = self.place(position)
             rest = self.cfg.skip_solved
-            rested = self.epoch(position) - state.solved.get(str(number), -rest - 1) > rest
+            rested = place.epoch - state.solved.get(str(place.number), -rest - 1) > rest
             if rested or resting.issuperset(self.numbers[domain]):
                 return position
-            resting.add(number)
+            resting.add(place.number)
 
     def mark_solved(self, groups):
         """Rest the questions whose samples were all right (--skip_solved), on all ranks. groups: this rank's
         {position: [Completion]}."""
         solved = [position for position, group in groups.items() if all(c.grade.score == 1 for c in group)]
         for positions in distributed.gather(solved):
-            for position in positions:
-                self.state.solved[str(self.number(position))] = self.epoch(position)
+            for place in map(self.place, positions):
+                self.state.solved[str(place.number)] = place.epoch
 
     def digest(self):
         """Return a digest of all questions and their prompts."""

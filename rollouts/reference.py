@@ -1,7 +1,7 @@
 """The reference model of grpo.py's KL term (--beta): the model that training began with, or a teacher."""
 import contextlib
 
-from layers.lora import adapters_off
+from layers.lora import adapters_off, trains_adapters_alone
 from rollouts.batch import logprobs_of
 from runtime import checkpoint, parallel
 
@@ -16,7 +16,7 @@ class Reference:
         self.hw = hw
         self.model = model
         self.teacher = teacher
-        self.is_policy = bool(cfg.lora_rank) and not teacher
+        self.is_policy = bool(cfg.lora_rank) and not teacher and trains_adapters_alone(model)
         self.offloaded = []                  # pinned CPU copies of the weights
         if self.is_policy:
             return

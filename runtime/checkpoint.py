@@ -4,8 +4,9 @@
             model.json                architecture, tokenizer, prompt template; with any checkpoint it makes
                                       the model
             tokenizer.json            for a Hugging Face tokenizer
-            base.safetensors          with LoRA: the frozen weights (checkpoints then hold adapters only); for
-                                      grpo.py with a KL term: the reference model. base.sha256: its digest
+            base.safetensors          with LoRA: the initial weights (checkpoints then hold the trained ones
+                                      alone); for grpo.py with a KL term: the reference model. base.sha256:
+                                      its digest
             run.lock                  while a process writes here
             samples.txt               grpo.py: completions of the same questions during training
             metrics.jsonl training.log
@@ -26,6 +27,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import stat
 import struct
 import sys
@@ -36,6 +38,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from layers.lora import EXTRAS, adapters
 from runtime import distributed, lock
 from runtime.config import LARGEST, BadInput, parse_json, read_sealed, seal
 from runtime.progress import ProgressLine
@@ -200,21 +203,17 @@ def read_meta(out_dir, step):
     return meta if loss is None or type(loss) is float or type(loss) is int and abs(loss) <= LARGEST else {}
 
 
+def losses(out_dir, last=math.inf):
+    """Return {step: validation loss} of the checkpoints up to step `last` that have a finite one."""
+    recorded = {step: read_meta(out_dir, step).get("val_loss") for step in steps(out_dir) if step <= last}
+    return {step: loss for step, loss in recorded.items() if loss is not None and math.isfinite(loss)}
+
+
 def best(out_dir, last=math.inf):
     """Return the checkpointed step with the lowest validation loss up to step `last`; None if none was
     evaluated."""
-    losses = {}
-    for step in steps(out_dir):
-        loss = read_meta(out_dir, step).get("val_loss") if step <= last else None
-        if loss is not None and math.isfinite(loss):
-            losses[step] = loss
-    return min(losses, key=losses.get) if losses else None
-
-
-def best_loss(out_dir, last=math.inf):
-    """Return the lowest validation loss of the checkpoints up to step `last`; infinity if there is none."""
-    step = best(out_dir, last)
-    return math.inf if step is None else read_meta(out_dir, step)["val_loss"]
+    evaluated = losses(out_dir, last)
+    return min(evaluated, key=evaluated.get, default=None)
 
 
 def damage(out_dir, step):
@@ -262,13 +261,43 @@ def loading(subject):
                        "choose another.") from None
 
 
+def weights_of(model):
+    """Return {name: tensor} of the weights in a checkpoint: all; with adapters, whose run has the frozen
+    parameters in base.safetensors, all others."""
+    weights = model.state_dict()
+    if adapters(model):
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                del weights[name]
+    return weights
+
+
+def base_of(model):
+    """Return {name: tensor} of a model without adapters and extras."""
+    left_out = adapters(model)
+    return {name: tensor for name, tensor in model.state_dict().items()
+            if name not in left_out and not name.startswith(EXTRAS)}
+
+
 def load_weights(out_dir, step):
-    """Return the weights of a checkpoint, {name: tensor}."""
-    return load_file(step_folder(out_dir, step) / "model.safetensors")
+    """Return the weights of a checkpoint, {name: tensor}. Those of GPT.extras are left out, and standard
+    error names them."""
+    weights = load_file(step_folder(out_dir, step) / "model.safetensors")
+    extras = [name for name in weights if name.startswith(EXTRAS)]
+    if extras:
+        say_once(f"{', '.join(extras)} in {out_dir}: left aside, since only the script that trained this has "
+                 "a use for it.")
+    return {name: weights[name] for name in weights if name not in extras}
+
+
+def say_once(sentence):
+    """Print a sentence on standard error, on one rank only."""
+    if distributed.is_first_to_say(sentence):
+        print(one_line(sentence), file=sys.stderr, flush=True)
 
 
 def save_base(out_dir, weights, values=None):
-    """Write the frozen weights under a run's adapters, once for all its checkpoints. values: see save."""
+    """Write the weights that a run started from, once for all its checkpoints. values: see save."""
     partial = Path(out_dir) / f"base.partial-{os.getpid()}"
     final = Path(out_dir) / "base.safetensors"
     try:
@@ -322,24 +351,23 @@ def choose(out_dir):
     """Return the step whose weights represent the run: of the intact checkpoints the one with the lowest
     validation loss, without any evaluated one the newest. Standard error names each damaged checkpoint that
     might have been chosen instead. BadInput if none is intact."""
-    metas = {step: read_meta(out_dir, step) for step in steps(out_dir)}
-    losses = {step: meta.get("val_loss") for step, meta in metas.items()}
-    losses = {step: loss for step, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    every = steps(out_dir)
+    evaluated = losses(out_dir)
     # A checkpoint without a readable meta.json may have been the best.
-    problems = {step: damage(out_dir, step) for step, meta in metas.items() if not meta}
-    for step in sorted(metas, key=lambda step: (losses.get(step, math.inf), -step)):
+    problems = {step: damage(out_dir, step) for step in every if not read_meta(out_dir, step)}
+    for step in sorted(every, key=lambda step: (evaluated.get(step, math.inf), -step)):
         problems[step] = damage(out_dir, step)
         if problems[step] is None:
             break
     else:
-        newest = f" (step {max(metas)}: {problems[max(metas)]})" if metas else ""
+        newest = f" (step {every[-1]}: {problems[every[-1]]})" if every else ""
         raise BadInput(f"{out_dir} has no intact checkpoint{newest}: give another run, or wait until this one "
                        "saves.")
     for other, problem in problems.items():
         sentence = f"The checkpoint of step {other} in {out_dir} is damaged ({problem}): using step {step}."
         # A running run may have deleted it meanwhile.
-        if problem and step_folder(out_dir, other).is_dir() and distributed.is_first_to_say(sentence):
-            print(one_line(sentence), file=sys.stderr, flush=True)
+        if problem and step_folder(out_dir, other).is_dir():
+            say_once(sentence)
     return step
 
 
@@ -427,3 +455,31 @@ def tidy(out_dir):
         if not replaced.with_suffix("").exists():
             replaced.rename(replaced.with_suffix(""))
     remove(out_dir, STALE_FILES)
+
+
+def claim(out_dir):
+    """Lock a run folder. Returns "nothing" if there is no run, "run", or "restarted" for a run that this same
+    torchrun started. Every rank must call."""
+    def take():
+        if not (Path(out_dir) / "config.json").exists():
+            return "nothing"
+        check_kinds(out_dir)
+        lock.take(Path(out_dir) / lock.NAME, out_dir)
+        tidy(out_dir)
+        try:
+            began = read_model(out_dir).get("launch")
+        except BadInput:                                      # raised again where the file is needed
+            began = None
+        return "restarted" if began and began == launch() else "run"
+    return distributed.on_main(take)
+
+
+def launch():
+    """Return an identifier of this torchrun, None without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = os.getppid()
+    began = None
+    with contextlib.suppress(OSError):       # a container's torchrun always has the same number: its start too
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return [os.environ["TORCHELASTIC_RUN_ID"], socket.gethostname(), parent, began]

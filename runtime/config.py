@@ -78,10 +78,30 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
     Any other word is a value of the option `positional`, which collects several if its type is tuple.
 
     init_from=resume replaces the defaults by the options of the run in out_dir, init_from=MODEL by
-    saved_of(MODEL); then a different value for an option in `frozen` is an error. claim: runtime.run.claim,
-    for a stage that writes to out_dir; it is called before anything there is read.
+    saved_of(MODEL); then a different value for an option in `frozen` is an error. claim: checkpoint.claim,
+    for a stage that writes to out_dir; it locks the folder before anything there is read.
     """
-    fields = {f.name: f for f in dataclasses.fields(Config)}
+    given = read_arguments(Config, argv, positional)
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    if claim:
+        out_dir = given.get("out_dir", defaults["out_dir"])
+        if given.get("eval_only"):           # locks and changes nothing
+            run = "run" if (Path(out_dir) / "config.json").exists() else "nothing"
+        else:
+            run = claim(out_dir)
+        given = choose_start(given, run)
+    values = defaults | given
+    init_from = values.get("init_from", "scratch")
+    if init_from == "resume":
+        values = resumed(Config, defaults, given, frozen, may_restart=bool(claim))
+    elif init_from != "scratch" and saved_of:
+        values = defaults | inherited(Config, saved_of(init_from), init_from, given, frozen) | given
+    return Config(**values)
+
+
+def read_arguments(Config, argv, positional=None):
+    """Return {option: value} of the config files and flags in argv; see load."""
+    fields = Config.__dataclass_fields__
     hints = typing.get_type_hints(Config, include_extras=True)
     given = {}
     for arg in argv:
@@ -108,45 +128,47 @@ def load(Config, argv, frozen=(), positional=None, saved_of=None, claim=None):
             raise BadInput(f"'{arg}' is neither a config file (ending in .py) nor a flag of the form "
                            "--key=value.")
     check_paths(given, fields)
-
-    values = {name: f.default for name, f in fields.items()}
-    if claim:
-        out_dir = given.get("out_dir", values["out_dir"])
-        if given.get("eval_only"):           # locks and changes nothing
-            found = "run" if (Path(out_dir) / "config.json").exists() else "nothing"
-        else:
-            found = claim(out_dir)
-        given = choose_start(given, found)
-    init_from = given.get("init_from", values.get("init_from", "scratch"))
-    if init_from != "scratch" and (init_from == "resume" or saved_of):
-        run = given.get("out_dir", values["out_dir"]) if init_from == "resume" else init_from
-        saved = read_saved(run) if init_from == "resume" else saved_of(run)
-        for key in frozen:
-            if key in given and key in saved and given[key] != saved[key]:
-                raise BadInput(f"{key}={given[key]} contradicts {run}, which has {key}={saved[key]}: leave "
-                               "it out, or start from scratch.")
-        if init_from == "resume" and given.get("learning_rate", 0) is None:
-            del given["learning_rate"]       # the rate that the run chose
-        values |= {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
-                   for key in fields if key in saved and key not in NOT_INHERITED}
-        if init_from == "resume" and claim and not any((Path(run) / "checkpoints").glob("step_*")):
-            values |= {"init_from": restart_from(run, saved), "tokenizer": saved.get("tokenizer"),
-                       "overwrite": True}
-            given.pop("init_from")
-    return Config(**(values | given))
+    return given
 
 
-def choose_start(given, found):
-    """Return the flags that apply. found: the result of runtime.run.claim for out_dir."""
-    if found == "restarted":                 # all options are in the run folder
+def inherited(Config, saved, run, given, frozen):
+    """Return the options that a run or model hands on, {option: value}; BadInput if `given` has another value
+    for one in `frozen`."""
+    for key in frozen:
+        if key in given and key in saved and given[key] != saved[key]:
+            raise BadInput(f"{key}={given[key]} contradicts {run}, which has {key}={saved[key]}: leave "
+                           "it out, or start from scratch.")
+    hints = typing.get_type_hints(Config, include_extras=True)
+    return {key: check_type(saved[key], hints[key], f"{Path(run) / 'config.json'}: {key}")
+            for key in Config.__dataclass_fields__ if key in saved and key not in NOT_INHERITED}
+
+
+def resumed(Config, defaults, given, frozen, may_restart):
+    """Return all values for a resume of the run in out_dir. may_restart: a run without a checkpoint starts
+    again."""
+    run = given.get("out_dir", defaults["out_dir"])
+    saved = read_saved(run)
+    # An option that the run did not have yet had its default's effect.
+    values = defaults | inherited(Config, {key: defaults[key] for key in frozen} | saved, run, given, frozen)
+    given = {key: value for key, value in given.items() if (key, value) != ("learning_rate", None)}
+    values |= given                          # learning_rate=None is the rate that the run chose
+    if may_restart and not any((Path(run) / "checkpoints").glob("step_*")):
+        values |= {"init_from": restart_from(run, saved), "tokenizer": saved.get("tokenizer"),
+                   "overwrite": True} | {key: given[key] for key in given if key != "init_from"}
+    return values
+
+
+def choose_start(given, run):
+    """Return the flags that apply. run: the result of checkpoint.claim for out_dir."""
+    if run == "restarted":                   # all options are in the run folder
         return {"init_from": "resume"} | {key: given[key] for key in given if key == "out_dir"}
     if given.get("resume") != "auto":
         return given
     if given.get("overwrite"):
         raise BadInput("--resume=auto resumes the run that --overwrite would replace: leave one of them out.")
-    if given.get("eval_only") and found == "nothing":
+    if given.get("eval_only") and run == "nothing":
         raise BadInput("--eval_only --resume=auto finds no run to evaluate: give its --out_dir=.")
-    return given | {"init_from": "resume"} if found == "run" else given
+    return given | {"init_from": "resume"} if run == "run" else given
 
 
 def restart_from(run, saved):

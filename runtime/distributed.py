@@ -86,7 +86,7 @@ def is_first_to_say(sentence):
         return is_main()
 
 
-def sum(values):
+def sum_over_ranks(values):
     """Return the elementwise sum over all ranks of a list of numbers, in float64."""
     if not dist.is_initialized():
         return [float(v) for v in values]
@@ -95,7 +95,7 @@ def sum(values):
     return total.tolist()
 
 
-def most(number):
+def max_over_ranks(number):
     """Return the maximum of an integer over all ranks."""
     if not dist.is_initialized():
         return number
@@ -104,9 +104,9 @@ def most(number):
     return int(largest)
 
 
-def any(flag):
+def on_any_rank(flag):
     """Tell whether the flag is true on any rank."""
-    return sum([flag])[0] > 0
+    return sum_over_ranks([flag])[0] > 0
 
 
 def gather(value):
@@ -127,7 +127,7 @@ def together(function, *kinds):
         result = function()
     except kinds as e:
         error = e
-    if any(error is not None):
+    if on_any_rank(error is not None):
         raise next(e for e in gather(error) if e is not None)
     return result
 
@@ -174,7 +174,7 @@ def in_step(model, batches, empty):
         return
     batches = iter(batches)
     batch = next(batches, None)
-    while any(batch is not None):
+    while on_any_rank(batch is not None):
         yield empty if batch is None else batch
         batch = next(batches, None)
 
@@ -234,9 +234,10 @@ class TrainedModel(nn.Module):
 
     def micro_steps(self, micro_batches, empty=None):
         """Yield the micro-batches of an optimizer step. Gradients are reduced in the last backward pass only;
-        with a sharded model in each, unless sum_locally is set. empty: yielded while other ranks have more
-        micro-batches."""
-        n = most(len(micro_batches)) if self.is_sharded else len(micro_batches)
+        with a sharded model in each, unless sum_locally is set. empty: yielded if there is none, since other
+        ranks wait for the gradients, and with a sharded model while they have more."""
+        micro_batches = micro_batches or [empty]
+        n = max_over_ranks(len(micro_batches)) if self.is_sharded else len(micro_batches)
         for i in range(n):
             is_last = i == n - 1
             if self.ddp:

@@ -1,11 +1,10 @@
-"""Exit codes, retries after failures, stop signals and the policy for non-finite gradients."""
+"""Exit codes, retries after failures and stop signals."""
 import contextlib
 import errno
 import gc
 import os
 import signal
 import sys
-from dataclasses import dataclass
 
 import torch
 
@@ -137,40 +136,8 @@ class StopSignal:
 
     def requested(self):
         """Tell whether any rank received a signal. Every rank must call."""
-        return distributed.any(self.received is not None)
+        return distributed.on_any_rank(self.received is not None)
 
     def exit_code(self):
         """Return 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, as a shell reports them."""
         return 128 + (self.received or signal.SIGTERM)
-
-
-@dataclass
-class NonFinite:
-    """Policy for steps with non-finite gradients: skip, after `patience` in a row roll back once, then stop.
-    fp16 overflows do not count while GradScaler can still lower its scale."""
-    patience: int = 5
-    in_a_row: int = 0
-    rolled_back: bool = False
-
-    def after(self, finite, scale=1.0):
-        """Return 'ok', 'skip', 'rollback' or 'stop'. scale: GradScaler's, or 1."""
-        if finite:
-            self.in_a_row = 0
-            return "ok"
-        if scale > 1.0:
-            return "skip"
-        self.in_a_row += 1
-        if self.in_a_row < self.patience:
-            return "skip"
-        if self.rolled_back:
-            return "stop"
-        self.in_a_row = 0
-        self.rolled_back = True
-        return "rollback"
-
-
-def keep_batch(out_dir, step, **tensors):
-    """Save the batch of a failed step. Returns the file."""
-    path = os.path.join(out_dir, f"bad_batch_step_{step}_rank_{distributed.rank()}.pt")
-    torch.save(tensors, path)
-    return path

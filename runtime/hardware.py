@@ -71,6 +71,7 @@ class Hardware:
     attention_kernels: list          # on a GPU: sdpa's kernels in order of preference; elsewhere [attention]
     peaks: dict                      # dense TFLOP/s of one device by format; {} if unknown
     bandwidth: float | None          # of device memory, TB/s; None if unknown
+    deterministic: bool = False      # see deterministic_kernels
     busy_since: tuple = (0.0, 0.0)   # wall and CPU time at the last call of `busy`, s
 
     @property
@@ -119,6 +120,16 @@ class Hardware:
         if self.dtype == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.torch_dtype)
+
+    @contextlib.contextmanager
+    def deterministic_kernels(self):
+        """Within, use reproducible kernels alone if --deterministic asks for it. Not around sampling, which
+        needs CUDA's cumsum."""
+        torch.use_deterministic_algorithms(self.deterministic)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     def scaler(self):
         """Return a GradScaler that does nothing unless dtype is fp16."""
@@ -210,7 +221,6 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     if deterministic:
         ignore_alignment()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     if kind == "cuda" and not fixed_shapes:
         expand_segments()
     backend, kernels = choose_attention(attention, device, capability, dtype, fixed_shapes)
@@ -219,7 +229,8 @@ def setup(device="auto", dtype="auto", tf32=True, compile=None, attention="auto"
     if compile and distributed.local_world_size() > 1:        # the compiler reads it at its import
         threads = max(1, min(32, os.cpu_count()) // distributed.local_world_size())
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", f"{threads}")
-    return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernels, *peaks(name))
+    return Hardware(torch.device(device), name, dtype, tf32, compile, backend, kernels, *peaks(name),
+                    deterministic)
 
 
 def choose_attention(attention, device, capability, dtype, fixed_shapes):

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from model import on_meta
 from runtime import distributed, parallel
 from runtime.config import BadInput
 from runtime.guard import Failure
@@ -36,25 +37,11 @@ def weight_bytes(model):
 
 
 def n_params(config):
-    """Count the weights of GPT(config) without building it, which takes minutes for an absurd config."""
-    channels = config.n_embd
-    heads = config.n_head * config.head_dim
-    qkv = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-    up = config.mlp_hidden * (2 if config.mlp == "swiglu" else 1)
-    norm = channels * (2 if config.norm == "layernorm" else 1)
-    # (inputs, outputs, bias)
-    linears = [(channels, qkv, config.qkv_bias), (heads, channels, config.o_bias),
-               (channels, up, config.mlp_bias), (config.mlp_hidden, channels, config.mlp_bias)]
-    block = sum((n_in + bias) * n_out for n_in, n_out, bias in linears)
-    block += 2 * norm + 2 * config.head_dim * config.qk_norm
-    if config.mixer == "favor":
-        block += config.mixer_features * config.head_dim
-    if config.mixer_rule == "delta":
-        block += channels * config.n_kv_head
-    embeddings = config.padded_vocab_size * (1 if config.tied_head else 2)
-    if config.position == "learned":
-        embeddings += config.block_size
-    return config.n_layer * block + norm + embeddings * channels
+    """Return the number of weights of GPT(config), from one block and one position of it."""
+    model = on_meta(dataclasses.replace(config, n_layer=1, block_size=1))
+    blocks = (config.n_layer - 1) * sum(p.numel() for p in model.blocks.parameters())
+    positions = (config.block_size - 1) * config.n_embd if config.position == "learned" else 0
+    return model.n_params() + blocks + positions
 
 
 def check_weights(config, device, ranks=1):
@@ -69,9 +56,13 @@ def check_weights(config, device, ranks=1):
                        "choose a smaller model, or shard it over several GPUs with --parallel=fsdp.")
 
 
-def smaller(micro_batch, share):
-    """Return the largest micro-batch, at most half the size, that divides a rank's share of a step."""
-    return next(n for n in range(micro_batch // 2, 0, -1) if share % n == 0)
+def divisors(micro_batch, share):
+    """Return micro-batches to try, largest first: each the largest, at most half the one before, that divides
+    a rank's share of a step."""
+    sizes = [micro_batch]
+    while sizes[-1] > 1:
+        sizes.append(next(n for n in range(sizes[-1] // 2, 0, -1) if share % n == 0))
+    return sizes
 
 
 def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, inputs=None, prefix=None):
@@ -86,7 +77,7 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
         step_bytes = parts(model.model, hardware, micro_batch, block_size, optimizer_bytes)
         needed = CPU_SLACK * sum(step_bytes.values())
         free = available(hardware.device)
-        if distributed.any(needed > free):    # decide together before any rank allocates
+        if distributed.on_any_rank(needed > free):    # decide together before any rank allocates
             return torch.OutOfMemoryError(f"about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free")
         if inputs and not hardware.compile:
             return None                      # the trial takes as long as two steps: minutes for a real model
@@ -131,33 +122,38 @@ def rehearse(model, hardware, micro_batch, block_size, passes, optimizer_bytes, 
     return failure
 
 
-def fit(hardware, size, attempt, smaller, advice, log):
-    """Return (model, micro-batch size) that fit on every rank. attempt: size -> (model for the loop,
-    exception of `rehearse` or None). While memory runs out on any rank, try smaller(size); BadInput with
-    advice() once that is None. If torch.compile fails, do without. log: prints a line."""
+def fit(run, sizes, attempt, advice):
+    """Return the model for the loop, with the first micro-batch of `sizes` that fits on every rank; run keeps
+    it and the sizes. attempt(size): returns (TrainedModel, exception of `rehearse` or None). advice(): the
+    message of the BadInput if none fits. If torch.compile fails, do without."""
+    hardware = run.hardware
+    run.sizes = sizes
+    remaining = list(sizes)
     while True:
+        size = remaining[0]
         failure = None
         if hardware.compile:
             torch.compiler.reset()            # frees the memory of the last attempt, as does failure = None
         with ProgressLine(f"trying a micro-batch of {size}{', compiling' if hardware.compile else ''}"):
             model, failure = attempt(size)
-        if distributed.any(failure is not None and is_out_of_memory(failure)):
-            next_size = smaller(size)
-            if next_size is None:
+        if distributed.on_any_rank(failure is not None and is_out_of_memory(failure)):
+            del remaining[0]
+            if not remaining:
                 raise BadInput(advice())
-            log(f"A micro-batch of {size} does not fit in memory ({failure or 'on another rank'}): "
-                f"trying {next_size}.")
-            size = next_size
-        elif distributed.any(failure is not None):
+            run.log.say(f"A micro-batch of {size} does not fit in memory ({failure or 'on another rank'}): "
+                        f"trying {remaining[0]}.")
+        elif distributed.on_any_rank(failure is not None):
             if not hardware.compile:
                 raise failure or Failure("Another rank failed at its first step.")
             reason = "on another rank"
             if failure:
                 reason = f"{type(failure).__name__}: {str(failure).strip()}".splitlines()[0]
-            log(f"torch.compile failed ({reason}): training continues without it.")
+            run.log.say(f"torch.compile failed ({reason}): training continues without it.")
             hardware.compile = False
         else:
-            return model, size
+            run.state.micro_batch = size
+            model.share_gradients()
+            return model
 
 
 def parts(model, hardware, micro_batch, block_size, optimizer_bytes):

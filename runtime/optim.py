@@ -123,7 +123,8 @@ def build(model, optimizer="adamw", learning_rate=1e-3, weight_decay=0.0, betas=
             hidden.add(name)
 
     def group(names, decay):
-        return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay}
+        return {"params": [p for name, p in trained.items() if name in names], "weight_decay": decay,
+                "lr_scale": 1}               # times the schedule's learning rate
 
     muon = optimizer == "muon"
     by_adamw = set(trained) - hidden if muon else set(trained)
@@ -233,7 +234,7 @@ def apply_step(optimizers, scaler, lr, grad_clip=0.0):
         nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1)
         if finite:
             scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)

@@ -205,7 +205,7 @@ def outcome(stage, out):
                 if key in row:
                     logged[row["step"], key] = row[key]
     tensors = checkpoint.load_weights(out, step)
-    best = checkpoint.best(out), checkpoint.best_loss(out)
+    best = checkpoint.best(out), min(checkpoint.losses(out).values(), default=float("inf"))
     return [step, best, logged, {name: t.numpy().tobytes() for name, t in tensors.items()}]
 
 
@@ -296,7 +296,7 @@ def resumed(stage, folder, out, header):
         moments = [t.numpy().tobytes() for o in run.optimizers for s in o.state_dict()["state"].values()
                    for t in s.values() if torch.is_tensor(t)]
         about = checkpoint.read_model(run.cfg.out_dir)
-        state.update(cfg=vars(run.cfg), tensors=tensors, moments=moments, plain=run.plain_state())
+        state.update(cfg=vars(run.cfg), tensors=tensors, moments=moments, plain=run.counters())
         state.update(about=about)
         run.log.close()
         raise Restored

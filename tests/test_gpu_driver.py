@@ -245,16 +245,16 @@ def test_a_torch_that_is_too_old_is_refused(monkeypatch):
         run.check(run.Config(device="cpu"))
 
 
-def test_utilization_is_sampled(monkeypatch, tmp_path):
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho '57, 2048, [N/A]'\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def test_utilization_is_sampled(monkeypatch):
+    """By a card that does not report its power."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda index: 57)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 2**31)
     monkeypatch.setattr("measure.utilization.INTERVAL", 0.01)
     with Utilization() as utilization:
         time.sleep(0.3)
     assert utilization.figures() == {"busiest_2s": 0.57, "memory_used_gb": 2.0}
-    utilization.samples = [(t / 4, 100.0 if 8 <= t < 16 else 0.0, None, 300.0) for t in range(24)]
+    utilization.samples = [(t / 4, 100.0 if 8 <= t < 16 else 0.0, None, 3e5) for t in range(24)]
     assert utilization.figures() == {"busiest_2s": 1.0, "power_w": 300.0}
     utilization.samples = []
     assert utilization.figures() == {}

@@ -27,10 +27,11 @@ from engine import Sampling
 from layers.lora import adapters, add_lora
 from model import GPT, GPTConfig
 from rollouts import questions
-from runtime import checkpoint, config, guard, hardware
+from runtime import checkpoint, config, guard, hardware, recovery
 from runtime.config import BadInput
 from runtime.log import check_installed
 from runtime.run import Run
+from runtime.state import Progress
 from tasks import countdown_think, gsm8k, guru, gym
 from text import examples, prompts, sources
 from text.tokenizer import Tokenizer, TokenizerJson
@@ -324,8 +325,8 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
 def test_a_retry_file_that_no_run_wrote_is_passed_over(tmp_path):
     def after(content):
         (tmp_path / "retry.json").write_bytes(content)
-        run = Run(train.Config(out_dir=str(tmp_path)), hardware.setup("cpu", "fp32"), None, [], 8, 1)
-        run.apply_retry_file()
+        run = Run(train.Config(out_dir=str(tmp_path)), hardware.setup("cpu", "fp32"), None, [], Progress(32, 8, 1))
+        run.apply(recovery.read_retry_file(tmp_path))
         return run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
     for content in (DEEP.encode(), b"[]", b'{"batch_size": 32, "micro_batch": 4}', config.seal({"batch_size": 16, "micro_batch": 4})):
         assert after(content) == (8, 1.0, False, "fp32"), content
@@ -334,11 +335,11 @@ def test_a_retry_file_that_no_run_wrote_is_passed_over(tmp_path):
 
 
 def test_a_note_keeps_what_no_checkpoint_holds_yet(tmp_path):
-    run = Run(train.Config(out_dir=str(tmp_path)), hardware.setup("cpu", "fp32"), None, [], 8, 1)
+    run = Run(train.Config(out_dir=str(tmp_path)), hardware.setup("cpu", "fp32"), None, [], Progress(32, 8, 1))
     for changes in (dict(lr_factor=0.5, dtype="bf16"), dict(micro_batch=4)):
         with pytest.raises(guard.Retry):
-            run.retry("Once more.", **changes)
-    run.apply_retry_file()
+            recovery.retry(run, "Once more.", **changes)
+    run.apply(recovery.read_retry_file(tmp_path))
     found = run.state.micro_batch, run.state.lr_factor, run.nonfinite.rolled_back, run.hardware.dtype
     assert found == (4, 0.5, True, "bf16")
 
@@ -442,7 +443,7 @@ from runtime import distributed, guard
 from runtime.config import BadInput
 def main(argv):
     distributed.init()
-    distributed.any(False)
+    distributed.on_any_rank(False)
     if distributed.rank() in {ranks}:
         raise BadInput("{words}")
 guard.run(main)

@@ -154,7 +154,7 @@ def stream_of(sizes, weights=None, **knobs):
 
 
 def asked(stream, positions):
-    return [stream.pairs[stream.number(position)][0]["question"] for position in positions]
+    return [stream.pairs[stream.place(position).number][0]["question"] for position in positions]
 
 
 def test_a_step_has_each_task_s_share():

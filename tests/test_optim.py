@@ -8,8 +8,8 @@ import torch
 import forked
 from conftest import ROOT, environment
 from model import GPT, GPTConfig
-from runtime import hardware, optim
-from runtime.guard import NonFinite
+from runtime import hardware, optim, recovery
+from runtime.state import NonFinite
 
 
 def lrs(schedule, warmup=10, n=100, **kw):
@@ -174,11 +174,16 @@ def test_apply_step_moves_nothing_on_a_non_finite_gradient(bad):
     assert not finite and torch.equal(p, torch.ones(3)) and scaler.get_scale() == 512.0
 
 
-def test_non_finite_policy_skips_then_rolls_back_once_then_stops():
-    policy = NonFinite(patience=3)
-    assert [policy.after(False) for _ in range(3)] == ["skip", "skip", "rollback"]
-    assert policy.after(True) == "ok"
-    assert [policy.after(False) for _ in range(3)] == ["skip", "skip", "stop"]
-    policy = NonFinite(patience=3)
-    assert [policy.after(ok) for ok in (False, False, True, False, False)] == ["skip", "skip", "ok", "skip", "skip"]
-    assert [policy.after(False, scale=2.0**16) for _ in range(9)] == ["skip"] * 9          # fp16 finding its scale
+def test_non_finite_policy_skips_then_rolls_back(monkeypatch):
+    monkeypatch.setattr(recovery, "roll_back", lambda run: rolled_back.append(run.state.skipped))
+    rolled_back, scale = [], 1.0
+    run = SimpleNamespace(nonfinite=NonFinite(patience=3), state=SimpleNamespace(skipped=0), step=0, log=SimpleNamespace(say=lambda _: None),
+                          scaler=SimpleNamespace(get_scale=lambda: scale))
+    for finite in (False, False, True, False, False, False):
+        recovery.after_step(run, finite)
+    assert rolled_back == [5] and run.nonfinite.in_a_row == 3
+    recovery.after_step(run, True)
+    scale = 2.0**16                          # fp16 finding its scale
+    for _ in range(9):
+        recovery.after_step(run, False)
+    assert rolled_back == [5] and run.nonfinite.in_a_row == 0 and run.state.skipped == 14

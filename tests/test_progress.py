@@ -232,14 +232,15 @@ def test_evaluating_on_a_text(terminal, text, tmp_path):
 
 
 def test_trying_a_micro_batch(terminal):
-    hw = SimpleNamespace(compile=True)
+    said = []
+    run = SimpleNamespace(hardware=SimpleNamespace(compile=True), log=SimpleNamespace(say=said.append), state=SimpleNamespace())
+    model = SimpleNamespace(share_gradients=lambda: said.append("shared"))
 
     def attempt(size):
         terminal.until(f"trying a micro-batch of {size}, compiling ...")
-        return "model", torch.OutOfMemoryError("out of memory") if size == 8 else None
-    said = []
-    assert memory.fit(hw, 8, attempt, lambda size: size // 2, str, said.append) == ("model", 4)
-    assert len(said) == 1 and terminal.rows() == []
+        return model, torch.OutOfMemoryError("out of memory") if size == 8 else None
+    assert memory.fit(run, [8, 4, 2], attempt, str) is model and run.state.micro_batch == 4 and run.sizes == [8, 4, 2]
+    assert len(said) == 2 and said[-1] == "shared" and terminal.rows() == []
 
 
 def test_a_line_is_written_to_a_file_now_and_then(monkeypatch, capfd):

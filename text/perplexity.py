@@ -61,7 +61,7 @@ def loss_of(model, batches, hardware, targets):
             n_tokens += n
             line.add(n)
     model.train(training)
-    nll, n_tokens = distributed.sum([nll, n_tokens])
+    nll, n_tokens = distributed.sum_over_ranks([nll, n_tokens])
     return {"loss": nll / n_tokens, "nll": nll, "tokens": int(n_tokens), "ppl_token": exp(nll / n_tokens)}
 
 

@@ -2,13 +2,13 @@
 from runtime import distributed
 from runtime.log import shown
 from runtime.progress import duration
-from runtime.run import non_default_options, rate_shown
+from runtime.options import non_default_options, rate_shown
 from text.data import TokenFile
 from text.facts import facts_of_examples, facts_of_text
 from text.perplexity import evaluation_line
 
 
-def start_up(cfg, run, model, dataset, about, num_workers, inherited):
+def start_up(cfg, run, model, dataset, about, flops_per_token, num_workers, inherited):
     """Return the paragraph at the start of the log. model: TrainedModel. about: description of the data.
     inherited: options that init_from set."""
     hw = run.hardware
@@ -31,7 +31,7 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     lines = [
         f"{gpt.n_params():,} parameters ({gpt.n_params(embeddings=False):,} without embeddings), "
-        f"{run.flops_per_token / 1e6:,.1f} MFLOP per token.",
+        f"{flops_per_token / 1e6:,.1f} MFLOP per token.",
         f"{cfg.dataset}: {about}; steps {run.step} to {run.num_steps}: {epochs:.2f} epochs{time_left}.",
         f"{world} x {hw.name}, {hw.memory_size_gb():.0f} GiB, {hw.dtype}, TF32 {tf32}, attention "
         f"{hw.attention_name(gpt.config)}, compile {compiled}, checkpointing {checkpointing}, {num_workers} "
@@ -44,7 +44,7 @@ def start_up(cfg, run, model, dataset, about, num_workers, inherited):
     return "\n".join(lines)
 
 
-def facts(run, dataset, held_out, tokenizer, teacher_loss):
+def facts(run, dataset, held_out, tokenizer, flops_per_token, teacher_loss):
     """Return the facts about model and data that doctor.diagnose and bench.py need. teacher_loss: the
     teacher's mean loss on the first micro-batch, None without one."""
     of_text = isinstance(held_out, TokenFile)
@@ -54,21 +54,21 @@ def facts(run, dataset, held_out, tokenizer, teacher_loss):
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
         "steps_per_epoch": dataset.steps_per_epoch,
-        "flops_per_token": run.flops_per_token,
+        "flops_per_token": flops_per_token,
         "teacher_loss": teacher_loss,
     }
 
 
-def log_step(run, loss_sum, num_targets, lr, grad_norm, figures):
+def log_step(run, loss_sum, num_targets, lr, grad_norm, flops_per_token, figures):
     """Write a step's metrics and log line. Every rank must call. loss_sum: over this rank's targets.
     num_targets: of all ranks. figures: more metrics, {name: tensor [] or float}. Times are means over the
     steps since the last line."""
     hw = run.hardware
     state = run.state
-    loss = distributed.sum([loss_sum])[0] / num_targets
+    loss = distributed.sum_over_ranks([loss_sum])[0] / num_targets
     seconds = run.timings.total() / run.timed_steps
     tokens_per_s = run.timed_tokens / run.timed_steps / seconds
-    mfu = hw.mfu(tokens_per_s / distributed.world_size(), run.flops_per_token)
+    mfu = hw.mfu(tokens_per_s / distributed.world_size(), flops_per_token)
     busy = hw.busy()
     used, peak = hw.memory_gb()
     timings = {f"{name}_s": total / run.timed_steps for name, total in run.timings.items()}
