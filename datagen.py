@@ -31,7 +31,7 @@ import torch
 import hub
 import tasks
 from engine import Engine, Sampling
-from engine.generate import forced_tokens
+from engine.scheduler import forced_tokens
 from rollouts.accuracy import accuracy
 from rollouts.pipeline import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import task_errors, unseen_questions

@@ -65,7 +65,7 @@ class Config:
     min_p: UnitInterval = 0.0                # tokens at least this fraction as likely as the likeliest
     seed: NonNegativeInt = 0                 # for sampling
     deterministic: bool = False              # samples do not depend on the rest of the batch, bit for bit
-                                             # (see engine/generate.py)
+                                             # (see engine/runner.py)
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes; None: one per core,
                                              # at most 8
     output: str | None = None                # .jsonl for all answers and grades, one question per line

@@ -41,7 +41,7 @@ class Config:
     tokenizer: str | None = None             # for a Hugging Face folder without tokenizer.json: gpt2, bytes,
                                              # or a folder with one
     deterministic: bool = False              # samples do not depend on their number, bit for bit (see
-                                             # engine/generate.py)
+                                             # engine/runner.py)
     seed: NonNegativeInt = 0
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"

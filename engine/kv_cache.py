@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.state_cache import state_bytes
-from layers.linear_attention import n_features
 from layers.ops import ATTENTION
 from runtime import memory
 
@@ -32,6 +30,7 @@ def cache_bytes(config, slots, context, dtype):
     For mixer=favor or linear this is the size of the states, whatever the context.
     """
     if config.mixer != "softmax":
+        from engine.state_cache import state_bytes
         return (slots + 1) * state_bytes(config)
     per_position = 2 * config.n_layer * config.n_kv_head * config.head_dim * dtype.itemsize
     return (slots + 1) * bucket(context, 64) * per_position
@@ -46,6 +45,7 @@ def slots_that_fit(config, context, dtype, device, reserved=0):
         torch.cuda.empty_cache()             # PyTorch's cached blocks count as free
     channels = config.n_head * config.head_dim + 2 * config.mlp_hidden + 4 * config.n_embd
     if config.mixer != "softmax":
+        from layers.linear_attention import n_features
         channels += 2 * n_features(config) * (config.n_head + config.n_kv_head)
     activations = 4 * channels * PREFILL_TOKENS[device.type]
     per_slot = cache_bytes(config, 0, context, dtype) + 16 * config.padded_vocab_size
@@ -63,19 +63,19 @@ class RowGroup(NamedTuple):
 class KVCache:
     """Keys and values k, v [L, slots + 1, K, T, D]; the last row holds a prompt with waiting samples.
 
-    kind: device type (cpu, cuda or mps). graphs: decoding steps are CUDA graphs. by_length: a row reads its
+    device_type: cpu, cuda or mps. graphs: decoding steps are CUDA graphs. by_length: a row reads its
     own positions by engine/triton_attention.py, without a mask. On a CPU the cache `grows`:
     T follows the positions in use, since in bf16 whole rows are read faster than parts (docs/notes.md).
     """
 
-    def __init__(self, model, slots, context, *, kind, deterministic, graphs, by_length=False):
+    def __init__(self, model, slots, context, *, device_type, deterministic, graphs, by_length=False):
         self.config = config = model.config
         self.attention = ATTENTION[model.backend]            # of prefill
-        self.kind = kind
+        self.device_type = device_type
         self.deterministic = deterministic
         self.graphs = graphs
         self.by_length = by_length
-        self.grows = kind == "cpu" and not deterministic
+        self.grows = device_type == "cpu" and not deterministic
         self.longest = bucket(context, 64)
         weight = model.token_embedding.weight                # has the cache's dtype and device
         self.positions = torch.arange(self.longest, device=weight.device)
@@ -196,7 +196,7 @@ class KVCache:
             return (RowGroup(0, B, T),)
         if self.graphs:
             return (RowGroup(0, B, min(T, bucket(int(lengths.max()), 64))),)
-        group_size = ROW_GROUP_SIZE if self.kind == "cpu" else B
+        group_size = ROW_GROUP_SIZE if self.device_type == "cpu" else B
         groups = []
         for first in range(0, B, group_size):
             last = min(first + group_size, B)
@@ -228,7 +228,7 @@ class KVCache:
         zero, minus_infinity = self.mask_values
         mask = torch.where(self.positions[:length] > positions[:, None], minus_infinity, zero)
         mask = mask[:, None, None].expand(-1, K, G, -1)
-        return mask.flatten(0, 1) if self.kind == "cpu" else mask
+        return mask.flatten(0, 1) if self.device_type == "cpu" else mask
 
     def decode_layer(self, layer, write_at, masks, q, k, v):
         """Write k and v [B, 1, K, D] to a layer's (keys, values) and attend with q [B, 1, H, D]."""
@@ -249,7 +249,7 @@ class KVCache:
         keys, values = (x[:, :, :mask.shape[-1]] for x in (keys, values))
         B, K, _, D = keys.shape
         q = q.reshape(B, K, -1, D)
-        if self.kind != "cpu":
+        if self.device_type != "cpu":
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).reshape(B, 1, -1, D)
         q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
         if keys.dtype == torch.bfloat16:     # strided bf16 products take several times as long

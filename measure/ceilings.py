@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine.generate import Packed
+from layers.packed import Packed
 from engine.kv_cache import cache_bytes
 from model import on_meta
 from runtime import hardware

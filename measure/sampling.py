@@ -10,7 +10,7 @@ import torch
 import hub.weights
 import tasks
 from engine import Engine, Request, Sampling
-from engine.generate import Packed, takes_half_weights
+from layers.packed import Packed, takes_half_weights
 from engine.sampler import draw
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
@@ -54,8 +54,8 @@ class EngineSide:
 
 def run_step(engine, shape):
     """Run one decoding step of this shape, always at step index 0."""
-    engine.step_index.zero_()
-    engine.launch(*shape, engine.sampling)
+    engine.runner.step_index.zero_()
+    engine.runner.launch(*shape, engine.sampling)
 
 
 def median_seconds(function, hw, calls):
@@ -63,21 +63,21 @@ def median_seconds(function, hw, calls):
 
 
 @torch.inference_mode()
-def time_products(engine, rows, length, hw):
+def time_products(runner, rows, length, hw):
     """Return the median seconds of the matrix products of a step on a CPU, with `length` positions a row; the
     rest of a step is overhead."""
-    c = engine.config
-    modules = [*engine.model.modules(), engine.head]
+    c = runner.config
+    modules = [*runner.model.modules(), runner.head]
     linears = [module for module in modules if isinstance(module, Packed | torch.nn.Linear)]
-    inputs = [torch.randn(rows, 1, linear.in_features).to(engine.dtype) for linear in linears]
+    inputs = [torch.randn(rows, 1, linear.in_features).to(runner.dtype) for linear in linears]
     queries = (rows * c.n_kv_head, c.n_head // c.n_kv_head)
-    q = torch.randn(*queries, c.head_dim).to(engine.dtype)
-    weights = torch.randn(*queries, length).to(engine.dtype)
+    q = torch.randn(*queries, c.head_dim).to(runner.dtype)
+    weights = torch.randn(*queries, length).to(runner.dtype)
 
     def products():
         for linear, x in zip(linears, inputs):
             linear(x)
-        for k, v in zip(engine.cache.k, engine.cache.v):
+        for k, v in zip(runner.cache.k, runner.cache.v):
             k = k[:rows].flatten(0, 1)[:, :length]
             v = v[:rows].flatten(0, 1)[:, :length]
             torch.bmm(q, k.transpose(1, 2))
@@ -91,14 +91,14 @@ def split_time(case, engine, shape, hw):
     timed on its own, are prefill, decode, and draw where it is not in the step's CUDA graph."""
     rows = shape[0]
     prompts = [(i % engine.slots, prompt[:-1]) for i, prompt in enumerate(case.prompts)]
-    prefill, _ = clock(lambda: engine.prefill(prompts), hw)
+    prefill, _ = clock(lambda: engine.runner.prefill(prompts), hw)
     run_step(engine, shape)
     step = median_seconds(lambda: run_step(engine, shape), hw, 15)
     steps = case.tokens / rows
     if engine.cuda_graphs:
         return {"prefill": prefill, "decode": steps * step}, step
-    logits = torch.randn(rows, engine.config.vocab_size, device=hw.device)
-    noise = engine.noise[:rows, 0]
+    logits = torch.randn(rows, engine.runner.config.vocab_size, device=hw.device)
+    noise = engine.runner.noise[:rows, 0]
     one_draw = median_seconds(lambda: draw(logits, noise, engine.sampling), hw, 5)
     return {"prefill": prefill, "decode": steps * (step - one_draw), "draw": steps * one_draw}, step
 
@@ -130,24 +130,24 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
     P = len(case.prompts)
     prompt_tokens = len(case.prompts[0])
     limit, decode, in_flight = sampling_limit(
-        engine.config, hw, P, prompt_tokens, case.samples, case.new, engine.slots,
+        engine.runner.config, hw, P, prompt_tokens, case.samples, case.new, engine.slots,
         2 if engine.half_weights else None)
     nominal = hw.bandwidth * 1e12 if hw.bandwidth else bandwidth
     mbu = decode * bandwidth / nominal / seconds
     floor = decode * in_flight / case.tokens
     context = int(prompt_tokens + case.new / 2)
-    shape = engine.step_shape([context] * in_flight)                   # in the middle of a run
+    shape = engine.runner.step_shape([context] * in_flight)                   # in the middle of a run
     parts, step = split_time(case, engine, shape, hw)
     parts["host"] = seconds - sum(parts.values())
     overhead = None
     in_step = f"limit {1e3 * floor:.2f}"
     if hw.device.type == "cpu":
-        products = time_products(engine, shape[0], shape[1][0].length, hw)
+        products = time_products(engine.runner, shape[0], shape[1][0].length, hw)
         overhead = 1e3 * (step - products)
         in_step += f", products alone {1e3 * products:.2f}"
     figures = {"work": f"{P}x{case.samples}", "tokens_per_s": case.tokens / seconds,
                "limit": case.tokens / limit, "mbu": mbu, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
-               "overhead_ms": overhead, "by_length": engine.by_length, "format": engine.format}
+               "overhead_ms": overhead, "by_length": engine.runner.by_length, "format": engine.format}
     figures |= {f"{part}_s": value for part, value in parts.items()}
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
     line = (f"{P} prompts x {case.samples}, {engine.format}: {case.tokens / seconds:,.0f} tokens/s, "

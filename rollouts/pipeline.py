@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine import Request
-from engine.generate import forced_tokens
+from engine.scheduler import forced_tokens
 from rollouts.episodes import Environment, reply_tokens
 from runtime import config, distributed
 from runtime.progress import ProgressLine

@@ -32,8 +32,8 @@ class Recorded:
     made = []
 
     def __init__(self, step, device, others):
-        engine = step.func.__self__
-        buffers = [x for x in vars(engine).values() if isinstance(x, torch.Tensor)] + [engine.cache.storage]
+        runner = step.func.__self__
+        buffers = [x for x in vars(runner).values() if isinstance(x, torch.Tensor)] + [runner.cache.storage]
         before = [x.clone() for x in buffers]
         step()                               # the first run
         after = [x.clone() for x in buffers]

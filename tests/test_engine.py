@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 from conftest import ROOT, environment
 from engine import Engine, Request, Sampling
-from engine.generate import HalfPacked, Packed
+from layers.packed import HalfPacked, Packed
 from engine.kv_cache import cache_bytes
+from engine.runner import ModelRunner
 from engine.sampler import draw, invert, stream, uniform
+from engine.scheduler import Scheduler
 from layers import ops
 from layers.lora import add_lora, merged
 from model import GPT, GPTConfig
@@ -22,8 +24,8 @@ from runtime import memory
 @pytest.fixture(autouse=True, params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
     """Run every test a second time on a GPU's branches, with recorded graphs."""
-    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", request.param)
-    monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
+    monkeypatch.setattr("engine.runner.DEVICE_TYPE_OVERRIDE", request.param)
+    monkeypatch.setattr("engine.runner.CUDAGraph", Recorded)
     Recorded.made.clear()
     return request.param
 
@@ -103,22 +105,22 @@ def test_greedy_batch_equals_the_model_without_a_cache(shape, groups, acting, mo
         monkeypatch.setattr("engine.kv_cache.ROW_GROUP_SIZE", 2)
         monkeypatch.setattr("engine.generate.SORT_EVERY", 3)
     model = make(**SHAPES[shape])
-    engine, sorts = Engine(model, slots=6, sampling=GREEDY), []
+    engine, sorts, sort = Engine(model, slots=6, sampling=GREEDY), [], Scheduler.sort
 
-    def sort(rows):
-        before = [*rows]
-        Engine.sort(engine, rows)
-        sorts.append(before != rows)
-    engine.sort = sort
+    def noted(scheduler):
+        order = sort(scheduler)
+        sorts.append(order.tolist() != sorted(order))
+        return order
+    monkeypatch.setattr(Scheduler, "sort", noted)
     done = list(engine.generate(requests(20, new=lambda i: (7 * i) % 40 + 1)))
     assert sorted(s.request.key for s in done) == list(range(20))
     for s in done:
         assert s.ids == logits_of(model, s).argmax(-1).tolist()
         assert len(s.ids) == s.request.max_new_tokens and s.reason == "length"
     assert any(sorts) == groups
-    widths = [C for _, _, C in engine.step_shape([5, 20, 90, 7, 8, 9])[1]]
+    widths = [C for _, _, C in engine.runner.step_shape([5, 20, 90, 7, 8, 9])[1]]
     assert widths == ([32, 96, 16] if groups else [128] if acting else [96])
-    shapes = {(B, groups[0].length) for B, groups, _ in engine.graphs}
+    shapes = {(B, groups[0].length) for B, groups, _ in engine.runner.graphs}
     assert len(shapes) == len(Recorded.made) == (4 if acting else 0)
 
 
@@ -162,30 +164,30 @@ def test_growing_the_cache_changes_nothing(shape):
     one head a full row is contiguous, which PyTorch refuses to copy within its own tensor.)"""
     model = make(**shape)
     engine, widths = Engine(model, slots=3, sampling=GREEDY), []
-    resize, at = engine.cache.resize, engine.cache.storage.data_ptr()
-    engine.cache.resize = lambda length, kept=0: (widths.append((length, kept)), resize(length, kept))
+    resize, at = engine.runner.cache.resize, engine.runner.cache.storage.data_ptr()
+    engine.runner.cache.resize = lambda length, kept=0: (widths.append((length, kept)), resize(length, kept))
     for longest in (8, 50):
         widths.clear()
         for s in engine.generate(requests(5, 4, lambda i: longest - i)):
             assert s.ids == logits_of(model, s).argmax(-1).tolist() and len(s.ids) == longest - s.request.key
         assert widths[0] == (16, 0) and all(a < b and kept == a for (a, _), (b, kept) in zip(widths, widths[1:]))
-        assert widths[-1][0] == engine.cache.length < engine.context and engine.cache.k.data_ptr() == at
+        assert widths[-1][0] == engine.runner.cache.length < engine.context and engine.runner.cache.k.data_ptr() == at
     assert len(widths) > 2
 
 
 @pytest.mark.parametrize("dtype, packed_from", [(torch.float32, 2**18), (torch.float32, 0), (torch.bfloat16, 0)],
                          ids=["fp32", "fp32, packed", "bf16"])
 def test_deterministic_is_bitwise_in_any_batch(dtype, packed_from, monkeypatch):
-    monkeypatch.setattr("engine.generate.PACKED_FROM", packed_from)
+    monkeypatch.setattr("layers.packed.PACKED_FROM", packed_from)
     engine = Engine(make(n_head=4, n_kv_head=2, n_embd=64), slots=64, deterministic=True, dtype=dtype)
-    shapes, launch = set(), engine.launch
-    engine.launch = lambda B, groups, sampling: (shapes.add((B, groups)), launch(B, groups, sampling))
+    shapes, launch = set(), engine.runner.launch
+    engine.runner.launch = lambda B, groups, sampling: (shapes.add((B, groups)), launch(B, groups, sampling))
 
     def run(asked):
         return {s.index: (s.ids, s.logprobs) for s in engine.generate(asked) if s.request.key == 5}
     asked = requests(24, 3, lambda i: 20 if i == 5 else 1 + i)
     alone = run([asked[5]])
-    assert len(alone) == 3 and run(asked) == alone and shapes == {(64, ((0, 64, engine.cache.length),))}
+    assert len(alone) == 3 and run(asked) == alone and shapes == {(64, ((0, 64, engine.runner.cache.length),))}
     part = Request(asked[5].ids, num_samples=2, first_sample=1, key=5, max_new_tokens=20)
     assert run([part]) == {k: v for k, v in alone.items() if k}
 
@@ -226,8 +228,8 @@ def test_a_call_can_override_the_sampling():
 
 def test_each_prompt_is_prefilled_once(monkeypatch):
     computed = []
-    plain = Engine.prefill
-    monkeypatch.setattr(Engine, "prefill", lambda self, prompts: (computed.extend(prompts), plain(self, prompts)))
+    plain = ModelRunner.prefill
+    monkeypatch.setattr(ModelRunner, "prefill", lambda self, prompts: (computed.extend(prompts), plain(self, prompts)))
     texts = [p + [1] for p in prompts(4)]
     for slots in (1, 3, 16):
         computed.clear()
@@ -251,7 +253,7 @@ def test_out_of_memory_in_a_graph_or_its_capture_loses_nothing(monkeypatch, fail
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         plain(self, *arguments)
     monkeypatch.setattr(Recorded, fails, failing)
-    assert ids_of(engine, requests(5, 4, 12)) == expected and engine.slots == 4 and max(B for B, _, _ in engine.graphs) == 4
+    assert ids_of(engine, requests(5, 4, 12)) == expected and engine.slots == 4 and max(B for B, _, _ in engine.runner.graphs) == 4
 
 
 def attend_by_length(q, k, v, cache, positions):
@@ -273,10 +275,10 @@ def test_attention_by_lengths_equals_masked_attention(monkeypatch, shape):
     monkeypatch.setitem(sys.modules, "engine.triton_attention", SimpleNamespace(decode_attention=attend_by_length))
     model, found = make(**SHAPES[shape]), []
     for by_length in (False, True):
-        monkeypatch.setattr(Engine, "can_attend_by_length", lambda engine: by_length)
+        monkeypatch.setattr(ModelRunner, "can_attend_by_length", lambda runner: by_length)
         engine = Engine(model, slots=6)
         found.append(sampled(engine, requests(12, new=lambda i: (7 * i) % 20 + 1)))
-        assert by_length == engine.by_length == (len({groups for _, groups, _ in engine.graphs}) == len({B for B, *_ in engine.graphs}))
+        assert by_length == engine.runner.by_length == (len({groups for _, groups, _ in engine.runner.graphs}) == len({B for B, *_ in engine.runner.graphs}))
     assert_same(*found)
 
 
@@ -287,11 +289,11 @@ def test_attention_by_lengths_needs_16_bits(monkeypatch):
     monkeypatch.setitem(sys.modules, "engine.triton_attention", kernel)
 
     def chosen(**options):
-        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | options).by_length
-    monkeypatch.setattr("engine.generate.find_spec", lambda name: name)
+        return Engine(model, slots=5, **dict(dtype=torch.bfloat16) | options).runner.by_length
+    monkeypatch.setattr("engine.runner.find_spec", lambda name: name)
     assert chosen() and not chosen(by_length=False)
     assert not chosen(deterministic=True) and not chosen(dtype=torch.float32)
-    monkeypatch.setattr("engine.generate.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.runner.find_spec", lambda name: None)
     assert not chosen()
 
 
@@ -322,7 +324,7 @@ def test_a_layer_of_a_decoding_step_has_few_kernels(shape, most, monkeypatch):
 def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
     asked, engine, steps = requests(10, 4, 12), Engine(make(), slots=8), []
     expected = ids_of(Engine(make(), slots=8), asked)
-    plain_step, plain_prefill = Engine.decode_step, Engine.prefill
+    plain_step, plain_prefill = ModelRunner.decode_step, ModelRunner.prefill
 
     def step(self, B, *arguments):
         steps.append(B)
@@ -334,10 +336,10 @@ def test_out_of_memory_halves_the_slots_and_loses_nothing(monkeypatch):
         plain_prefill(self, prompts)
         if len(steps) == 30 and self.slots == 4:
             raise torch.OutOfMemoryError("pretended")
-    monkeypatch.setattr(Engine, "decode_step", step)
-    monkeypatch.setattr(Engine, "prefill", prefill)
-    assert ids_of(engine, asked) == expected and engine.slots == 2 and engine.cache.k.shape[1] == engine.slots + 1
-    monkeypatch.setattr(Engine, "decode_step", lambda *arguments: (_ for _ in ()).throw(torch.OutOfMemoryError("pretended")))
+    monkeypatch.setattr(ModelRunner, "decode_step", step)
+    monkeypatch.setattr(ModelRunner, "prefill", prefill)
+    assert ids_of(engine, asked) == expected and engine.slots == 2 and engine.runner.cache.k.shape[1] == engine.slots + 1
+    monkeypatch.setattr(ModelRunner, "decode_step", lambda *arguments: (_ for _ in ()).throw(torch.OutOfMemoryError("pretended")))
     with pytest.raises(torch.OutOfMemoryError):                        # too large even with one slot
         ids_of(engine, asked)
 
@@ -349,12 +351,12 @@ def test_a_common_beginning_of_prompts_is_computed_once(shape, acting, monkeypat
     assert len(begin) == 30
     asked = [Request(begin[:30 if i < 7 else 20] + prompt[:1 + i], 2, i, 12) for i, prompt in enumerate(prompts(12))]
     engine, computed, hidden = Engine(model, slots=6), [], GPT.hidden
-    monkeypatch.setattr("engine.generate.MIN_PREFIX", 999)
+    monkeypatch.setattr("engine.runner.MIN_PREFIX", 999)
     expected = sampled(engine, asked)
-    monkeypatch.setattr("engine.generate.MIN_PREFIX", 16)
+    monkeypatch.setattr("engine.runner.MIN_PREFIX", 16)
     monkeypatch.setattr(GPT, "hidden", lambda self, x, *more: (computed.append(x.numel() * (x.shape[1] > 1)), hidden(self, x, *more))[1])
     assert_same(sampled(engine, asked), expected)
-    assert engine.prefix == begin[:20] and sum(computed) < 0.7 * sum(len(request.ids) for request in asked)
+    assert engine.runner.prefix == begin[:20] and sum(computed) < 0.7 * sum(len(request.ids) for request in asked)
     fresh = Engine(model, slots=6)
     ids_of(fresh, asked[9:])                 # an earlier call, with a shorter beginning, leaves no trace
     assert_same(sampled(fresh, asked[:7]), sampled(Engine(model, slots=6), asked[:7]), tolerance=0)
@@ -392,7 +394,7 @@ list(Engine(GPT(GPTConfig(vocab_size=256, block_size=64, n_layer=1, n_head=2, n_
 model, hw = GPT(config), hardware.setup("cpu")
 before = hw.memory_gb()[0]
 engine = Engine(model, slots=32, dtype=torch.bfloat16)
-engine.cache.k.fill_(1), engine.cache.v.fill_(1)
+engine.runner.cache.k.fill_(1), engine.runner.cache.v.fill_(1)
 taken = (hw.memory_gb()[0] - before) * 2**30
 print(taken / (2 * model.n_params() + cache_bytes(config, 32, 1024, torch.bfloat16)))
 """
@@ -403,13 +405,13 @@ print(taken / (2 * model.n_params() + cache_bytes(config, 32, 1024, torch.bfloat
 def test_progress_counts():
     seen = []
     engine = Engine(make(), slots=3, poll=1)
-    whole = sampled(engine, requests(4, 2, 5), progress=lambda p: seen.append((p.tokens, p.busy, p.slots, p.samples, p.requests, p.tokens_per_s, p.in_flight())))
-    assert seen[-1][:5] == (40, 0, 3, 8, 4) and len(whole) == 8
-    assert all(sum(len(ids) for _, ids in line[6]) + 5 * line[3] == line[0] for line in seen)
-    assert all(a[0] <= b[0] and a[3] <= b[3] for a, b in zip(seen, seen[1:])) and all(line[5] > 0 for line in seen)
-    assert {line[1] for line in seen} >= {3, 0} and all(len(line[6]) == line[1] for line in seen)
+    whole = sampled(engine, requests(4, 2, 5), progress=lambda p: seen.append((p.tokens, p.busy, p.slots, p.samples, p.tokens_per_s, p.in_flight())))
+    assert seen[-1][:4] == (40, 0, 3, 8) and len(whole) == 8
+    assert all(sum(len(ids) for _, ids in line[5]) + 5 * line[3] == line[0] for line in seen)
+    assert all(a[0] <= b[0] and a[3] <= b[3] for a, b in zip(seen, seen[1:])) and all(line[4] > 0 for line in seen)
+    assert {line[1] for line in seen} >= {3, 0} and all(len(line[5]) == line[1] for line in seen)
     for line in seen:
-        assert all(0 < len(ids) < 5 and whole[s.request.key, s.index].ids[:len(ids)] == ids for s, ids in line[6])
+        assert all(0 < len(ids) < 5 and whole[s.request.key, s.index].ids[:len(ids)] == ids for s, ids in line[5])
 
 
 def test_concurrent_generate_calls_are_refused_and_abandoned_ones_leave_no_trace():
@@ -484,14 +486,14 @@ def test_load_copies_weights_in_place():
         for p in b.parameters():
             p.add_(0.1 * torch.randn_like(p))
     engine, request = Engine(a, slots=2), Request(prompts(1)[0], max_new_tokens=20)
-    buffers = [p.data_ptr() for p in (*engine.model.parameters(), engine.cache.k, engine.cache.v)]
+    buffers = [p.data_ptr() for p in (*engine.runner.model.parameters(), engine.runner.cache.k, engine.runner.cache.v)]
     before = next(engine.generate([request]))
     engine.load(torch.compile(b))                                      # never called, so never compiled
     after, fresh = (next(e.generate([request])) for e in (engine, Engine(b, slots=2)))
     assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs) and after.ids != before.ids
     engine.load(a)
     assert next(engine.generate([request])).logprobs == before.logprobs
-    assert [p.data_ptr() for p in (*engine.model.parameters(), engine.cache.k, engine.cache.v)] == buffers
+    assert [p.data_ptr() for p in (*engine.runner.model.parameters(), engine.runner.cache.k, engine.runner.cache.v)] == buffers
     running = engine.generate([Request([1, 2], num_samples=3, max_new_tokens=2)])
     next(running)
     engine.load(b)
@@ -524,11 +526,11 @@ def test_adapters_are_merged_and_low_precision_is_the_engines_alone():
 @pytest.mark.skipif(not HalfPacked.works("cpu", torch.float32), reason="needs FBGEMM")
 def test_weights_in_fp16_are_the_only_thing_that_is_rounded(monkeypatch, shape):
     """A model whose weights fp16 holds, such as a bf16 checkpoint, gives the same ids and log-probabilities."""
-    monkeypatch.setattr("engine.generate.HALF_WEIGHTS_FROM", 0)
+    monkeypatch.setattr("layers.packed.HALF_WEIGHTS_FROM", 0)
     model = make(**SHAPES[shape])
     exact = Engine(model, 4, 128)
     half = Engine(model, 4, 128, half_weights=True)
-    assert (exact.format, half.format) == ("fp32", "fp32 with fp16 weights") and half.weight_bytes == exact.weight_bytes // 2
+    assert (exact.format, half.format) == ("fp32", "fp32 with fp16 weights") and half.runner.weight_bytes == exact.runner.weight_bytes // 2
     rounded = sampled(half, requests(4, 2))
     first_tokens = [(rounded[key].logprobs[0], sample.logprobs[0]) for key, sample in sampled(exact, requests(4, 2)).items()]
     assert max(abs(a - b) for a, b in first_tokens) > 3e-5
@@ -548,10 +550,10 @@ def test_packed_weights_give_the_same_samples(monkeypatch, shape):
     model = make(**SHAPES[shape])
     engines = []
     for least in (2**18, 0, 32 * 32 + 1):
-        monkeypatch.setattr("engine.generate.PACKED_FROM", least)
+        monkeypatch.setattr("layers.packed.PACKED_FROM", least)
         engines.append(Engine(model, 6))
-    packed = [sum(isinstance(module, Packed) for module in engine.model.modules()) for engine in engines]
-    assert packed[0] == 0 < packed[2] < packed[1] and not engines[0].head and engines[1].head
+    packed = [sum(isinstance(module, Packed) for module in engine.runner.model.modules()) for engine in engines]
+    assert packed[0] == 0 < packed[2] < packed[1] and not engines[0].runner.head and engines[1].runner.head
     for _ in range(2):
         expected = sampled(engines[0], requests(12))
         for engine in engines[1:]:

@@ -12,7 +12,7 @@ import torch
 import hub
 import tasks
 from conftest import ROOT, environment, flags, weights
-from engine.generate import Request, Sample
+from engine import Request, Sample
 from model import IGNORE
 from rollouts.episodes import Environment
 from rollouts.metrics import only_replies_answer

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine import Engine, Request, Sampling
+from engine.kv_cache import KVCache
 from test_engine import SHAPES, acting, as_text, assert_near, assert_same, logits_of, logprobs_at, make, prompts, requests, sampled  # noqa: F401
 
 STOP = (3, 50, 7)
@@ -122,14 +123,14 @@ def test_a_stop_string_is_looked_for_in_the_turn_alone():
 def test_out_of_memory_starts_the_episodes_in_flight_again(monkeypatch):
     asked, options = requests(6, 4, 25), dict(slots=8, sampling=Sampling(stop=STOP))
     expected = sampled(Engine(make(), **options), asked, environment=Replies())
-    plain, calls = Engine.extend_batch, []
+    plain, calls = KVCache.extend, []
 
     def extend(self, *arguments):
         calls.append(arguments)
         if len(calls) == 5:
             raise torch.OutOfMemoryError("pretended")
-        plain(self, *arguments)
-    monkeypatch.setattr(Engine, "extend_batch", extend)
+        return plain(self, *arguments)
+    monkeypatch.setattr(KVCache, "extend", extend)
     engine = Engine(make(), **options)
     assert_same(sampled(engine, asked, environment=Replies(late=lambda: 3)), expected)
     assert engine.slots == 4

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine import Engine, Sampling
+from engine.runner import ModelRunner
 from recorded import Recorded
 from test_engine import GREEDY, SHAPES, assert_same, logits_of, logprobs_at, make, requests, sampled
 
@@ -15,8 +16,8 @@ ASKED = requests(8, 2, lambda key: 3 + 5 * key)         # more samples than slot
 def acting(card, monkeypatch):
     """If the CPU stands in for a GPU, take a GPU's branches with recorded graphs."""
     if card.type == "cpu":
-        monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", "cuda")
-        monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
+        monkeypatch.setattr("engine.runner.DEVICE_TYPE_OVERRIDE", "cuda")
+        monkeypatch.setattr("engine.runner.CUDAGraph", Recorded)
 
 
 def on(card, **options):
@@ -32,8 +33,8 @@ def samples_of(engine, asked=ASKED):
 def test_a_refilled_batch_equals_the_cpu(shape, graphs, card, monkeypatch):
     engine = Engine(on(card, **SHAPES[shape]), slots=5, sampling=GREEDY, cuda_graphs=graphs)
     found = samples_of(engine)
-    assert bool(engine.graphs) == graphs
-    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", None)
+    assert bool(engine.runner.graphs) == graphs
+    monkeypatch.setattr("engine.runner.DEVICE_TYPE_OVERRIDE", None)
     assert_same(found, samples_of(Engine(make(**SHAPES[shape]), slots=5, sampling=GREEDY)), 1e-4)
 
 
@@ -51,10 +52,10 @@ def test_existing_graphs_read_new_weights(card):
             p.mul_(1.5)
     engine = Engine(old, slots=5, sampling=GREEDY)
     before = samples_of(engine)
-    graphs = dict(engine.graphs)
+    graphs = dict(engine.runner.graphs)
     engine.load(new)
     after = samples_of(engine)
-    assert graphs and all(engine.graphs[key] is graph for key, graph in graphs.items())
+    assert graphs and all(engine.runner.graphs[key] is graph for key, graph in graphs.items())
     assert_same(after, samples_of(Engine(new, slots=5, sampling=GREEDY)), 1e-4)
     assert [s.ids for s in after.values()] != [s.ids for s in before.values()]
 
@@ -74,7 +75,7 @@ def test_logprobs_equal_training(dtype, by_length, card, record_property):
     """In bf16 compare means: a single logprob is sometimes off by 0.1."""
     model = on(card, n_head=4, n_kv_head=2, n_embd=128)
     engine = Engine(model, 5, dtype=dtype, by_length=by_length)
-    if by_length and not engine.by_length:
+    if by_length and not engine.runner.by_length:
         pytest.skip("Triton does not run here")
     differences = []
     for sample in samples_of(engine).values():
@@ -95,7 +96,7 @@ def test_out_of_memory_halves_the_slots(where, card, monkeypatch):
     graphs = where != "eager step"
     expected = samples_of(Engine(on(card), slots=8, cuda_graphs=graphs))
     engine = Engine(on(card), slots=8, cuda_graphs=graphs)
-    plain = getattr(Engine, method)
+    plain = getattr(ModelRunner, method)
     calls = []
 
     def failing(self, *arguments):
@@ -103,7 +104,7 @@ def test_out_of_memory_halves_the_slots(where, card, monkeypatch):
         if len(calls) == number:
             raise torch.OutOfMemoryError("pretended")
         return plain(self, *arguments)
-    monkeypatch.setattr(Engine, method, failing)
+    monkeypatch.setattr(ModelRunner, method, failing)
     found = samples_of(engine)
     assert len(calls) > number and engine.slots == 4
     assert_same(found, expected, 1e-4)

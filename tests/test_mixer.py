@@ -383,8 +383,8 @@ def test_the_log_names_the_kind_of_attention():
 
 @pytest.fixture(params=[None, "cuda"], ids=["", "as on a GPU"])
 def acting(request, monkeypatch):
-    monkeypatch.setattr("engine.generate.DEVICE_TYPE_OVERRIDE", request.param)
-    monkeypatch.setattr("engine.generate.CUDAGraph", Recorded)
+    monkeypatch.setattr("engine.runner.DEVICE_TYPE_OVERRIDE", request.param)
+    monkeypatch.setattr("engine.runner.CUDAGraph", Recorded)
     return request.param
 
 
@@ -429,14 +429,14 @@ def test_a_sample_does_not_depend_on_its_batch(kind, rule, acting):
 def test_out_of_memory_halves_the_slots(monkeypatch):
     engine = Engine(make(), slots=4, seed=5)
     expected = {(s.request.key, s.index): s.ids for s in engine.generate(some_requests(4, num_samples=2, max_new_tokens=9))}
-    steps, launch = [], engine.launch
+    steps, launch = [], engine.runner.launch
 
     def fail_once(*given):
         steps.append(given)
         if len(steps) == 5:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         launch(*given)
-    monkeypatch.setattr(engine, "launch", fail_once)
+    monkeypatch.setattr(engine.runner, "launch", fail_once)
     found = {(s.request.key, s.index): s.ids for s in engine.generate(some_requests(4, num_samples=2, max_new_tokens=9))}
     assert found == expected and engine.slots == 2
 
@@ -450,7 +450,7 @@ def test_weights_are_loaded_in_bf16(kind, rule):
         for p in model.parameters():
             p.mul_(1.1)
     engine.load(model)
-    for name, value in engine.model.state_dict().items():
+    for name, value in engine.runner.model.state_dict().items():
         torch.testing.assert_close(value.float(), model.state_dict()[name], rtol=0.01, atol=0)
     s = next(engine.generate([Request([3] * 40, max_new_tokens=1)]))
     with torch.no_grad():

@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from engine import Engine
 from engine.gpu import CUDAGraph
+from engine.runner import ModelRunner
 from layers.ops import ATTENTION, SDPA_WITH_MASK
 from measure.ceilings import formats, machine, matmul_peak, read_bandwidth
 from measure.report import outcome, print_record
@@ -192,23 +192,23 @@ def check_attention(cfg, hw):
         print_record(**outcome(name, status, figures=figures, error=problem))
 
 
-def attention_by_way(engine):
+def attention_by_way(runner):
     """Return {"mask" or "length": LayerAttention} for random lengths, filling the cache's first layer."""
-    drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}
-    on_device = {"device": engine.device} | drawn
-    B = engine.slots
-    c = engine.config
-    positions = torch.randint(engine.context, (B,), **on_device)
-    q, k, v = (torch.randn(B, 1, heads, c.head_dim, dtype=engine.dtype, **on_device)
+    drawn = {"generator": torch.Generator(runner.device).manual_seed(0)}
+    on_device = {"device": runner.device} | drawn
+    B = runner.slots
+    c = runner.config
+    positions = torch.randint(runner.context, (B,), **on_device)
+    q, k, v = (torch.randn(B, 1, heads, c.head_dim, dtype=runner.dtype, **on_device)
                for heads in (c.n_head, c.n_kv_head, c.n_kv_head))
-    for cache in (engine.cache.k, engine.cache.v):
+    for cache in (runner.cache.k, runner.cache.v):
         cache[0].normal_(**drawn)
     ways = {}
-    for way in ("mask", "length") if engine.by_length else ("mask",):
-        engine.cache.by_length = way == "length"
-        groups = engine.cache.groups(B, positions.cpu().numpy() + 1)
-        attend, *_ = engine.cache.decode(positions, groups)
-        ways[way] = LayerAttention(engine.device, partial(attend, q, k, v))
+    for way in ("mask", "length") if runner.by_length else ("mask",):
+        runner.cache.by_length = way == "length"
+        groups = runner.cache.groups(B, positions.cpu().numpy() + 1)
+        attend, *_ = runner.cache.decode(positions, groups)
+        ways[way] = LayerAttention(runner.device, partial(attend, q, k, v))
     return ways
 
 
@@ -241,10 +241,10 @@ def check_decoding(cfg, hw):
     rows with random lengths up to the context."""
     for name, slots, context in (("gpt2", 64, 192), ("gpt2", 512, 192), ("smollm2-360m", 256, 1024)):
         model = blank(GPTConfig(**SHAPES[name] | {"n_layer": 1}), device=hw.device)
-        engine = Engine(model, slots, context, dtype=hw.sampling_dtype)
+        runner = ModelRunner(model, slots, context, dtype=hw.sampling_dtype)
         expected = None
-        for way, attention in attention_by_way(engine).items():
-            case = f"{name}, {engine.slots} rows of up to {engine.context}, {way}"
+        for way, attention in attention_by_way(runner).items():
+            case = f"{name}, {runner.slots} rows of up to {runner.context}, {way}"
             try:
                 found = attention.attend().float()
                 expected = found if expected is None else expected
