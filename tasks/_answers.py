@@ -10,9 +10,8 @@ LONGEST_STEPS = 2000                 # characters read by grade_steps
 ANSWER = re.compile(r"<answer ?>([^<]{0,200})</answer ?>", re.IGNORECASE)
 WORDS = _numbers.WORDS | dict(zip("third fourth fifth sixth seventh eighth ninth tenth".split(),
                                   range(3, 11)))
-WORDS |= {"hundred": 100, "thousand": 1000, "million": 1_000_000, "dozen": 12, "half": 2, "quarter": 4,
-          "once": 1, "twice": 2, "double": 2, "thrice": 3, "triple": 3, "minute": 60, "hour": 60, "day": 24,
-          "week": 7, "year": 12}
+WORDS |= _numbers.SCALES | {"half": 2, "quarter": 4, "once": 1, "twice": 2, "double": 2, "thrice": 3}
+WORDS |= {"triple": 3, "minute": 60, "hour": 60, "day": 24, "week": 7, "year": 12}
 
 
 def answer(completion, asked=None):

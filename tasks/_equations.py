@@ -20,7 +20,7 @@ ROUNDED = 0.1                        # relative difference allowed for rounding 
 
 NOTE = re.compile(r"<<([^<>]{0,200})>>")             # GSM8K's annotations, <<48/2=24>>: separate equations
 # End of a statement: the end of a line or clause, or a character that no side of an equation contains.
-BREAK = re.compile(r"[^\w\s.,()=≺≻≤≥≠+*/$€£%\\'’^√²³:-]|\n|\.(?![0-9])|,(?![0-9]{3}(?![0-9]))|:(?![0-9])")
+BREAK = re.compile(r"[^\w\s.,()=≺≻≤≥≠+*/$€£%\\'’^√²³:-]|\n|\.(?!\d)|,(?!\d{3}(?!\d))|(?<!\d):|:(?!\d)")
 # List marker or conjunction before a statement: `- `, `1) `, `(b) `, `so `.
 MARKER = re.compile(r"\s*(?:(?:so|thus|then|hence|therefore|and|now|because|since|is)\s+(?=[$(.0-9-])|"
                     r"[-*+]\s|(?:[0-9]{1,2}|[a-zA-Z]|[ivxIVX]{2,4})\)\s+(?=\S)|"
@@ -31,12 +31,18 @@ EQUALS = re.compile(r"[:.]\s{0,3}=|[≡≐≒﹦]")
 ARROW = re.compile(r"[-=]{1,9}>|[→⇒⟶➔]")
 COMPARISON = re.compile(r"(?<=[\w)%])\s{0,3}(<=|>=|!=|[<>≤≥≠])\s{0,3}(?=[-$(.]{0,2}[0-9])")
 COMPARED = {"<=": "≤", ">=": "≥", "!=": "≠", "<": "≺", ">": "≻"}        # `<` elsewhere begins a tag
-# A result behind a word or an arrow: `3 * 4 is 12`, `3*4 -> 12`; not `1/3 is 5 eggs`, `rows 1-3 are 9`.
-OPERAND = rf"\s?[$(]{{0,2}}[0-9][0-9.,]{{0,40}}\)?(?:\s?{LETTER}{{1,20}})?"
-RESULT = re.compile(rf"((?:\*|\s[-+/x]\s){OPERAND}(?=\s{{0,3}}[a-z])|[-+*/x]{OPERAND}(?=\s{{0,3}}⇒))\s{{0,3}}"
-                    r"(?:(?:is|are|equals|makes|gives)\b|⇒)\s{0,3}"
+# A result behind a word or an arrow: `3 * 4 is 12`, `20% of 60 is 12`, `3*4 -> 12`.
+OPERAND = rf"\s?[$(]{{0,2}}[0-9.][0-9.,]{{0,40}}\)?(?:\s?{LETTER}{{1,20}})?"
+RESULT = re.compile(r"((?P<chain>[-+*/x]\s?|%|percent)?(?P<a>[0-9]{0,9})(?P<sign>\s[-+/x]\s|[-+*/x]|\sof\s)"
+                    rf"(?P<b>{OPERAND})(?=\s{{0,3}}[a-z⇒]))\s{{0,3}}"
+                    r"(?:(?P<word>is|are|makes|gives)\b|equals\b|⇒)\s{0,3}"
                     r"(?=[-$(.]{0,2}[0-9][0-9.,]{0,40}(?![0-9.,]|\s?[-+*/=x%(]))")
 WRAPPING = re.compile(r"=[\s\"'‘’“”„«»`~|\[\]{}#_@&\u200b-\u200f\u2060\ufeff]+")  # before a result
+# A result in words, `= four hundred and seven`; not `= one half`.
+WORD = "|".join([*_numbers.WORDS, *_numbers.SCALES])
+ALTERED = "|".join(word.removesuffix("s") for word in sorted(_numbers.ALTER))
+IN_WORDS = re.compile(rf"(?i)=\s{{0,3}}((?:{WORD})(?:(?:-|\s|(?<=d)\sand\s)(?:{WORD})){{0,9}})"
+                      rf"(?![\w-]|\s(?:and|point|{ALTERED})s?\b)")
 ASKED = re.compile(r"=\s{0,3}(?:\?|_{2,9}|\.{3}|…)")     # a result to come
 RELATION = re.compile("[=≺≻≤≥≠]")
 HOLDS = {"=": eq, "≺": lt, "≻": gt, "≤": le, "≥": ge, "≠": ne}
@@ -71,18 +77,6 @@ Side = namedtuple("Side", "left right left_unit right_unit label")
 # operators.
 Equation = namedtuple("Equation", "left right true computed spelled operands results")
 UNREADABLE = Equation(None, None, False, False, "", [], [])
-TOO_MANY = Equation(math.nan, math.nan, False, True, "", [], [math.nan])
-
-
-def equations(text):
-    """Return [(left value, right value)] of the equations in a text; NaN or infinity if not finite."""
-    return [(e.left, e.right) for e in read(text) if e.left is not None]
-
-
-def all_true(text):
-    """Return whether a text has an equation with an operator, and all its equations are true."""
-    found = list(read(text))
-    return any(e.computed for e in found) and all(e.true for e in found)
 
 
 def reasoned(text, answers, known=()):
@@ -155,7 +149,7 @@ def read(text, unread=False):
     """Yield the Equations of a text. Those that can't be parsed have no values: they are false, or, with a
     variable or words, unread=True yields them with true=True."""
     if sum(text.count(sign) for sign in "=<>≤≥≠") > MOST:
-        yield TOO_MANY
+        yield UNREADABLE
         return
     for part in [NOTE.sub("", text), *NOTE.findall(text)]:
         for statement in statements(part):
@@ -182,24 +176,48 @@ def statements(text):
     """Return the statements of a text, in one spelling of digits, signs and relations."""
     text = ARROW.sub("⇒", EQUALS.sub("=", DIGIT.sub(lambda m: str(int(m[0])), text)))
     text = POWER_OF_TEN.sub(r"1e\1", _numbers.normal(joined(text)))
-    text = MIXED.sub(r"(\1+\2)", RESULT.sub(r"\1 = ", WRAPPING.sub("= ", ASKED.sub(" ", text))))
+    text = IN_WORDS.sub(in_digits, WRAPPING.sub("= ", ASKED.sub(" ", text)))
+    text = MIXED.sub(r"(\1+\2)", RESULT.sub(with_equals, text))
     return BREAK.split(COMPARISON.sub(lambda m: COMPARED.get(m[1], m[1]), text))
 
 
+def with_equals(found):
+    """Return `5*3 = ` for `5*3 is`, but `1/3 is` (5 eggs), `rows 1-3 are` or `2 of 10 are` unchanged."""
+    b = re.match(r"[\s$]{0,2}([0-9]{1,9})(?![0-9.,])", found["b"])
+    is_larger = found["sign"] != " of " and b and int(found["a"] or 0) > int(b[1])
+    is_computed = found["chain"] or not found["word"] or found["sign"] not in ("-", "/", "x", " of ")
+    return f"{found[1]} = " if is_computed or is_larger else found[0]
+
+
+def in_digits(found):
+    """Return an equals sign and a number in words, in digits: `= 407` for `= four hundred and seven`."""
+    total = part = 0
+    for word in re.findall("[a-z]+", found[1].lower()):
+        scale = _numbers.SCALES.get(word, 0)
+        part = scale * (part or 1) if scale else part + _numbers.WORDS.get(word, 0)
+        if scale > 100:
+            total += part
+            part = 0
+    return f"= {total + part}"
+
+
 def is_false(tokens, sides):
-    """Return whether a statement about two sides that `link` can't read is false: a side is empty or ends
-    in two numbers, both are amounts of different quantities, or neither has a word or variable (`5 = 5` is
-    true)."""
+    """Return whether a statement about two sides that `link` can't read is false: a side is empty, the result
+    has two numbers in a row or a stray comma or point, both are amounts of different quantities, or neither
+    has a word or variable (`5 = 5` is true)."""
     a = sides[0].left
     b = sides[1].right
     units = {_units.size_of(unit)[0] for unit in (sides[0].left_unit, sides[1].right_unit) if unit}
     if a and b and len(units) == 2 and not units & {"money", "calendar"}:
         return True                                  # `1 hour = 60 km`
-    words = any(name in ("word", "variable") for side in tokens for name, _ in side)
     if not tokens[0]:                                # `**Total:** = 5 * 3 = 15`
         return False
-    if not tokens[1] or [name for name, _ in tokens[1][-2:]] == ["number", "number"]:
+    result = next((run for run, _ in stretches(tokens[1]) if run), [])
+    kinds = " ".join(text if text in (",", ".") else name for name, text in result)
+    is_broken = re.search("[,.]|(number|close) number(?! percent)", kinds) and "variable" not in kinds
+    if not tokens[1] or not b and is_broken:
         return True
+    words = any(name in ("word", "variable") for side in tokens for name, _ in side)
     return not words and not (a and b and near(a.values[0], b.values[0]))
 
 
@@ -223,16 +241,16 @@ def link(left, right, relation, chained):
     b = right.right
     if not a or not b or a.cut or b.open or left.label and not a.operators:
         return None                                  # a label: `total 5 = 5 * 1`
-    if relation != "=":
-        return comparison(a, b, left.left_unit, right.right_unit, HOLDS[relation])
-    factors = factors_of(a, b, left.left_unit, right.right_unit, chained)
+    factors = factors_of(a, b, left.left_unit, right.right_unit, relation, chained)
     if factors is None:
         return None
     right_values = b.values
     if b.percent and not b.operators:                # 50 / 200 * 100 = 25%
         right_values = (*b.values, 100 * b.values[0])
-    true = any(near(f * x, y, max(f * a.step, b.step))
+    true = any(HOLDS[relation](0.0 if near(f * x, y, max(f * a.step, b.step)) else f * x - y, 0.0)
                for f in factors for x in a.values for y in right_values)
+    if relation != "=":
+        return Equation(a.values[0], b.values[0], true, False, "", [], [])
     operands = [n for e in (a, b) if e.operators for n in e.literals]
     results = [n for e in (a, b) if not e.operators for n in e.literals]
     results = results or [*a.values, *b.values, *b.literals]
@@ -240,19 +258,11 @@ def link(left, right, relation, chained):
     return Equation(a.values[0], b.values[0], true, bool(operands), text, operands, results)
 
 
-def comparison(a, b, unit_a, unit_b, holds):
-    """Return the Equation, without operands and results, of a comparison, None with other units."""
-    if None in (unit_a, unit_b):
-        return None
-    factor = ratio(unit_a, unit_b) if unit_a and unit_b else 1.0
-    pairs = [(factor * x, y) for x in a.values for y in b.values]
-    true = any(holds(0.0 if near(x, y) else x - y, 0.0) for x, y in pairs)
-    return Equation(a.values[0], b.values[0], true, False, "", [], [])
-
-
-def factors_of(a, b, unit_a, unit_b, chained):
+def factors_of(a, b, unit_a, unit_b, relation, chained):
     """Return the factors one of which must convert the left Expression to the right one: 1 and ratios of
     units; None if the sides need not be equal."""
+    if relation != "=":
+        return None if None in (unit_a, unit_b) else [ratio(unit_a, unit_b) if unit_a and unit_b else 1.0]
     known = sorted({unit_a, unit_b} - {"", None})
     kinds = {_units.size_of(unit)[0] for unit in known}
     if a.operators:                                  # `60 minutes * 60 = 3600 seconds`, `2 * 500 gram = 1 kg`
@@ -301,7 +311,8 @@ def side_of(tokens):
     last, left_unit = runs[-1]
     left = expression(last)
     if right_unit != "" and [name for name, _ in first[-2:]] == ["number", "number"]:
-        first = first[:-1]                           # `120 / 1.5 = 80 18-inch lengths`
+        if not re.match("0[0-9]*$", first[-1][1]):   # `80 18-inch lengths`, not `8 0 lengths`
+            first = first[:-1]
         right_unit = None
     right = expression(first)
     return Side(left, right, left_unit, right_unit, label=len(runs) > 1)
@@ -329,12 +340,12 @@ def stretches(side):
         words = [word.lower() for word in pending]
         if words:
             if (run and len(words[0]) == 1 and words[0] not in NO_VARIABLES) or (not run and kind == "sign"):
-                run.append(("other", text))          # 2 y + 3, y + 3
+                run.append(("variable", text))       # 2 y + 3, y + 3
             if words == ["of"] and run and (run[-1][0] == "percent" or ("sign", "/") in run[-2:-1]):
                 run.append(("sign", "*"))            # 20% of 50, 1/2 of 10
             elif kind in ("number", "open") or (kind == "minus" and not run):
                 if run and set(words) <= SPOKEN:
-                    run.append(("other", text))
+                    run.append(("variable", text))
                 else:
                     units.append(unit())
                     runs.append([])

@@ -47,16 +47,12 @@ class Mixture:
         self.name = spec
         self.weights = parse(spec)
         self.tasks = tasks                   # {spec: Task}
-        stops = {task.stop for task in tasks.values()}
-        if len(stops) > 1:
-            raise ValueError(f"The tasks of the mixture {spec} have different STOP texts "
-                             f"({', '.join(map(repr, stops))}): mix tasks with the same STOP.")
-        (self.stop,) = stops
-        turn_stops = {task.turn_stop for task in tasks.values()}
-        if len(turn_stops) > 1:
-            raise ValueError(f"The tasks of the mixture {spec} have different TURN_STOP texts: mix tasks "
-                             "with the same TURN_STOP.")
-        (self.turn_stop,) = turn_stops
+        for name in ("stop", "turn_stop"):
+            values = {getattr(task, name) for task in tasks.values()}
+            if len(values) > 1:
+                raise ValueError(f"The tasks of the mixture {spec} have different {name.upper()} texts "
+                                 f"({', '.join(map(repr, values))}): mix tasks with the same {name.upper()}.")
+            setattr(self, name, *values)
         self.responds = any(task.responds for task in tasks.values())
 
     @property

@@ -28,7 +28,7 @@ RATIO = re.compile(rf"{SIGN}(?P<open>\()?(?:(?P<whole>[0-9]{{1,12}})[+ ])?(?P<ab
 LABEL = re.compile(r"^(?:[a-zA-Z]\s?)?=\s?")       # `x = 11`, `= 11`
 PRICE = re.compile(r"(?P<sign>[-+]?)\s?(?P<currency>US\$|USD|EUR|GBP|[$€£¥₹])\s?(?P<number>.*)")
 WITH_UNIT = re.compile(r"(?P<number>.*?[0-9)])\s{0,2}(?P<unit>(?:[%$€£¥₹¢°/(]|[^\W\d_])"
-                       r"(?:[^\W\d_]|\^[23]|[\s'’/%°().$€£-])*)")
+                       r"(?:[^\W\d_]|\^[23]|[\s'’/%°().$€£&-])*)")
 WORDS = dict(zip("one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
                  "sixteen seventeen eighteen nineteen".split(), range(1, 20)))
 WORDS |= dict(zip("twenty thirty forty fifty sixty seventy eighty ninety".split(), range(20, 100, 10)))
@@ -111,16 +111,20 @@ def with_words(value, currency, unit, asked):
     """Return the value of a number with a currency before it and a unit, or any words, after it; None if they
     alter it (`5 and a half`, `5x`) or `asked` does not allow them."""
     first, _, rest = unit.partition(" ")
-    scale = first.lower().removesuffix("s")
-    if scale in SCALES and scale not in asked.words:
-        value *= SCALES[scale]
+    scale = "thousand" if first == "k" else first.lower().removesuffix("s")
+    if scale in SCALES:
+        value *= 1 if scale in asked.words else SCALES[scale]
         unit = rest
     for word in _units.WORD.findall(unit):
         if word in _units.STOPS - {"a", "an"}:                # two: 20 people in two days
             break
         is_variable = len(word) == 1 and "a" < word <= "z" and not _units.senses(word)      # 5x
-        if is_variable or word.lower() in ALTER and word.lower().removesuffix("s") not in asked.words:
+        said = {word.lower().removesuffix("s"), str(WORDS.get(word.lower()))}
+        if is_variable or word.lower() in ALTER and not said & asked.words:
             return None
+        if word.lower() in ALTER:                    # `$20 four months from now`
+            unit = unit.partition(word)[0]
+            break
     return value if all(_units.allows(asked, text) for text in (currency, unit)) else None
 
 

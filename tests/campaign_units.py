@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tasks import _answers, _equations, _numbers
+from tasks import _answers, _equations, _numbers, gsm8k
 
 # quantity: its units in solutions; answers with other units
 QUANTITIES = {"money": ("dollars dollar $", "€{}, £{}, {} hours, {} km, {}%, {} cents"),
@@ -29,9 +29,9 @@ def main(path):
     paid = Counter()
     for row in map(json.loads, Path(path).read_text(encoding="utf-8").splitlines()):
         worked, _, answer = row["answer"].rpartition("#### ")
-        asked = _answers.asked_unit(row)
+        asked = _answers.asked_unit(gsm8k.row(row))
         line = _equations.NOTE.sub("", worked).strip().split("\n")[-1]
-        form = rf"(-?[$€£]?)(?<![\d.,]){re.escape(answer)}(?:\.00)?(?![\d,]|\.\d)([ %/a-zA-Z²'’]*)"
+        form = rf"(-?[$€£]?)(?<![\d.,]){re.escape(answer)}(?:\.00)?(?![\d,]|\.\d)([ %/&a-zA-Z²³'’]*)"
         for sign, words in re.findall(form, line)[-1:]:
             sign = sign.strip("-")
             for text in {f"{sign}{answer}{unit.rstrip()}" for unit in (words, PHRASE.split(words)[0])}:

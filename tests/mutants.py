@@ -2,7 +2,7 @@
 mutants that a task still verifies.
 
     python tests/mutants.py                            2,000 mutants of each generated task and level
-    python tests/mutants.py gsm8k:train.jsonl 2000     of one task
+    python tests/mutants.py gsm8k:train.jsonl 2000 1   of one task, seed 1
 
 A mutant whose equation still holds within 0.1% or to the decimals written, as documented, is not counted."""
 import random
@@ -28,7 +28,7 @@ CLASSES = {     # {task: [words of which one is replaced by another]}
 TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|(?<= )[-+*/<>=](?= )|(?<![\w/])[A-Za-z][\w/]*")
 STATEMENT = re.compile(r"[^.\n]*(?:\.[0-9]+[^.\n]*)*")
 EQUATION = re.compile(r"[0-9 .+*/()=-]*=[0-9 .+*/()=-]*")
-RESULT = re.compile(r"(?<=[0-9]) = ([0-9]+(?:\.[0-9]+)?)(?=[.,\s]|$)")
+RESULT = re.compile(r"(?<=[0-9]) = ([0-9]+(?:\.[0-9]+)?)(?=[.,]?(?:\s|$))")
 FORMS = ('= "{}"', "= [{}]", "= {{{}}}", "= |{}|", "= ~{}", "= about {}", "= **{}**", "= `{}`", "= '{}'", "= “{}”", "= «{}»", "= <{}>",
          "= #{}", "= _{}_", "= @{}", "= ({})", "= {}!", ":= {}", "-> {}", "→ {}", "=> {}", "== {}", "≈ {}", "≡ {}", "is {}", "equals {}",
          "\n= {}", "=\n{}", "= exactly {}", "=\u200b{}", "= 0{}", "= ${}", "= \\boxed{{{}}}")
@@ -119,7 +119,7 @@ def mutant(task, question, rng):
 
 def statement_at(text, place):
     """Return the statement, up to a full stop, a colon or a line's end, around a place in a text."""
-    return next((m[0].rpartition(": ")[2] for m in STATEMENT.finditer(text) if m.start() <= place < m.end()), "")
+    return next((m[0][m[0].rfind(": ", 0, place - m.start()) + 1:] for m in STATEMENT.finditer(text) if m.start() <= place < m.end()), "")
 
 
 def mutants(task, n, seed=0, among=1000):
@@ -142,11 +142,11 @@ def verified(spec, n, seed=0, among=1000):
 
 
 def main():
-    specs, n = (sys.argv[1:2], int(sys.argv[2])) if len(sys.argv) == 3 else (SPECS, 2000)
+    specs, n = (sys.argv[1:2], int(sys.argv[2])) if len(sys.argv) > 2 else (SPECS, 2000)
     for spec in specs:
-        kept = verified(spec, n)
+        kept = verified(spec, n, *map(int, sys.argv[3:]))
         print(f"{spec:28} {n} mutants, {len(kept)} verified")
-        for fault, question, completion in kept[:int(len(sys.argv) == 3) * 40]:
+        for fault, question, completion in kept[:int(len(sys.argv) > 2) * 40]:
             print(f"   {fault}: {question['question']!r} {completion!r}")
 
 
