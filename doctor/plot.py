@@ -47,6 +47,17 @@ GRPO_PANELS = (
     ("gradient norm", {"grad_norm": "-"}, "linear"), LEARNING_RATE, SPEED)
 
 
+def one_panel(title, width, height):
+    """Return (figure, axis) of this size in inches, with a title and no frame. Raises ImportError without
+    matplotlib."""
+    from matplotlib.figure import Figure     # without pyplot and its notebook backend
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.subplots()
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure, axis
+
+
 def points(lines, key, x_key):
     """Return (x, y) of a curve, two lists. A line without x (an evaluation of grpo.py) takes that of the
     previous line."""

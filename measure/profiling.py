@@ -1,8 +1,7 @@
-"""Profile a few steps of a script: operations or kernels, memory, and a trace."""
+"""Profile a few steps of a script: operations or kernels, and a trace."""
 import contextlib
 import importlib
 import io
-from operator import attrgetter
 
 import torch
 
@@ -54,13 +53,13 @@ def self_time(event, cuda):
 
 
 def bench_profile(cfg, hw, work, script_args, log):
-    """Profile a few steps of the script: log the operations or kernels that take most time (with --memory
-    also most memory), and write a trace next to the output."""
+    """Profile a few steps of the script: log the operations or kernels that take most time, and write a trace
+    next to the output."""
     cuda = hw.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities, profile_memory=cfg.memory)
+    profiler = torch.profiler.profile(activities=activities)
     run_profiled(work, profiler)
     trace = cfg.output.with_suffix(".trace.json")
     profiler.export_chrome_trace(str(trace))
@@ -80,19 +79,5 @@ def bench_profile(cfg, hw, work, script_args, log):
     for row in consumers:
         log(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} "
             f"{row['share']:6.1%}")
-    figures = {"what": work.description, "consumers": consumers, "trace": str(trace),
-               "ms_a_step": ms_per_step}
-    if cfg.memory:
-        figures["memory"] = memory_consumers(profiler, cuda, work.steps)
-        log(f"\n{'memory allocated minus freed':58} {'MiB a step':>12}")
-        for row in figures["memory"]:
-            log(f"{row['name'][:58]:58} {row['mib_a_step']:12,.2f}")
     log(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
-    return figures
-
-
-def memory_consumers(profiler, cuda, steps):
-    """Return the 15 events that allocate or free most memory, with MiB a step."""
-    usage = attrgetter("self_device_memory_usage" if cuda else "self_cpu_memory_usage")
-    events = sorted(profiler.key_averages(), key=lambda event: -abs(usage(event)))
-    return [{"name": event.key, "mib_a_step": usage(event) / 2**20 / steps} for event in events[:15]]
+    return {"what": work.description, "consumers": consumers, "trace": str(trace), "ms_a_step": ms_per_step}
