@@ -124,7 +124,7 @@ class ScriptArgs(NamedTuple):
 def split_arguments(argv):
     """Split argv into (bench.py's arguments, those of the stage's script)."""
     options = {field.name for field in fields(Config)} | {"help"}
-    own = [arg for arg in argv if arg == "-h" or arg.startswith("--") and arg[2:].partition("=")[0] in options]
+    own = [arg for arg in argv if arg == "-h" or arg[:2] == "--" and arg[2:].partition("=")[0] in options]
     return own, [arg for arg in argv if arg not in own]
 
 

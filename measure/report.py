@@ -3,9 +3,6 @@
 As a pytest plugin (-p measure.report) it reports each test with its recorded properties.
 """
 import json
-import time
-
-began = time.monotonic()                     # of this process, or its last record
 
 
 def outcome(name, status="ok", seconds=None, figures=None, error=None):
@@ -14,12 +11,6 @@ def outcome(name, status="ok", seconds=None, figures=None, error=None):
 
 
 def print_record(**content):
-    """Print a record; unknown seconds are those since the record before."""
-    global began
-    now = time.monotonic()
-    if "seconds" in content:
-        content["seconds"] = content["seconds"] or round(now - began, 3)
-    began = now
     print(f"\n{json.dumps(content)}", flush=True)            # on a line of its own, after pytest's dots
 
 

@@ -154,14 +154,12 @@ def bench_generate(cfg, hw, folder, script_args, log):
 def run_datagen(cfg, hw, folder, script_args, num_questions, ranks):
     """Run datagen.py and return the figures of its --json."""
     arguments = as_flags(num_questions=num_questions, temperature=1)
-    arguments += [*script_args.files, *script_args.flags, "--overwrite", "--json"]
-    arguments += as_flags(init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json")
-    arguments += as_flags(max_new_tokens=cfg.max_new_tokens, few_shot=0, dtype=cfg.dtype, device=cfg.device)
-    arguments += as_flags(seed=cfg.seed)
-    if not cfg.run:
-        arguments += as_flags(tokenizer="bytes")
-    script = [str(ROOT / "datagen.py")]
-    printed = process(script, arguments, ranks, "datagen.py", fine=(0, 1))       # 1: none was verified
+    arguments += [*script_args.files, *script_args.flags]
+    arguments += as_flags(
+        init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json", overwrite=True,
+        max_new_tokens=cfg.max_new_tokens, few_shot=0, dtype=cfg.dtype, device=cfg.device, seed=cfg.seed,
+        json=True, **({} if cfg.run else {"tokenizer": "bytes"}))
+    printed = process([str(ROOT / "datagen.py")], arguments, ranks, fine=(0, 1))       # 1: none verified
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
         raise guard.Failure("datagen.py failed: run it by itself to see why.")

@@ -30,7 +30,7 @@ def telling(*lines, then=""):
 
 CARD = Stage("card", telling(outcome("Some Card", figures=dict(
     cards=2, memory_gb=79.2, nominal={"bf16": 989}, nominal_tb_per_s=3.35, dtype="bf16", power_limit="700.00 W", driver="580.1",
-    torch="2.11.0", cuda="13.0", cudnn=91600, kernels=["flash", "math"], date="2026-11-23T00:00:00", commit="abc"))), 0, 20)
+    torch="2.11.0", cuda="13.0", cudnn=91600, date="2026-11-23T00:00:00", commit="abc"))), 0, 20)
 
 
 def measured(monkeypatch, path, *stages, argv=()):
@@ -162,7 +162,7 @@ def test_end():
     assert lines[4]["error"] == "no such card" and lines[5]["error"] == "OSError: no such fixture"
     assert lines[6]["error"].startswith("exit code 7 in test_some.py::test_end")
     said = capsys.readouterr().out
-    assert "| tests | tests | 1 ok, 4 failed, 1 skipped; slowest first call 0.25 s, test_right |" in said
+    assert "| tests | tests | 1 ok, 4 failed, 1 skipped |" in said
     assert "| tests | test_wrong[2] | **failed**: AssertionError: x is small |" in said and "| test_nothing |" not in said
 
 
@@ -176,11 +176,11 @@ def test_real_stages(monkeypatch, tmp_path, capsys):
                            attention._replace(command=attention.command + " --device=cpu --shape=1,16,2,2,8"))
     assert code == 0 and all(line.keys() == KEYS for line in lines)
     card, *others = lines
-    assert card["stage"] == "card" and card["figures"]["torch"] == torch.__version__ and "math" in card["figures"]["kernels"]
+    assert card["stage"] == "card" and card["figures"]["torch"] == torch.__version__
     assert {"driver", "cudnn", "packages", "date", "commit", "capability"} <= card["figures"].keys()
     tests = [line for line in others if line["stage"] == "correctness"]
     assert len(tests) == 2 and {line["status"] for line in tests} == {"ok"} and tests[0]["name"].startswith("tests/test_gpu.py::")
-    assert all(line["seconds"] >= 0 for line in lines)
+    assert tests[0]["seconds"] > 0 and tests[1]["seconds"] > 0
     kernels = {line["name"]: line for line in others if line["stage"] == "attention"}
     # Where bf16 is fast our own attention is used, for which there is nothing to choose.
     expected = "skipped" if hardware.setup("cpu").attention == "sdpa" else "ok"

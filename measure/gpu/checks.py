@@ -1,9 +1,8 @@
 """Check a GPU; measure.gpu.run runs these checks as processes.
 
-    python -m measure.gpu.checks card           name, driver, versions, attention kernels that run
+    python -m measure.gpu.checks card           name, driver, versions
     python -m measure.gpu.checks ceilings       products of large matrices by format, memory bandwidth
     python -m measure.gpu.checks attention      attention kernels: first call, steady state, varied lengths
-    python -m measure.gpu.checks decoding       attention of a decoding step, by mask and by lengths
 
 Options, as --key=value:
 """
@@ -12,27 +11,21 @@ import shutil
 import statistics
 import subprocess
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
-from torch.nn.attention import sdpa_kernel
 
-from engine.runner import ModelRunner
-from engine.gpu import CUDAGraph
-from layers.ops import ATTENTION, SDPA_WITH_MASK
+from layers.ops import ATTENTION
 from measure.ceilings import clock, formats, machine, matmul_peak, read_bandwidth
 from measure.report import outcome, print_record
-from measure.synthetic import SHAPES
-from model import GPTConfig, blank
 from runtime import config, guard, hardware
 
-CALLS = 20                                   # measured calls of a kernel, or layers in a graph
+CALLS = 20                                   # measured calls of a kernel
 
 
 @dataclass
 class Config:
-    what: Literal["card", "ceilings", "attention", "decoding"] = "card"
+    what: Literal["card", "ceilings", "attention"] = "card"
     shape: tuple = ("16", "1024", "12", "12", "64")  # attention: rows, length, query heads,
                                              # key heads, channels a head
     device: str = "auto"
@@ -66,22 +59,7 @@ def time_calls(attend, hw, inputs, dy):
     return [clock(lambda: attend_both_ways(attend, inputs, dy), hw)[0] for _ in range(CALLS + 1)]
 
 
-def attention_kernels(hw):
-    """Return the names of the attention kernels that can run forward and backward on a small batch."""
-    available = []
-    for name in hardware.SDPA:
-        try:
-            with hardware.sdpa_order([name]):
-                attend_both_ways(ATTENTION[hw.attention], *random_inputs(hw, (2, 64, 4, 4, 64)))
-            hw.wait()
-        except RuntimeError:
-            continue
-        available.append(name)
-    return available
-
-
 def check_card(cfg, hw):
-    seconds, kernels = clock(lambda: attention_kernels(hw), hw)
     driver, power_limit = ask_driver()
     cuda = hw.device.type == "cuda"
     figures = machine(hw) | {
@@ -91,8 +69,6 @@ def check_card(cfg, hw):
         "driver": driver,
         "power_limit": power_limit,
         "cudnn": torch.backends.cudnn.version(),
-        "kernels": kernels,
-        "kernels_s": round(seconds, 2),
         "compiler": shutil.which(os.environ.get("CC", "cc")),                # for Triton
         "dtype": hw.dtype,
         "nominal": hw.peaks,
@@ -138,61 +114,11 @@ def check_attention(cfg, hw):
             print_record(**outcome(name, figures=figures))
         except RuntimeError as e:
             lacks = "No available kernel" in str(e) or "No viable backend" in str(e)
-            print_record(**outcome(name, "skipped" if lacks else "failed", error=first_line(e)))
+            status = "skipped" if lacks else "failed"
+            print_record(**outcome(name, status, error=f"{e}".strip().splitlines()[0]))
 
 
-def first_line(error):
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def attention_by_way(engine):
-    """Return {"mask" or "length": attention of a decoding step in one layer, a function without arguments},
-    for random lengths, filling the cache's first layer."""
-    drawn = {"generator": torch.Generator(engine.device).manual_seed(0)}
-    on_device = {"device": engine.device} | drawn
-    B = engine.slots
-    c = engine.config
-    positions = torch.randint(engine.context, (B,), **on_device)
-    q, k, v = (torch.randn(B, 1, heads, c.head_dim, dtype=engine.dtype, **on_device)
-               for heads in (c.n_head, c.n_kv_head, c.n_kv_head))
-    for cache in (engine.cache.k, engine.cache.v):
-        cache[0].normal_(**drawn)
-    ways = {}
-    for way in ("mask", "length") if engine.by_length else ("mask",):
-        engine.cache.by_length = way == "length"
-        groups = engine.cache.groups(B, positions.cpu().numpy() + 1)
-        attend, *_ = engine.cache.decode(positions, groups)
-        ways[way] = partial(attend, q, k, v)
-    return ways
-
-
-def repeat(attend):
-    with sdpa_kernel(SDPA_WITH_MASK, set_priority=True):
-        for _ in range(CALLS):
-            attend()
-
-
-def check_decoding(cfg, hw):
-    """Time decoding attention by mask and by lengths, with the heads of GPT-2 and SmolLM2-360M: CUDA graphs
-    of CALLS layers, which avoid Python's launch overhead; rows with random lengths up to the context.
-    tests/test_gpu.py checks the results."""
-    for name, slots, context in (("gpt2", 64, 192), ("gpt2", 512, 192), ("smollm2-360m", 256, 1024)):
-        model = blank(GPTConfig(**SHAPES[name] | {"n_layer": 1}), device=hw.device)
-        engine = ModelRunner(model, slots, context, dtype=hw.sampling_dtype)
-        for way, attend in attention_by_way(engine).items():
-            case = f"{name}, {engine.slots} rows of up to {engine.context}, {way}"
-            try:
-                graph = CUDAGraph(partial(repeat, attend), engine.device, [])
-                seconds = [clock(graph.replay, hw)[0] for _ in range(6)]
-                figures = {"ms": 1e3 * statistics.median(seconds[1:]), "calls": CALLS}
-                print_record(**outcome(case, figures=figures))
-            except Exception as e:           # no such kernel here, or it can't be captured
-                status = "failed" if hw.device.type == "cuda" else "skipped"
-                print_record(**outcome(case, status, error=first_line(e)))
-
-
-CHECKS = {"card": check_card, "ceilings": check_ceilings, "attention": check_attention,
-          "decoding": check_decoding}
+CHECKS = {"card": check_card, "ceilings": check_ceilings, "attention": check_attention}
 
 
 def main(argv):

@@ -72,7 +72,6 @@ STAGES = (
     Stage("engine", f"{PYTEST} tests/test_gpu_engine.py", 15, 90, package="pytest"),
     Stage("ceilings", "-m measure.gpu.checks ceilings", 10, 60),
     Stage("attention", "-m measure.gpu.checks attention", 10, 60),
-    Stage("decoding", "-m measure.gpu.checks decoding", 10, 60),
     Stage("train-qwen3", QWEN3, 50, 150, package="tokenizers"),
     Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", 25, 120, package="tokenizers"),
     Stage("train", f"{GPT2} --repeats=1", 40, 150, "train-eager", "tokenizers"),
@@ -196,11 +195,11 @@ def run_stage(stage, seconds_left, log, folder):
         error = f"exit code {code}{running}: {error_message(printed)}"
         lines.append(head | outcome(stage.name, "failed", seconds, error=error))
     elif record.exists():
-        for name, figures in figures_of(json.loads(record.read_text())):
-            lines.append(head | outcome(name, "ok", seconds, figures))
-            seconds = None                   # the process's seconds stand at its first check
+        lines += [head | outcome(*check) for check in figures_of(json.loads(record.read_text()))]
     elif not lines:
-        lines.append(head | outcome(stage.name, "failed", seconds, error="it reported no check"))
+        lines.append(head | outcome(stage.name, "failed", error="it reported no check"))
+    if not any(line["seconds"] for line in lines):
+        lines[0]["seconds"] = seconds        # of the process, at its first check
     return lines
 
 
@@ -217,12 +216,12 @@ def environment(folder):
 
 
 def figures_of(record):
-    """Return [(name of the check, figures)] from a record of bench.py."""
+    """Return [the arguments of outcome()] for the checks in a record of bench.py."""
     if record["mode"] == "profile":
         consumers = {row["name"]: row["share"] for row in record["consumers"][:8]}
-        return [("parts of a step", {"step_ms": record["ms_a_step"], "consumers": consumers})]
+        return [("parts of a step", "ok", None, {"step_ms": record["ms_a_step"], "consumers": consumers})]
     if record["stage"] == "generate":
-        return [(case["work"], case_figures(case)) for case in record["cases"]]
+        return [(case["work"], "ok", None, case_figures(case)) for case in record["cases"]]
     run = record["repeats"][0]
     rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
     figures = {
@@ -233,7 +232,7 @@ def figures_of(record):
         "settings": {name: record["settings"].get(name) for name in SETTINGS},
     }
     names = ("peak_memory_gb", "outside_s", "loss", "grad_norm", "utilization")
-    return [(record["what"], figures | record["parts"] | {name: run[name] for name in names})]
+    return [(record["what"], "ok", None, figures | record["parts"] | {name: run[name] for name in names})]
 
 
 def case_figures(case):
