@@ -98,11 +98,10 @@ def write(folder, summary, report, draw, texts):
         print(f"; summary.png is not drawn, since matplotlib can't be imported ({e}).")
 
 
-def main(argv):
-    folder = Path(argv[0])
+def main(folder):
     summary, intervals = summarise(folder)
     write(folder, summary, print_stages, partial(draw, summary, intervals), {})
 
 
 if __name__ == "__main__":
-    guard.run(main)
+    guard.run(lambda argv: main(Path(argv[0])))

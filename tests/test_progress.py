@@ -43,12 +43,10 @@ class Terminal:
                 return True
         return False
 
-    def until(self, words, anew=False):
-        """Wait until the words have been printed, so that what calls this is slow enough to show them. anew: once
-        more."""
+    def until(self, words):
+        """Wait until the words have been printed, so that what calls this is slow enough to show them."""
         give_up = time.monotonic() + 20
-        start = len(self.printed) if anew else 0
-        while words not in self.printed[start:]:
+        while words not in self.printed:
             self.read(0.01)
             assert time.monotonic() < give_up, (words, self.printed)
 
