@@ -91,6 +91,9 @@ STEPS = {"train": 12, "sft": 6, "grpo": 6}
 # bench.py's options that apply to some stages only
 STAGES_OF_OPTION = {
     "run": "sft datagen grpo",
+    "ladder": "train sft grpo",
+    "ablate": "train sft grpo",
+    "profile": "train sft grpo",
     "ranks": "train sft datagen grpo",
     "steps": "overview train sft grpo",
     "work": "overview generate grpo",
@@ -236,8 +239,6 @@ def check(cfg):
     modes = [mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)]
     if len(modes) > 1:
         raise BadInput(f"--{modes[0]} and --{modes[1]} exclude each other: give one of them.")
-    if modes and cfg.stage not in STEPS:
-        raise BadInput(f"--{modes[0]} is for --stage=train, sft or grpo: choose one of them.")
     if modes and cfg.peers:
         raise BadInput(f"--{modes[0]} does not run peers: leave --peers out.")
     if cfg.peers and cfg.stage in ("train", "sft") and (cfg.ranks or 1) > 1:
@@ -245,14 +246,12 @@ def check(cfg):
     for option in ("prompt_tokens", "varied_prompts", "verifier_ms"):
         if cfg.run and getattr(cfg, option) != getattr(Config, option):
             raise BadInput(f"--{option} is for random prompts, and --run has real ones: leave one out.")
-    if cfg.profile and (cfg.ranks or 1) > 1:
-        raise BadInput("--profile profiles one process: leave --ranks out.")
     for option, stages in STAGES_OF_OPTION.items():
         if cfg.stage not in stages.split() and getattr(cfg, option) != getattr(Config, option):
             raise BadInput(f"--{option} has no effect in --stage={cfg.stage}, only in "
                            f"{', '.join(stages.split())}: leave it out.")
-    if cfg.profile and cfg.repeats:
-        raise BadInput("--profile profiles one run: leave --repeats out.")
+    if cfg.profile and (cfg.repeats or (cfg.ranks or 1) > 1):
+        raise BadInput("--profile profiles one run of one process: leave --repeats and --ranks out.")
     one_case = cfg.stage == "grpo"
     work = cfg.work or "8x8"
     cases = [work] if one_case else work.split(",")

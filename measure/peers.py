@@ -150,12 +150,9 @@ class PlainGPT(nn.Module):
         self.positions = nn.Embedding(c["block_size"], C)
         self.blocks = nn.Sequential(*(PlainBlock(c) for _ in range(c["n_layer"])))
         self.norm = nn.LayerNorm(C)
-        self.apply(self.init_weights)
-
-    @staticmethod
-    def init_weights(module):
-        if isinstance(module, nn.Embedding | nn.Linear):
-            nn.init.normal_(module.weight, 0, 0.02)
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, 0, 0.02)
 
     def forward(self, x, y):                 # [B, T] -> []
         positions = torch.arange(x.shape[1], device=x.device)

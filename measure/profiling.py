@@ -2,6 +2,7 @@
 import contextlib
 import importlib
 import io
+from operator import attrgetter
 
 import torch
 
@@ -47,11 +48,6 @@ def is_kernel(event):
     return on_gpu and not getattr(event, "is_user_annotation", False)
 
 
-def self_time(event, cuda):
-    """Return an event's own microseconds, without its children."""
-    return event.self_device_time_total if cuda else event.self_cpu_time_total
-
-
 def bench_profile(cfg, hw, work, script_args, log):
     """Profile a few steps of the script: log the operations or kernels that take most time, and write a trace
     next to the output."""
@@ -63,15 +59,14 @@ def bench_profile(cfg, hw, work, script_args, log):
     run_profiled(work, profiler)
     trace = cfg.output.with_suffix(".trace.json")
     profiler.export_chrome_trace(str(trace))
+    # microseconds, without those of an event's children
+    time_of = attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
     events = [event for event in profiler.key_averages() if not cuda or is_kernel(event)]
-    events.sort(key=lambda event: -self_time(event, cuda))
-    total = sum(self_time(event, cuda) for event in events)
+    events.sort(key=time_of, reverse=True)
+    total = sum(map(time_of, events))
     ms_per_step = total / 1e3 / work.steps
-    consumers = []
-    for event in events[:15]:
-        own = self_time(event, cuda)
-        consumers.append({"name": event.key, "calls": event.count, "ms_a_step": own / 1e3 / work.steps,
-                          "share": own / max(1, total)})
+    consumers = [{"name": event.key, "calls": event.count, "ms_a_step": time_of(event) / 1e3 / work.steps,
+                  "share": time_of(event) / max(1, total)} for event in events[:15]]
     kinds = "kernels" if cuda else "operations, without their children"
     log(f"\n{work.description}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: "
         f"{ms_per_step:,.1f} ms a step in {kinds}")

@@ -88,10 +88,9 @@ def random_questions(cfg, folder, prompts, prompt_tokens):
     lengths = [prompt_tokens] * num_questions
     if cfg.varied_prompts:
         lengths = [rng.randint(-(-prompt_tokens // 4), prompt_tokens) for _ in lengths]
-    texts = ["".join(rng.choices(letters, k=length)) for length in lengths]
-    rows = [json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts]
+    rows = [{"prompt": "".join(rng.choices(letters, k=length)), "answer": ""} for length in lengths]
     dataset = folder / "questions.jsonl"
-    dataset.write_text("".join(rows))
+    dataset.write_text("\n".join(map(json.dumps, rows)))
     (folder / "score.py").write_text(verifier(cfg.verifier_ms))
     return as_flags(init_from=folder, task=folder / "score.py", dataset=dataset, few_shot=None)
 
@@ -103,10 +102,9 @@ def write_for_peer(cfg, folder, n):
     hub.weights.export(source.load(), folder / "peer", tokenizer)
     task = tasks.load("unit_conversion")
     questions = questions_of(task, "train", n, cfg.seed)
-    rows = []
-    for question, request in zip(questions, requests_of(tokenizer, task, questions)):
-        rows.append(json.dumps({"prompt": tokenizer.decode(request.ids), "question": question}) + "\n")
-    (folder / "questions.jsonl").write_text("".join(rows))
+    rows = [{"prompt": tokenizer.decode(request.ids), "question": question}
+            for question, request in zip(questions, requests_of(tokenizer, task, questions))]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def bench_grpo(cfg, hw, folder, script_args, log):

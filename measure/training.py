@@ -37,12 +37,17 @@ def train_work(cfg, hw, folder, script_args):
     defaults = {option: value for option, value in options.items() if option not in script_args.given}
     block_size = defaults.get("block_size", script.block_size)
     arguments = as_flags(**defaults)
-    arguments += [*script_args.files, *script_args.flags, *data_flags, *steps_alone(cfg, folder)]
-    arguments += as_flags(init_from="scratch", num_epochs=None, patience=0, eval_interval=10**9)
-    arguments += as_flags(eval_tokens=block_size, dtype=hw.dtype)
-    description = f"{script.sequences} sequences of {block_size} tokens a step"
-    return Work("train.py", arguments, folder, description, "tokens/s", cfg.steps, cfg.ranks or 1,
-                script.sequences, script)
+    arguments += [*script_args.files, *script_args.flags, *data_flags]
+    arguments += as_flags(init_from="scratch", eval_tokens=block_size)
+    return training_work(cfg, hw, folder, script, arguments, f"sequences of {block_size} tokens")
+
+
+def training_work(cfg, hw, folder, script, arguments, what):
+    """Return the Work of train.py with these arguments. what: a step's sequences, in words."""
+    fixed = as_flags(num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)
+    arguments = [*arguments, *steps_alone(cfg, folder), *fixed]
+    return Work("train.py", arguments, folder, f"{script.sequences} {what} a step", "tokens/s", cfg.steps,
+                cfg.ranks or 1, script.sequences, script)
 
 
 def shape_options(script, shape):
@@ -92,12 +97,8 @@ def sft_work(cfg, hw, folder, script_args):
         source = as_flags(init_from=folder, tokenizer="bytes", dataset=path)
     in_rows = cfg.ladder or cfg.ablate
     schedule = as_flags(learning_rate=1e-3, warmup_steps=2) if in_rows else as_flags(learning_rate=1e-4)
-    arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
-    arguments += source
-    arguments += as_flags(num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)
-    description = f"{script.sequences} examples of unit conversion a step"
-    return Work("train.py", arguments, folder, description, "tokens/s", cfg.steps, cfg.ranks or 1,
-                script.sequences, script)
+    arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *source]
+    return training_work(cfg, hw, folder, script, arguments, "examples of unit conversion")
 
 
 def bench_training(cfg, hw, folder, script_args, log):

@@ -368,17 +368,17 @@ def test_rewards(capsys):
 @pytest.mark.parametrize("argv, sentence", [
     (["--stage=train", "--run=out/x"], "--run has no effect in --stage=train, only in sft, datagen, grpo"),
     (["--stage=train", "--work=3x3"], "--work has no effect"), (["--stage=generate", "--ranks=2"], "--ranks has no effect"),
-    (["--stage=train", "--profile", "--repeats=2"], "leave --repeats out"), (["--stage=sft", "--peers", "--ranks=2"], "leave --ranks out"),
+    (["--stage=train", "--profile", "--repeats=2"], "leave --repeats and --ranks out"), (["--stage=sft", "--peers", "--ranks=2"], "leave --ranks out"),
     (["--stage=rewards", "--output=/dev/null/x.json"], "can't be written"), (["--stage=grpo", "--work=8x8,2x2"], "write for example --work=8x8"),
     (["--stage=grpo", "--prompt_tokens=300"], "has 256 positions"),
     (["--stage=grpo", "--work=8x1"], "at least 2"), (["--stage=train", "--bath_size=3"], "did you mean batch_size"),
     (["--stage=generate", "--varied_prompts"], "varied_prompts has no effect in --stage=generate"),
     (["--batch_size=3"], "--batch_size is not an option"), (["--stage=train", "--max_steps=3"], "give --steps= instead"),
     (["--stage=sft", "--dataset=x.json"], "leave it out"), (["--stage=grpo", "--eval_interval=2"], "leave it out"),
-    (["--ladder"], "is for --stage=train, sft or grpo"),
+    (["--ladder"], "--ladder has no effect in --stage=overview, only in train, sft, grpo"),
     (["--stage=train", "--ladder", "--ablate"], "give one of them"), (["--stage=train", "--ladder", "--peers"], "leave --peers out"),
     (["--stage=rewards", "--peers"], "has no peers"), (["--stage=train", "--peers=trl"], "choose from nanogpt, trainer"),
-    (["--stage=train", "--profile", "--ranks=2"], "profiles one process"),
+    (["--stage=train", "--profile", "--ranks=2"], "one process"),
     (["--stage=train", "--peers=nanogpt", "--dataset=x.txt"], "leave --dataset out"), (["--stage=train", "--output=x.txt"], "should end in .json")])
 def test_bad_input(argv, sentence):
     with pytest.raises(BadInput, match=sentence):
