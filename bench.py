@@ -7,21 +7,10 @@ work.
         bench.py's options and those of the stage's script can be mixed
     python bench.py --stage=train --ladder
         plain fp32 training, then one more optimisation in each row
-    python bench.py --stage=sft --ablate
-        all optimisations on, then each one switched off
     python bench.py --stage=grpo --profile
         a trace of a few steps and the operations that take most of their time
-    python bench.py --stage=train --peers
-        against a plain loop as in nanoGPT and transformers' Trainer
-    python bench.py --stage=generate --peers=generate
-        SmolLM2-360M's shape, random weights, 2x10, 8x8 and 32x1 samples
-    python bench.py --stage=generate --model=gpt2 --work=1x1,64x1,32x8,64x8 --prompt_tokens=90 --dtype=bf16
-    python bench.py --stage=datagen --run=out/quickstart/base --peers
-        rejection sampling against a loop over transformers' generate
-    python bench.py --stage=sft --model=llama-1m --peers
-        fine-tuning against transformers' Trainer and TRL's
-    python bench.py --stage=grpo --model=llama-50m --peers
-        whole steps of reinforcement learning against TRL's GRPOTrainer
+    python bench.py --stage=generate --model=gpt2 --work=1x1,64x8 --peers
+        against transformers' generate; the other stages have peers too
     python bench.py --stage=rewards
         slow verifiers in worker processes against the same verifiers in the calling process
 
@@ -30,11 +19,11 @@ steps after a warm-up. Compared runs share weights or shapes, data and precision
 writes its figures and the hardware and versions to bench_results/, as JSON and as a chart. Options, as
 --key=value:
 """
+import contextlib
 import importlib
 import json
 import re
 import shlex
-import statistics
 import tempfile
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -75,7 +64,6 @@ class Config:
     ablate: bool = False                     # train, sft, grpo: all optimisations, then each one switched off
     profile: bool = False                    # train, sft, grpo: the operations that take most of a few steps'
                                              # time, and a trace for chrome://tracing
-    memory: bool = False                     # with --profile: memory too, and its timeline in the trace
     peers: bool | str = False                # other implementations too: all that are installed, or
                                              # comma-separated names (measure/peers.py)
     steps: PositiveInt | None = None         # measured, after 2 of warm-up; None: train 12, sft 6, grpo 6,
@@ -84,16 +72,12 @@ class Config:
                                              # --ablate 5, of the overview 1
     ranks: PositiveInt | None = None         # processes of nanoRFT; None: datagen and grpo one a thread for a
                                              # small model on a CPU, else 1
-    peer_ranks: PositiveInt = 1              # grpo: processes of TRL
     work: str | None = None                  # prompts x samples of each; generate: several cases; None:
                                              # 2x10,8x8,32x1; grpo: by the model
     prompt_tokens: PositiveInt | None = None     # generate, grpo; None: 120; grpo: 50
     varied_prompts: bool = False             # grpo: prompt lengths between a quarter of prompt_tokens and all
     max_new_tokens: PositiveInt | None = None     # generate, datagen, grpo; None: 60; grpo: by the model
-    slots: PositiveInt | None = None         # generate; None: one for each sample, at most 512
-    completions: PositiveInt = 256           # rewards
     verifier_ms: NonNegativeFloat | None = None  # rewards, grpo: CPU time per grade; None: 5, plain grpo 0
-    reward_workers: PositiveInt = 2          # rewards: processes
     device: str = "auto"
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     seed: NonNegativeInt = 0
@@ -107,20 +91,17 @@ STEPS = {"train": 12, "sft": 6, "grpo": 6}
 # bench.py's options that apply to some stages only
 STAGES_OF_OPTION = {
     "run": "sft datagen grpo",
+    "ladder": "train sft grpo",
+    "ablate": "train sft grpo",
+    "profile": "train sft grpo",
     "ranks": "train sft datagen grpo",
-    "peer_ranks": "grpo",
     "steps": "overview train sft grpo",
-    "slots": "generate",
     "work": "overview generate grpo",
     "prompt_tokens": "overview generate grpo",
     "varied_prompts": "grpo",
     "max_new_tokens": "overview generate datagen grpo",
-    "completions": "overview rewards",
-    "reward_workers": "overview rewards",
     "verifier_ms": "overview rewards grpo",
 }
-# options that bench.py takes even where the stage's script has them too
-OWN_OPTIONS = ("device", "dtype", "seed", "max_new_tokens", "output", "json")
 # options of a stage's script that bench.py sets
 FIXED_OPTIONS = {
     "train": "num_epochs patience eval_tokens",
@@ -143,32 +124,16 @@ class ScriptArgs(NamedTuple):
     given: frozenset = frozenset()
 
 
-def script_config_class(stage):
-    """Return the Config of a stage's script."""
-    return importlib.import_module(SCRIPTS[stage]).Config
-
-
 def split_arguments(argv):
-    """Split argv into (bench.py's arguments, those of the stage's script). An option that both have goes to
-    the script, except OWN_OPTIONS."""
-    stages = [arg.removeprefix("--stage=") for arg in argv if arg.startswith("--stage=")]
-    stage = stages[-1] if stages else Config.stage
-    script_options = set()
-    if stage in SCRIPTS:
-        script_options = {field.name for field in fields(script_config_class(stage))} - set(OWN_OPTIONS)
-    own_options = {field.name for field in fields(Config)} - script_options
-    own = []
-    others = []
-    for arg in argv:
-        name = arg[2:].partition("=")[0] if arg.startswith("--") else None
-        is_own = arg in ("-h", "--help") or not script_options or name in own_options
-        (own if is_own else others).append(arg)
-    return own, others
+    """Split argv into (bench.py's arguments, those of the stage's script)."""
+    options = {field.name for field in fields(Config)} | {"help"}
+    own = [arg for arg in argv if arg == "-h" or arg[:2] == "--" and arg[2:].partition("=")[0] in options]
+    return own, [arg for arg in argv if arg not in own]
 
 
 def parse_script_args(stage, arguments):
     """Return the ScriptArgs of a stage. Raises BadInput for invalid options and those that bench.py sets."""
-    script_config = config.load(script_config_class(stage), arguments)
+    script_config = config.load(importlib.import_module(SCRIPTS[stage]).Config, arguments)
     files = [arg for arg in arguments if not arg.startswith("--")]
     flags = [arg for arg in arguments if arg.startswith("--")]
     flagged = {flag[2:].partition("=")[0] for flag in flags}
@@ -218,8 +183,7 @@ def bench_overview(cfg, hw, folder, script_args, log):
             log(f"{stage:9} left out: {e}")
             continue
         stages[stage] = figures
-        our_rates = [rates for name, rates in figures["rates"].items() if "nanoRFT" in name][0]
-        speed = f"{statistics.median(our_rates):,.0f} {figures['unit']}"
+        speed = f"{figures['share'] * figures['limit']:,.0f} {figures['unit']}"
         log(f"{stage:9} {speed:>28} {figures['limit']:14,.0f} {figures['share']:7.1%}  {figures['also']}")
     log("\nThe limit is computed: training's FLOPs at the measured speed of a large matrix product; the "
         "bytes of weights and\nKV cache that sampling reads at the measured bandwidth; grading on all cores. "
@@ -258,19 +222,16 @@ def choose_model(cfg, hw):
 
 
 def with_defaults(cfg):
-    """Return the Config with defaults filled in by stage."""
+    """Return the Config with the stage's defaults in place of None."""
     overview = cfg.stage == "overview"
     in_rows = cfg.ladder or cfg.ablate
-    repeats = 1 if overview else 5 if in_rows else 3
-    steps = 3 if cfg.profile else STEPS.get(cfg.stage)
-    verifier_ms = cfg.verifier_ms
-    if verifier_ms is None and not overview:
-        verifier_ms = 5.0 if cfg.stage == "rewards" or in_rows else 0.0
-    cfg = replace(cfg, repeats=cfg.repeats or repeats, steps=cfg.steps or steps, verifier_ms=verifier_ms)
-    if cfg.stage in ("grpo", "overview"):                # see grpo_case
-        return cfg
-    return replace(cfg, work=cfg.work or "2x10,8x8,32x1", prompt_tokens=cfg.prompt_tokens or 120,
-                   max_new_tokens=cfg.max_new_tokens or 60)
+    defaults = {"repeats": 1 if overview else 5 if in_rows else 3,
+                "steps": 3 if cfg.profile else STEPS.get(cfg.stage)}
+    if not overview:
+        defaults["verifier_ms"] = 5.0 if cfg.stage == "rewards" or in_rows else 0.0
+    if cfg.stage not in ("grpo", "overview"):            # see grpo_case
+        defaults |= {"work": "2x10,8x8,32x1", "prompt_tokens": 120, "max_new_tokens": 60}
+    return replace(cfg, **{name: value for name, value in defaults.items() if getattr(cfg, name) is None})
 
 
 def check(cfg):
@@ -278,10 +239,6 @@ def check(cfg):
     modes = [mode for mode in ("ladder", "ablate", "profile") if getattr(cfg, mode)]
     if len(modes) > 1:
         raise BadInput(f"--{modes[0]} and --{modes[1]} exclude each other: give one of them.")
-    if cfg.memory and not cfg.profile:
-        raise BadInput("--memory needs --profile: give both.")
-    if modes and cfg.stage not in STEPS:
-        raise BadInput(f"--{modes[0]} is for --stage=train, sft or grpo: choose one of them.")
     if modes and cfg.peers:
         raise BadInput(f"--{modes[0]} does not run peers: leave --peers out.")
     if cfg.peers and cfg.stage in ("train", "sft") and (cfg.ranks or 1) > 1:
@@ -289,14 +246,12 @@ def check(cfg):
     for option in ("prompt_tokens", "varied_prompts", "verifier_ms"):
         if cfg.run and getattr(cfg, option) != getattr(Config, option):
             raise BadInput(f"--{option} is for random prompts, and --run has real ones: leave one out.")
-    if cfg.profile and (cfg.ranks or 1) > 1:
-        raise BadInput("--profile profiles one process: leave --ranks out.")
     for option, stages in STAGES_OF_OPTION.items():
         if cfg.stage not in stages.split() and getattr(cfg, option) != getattr(Config, option):
             raise BadInput(f"--{option} has no effect in --stage={cfg.stage}, only in "
                            f"{', '.join(stages.split())}: leave it out.")
-    if cfg.profile and cfg.repeats:
-        raise BadInput("--profile profiles one run: leave --repeats out.")
+    if cfg.profile and (cfg.repeats or (cfg.ranks or 1) > 1):
+        raise BadInput("--profile profiles one run of one process: leave --repeats and --ranks out.")
     one_case = cfg.stage == "grpo"
     work = cfg.work or "8x8"
     cases = [work] if one_case else work.split(",")
@@ -323,15 +278,13 @@ def check_context(cfg, script_args):
 
 def check_output(path):
     """Raise BadInput if the output, its chart or its trace would overwrite a file that is not bench.py's."""
-    try:
+    record = {}
+    with contextlib.suppress(OSError, ValueError):
         record = config.parse_json(path.read_bytes(), dict)
-        ours = record["command"].startswith("python bench.py")
-        own = [path, record.get("chart"), record.get("trace")] if ours else []
-    except (OSError, ValueError, KeyError, AttributeError):
-        own = []
-    own_names = [Path(file).name for file in own if file]
+    ours = [path.name] if str(record.get("command")).startswith("python bench.py") else []
+    ours += [Path(record[name]).name for name in ("chart", "trace") if ours and record.get(name)]
     for file in (path, path.with_suffix(".png"), path.with_suffix(".trace.json")):
-        if file.exists() and file.name not in own_names:
+        if file.exists() and file.name not in ours:
             raise config.would_overwrite(file, "bench.py's")
 
 
@@ -354,6 +307,8 @@ def export_random_weights(cfg, hw, folder, log):
 def main(argv):
     own, others = split_arguments(argv)
     cfg = config.load(Config, own)
+    if cfg.stage not in SCRIPTS:
+        config.load(Config, argv)            # names an unknown option
     check(cfg)
     cfg.peers = peers.chosen(cfg.stage, cfg.peers)
     script_args = parse_script_args(cfg.stage, others) if cfg.stage in SCRIPTS else ScriptArgs()

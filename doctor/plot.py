@@ -47,16 +47,32 @@ GRPO_PANELS = (
     ("gradient norm", {"grad_norm": "-"}, "linear"), LEARNING_RATE, SPEED)
 
 
-def points(lines, key, x_key):
+def one_panel(title, width, height):
+    """Return (figure, axis) of this size in inches, with a title and no frame. Raises ImportError without
+    matplotlib."""
+    from matplotlib.figure import Figure     # without pyplot and its notebook backend
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.subplots()
+    set_style(axis, title)
+    return figure, axis
+
+
+def set_style(axis, title):
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def points(lines, key, x="steps"):
     """Return (x, y) of a curve, two lists. A line without x (an evaluation of grpo.py) takes that of the
     previous line."""
+    x_key, scale, _ = X_AXES[x]
     xs = []
     ys = []
     x = 0
     for line in lines:
         x = line.get(x_key, x)
         if isinstance(line.get(key), int | float):
-            xs.append(x)
+            xs.append(x * scale)
             ys.append(line[key])
     return xs, ys
 
@@ -73,7 +89,7 @@ def compare_with_seeds(lines, figures):
     """Return text: a run's last metrics with the minimum and maximum of the seeds at the same step."""
     parts = []
     for key, figure in figures.items():
-        values = dict(zip(*points(lines, key, "step")))
+        values = dict(zip(*points(lines, key)))
         for step, seeds in reversed(list(zip(figure["steps"], zip(*figure["runs"])))):
             if step in values:
                 parts.append(f"{key} {values[step]:.3g} at step {step}, seeds {min(seeds):.3g} to "
@@ -88,7 +104,6 @@ def draw(runs, x, output, figures=None, dpi=120):
     `recorded`; their range is shaded."""
     ticker = require("matplotlib.ticker", "The plot can't be drawn")
     Figure = require("matplotlib.figure", "The plot can't be drawn").Figure
-    x_key, x_scale, x_label = X_AXES[x]
     of_grpo = all(any("reward" in line for line in lines) for lines in runs.values())
     panels = GRPO_PANELS if of_grpo else PANELS
     columns = len(panels) // 2
@@ -96,7 +111,7 @@ def draw(runs, x, output, figures=None, dpi=120):
     figure = Figure(figsize=(11 if columns == 2 else 18, 7), layout="constrained")
     axes = figure.subplots(2, columns, sharex=True)
     for (title, curves, y_scale), axis in zip(panels, axes.flat):
-        axis.set_title(title, loc="left", fontsize=10)
+        set_style(axis, title)
         for key in curves.keys() & (figures or {}).keys():
             seeds = list(zip(*figures[key]["runs"]))
             axis.fill_between(figures[key]["steps"], list(map(min, seeds)), list(map(max, seeds)),
@@ -104,24 +119,20 @@ def draw(runs, x, output, figures=None, dpi=120):
                               label="seeds" if key != "val_loss" else None)
         for i, (name, lines) in enumerate(runs.items()):
             for key, style in curves.items():
-                xs, ys = points(lines, key, x_key)
+                xs, ys = points(lines, key, x)
                 if xs:
                     label = f"{name}, validation" if key in ("val_loss", "val_reward") else name
-                    axis.plot([x * x_scale for x in xs], ys, style, color=f"C{i % 10}", linewidth=1.2,
-                              markersize=4, label=label)
-                    _, low = points(lines, f"{key}_low", x_key)
-                    _, high = points(lines, f"{key}_high", x_key)
+                    axis.plot(xs, ys, style, color=f"C{i % 10}", linewidth=1.2, markersize=4, label=label)
+                    low, high = (points(lines, f"{key}_{end}", x)[1] for end in ("low", "high"))
                     if len(low) == len(high) == len(xs):
-                        axis.fill_between([x * x_scale for x in xs], low, high, color=f"C{i % 10}",
-                                          alpha=0.15, linewidth=0)
+                        axis.fill_between(xs, low, high, color=f"C{i % 10}", alpha=0.15, linewidth=0)
         axis.set_yscale(y_scale)
         axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
         if y_scale == "log":
             for set_formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
                 set_formatter(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.4)))
     for axis in axes[1]:
-        axis.set_xlabel(x_label)
+        axis.set_xlabel(X_AXES[x][2])
     axes.flat[-1].yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     axes.flat[-1].set_ylim(bottom=0)
     axes.flat[0].legend(fontsize=8, frameon=False)

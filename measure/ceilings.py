@@ -31,24 +31,15 @@ def clock(function, hw):
 
 
 def best_time(function, hw):
-    """Return the seconds of function(), the least of five: single calls on a CPU; on a GPU CUDA events around
-    20 calls, after half a second of load to raise its clock."""
-    if hw.device.type != "cuda":
-        return min(clock(function, hw)[0] for _ in range(5))
-    until = time.perf_counter() + 0.5
-    while time.perf_counter() < until:
-        clock(function, hw)
-    seconds = []
-    for _ in range(5):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(20):
-            function()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3 / 20)
-    return min(seconds)
+    """Return the seconds of function(), the least of five: single calls on a CPU; on a GPU means of 20 calls,
+    after half a second of load to raise its clock."""
+    calls = 1
+    if hw.device.type == "cuda":
+        calls = 20
+        until = time.perf_counter() + 0.5
+        while time.perf_counter() < until:
+            clock(function, hw)
+    return min(clock(lambda: [function() for _ in range(calls)], hw)[0] / calls for _ in range(5))
 
 
 def read_bandwidth(hw):
@@ -83,23 +74,13 @@ def matmul_peak(hw, format=None):
 
 def formats(hw):
     """Return the formats that the device multiplies natively."""
-    kind = hw.device.type
-    if kind == "cuda":
+    device = hw.device.type
+    if device == "cuda":
         ampere = torch.cuda.get_device_capability(hw.device) >= (8, 0)
         return ["fp32", "tf32", "bf16", "fp16"] if ampere else ["fp32", "fp16"]
-    native = ["fp32"]
-    if kind == "cpu" and hardware.cpu_multiplies_bf16():
-        native.append("bf16")
-    if kind == "mps" or kind == "cpu" and cpu_multiplies_fp16():
-        native.append("fp16")
-    return native
-
-
-def cpu_multiplies_fp16():
-    """Return whether the CPU has fp16 instructions; False with older PyTorch, which does not report it."""
-    avx512 = getattr(torch.cpu, "_is_avx512_fp16_supported", bool)
-    amx = getattr(torch.cpu, "_is_amx_fp16_supported", bool)
-    return avx512() or amx()
+    if device == "mps":
+        return ["fp32", "fp16"]
+    return ["fp32", "bf16"] if hardware.cpu_multiplies_bf16() else ["fp32"]
 
 
 def peak(hw):
@@ -118,7 +99,7 @@ def machine(hw):
     if hw.device.type == "cpu":
         threads = torch.get_num_threads()
         name = f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}"
-    packages = ("transformers", "trl", "accelerate", "peft")
+    packages = ("numpy", "triton", "tokenizers", "safetensors", "transformers", "trl", "accelerate", "peft")
     return {
         "hardware": name,
         "cores": os.cpu_count(),

@@ -40,13 +40,13 @@ def optimisations(stage, hw, script, given, processes):
         ]
     else:
         candidates += training_optimisations(hw, script, compilation)
-    found = []
-    for candidate in candidates:
-        if candidate is not compilation and not candidate.has_effect():
-            continue
-        options = {option: (off, given.get(option, on)) for option, (off, on) in candidate.options.items()}
-        found.append(Optimisation(candidate.name, options))
-    return [optimisation for optimisation in found if optimisation.has_effect()]
+    chosen = []
+    for one in candidates:
+        options = {option: (off, given.get(option, on)) for option, (off, on) in one.options.items()}
+        as_given = Optimisation(one.name, options)
+        if as_given.has_effect() and (one.has_effect() or one is compilation):
+            chosen.append(as_given)
+    return chosen
 
 
 def training_optimisations(hw, script, compilation):
@@ -97,32 +97,17 @@ def rows_of(chosen, ladder):
 
 def print_rows(table, unit, ladder, losses, log):
     """Log the table of bench_ladder. losses: whether losses can be compared between rows."""
-    columns = {                              # {figure: (heading, format)}
-        "name": ("", ""),
-        "step": ("s/step (min-max)", ""),
-        "rate": (unit, ",.1f"),
-        "fastest": ("fastest", ",.1f"),
-        "gain": ("gain", ".2f"),
-        "turns": ("by turn", ""),
-        "in_all": ("in all", ".2f"),
-        "peak_memory_gb": ("peak GiB", ".2f"),
-        "loss": ("loss", ".4f"),
-        "off_fp32": ("off fp32", "+.2%"),
-    }
-    if not ladder:
-        del columns["in_all"]
-    if not losses:
-        del columns["loss"]
-        del columns["off_fp32"]
-    lines = [[heading for heading, _ in columns.values()]]
+    lines = [["", "s/step (min-max)", unit, "fastest", "gain", "peak GiB"]]
+    lines[0] += ["in all"] * ladder + ["loss", "off fp32"] * losses
     for row in table:
         seconds = [run["step_s"] for run in row["repeats"]]
-        step = f"{row['step_s']:.3f} ({min(seconds):.3f}-{max(seconds):.3f})"
-        turns = row["turns"] and f"{min(row['turns']):.2f}-{max(row['turns']):.2f}"
-        row = row | {"step": step, "turns": turns}
-        line = ["-" if row[key] is None else format(row[key], spec) for key, (_, spec) in columns.items()]
-        if abs(row["off_fp32"] or 0) > 0.05:
-            line[-1] += " !"
+        line = [row["name"], f"{row['step_s']:.3f} ({min(seconds):.3f}-{max(seconds):.3f})",
+                f"{row['rate']:,.1f}", f"{row['fastest']:,.1f}", ratio(row["gain"]),
+                f"{row['peak_memory_gb']:.2f}"]
+        line += [ratio(row["in_all"])] * ladder
+        if losses:
+            off = row["off_fp32"]
+            line += [f"{row['loss']:.4f}", "-" if off is None else f"{off:+.2%}{' !' * (abs(off) > 0.05)}"]
         lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines)]
     log("")
@@ -137,8 +122,11 @@ def print_rows(table, unit, ladder, losses, log):
     if losses:
         compared = "loss: of the last step; off fp32: its deviation from the first fp32 row, ! above 5%."
     log(f"{gain}Speeds are medians of steps, then of runs; ratios\n"
-        "use the fastest steps of all runs, which repeat best (docs/notes.md); "
-        f"by turn: least and most of these ratios within a turn.\n{compared}")
+        f"use the fastest steps of all runs, which repeat best (docs/notes.md).\n{compared}")
+
+
+def ratio(value):
+    return "-" if value is None else f"{value:.2f}"
 
 
 def run_rows(work, rows, repeats):
@@ -166,24 +154,21 @@ def table_row(name, options, runs, before, first, ladder):
     settings = runs[0]["settings"]
     fastest = max(run["fastest"] for run in runs)
     gain = None
-    turns = None
-    if before:
-        power = 1 if ladder else -1          # --ablate: the speed with everything on, over the row's
-        gain = (fastest / before["fastest"])**power
-        turns = [(run["fastest"] / other["fastest"])**power for run, other in zip(runs, before["repeats"])]
+    if before:                               # --ablate: the speed with everything on, over the row's
+        gain = fastest / before["fastest"] if ladder else before["fastest"] / fastest
     micro_batch = settings.get("micro_batch", 0)
     expected = options.get("batch_size", micro_batch)
     if micro_batch != expected:
         name += f" (micro-batch {micro_batch}: {expected} does not fit)"
     figures = ("step_s", "rate", "peak_memory_gb", "loss")
     medians = {figure: statistics.median(run[figure] for run in runs) for figure in figures}
-    return {"name": name} | medians | {
-        "knobs": options,
+    return medians | {
+        "name": name,
+        "options": options,
         "settings": settings,
         "rates": [run["rate"] for run in runs],
         "fastest": fastest,
         "gain": gain,
-        "turns": turns,
         "in_all": fastest / first["fastest"] if before and ladder else None,
         "repeats": recorded(runs),
     }

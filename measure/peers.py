@@ -1,5 +1,5 @@
-"""Other implementations for bench.py --peers: a plain training loop as in nanoGPT, transformers' generate,
-generate_batch and Trainer, TRL's SFTTrainer and GRPOTrainer.
+"""Other implementations for bench.py --peers: a plain training loop as in nanoGPT, transformers' generate and
+Trainer, TRL's SFTTrainer and GRPOTrainer.
 
     python -m measure.peers JOB.json
 
@@ -7,7 +7,6 @@ runs one peer; its last line holds the seconds of its steps and its peak memory.
 """
 import importlib.util
 import json
-import logging
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 import hub
 import tasks
 from measure.synthetic import GPT2
-from runtime import distributed, hardware
+from runtime import hardware
 from runtime.config import BadInput
 from text import examples
 from text.tokenizer import Tokenizer
@@ -33,7 +32,7 @@ TRL = ("transformers", "trl")
 PEERS = {
     "train": {"nanogpt": (), "trainer": TRAINER},
     "sft": {"trainer": TRAINER, "trl": TRL},
-    "generate": {"generate": TRANSFORMERS, "static": TRANSFORMERS, "generate_batch": TRANSFORMERS},
+    "generate": {"generate": TRANSFORMERS, "static": TRANSFORMERS},
     "datagen": {"generate_32": TRANSFORMERS, "generate_512": TRANSFORMERS},      # sequences at a time
     "grpo": {"trl_fp32": TRL, "trl_bf16": TRL},
 }
@@ -65,53 +64,49 @@ def import_transformers():
     import transformers
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     return transformers
 
 
 # --- sampling, in bench.py's own process ---
 
 class Generate:
-    """transformers' generate: the prompts as one batch, num_return_sequences samples of each. name "static":
-    with a static KV cache, for which transformers compiles the model on a GPU."""
+    """transformers' generate. name "static": with a static KV cache, for which transformers compiles the
+    model on a GPU."""
 
     def __init__(self, folder, hw, name="generate"):
-        self.name = name
         transformers = import_transformers()
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=hw.sampling_dtype)
         self.model = model.to(hw.device).eval()
-        self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+        self.options = dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
         self.device = hw.device
         if name == "static":
             self.options["cache_implementation"] = "static"
 
+    @torch.inference_mode()
+    def sample(self, prompts, samples, new, pad=0, **options):
+        """Sample at most `new` tokens of each completion, the prompts as one batch with padding on the left,
+        and return the completions' ids with padding on the right, each prompt's samples in a row."""
+        T = max(map(len, prompts))
+        x = torch.tensor([[pad] * (T - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (T - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        out = self.model.generate(x, attention_mask=mask, num_return_sequences=samples, max_new_tokens=new,
+                                  pad_token_id=pad, **self.options, **options)
+        return out[:, T:].tolist()
+
     def run(self, prompts, samples, new):
         """Sample `new` tokens for every completion, and return the total number of tokens."""
-        x = torch.tensor(prompts, device=self.device)
-        mask = torch.ones_like(x)
-        with torch.inference_mode():
-            out = self.model.generate(
-                x, attention_mask=mask, num_return_sequences=samples, max_new_tokens=new, min_new_tokens=new,
-                eos_token_id=None, **self.options)
-        return out[:, x.shape[1]:].numel()
+        return sum(map(len, self.sample(prompts, samples, new, min_new_tokens=new, eos_token_id=None)))
 
 
 def rejection_sampling(peer, tokenizer, task, questions, prompts, *, samples, new, at_once):
     """Sample with transformers' generate and return the number of verified completions. Each call generates
-    at_once sequences of at most `new` tokens, left-padded, up to the end-of-text token."""
+    at_once sequences of at most `new` tokens, up to the end-of-text token."""
     verified = 0
     per_call = max(1, at_once // samples)
-    options = peer.options | {"pad_token_id": tokenizer.pad}
     for first in range(0, len(prompts), per_call):
         group = prompts[first:first + per_call]
-        T = max(map(len, group))
-        x = torch.tensor([[tokenizer.pad] * (T - len(p)) + p for p in group], device=peer.device)
-        mask = torch.tensor([[0] * (T - len(p)) + [1] * len(p) for p in group], device=peer.device)
-        with torch.inference_mode():
-            out = peer.model.generate(
-                x, attention_mask=mask, num_return_sequences=samples, max_new_tokens=new,
-                eos_token_id=tokenizer.stop, **options)
-        for i, ids in enumerate(out[:, T:].tolist()):
+        completions = peer.sample(group, samples, new, tokenizer.pad, eos_token_id=tokenizer.stop)
+        for i, ids in enumerate(completions):
             question = questions[first + i // samples]
             answer = task.cut(tokenizer.decode(ids))
             score, parts = task.reward(question, answer)
@@ -155,12 +150,9 @@ class PlainGPT(nn.Module):
         self.positions = nn.Embedding(c["block_size"], C)
         self.blocks = nn.Sequential(*(PlainBlock(c) for _ in range(c["n_layer"])))
         self.norm = nn.LayerNorm(C)
-        self.apply(self.init_weights)
-
-    @staticmethod
-    def init_weights(module):
-        if isinstance(module, nn.Embedding | nn.Linear):
-            nn.init.normal_(module.weight, 0, 0.02)
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, 0, 0.02)
 
     def forward(self, x, y):                 # [B, T] -> []
         positions = torch.arange(x.shape[1], device=x.device)
@@ -327,7 +319,7 @@ def grpo_trainer(job, hw):
         pairs = zip(question or [None] * len(completions), completions)
         return [task.reward(*pair)[0] for pair in pairs]
     options = common_options(job, hw, "trl") | {
-        "per_device_train_batch_size": job["prompts"] * job["samples"] // distributed.world_size(),
+        "per_device_train_batch_size": job["prompts"] * job["samples"],
         "num_generations": job["samples"],
         "max_completion_length": job["max_new_tokens"],
         "beta": 0.0,
@@ -357,28 +349,7 @@ def grpo_trainer(job, hw):
     return seconds()
 
 
-def generate_batch(job, hw):
-    """Sample with transformers' continuous batching, one request a sample. Returns the seconds of a warm-up
-    and of a run. In its own process because its threads would outlive the call."""
-    from transformers import GenerationConfig
-    peer = Generate(job["folder"], hw)
-    inputs = [prompt for prompt in job["prompts"] for _ in range(job["samples"])]
-    times = []
-    settings = GenerationConfig(max_new_tokens=job["max_new_tokens"], eos_token_id=-1, **peer.options)
-    for _ in range(2):
-        hw.wait()
-        start = time.perf_counter()
-        outputs = peer.model.generate_batch(
-            inputs=inputs, generation_config=settings, progress_bar=False, persistent_manager=True)
-        times.append(time.perf_counter() - start)
-        lengths = {len(output.generated_tokens) for output in outputs.values()}
-        assert lengths <= {job["max_new_tokens"]}, f"completions have {lengths} tokens"
-    peer.model.destroy_cached_continuous_batching_manager()
-    return times
-
-
 PROCESS_PEERS = {
-    "generate_batch": generate_batch,
     "nanogpt": nanogpt,
     "trainer": trainer,
     "trl": trainer,
@@ -390,11 +361,10 @@ PROCESS_PEERS = {
 def main(path):
     """Run the peer of a job file, and print the seconds of its steps and its peak memory."""
     job = json.loads(Path(path).read_text())
-    hw = hardware.setup(job["device"], job["dtype"], job.get("tf32", True), compile=False)
+    hw = hardware.setup(job["device"], job["dtype"], job["tf32"], compile=False)
     torch.manual_seed(job["seed"])
     seconds = PROCESS_PEERS[job["peer"]](job, hw)
-    if distributed.is_main():
-        print(json.dumps({"seconds": seconds, "peak_memory_gb": hw.memory_gb()[1]}))
+    print(json.dumps({"seconds": seconds, "peak_memory_gb": hw.memory_gb()[1]}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Profile a few steps of a script: operations or kernels, memory, and a trace."""
+"""Profile a few steps of a script: operations or kernels, and a trace."""
 import contextlib
 import importlib
 import io
@@ -48,31 +48,25 @@ def is_kernel(event):
     return on_gpu and not getattr(event, "is_user_annotation", False)
 
 
-def self_time(event, cuda):
-    """Return an event's own microseconds, without its children."""
-    return event.self_device_time_total if cuda else event.self_cpu_time_total
-
-
 def bench_profile(cfg, hw, work, script_args, log):
-    """Profile a few steps of the script: log the operations or kernels that take most time (with --memory
-    also most memory), and write a trace next to the output."""
+    """Profile a few steps of the script: log the operations or kernels that take most time, and write a trace
+    next to the output."""
     cuda = hw.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities, profile_memory=cfg.memory)
+    profiler = torch.profiler.profile(activities=activities)
     run_profiled(work, profiler)
     trace = cfg.output.with_suffix(".trace.json")
     profiler.export_chrome_trace(str(trace))
+    # microseconds, without those of an event's children
+    time_of = attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
     events = [event for event in profiler.key_averages() if not cuda or is_kernel(event)]
-    events.sort(key=lambda event: -self_time(event, cuda))
-    total = sum(self_time(event, cuda) for event in events)
+    events.sort(key=time_of, reverse=True)
+    total = sum(map(time_of, events))
     ms_per_step = total / 1e3 / work.steps
-    consumers = []
-    for event in events[:15]:
-        own = self_time(event, cuda)
-        consumers.append({"name": event.key, "calls": event.count, "ms_a_step": own / 1e3 / work.steps,
-                          "share": own / max(1, total)})
+    consumers = [{"name": event.key, "calls": event.count, "ms_a_step": time_of(event) / 1e3 / work.steps,
+                  "share": time_of(event) / max(1, total)} for event in events[:15]]
     kinds = "kernels" if cuda else "operations, without their children"
     log(f"\n{work.description}; {work.steps} steps after {WARM_UP}, {hw.dtype} on {hw.name}: "
         f"{ms_per_step:,.1f} ms a step in {kinds}")
@@ -80,19 +74,5 @@ def bench_profile(cfg, hw, work, script_args, log):
     for row in consumers:
         log(f"{row['name'][:58]:58} {row['calls'] / work.steps:12,.1f} {row['ms_a_step']:10,.2f} "
             f"{row['share']:6.1%}")
-    figures = {"what": work.description, "consumers": consumers, "trace": str(trace),
-               "ms_a_step": ms_per_step}
-    if cfg.memory:
-        figures["memory"] = memory_consumers(profiler, cuda, work.steps)
-        log(f"\n{'memory allocated minus freed':58} {'MiB a step':>12}")
-        for row in figures["memory"]:
-            log(f"{row['name'][:58]:58} {row['mib_a_step']:12,.2f}")
     log(f"The trace is {trace}: open it at chrome://tracing or ui.perfetto.dev.")
-    return figures
-
-
-def memory_consumers(profiler, cuda, steps):
-    """Return the 15 events that allocate or free most memory, with MiB a step."""
-    usage = attrgetter("self_device_memory_usage" if cuda else "self_cpu_memory_usage")
-    events = sorted(profiler.key_averages(), key=lambda event: -abs(usage(event)))
-    return [{"name": event.key, "mib_a_step": usage(event) / 2**20 / steps} for event in events[:15]]
+    return {"what": work.description, "consumers": consumers, "trace": str(trace), "ms_a_step": ms_per_step}

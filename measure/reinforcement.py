@@ -14,9 +14,9 @@ import torch
 import hub.weights
 import tasks
 from measure.ceilings import devices, matmul_peak, sampling_limit
-from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, memory_line, processes, run_peer,
-                          run_script, shared_figures, steps_alone)
-from measure.synthetic import SHAPES, write_verifier
+from measure.runs import (WARM_UP, Work, alternate, as_flags, is_small, processes, run_peer, run_script,
+                          shared_figures, steps_alone)
+from measure.synthetic import SHAPES, verifier
 from model import GPTConfig, on_meta
 from rollouts.pipeline import requests_of
 from rollouts.questions import questions_of
@@ -27,6 +27,8 @@ from tasks._pool import Pool
 GRPO = {"llama-50m": ("4x8", 50, 32), "gpt2": ("64x8", 50, 94)}
 # of other models, for two cores
 GRPO_DEFAULT = ("8x8", 50, 64)
+GRADED = 256                                 # completions a run of --stage=rewards
+WORKERS = 2                                  # processes of it
 PEER_NAMES = {"trl_fp32": "TRL's GRPOTrainer, fp32", "trl_bf16": "TRL's GRPOTrainer, bf16"}
 
 
@@ -86,11 +88,10 @@ def random_questions(cfg, folder, prompts, prompt_tokens):
     lengths = [prompt_tokens] * num_questions
     if cfg.varied_prompts:
         lengths = [rng.randint(-(-prompt_tokens // 4), prompt_tokens) for _ in lengths]
-    texts = ["".join(rng.choices(letters, k=length)) for length in lengths]
-    rows = [json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts]
+    rows = [{"prompt": "".join(rng.choices(letters, k=length)), "answer": ""} for length in lengths]
     dataset = folder / "questions.jsonl"
-    dataset.write_text("".join(rows))
-    write_verifier(folder / "score.py", cfg.verifier_ms)
+    dataset.write_text("\n".join(map(json.dumps, rows)))
+    (folder / "score.py").write_text(verifier(cfg.verifier_ms))
     return as_flags(init_from=folder, task=folder / "score.py", dataset=dataset, few_shot=None)
 
 
@@ -101,10 +102,9 @@ def write_for_peer(cfg, folder, n):
     hub.weights.export(source.load(), folder / "peer", tokenizer)
     task = tasks.load("unit_conversion")
     questions = questions_of(task, "train", n, cfg.seed)
-    rows = []
-    for question, request in zip(questions, requests_of(tokenizer, task, questions)):
-        rows.append(json.dumps({"prompt": tokenizer.decode(request.ids), "question": question}) + "\n")
-    (folder / "questions.jsonl").write_text("".join(rows))
+    rows = [{"prompt": tokenizer.decode(request.ids), "question": question}
+            for question, request in zip(questions, requests_of(tokenizer, task, questions))]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def bench_grpo(cfg, hw, folder, script_args, log):
@@ -121,14 +121,11 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     prompts, samples, new, _ = grpo_case(cfg, script_args)
     if cfg.run and cfg.peers:
         write_for_peer(cfg, folder, prompts * (WARM_UP + cfg.steps))
-    peer_processes = f", {cfg.peer_ranks} of TRL" if cfg.peers else ""
     log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}; "
-        f"{processes(work.ranks)} here{peer_processes}")
-    runs = []
+        f"{processes(work.ranks)} here")
 
     def ours():
         run = run_script(work)
-        runs.append(run)
         keys = ("completion_tokens", "completion_tokens_max", "zero_variance")
         sampled = {tuple(step[key] for key in keys) for step in run["steps"]}
         if not cfg.run and sampled != {(new, new, 0)}:
@@ -138,7 +135,7 @@ def bench_grpo(cfg, hw, folder, script_args, log):
 
     def theirs(peer):
         model, task = (folder / "peer", "unit_conversion") if cfg.run else (folder, folder / "score.py")
-        return run_peer(cfg, hw, work, peer, work.sequences, cfg.peer_ranks, dtype=peer.removeprefix("trl_"),
+        return run_peer(cfg, hw, work, peer, work.sequences, dtype=peer.removeprefix("trl_"),
                         model=str(model), task=str(task), data=f"{folder}/questions.jsonl", source=cfg.run,
                         prompts=prompts, samples=samples, max_new_tokens=new,
                         lora_rank=script_args.config.lora_rank)
@@ -146,8 +143,8 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     rates = alternate(sides, cfg.repeats, work.unit, log)
     c = shape_of(cfg)
     n = devices(hw, work.ranks)
-    *_, before = runs[-1]["steps"][:WARM_UP]
-    counted = runs[-1]["steps"][WARM_UP:]
+    *_, before = work.runs[-1]["steps"][:WARM_UP]
+    counted = work.runs[-1]["steps"][WARM_UP:]
     new = statistics.fmean(step["completion_tokens"] for step in counted)
     both = (counted[-1]["tokens"] - before["tokens"]) / (counted[-1]["questions"] - before["questions"])
     prompt_tokens = both / samples - new     # on average
@@ -156,11 +153,10 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     sampling, *_ = sampling_limit(c, hw, -(-prompts // n), prompt_tokens, samples, new)
     least = sampling + update                # seconds of a step
     limit = work.sequences / least
-    figures = shared_figures(work, rates, runs, limit, ("rollout_s", "reward_s", "update_s", "sync_s"))
+    figures = shared_figures(work, rates, limit, ("rollout_s", "reward_s", "update_s", "sync_s"), log)
     step_ms = 1e3 * figures["step_s"]
     log(f"{figures['share']:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {step_ms:,.0f} ms "
         f"sampling needs at least {1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")
-    log(memory_line(figures))
     rollout_ms, update_ms = (1e3 * figures["parts"][part] for part in ("rollout_s", "update_s"))
     also = f"a step {step_ms:,.0f} ms, of which rollout {rollout_ms:,.0f}, update {update_ms:,.0f}"
     return figures | {"also": also}
@@ -180,18 +176,17 @@ def bench_rewards(cfg, hw, folder, script_args, log):
     """Measure completions a second graded by worker processes and by the calling process, with a verifier of
     about verifier_ms CPU time. The start of the workers, once a run in grpo.py, is excluded."""
     path = Path(folder) / "slow.py"
-    write_verifier(path, cfg.verifier_ms)
-    pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(cfg.completions)]
-    description = (f"{cfg.completions} completions, {cfg.verifier_ms:g} ms each, "
-                   f"{processes(cfg.reward_workers)}")
+    path.write_text(verifier(cfg.verifier_ms))
+    pairs = [({"question": "", "answer": ""}, "x" * i) for i in range(GRADED)]
+    description = f"{GRADED} completions, {cfg.verifier_ms:g} ms each, {processes(WORKERS)}"
     log(description)
-    with Pool(str(path), cfg.reward_workers) as workers, Pool(str(path), 1, kind="serial") as serial:
+    with Pool(str(path), WORKERS) as workers, Pool(str(path), 1, kind="serial") as serial:
         sides = {
             "nanoRFT": lambda: grade_all(workers, pairs),
             "one after the other": lambda: grade_all(serial, pairs),
         }
         rates = alternate(sides, cfg.repeats, "completions/s", log, warm_up=1)
-    limit = min(cfg.reward_workers, os.cpu_count()) * statistics.median(rates["one after the other"])
+    limit = min(WORKERS, os.cpu_count()) * statistics.median(rates["one after the other"])
     share = statistics.median(rates["nanoRFT"]) / limit
     return {"what": description, "unit": "completions/s", "rates": rates, "limit": limit, "share": share,
             "also": description}

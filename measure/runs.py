@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure.utilization import Utilization
+from doctor import plot
 from runtime import guard
 from runtime.config import BadInput
 from runtime.metrics import read_run
@@ -39,6 +39,7 @@ class Work:
     ranks: int = 1
     sequences: int = 0                       # in a step
     config: Any = None                       # the script's Config
+    runs: list = field(default_factory=list)                 # figures of each call of run_script
     peak_memory_gb: dict = field(default_factory=dict)       # of each side's last run
 
     @property
@@ -94,28 +95,16 @@ def process(start, arguments, ranks=1, name=None, fine=(0,), env=None):
     return result.stdout
 
 
-def logged_process(command, name, log, cwd=None, **env):
-    """Run a process and append its output to the file log. Raises Failure with the last line if it fails.
-    name: for the error message. env: additional variables."""
-    with open(log, "a") as output:
-        code = subprocess.run(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT,
-                              env=os.environ | env).returncode
-    if code:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise guard.Failure(f"{name} ended with {code}, after: {last}")
-
-
 def run_script(work, options=None):
     """Run the script once and return the figures of its log. seconds: of each measured step; step_s: their
     median; rate: median units a second; fastest: units a second of the fastest step; outside_s: seconds of
-    the process outside of these steps (start, compiling, warm-up, end); sampled: from NVML; loss: of
-    the last step; grad_norm: of the first; settings: every option, with the value that auto resolved to, and
-    facts about model and data."""
+    the process outside of these steps (start, compiling, warm-up, end); utilization: the highest that a step
+    logged, None if unknown; loss: of the last step; grad_norm: of the first; settings: every option, with the
+    value that auto resolved to, and facts about model and data."""
     options = dict(options or {})
     ranks = options.pop("ranks", work.ranks)
     start = time.perf_counter()
-    with Utilization(int(work.config.device.partition(":")[2] or 0)) as utilization:
-        process([str(ROOT / work.script)], work.arguments + as_flags(**options), ranks, work.script)
+    process([str(ROOT / work.script)], work.arguments + as_flags(**options), ranks, work.script)
     wall = time.perf_counter() - start
     lines = read_run(work.out)
     steps = [line for line in lines if "lr" in line]
@@ -133,7 +122,7 @@ def run_script(work, options=None):
     if len(seconds) != work.steps:
         raise guard.Failure(f"{work.script} logged {len(steps)} steps instead of {WARM_UP + work.steps}, so "
                             "there is nothing to compare.")
-    return {
+    work.runs.append({
         "seconds": seconds,
         "step_s": statistics.median(seconds),
         "rate": statistics.median(rates),
@@ -141,12 +130,13 @@ def run_script(work, options=None):
         "units": statistics.fmean(units),
         "outside_s": wall - sum(seconds),
         "peak_memory_gb": steps[-1]["peak_memory_gb"],
-        "sampled": utilization.figures(),
+        "utilization": max(filter(None, (step.get("utilization") for step in steps)), default=None),
         "loss": steps[-1]["loss"],
         "grad_norm": steps[0]["grad_norm"],
         "settings": settings,
         "steps": steps,
-    }
+    })
+    return work.runs[-1]
 
 
 def recorded(runs):
@@ -155,9 +145,13 @@ def recorded(runs):
     return [{key: value for key, value in run.items() if key not in left_out} for run in runs]
 
 
-def shared_figures(work, rates, runs, limit, parts):
-    """Return the figures that records of train.py and grpo.py share. parts: seconds in a step's log."""
+def shared_figures(work, rates, limit, parts, log):
+    """Log all sides' peak memory, and return the figures that records of train.py and grpo.py share. parts:
+    seconds in a step's log."""
+    runs = work.runs
     counted = [step for run in runs for step in run["steps"][WARM_UP:]]
+    peak_memory_gb = work.peak_memory_gb | {"nanoRFT": runs[-1]["peak_memory_gb"]}
+    log(f"peak memory, GiB: {', '.join(f'{name} {size:.2f}' for name, size in peak_memory_gb.items())}")
     return {
         "what": work.description,
         "unit": work.unit,
@@ -168,22 +162,23 @@ def shared_figures(work, rates, runs, limit, parts):
         "parts": {part: statistics.median(step[part] for step in counted) for part in parts},
         "settings": runs[0]["settings"],
         "repeats": recorded(runs),
-        "peak_memory_gb": work.peak_memory_gb | {"nanoRFT": runs[-1]["peak_memory_gb"]},
+        "peak_memory_gb": peak_memory_gb,
     }
 
 
 def alternate(sides, repeats, unit, log, warm_up=0):
     """Alternate between sides {name: function -> rate}; log medians and ratios, and return {name: rates}. The
-    first warm_up rounds are dropped; a peer that fails is left out."""
+    first warm_up rounds are dropped; a peer that fails is left out. Raises BadInput, and nanoRFT's errors."""
     rates = {name: [] for name in sides}
     for repeat in track(range(warm_up + repeats), "measuring", "turns"):
         for name in list(rates):
             try:
                 rate = sides[name]()
-            except guard.Failure as e:
-                if name == "nanoRFT":
+            except Exception as e:
+                if name == "nanoRFT" or isinstance(e, BadInput):
                     raise
-                log(f"{name}: left out, it failed: {e}")
+                first_line, *_ = f"{e or type(e).__name__}".splitlines()
+                log(f"{name}: left out, it failed: {first_line}")
                 del rates[name]
                 continue
             if repeat >= warm_up:
@@ -199,46 +194,32 @@ def alternate(sides, repeats, unit, log, warm_up=0):
     return rates
 
 
-def memory_line(figures):
-    """Return the log line of all sides' peak memory."""
-    sides = ", ".join(f"{name} {size:.2f}" for name, size in figures["peak_memory_gb"].items())
-    return f"peak memory, GiB: {sides}"
-
-
-def run_peer(cfg, hw, work, peer, units, ranks=1, **job):
-    """Return the units a second of a training peer after the warm-up. units: of a step."""
-    seconds, work.peak_memory_gb[peer] = time_peer(peer, cfg, hw, work.folder, ranks,
-                                                   steps=WARM_UP + work.steps, **job)
-    return units / statistics.median(seconds[WARM_UP:])
-
-
-def time_peer(peer, cfg, hw, folder, ranks=1, **job):
-    """Run a peer in its own process and return (seconds of its steps, peak GiB of memory). A single process
-    sees one GPU only, since transformers would use all."""
-    path = Path(folder) / "job.json"
+def run_peer(cfg, hw, work, peer, units, **job):
+    """Run a training peer in its own process, which sees one GPU only, since transformers would use all.
+    Return its units a second after the warm-up. units: of a step."""
     env = {}
-    if hw.device.type == "cuda" and ranks == 1:
+    if hw.device.type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[hw.device.index] if visible else str(hw.device.index)}
-    common = {"peer": peer, "folder": str(folder), "device": hw.device.type, "dtype": hw.dtype,
-              "tf32": hw.tf32, "seed": cfg.seed}
+        gpu = visible.split(",")[hw.device.index] if visible else str(hw.device.index)
+        env = {"CUDA_VISIBLE_DEVICES": gpu}
+    common = {"peer": peer, "folder": str(work.folder), "device": hw.device.type, "dtype": hw.dtype,
+              "tf32": hw.tf32, "seed": cfg.seed, "steps": WARM_UP + work.steps}
+    path = work.folder / "job.json"
     path.write_text(json.dumps(common | job))
-    printed = process(["-m", "measure.peers"], [path], ranks, peer, env=env)
+    printed = process(["-m", "measure.peers"], [path], name=peer, env=env)
     figures = json.loads(printed.splitlines()[-1])
-    return figures["seconds"], figures["peak_memory_gb"]
+    work.peak_memory_gb[peer] = figures["peak_memory_gb"]
+    return units / statistics.median(figures["seconds"][WARM_UP:])
 
 
 def chart(path, title, rates, unit):
     """Draw bars of medians with lines from least to most, and return the path. Prints a line and returns None
     without matplotlib."""
     try:
-        import matplotlib
+        figure, axis = plot.one_panel(title, 9, 1.2 + 0.4 * len(rates))
     except ImportError as e:
         print(f"The chart is left out, since matplotlib can't be imported ({e}).")
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axis = pyplot.subplots(figsize=(9, 1.2 + 0.4 * len(rates)), layout="constrained")
     names = list(rates)[::-1]                # the first is drawn on top
     medians = [statistics.median(rates[name]) for name in names]
     below = [median - min(rates[name]) for name, median in zip(names, medians)]
@@ -249,8 +230,5 @@ def chart(path, title, rates, unit):
         axis.annotate(label, (max(rates[name]), y), va="center", fontsize=9)
     axis.margins(x=0.12)
     axis.set_xlabel(f"{unit}; median, least and most of the runs")
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return str(path)

@@ -10,11 +10,11 @@ import torch
 import hub.weights
 import tasks
 from engine import Engine, Request, Sampling
-from layers.packed import Packed, takes_half_weights
+from layers.packed import takes_half_weights
 from engine.sampler import draw
 from measure import peers
 from measure.ceilings import clock, devices, matmul_peak, read_bandwidth, sampling_limit
-from measure.runs import ROOT, alternate, as_flags, is_small, process, processes, time_peer
+from measure.runs import ROOT, alternate, as_flags, is_small, process, processes
 from measure.synthetic import SHAPES, random_model
 from model import GPTConfig
 from rollouts.pipeline import requests_of
@@ -34,23 +34,19 @@ class Case:
         return len(self.prompts) * self.samples * self.new
 
 
-class EngineSide:
-    """The engine, with a slot for each sample, at most 512 by default."""
-    name = "engine"
-
-    def __init__(self, model, cfg, hw, rows):
-        slots = cfg.slots or min(rows, 512)
-        context = cfg.prompt_tokens + cfg.max_new_tokens
-        self.engine = Engine(model, slots, context, Sampling(), seed=cfg.seed, dtype=hw.sampling_dtype,
-                             half_weights=cfg.dtype == "auto")
-
-    def run(self, prompts, samples, new):
-        """Sample `new` tokens for every completion, and return the total number of tokens."""
-        requests = [Request(prompt, samples, key, new) for key, prompt in enumerate(prompts)]
-        return sum(len(sample.ids) for sample in self.engine.generate(requests))
+def run_engine(engine, prompts, samples, new):
+    """Sample `new` tokens for every completion, and return the total number of tokens."""
+    requests = [Request(prompt, samples, key, new) for key, prompt in enumerate(prompts)]
+    return sum(len(sample.ids) for sample in engine.generate(requests))
 
 
-# --- breakdown of the engine's time ---
+def rate_of(run, case, hw):
+    """Return the tokens a second of a run of the case. Raises Failure if it sampled another number."""
+    seconds, tokens = clock(lambda: run(case.prompts, case.samples, case.new), hw)
+    if tokens != case.tokens:
+        raise guard.Failure(f"it sampled {tokens} tokens instead of {case.tokens}")
+    return tokens / seconds
+
 
 def run_step(engine, shape):
     """Run one decoding step of this shape, always at step index 0."""
@@ -60,29 +56,6 @@ def run_step(engine, shape):
 
 def median_seconds(function, hw, calls):
     return statistics.median(clock(function, hw)[0] for _ in range(calls))
-
-
-@torch.inference_mode()
-def time_products(runner, rows, length, hw):
-    """Return the median seconds of the matrix products of a step on a CPU, with `length` positions a row; the
-    rest of a step is overhead."""
-    c = runner.config
-    modules = [*runner.model.modules(), runner.head]
-    linears = [module for module in modules if isinstance(module, Packed | torch.nn.Linear)]
-    inputs = [torch.randn(rows, 1, linear.in_features).to(runner.dtype) for linear in linears]
-    queries = (rows * c.n_kv_head, c.n_head // c.n_kv_head)
-    q = torch.randn(*queries, c.head_dim).to(runner.dtype)
-    weights = torch.randn(*queries, length).to(runner.dtype)
-
-    def products():
-        for linear, x in zip(linears, inputs):
-            linear(x)
-        for k, v in zip(runner.cache.k, runner.cache.v):
-            k = k[:rows].flatten(0, 1)[:, :length]
-            v = v[:rows].flatten(0, 1)[:, :length]
-            torch.bmm(q, k.transpose(1, 2))
-            torch.bmm(weights, v)
-    return median_seconds(products, hw, 5)
 
 
 @torch.inference_mode()
@@ -103,35 +76,16 @@ def split_time(case, engine, shape, hw):
     return {"prefill": prefill, "decode": steps * (step - one_draw), "draw": steps * one_draw}, step
 
 
-# --- the engine against transformers ---
-
-def race(case, sides, repeats, hw):
-    """Alternate between sides, and return ({side: seconds of its runs}, {side: error message})."""
-    times = {}
-    failed = {}
-    for repeat in range(repeats + 1):        # the first is a warm-up, which captures CUDA graphs
-        for side in sides:
-            if side.name in failed:
-                continue
-            try:
-                seconds, tokens = clock(lambda: side.run(case.prompts, case.samples, case.new), hw)
-                assert tokens == case.tokens, f"{tokens} tokens"
-                if repeat:
-                    times.setdefault(side.name, []).append(seconds)
-            except Exception as e:
-                if side is sides[0]:
-                    raise
-                failed[side.name] = f"{type(e).__name__}: {e}".splitlines()[0]
-    return times, failed
-
-
-def engine_figures(case, engine, seconds, bandwidth, hw):
-    """Return (figures of the engine, a line to log). seconds: median of its runs."""
+def engine_figures(case, engine, rate, hw, log):
+    """Log and return the figures of the engine. rate: median tokens a second of its runs."""
     P = len(case.prompts)
     prompt_tokens = len(case.prompts[0])
-    limit, decode, in_flight = sampling_limit(
+    seconds = case.tokens / rate
+    least, decode, in_flight = sampling_limit(
         engine.runner.config, hw, P, prompt_tokens, case.samples, case.new, engine.slots,
         2 if engine.half_weights else None)
+    limit = case.tokens / least
+    bandwidth = read_bandwidth(hw)
     nominal = hw.bandwidth * 1e12 if hw.bandwidth else bandwidth
     mbu = decode * bandwidth / nominal / seconds
     floor = decode * in_flight / case.tokens
@@ -139,49 +93,34 @@ def engine_figures(case, engine, seconds, bandwidth, hw):
     shape = engine.runner.step_shape([context] * in_flight)                   # in the middle of a run
     parts, step = split_time(case, engine, shape, hw)
     parts["host"] = seconds - sum(parts.values())
-    overhead = None
-    in_step = f"limit {1e3 * floor:.2f}"
-    if hw.device.type == "cpu":
-        products = time_products(engine.runner, shape[0], shape[1][0].length, hw)
-        overhead = 1e3 * (step - products)
-        in_step += f", products alone {1e3 * products:.2f}"
-    figures = {"work": f"{P}x{case.samples}", "tokens_per_s": case.tokens / seconds,
-               "limit": case.tokens / limit, "mbu": mbu, "step_ms": 1e3 * step, "floor_ms": 1e3 * floor,
-               "overhead_ms": overhead, "by_length": engine.runner.by_length, "format": engine.format}
-    figures |= {f"{part}_s": value for part, value in parts.items()}
     shares = ", ".join(f"{part} {value / seconds:.0%}" for part, value in parts.items())
-    line = (f"{P} prompts x {case.samples}, {engine.format}: {case.tokens / seconds:,.0f} tokens/s, "
-            f"{limit / seconds:.0%} of the limit of {case.tokens / limit:,.0f}, MBU {mbu:.0%}; {shares}; "
-            f"a step of {in_flight} rows {1e3 * step:.2f} ms ({in_step})")
-    return figures, line
+    log(f"{rate / limit:.0%} of the limit of {limit:,.0f}, MBU {mbu:.0%}; {engine.format}; {shares}; "
+        f"a step of {in_flight} rows {1e3 * step:.2f} ms (limit {1e3 * floor:.2f})")
+    return {"work": f"{P}x{case.samples}", "tokens_per_s": rate, "limit": limit, "mbu": mbu,
+            "step_ms": 1e3 * step, "floor_ms": 1e3 * floor, "by_length": engine.runner.by_length,
+            "format": engine.format} | {f"{part}_s": value for part, value in parts.items()}
 
 
-def bench_case(cfg, hw, folder, case, sides, bandwidth, log):
-    """Measure one case and return the figures of all sides. sides[0] is the engine."""
-    times, failed = race(case, sides, cfg.repeats, hw)
-    figures, line = engine_figures(case, sides[0].engine, statistics.median(times["engine"]), bandwidth, hw)
-    if "generate_batch" in cfg.peers:
-        job = dict(prompts=case.prompts, samples=case.samples, max_new_tokens=case.new)
-        try:
-            seconds, _ = time_peer("generate_batch", cfg, hw, folder, **job)
-            times["generate_batch"] = seconds[1:]                      # the first is a warm-up
-        except guard.Failure as e:
-            failed["generate_batch"] = str(e)
-    figures["seconds"] = times
-    figures["failed"] = failed
-    log(f"\n{line}")
-    for peer, seconds in times.items():
-        if peer == "engine":
-            continue
-        engine_seconds = times["engine"][-len(seconds):]
-        ratios = sorted(theirs / ours for ours, theirs in zip(engine_seconds, seconds))
-        ratio = statistics.median(ratios)
-        figures[f"over_{peer}"] = ratio
-        log(f"  {peer}: {case.tokens / statistics.median(seconds):,.0f} tokens/s; "
-            f"the engine is {ratio:.2f} times as fast ({ratios[0]:.2f}-{ratios[-1]:.2f})")
-    for peer, reason in failed.items():
-        log(f"  {peer}: failed ({reason})")
-    return figures
+def bench_case(cfg, hw, model, others, work, log):
+    """Measure one case, such as 2x10. Return (figures of the engine, {side: tokens a second of its runs}).
+    others: {peer: Generate}."""
+    num_prompts, samples = map(int, work.split("x"))
+    prompts = torch.randint(model.config.vocab_size, (num_prompts, cfg.prompt_tokens)).tolist()
+    case = Case(prompts, samples, cfg.max_new_tokens)
+    slots = min(num_prompts * samples, 512)
+    context = cfg.prompt_tokens + cfg.max_new_tokens
+    engine = Engine(model, slots, context, Sampling(), seed=cfg.seed, dtype=hw.sampling_dtype,
+                    half_weights=cfg.dtype == "auto")
+    runs = {"nanoRFT": functools.partial(run_engine, engine)}
+    runs |= {name: peer.run for name, peer in others.items()}
+    sides = {name: functools.partial(rate_of, run, case, hw) for name, run in runs.items()}
+    log(f"\n{num_prompts} prompts x {samples}")
+    rates = alternate(sides, cfg.repeats, "tokens/s", log, warm_up=1)  # which captures CUDA graphs
+    ours = rates["nanoRFT"]
+    figures = engine_figures(case, engine, statistics.median(ours), hw, log)
+    for name in rates.keys() - {"nanoRFT"}:
+        figures[f"over_{name}"] = statistics.median(a / b for a, b in zip(ours, rates[name]))
+    return figures, rates
 
 
 def bench_generate(cfg, hw, folder, script_args, log):
@@ -194,20 +133,13 @@ def bench_generate(cfg, hw, folder, script_args, log):
     log(f"{model.n_params():,} parameters, {hw.sampling_dtype} on {hw.name}; prompts of {cfg.prompt_tokens}, "
         f"{cfg.max_new_tokens} new tokens a sample; "
         f"measured {bandwidth / 1e9:,.0f} GB/s, {flops / 1e12:,.2f} TFLOP/s.")
-    others = [peers.Generate(folder, hw, name) for name in cfg.peers if name in ("generate", "static")]
+    others = {name: peers.Generate(folder, hw, name) for name in cfg.peers}
     cases = []
     rates = {}
     for work in cfg.work.split(","):
-        num_prompts, samples = map(int, work.split("x"))
-        prompts = torch.randint(c.vocab_size, (num_prompts, cfg.prompt_tokens)).tolist()
-        case = Case(prompts, samples, cfg.max_new_tokens)
-        sides = [EngineSide(model, cfg, hw, num_prompts * samples), *others]
-        figures = bench_case(cfg, hw, folder, case, sides, bandwidth, log)
-        del sides
+        figures, measured = bench_case(cfg, hw, model, others, work, log)
         cases.append(figures)
-        for name, times in figures["seconds"].items():
-            side = "nanoRFT" if name == "engine" else name
-            rates[f"{figures['work']} {side}"] = [case.tokens / seconds for seconds in times]
+        rates |= {f"{work} {name}": values for name, values in measured.items()}
         gc.collect()                         # frees the engine's memory for the next one
     first = cases[0]
     description = f"{cfg.work}, prompts of {cfg.prompt_tokens}, {cfg.max_new_tokens} new tokens"
@@ -222,14 +154,12 @@ def bench_generate(cfg, hw, folder, script_args, log):
 def run_datagen(cfg, hw, folder, script_args, num_questions, ranks):
     """Run datagen.py and return the figures of its --json."""
     arguments = as_flags(num_questions=num_questions, temperature=1)
-    arguments += [*script_args.files, *script_args.flags, "--overwrite", "--json"]
-    arguments += as_flags(init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json")
-    arguments += as_flags(max_new_tokens=cfg.max_new_tokens, few_shot=0, dtype=cfg.dtype, device=cfg.device)
-    arguments += as_flags(seed=cfg.seed)
-    if not cfg.run:
-        arguments += as_flags(tokenizer="bytes")
-    script = [str(ROOT / "datagen.py")]
-    printed = process(script, arguments, ranks, "datagen.py", fine=(0, 1))       # 1: none was verified
+    arguments += [*script_args.files, *script_args.flags]
+    arguments += as_flags(
+        init_from=cfg.run or folder, task="unit_conversion", output=f"{folder}/rft.json", overwrite=True,
+        max_new_tokens=cfg.max_new_tokens, few_shot=0, dtype=cfg.dtype, device=cfg.device, seed=cfg.seed,
+        json=True, **({} if cfg.run else {"tokenizer": "bytes"}))
+    printed = process([str(ROOT / "datagen.py")], arguments, ranks, fine=(0, 1))       # 1: none verified
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
         raise guard.Failure("datagen.py failed: run it by itself to see why.")

@@ -1,7 +1,5 @@
 """Synthetic inputs of benchmarks: model shapes, random weights, a text, a tokenizer, a verifier."""
-import hashlib
 import json
-import time
 from itertools import islice, product
 from pathlib import Path
 from string import ascii_lowercase
@@ -89,27 +87,20 @@ def suppress_eos(model, eos):
 
 
 VERIFIER = '''"""Scores that differ between the samples of a group, at a chosen cost in CPU time."""
-import hashlib
+import time
 import zlib
 
 PROMPT, STOP = "{}", ""
 
 
 def reward(question, completion):
-    hashlib.pbkdf2_hmac("sha256", b"", b"", ROUNDS)
+    end = time.thread_time() + SECONDS
+    while time.thread_time() < end:
+        pass
     return zlib.crc32(completion.encode("utf-8", "replace")) / 2**32
 '''
 
 
-def write_verifier(path, milliseconds):
-    """Write VERIFIER as a task file whose reward takes about so many milliseconds on an idle core."""
-    seconds = min(time_hash(10_000) for _ in range(5)) if milliseconds else 1
-    rounds = max(1, int(10_000 * milliseconds / 1000 / seconds))
-    Path(path).write_text(VERIFIER.replace("ROUNDS", str(rounds)))
-
-
-def time_hash(rounds):
-    """Return the CPU seconds of so many rounds."""
-    start = time.thread_time()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
-    return time.thread_time() - start
+def verifier(milliseconds):
+    """Return the text of a task file whose reward takes so many milliseconds of CPU time."""
+    return VERIFIER.replace("SECONDS", str(milliseconds / 1000))

@@ -9,8 +9,8 @@ import hub.weights
 import tasks
 from measure import peers
 from measure.ceilings import devices, matmul_peak, peak
-from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, memory_line, run_peer, run_script,
-                          shared_figures, steps_alone)
+from measure.runs import (ROOT, WARM_UP, Work, alternate, as_flags, run_peer, run_script, shared_figures,
+                          steps_alone)
 from measure.synthetic import SHAPES, random_model, write_text, write_tokenizer
 from model import GPTConfig
 from runtime import checkpoint, config, hardware
@@ -37,12 +37,17 @@ def train_work(cfg, hw, folder, script_args):
     defaults = {option: value for option, value in options.items() if option not in script_args.given}
     block_size = defaults.get("block_size", script.block_size)
     arguments = as_flags(**defaults)
-    arguments += [*script_args.files, *script_args.flags, *data_flags, *steps_alone(cfg, folder)]
-    arguments += as_flags(init_from="scratch", num_epochs=None, patience=0, eval_interval=10**9)
-    arguments += as_flags(eval_tokens=block_size, dtype=hw.dtype)
-    description = f"{script.sequences} sequences of {block_size} tokens a step"
-    return Work("train.py", arguments, folder, description, "tokens/s", cfg.steps, cfg.ranks or 1,
-                script.sequences, script)
+    arguments += [*script_args.files, *script_args.flags, *data_flags]
+    arguments += as_flags(init_from="scratch", eval_tokens=block_size)
+    return training_work(cfg, hw, folder, script, arguments, f"sequences of {block_size} tokens")
+
+
+def training_work(cfg, hw, folder, script, arguments, what):
+    """Return the Work of train.py with these arguments. what: a step's sequences, in words."""
+    fixed = as_flags(num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)
+    arguments = [*arguments, *steps_alone(cfg, folder), *fixed]
+    return Work("train.py", arguments, folder, f"{script.sequences} {what} a step", "tokens/s", cfg.steps,
+                cfg.ranks or 1, script.sequences, script)
 
 
 def shape_options(script, shape):
@@ -92,12 +97,8 @@ def sft_work(cfg, hw, folder, script_args):
         source = as_flags(init_from=folder, tokenizer="bytes", dataset=path)
     in_rows = cfg.ladder or cfg.ablate
     schedule = as_flags(learning_rate=1e-3, warmup_steps=2) if in_rows else as_flags(learning_rate=1e-4)
-    arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *steps_alone(cfg, folder)]
-    arguments += source
-    arguments += as_flags(num_epochs=None, patience=0, eval_interval=10**9, dtype=hw.dtype)
-    description = f"{script.sequences} examples of unit conversion a step"
-    return Work("train.py", arguments, folder, description, "tokens/s", cfg.steps, cfg.ranks or 1,
-                script.sequences, script)
+    arguments = [*recipe, *schedule, *script_args.files, *script_args.flags, *source]
+    return training_work(cfg, hw, folder, script, arguments, "examples of unit conversion")
 
 
 def bench_training(cfg, hw, folder, script_args, log):
@@ -107,44 +108,38 @@ def bench_training(cfg, hw, folder, script_args, log):
     make_work = train_work if cfg.stage == "train" else sft_work
     work = make_work(cfg, hw, folder, script_args)
     log(f"{work.description}, {work.steps} steps a run after {WARM_UP}, {hw.dtype} on {hw.name}")
-    runs = []
-
-    def ours():
-        runs.append(run_script(work))
-        return runs[-1]["rate"]
-    sides = {"nanoRFT": ours}
+    sides = {"nanoRFT": lambda: run_script(work)["rate"]}
     for name in cfg.peers:
-        sides[name] = functools.partial(peer_rate, cfg, hw, folder, work, name, runs)
+        sides[name] = functools.partial(peer_rate, cfg, hw, work, name)
     rates = alternate(sides, cfg.repeats, work.unit, log)
-    flops = runs[0]["settings"]["flops_per_token"]
+    flops = work.runs[0]["settings"]["flops_per_token"]
     n = devices(hw, work.ranks)
     limit = n * matmul_peak(hw) / flops
     mfu = statistics.median(rates["nanoRFT"]) * flops / peak(hw) / n
-    figures = shared_figures(work, rates, runs, limit, ("data_s", "forward_backward_s", "optimizer_s"))
+    figures = shared_figures(work, rates, limit, ("data_s", "forward_backward_s", "optimizer_s"), log)
     step_ms = 1e3 * figures["step_s"]
     log(f"{flops / 1e6:,.1f} MFLOP a token: MFU {mfu:.1%}, a step {step_ms:,.1f} ms; "
         f"limit at the speed of a large product {limit:,.0f} tokens/s")
-    log(memory_line(figures))
     also = f"MFU {mfu:.1%}, a step {step_ms:,.0f} ms"
     return figures | {"mfu": mfu, "flops_per_token": flops, "also": also}
 
 
-def peer_rate(cfg, hw, folder, work, peer, runs):
+def peer_rate(cfg, hw, work, peer):
     """Return the tokens a second of a peer, with the micro-batch size of nanoRFT's last run."""
-    settings = runs[-1]["settings"]
+    settings = work.runs[-1]["settings"]
     micro_batch = settings["micro_batch"]
     architecture = checkpoint.read_model(work.out)["architecture"]
     if peer == "nanogpt" and not peers.is_gpt2(architecture):
         raise BadInput("--peers=nanogpt has GPT-2's architecture only: give --model=gpt2 or gpt2-1m, and no "
                        "option that changes it.")
-    model = folder
+    model = work.folder
     if cfg.run or cfg.stage == "train" and peer == "trainer":
-        model = Path(folder) / "peer"
+        model = work.folder / "peer"
         if not model.exists():
             cpu = hardware.setup("cpu", compile=False)
             weights = hub.find(cfg.run).load() if cfg.run else random_model(GPTConfig(**architecture), cpu)
             hub.weights.export(weights, model)
-    return run_peer(cfg, hw, work, peer, runs[-1]["units"], architecture=architecture, model=str(model),
+    return run_peer(cfg, hw, work, peer, work.runs[-1]["units"], architecture=architecture, model=str(model),
                     source=cfg.run, data=settings["dataset"], lora_rank=settings["lora_rank"],
                     block_size=settings["block_size"], batch_size=micro_batch,
                     accumulation=work.sequences // micro_batch)

@@ -9,8 +9,8 @@ Options, as --key=value:
 """
 import json
 import random
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -55,21 +55,19 @@ def teachers(n, argument=None):
     lengths = []
     for teacher in countdown_search.TEACHERS:
         name = countdown_search.name_of(teacher)
-        found = [countdown_search.completion(teacher, question, longest) for question in asked]
-        solved[name] = [right for _, right in found]
+        searches = [countdown_search.completion(teacher, question, longest) for question in asked]
+        solved[name] = [right for _, right in searches]
         later[name] = [countdown_search.completion(teacher, question, 2 * longest)[1] for question in asked]
-        prompts = [countdown_search.PROMPT.format(question["question"]) for question in asked]
-        lengths += [len(prompt) + len(text) + 1 for prompt, (text, _) in zip(prompts, found)]
-    by_any = [any(row) for row in zip(*solved.values())]
-    by_any_later = [any(row) for row in zip(*later.values())]
+        for question, (text, _) in zip(asked, searches):
+            lengths.append(len(countdown_search.PROMPT.format(question["question"])) + len(text) + 1)
+    by_any, by_any_later = (list(map(any, zip(*rows.values()))) for rows in (solved, later))
     rng = random.Random("random search")
     at_random = [[random_search(question, 2 * longest, rng) for _ in range(TRIES)] for question in asked]
     unsolved = []
     for question, right, right_later, tries in zip(asked, by_any, by_any_later, at_random):
         if not right:
-            numbers = question["numbers"]
-            target = int(question["answer"])
-            steps, _ = countdown_search.search(countdown_search.EXHAUSTIVE, numbers, target)
+            steps, _ = countdown_search.search(countdown_search.EXHAUSTIVE, question["numbers"],
+                                               int(question["answer"]))
             unsolved.append(question | {"a_solution": steps, "solved_in_twice_the_room": right_later,
                                         "solved_at_random": any(tries)})
     return {
@@ -117,10 +115,10 @@ def read_teachers(path):
 
 def answers(path):
     """Return {model: {question: its samples}} from a file of eval.py --output=."""
-    found = {}
+    by_model = {}
     for line in map(json.loads, path.read_text().splitlines()):
-        found.setdefault(Path(line["model"]).name, {})[line["question"]] = line["samples"]
-    return found
+        by_model.setdefault(Path(line["model"]).name, {})[line["question"]] = line["samples"]
+    return by_model
 
 
 def solved(samples):
@@ -131,38 +129,36 @@ def solved(samples):
 def share_of(flags):
     """Return {"n", "of", "share", "low", "high"} of a list of bools, with Wilson's 95% interval; an empty
     list has no share."""
-    found = {"n": sum(flags), "of": len(flags)}
-    if flags:
-        low, high = interval([float(flag) for flag in flags], 1)
-        found |= {"share": fmean(flags), "low": low, "high": high}
-    return found
+    if not flags:
+        return {"n": 0, "of": 0}
+    low, high = interval([float(flag) for flag in flags], 1)
+    return {"n": sum(flags), "of": len(flags), "share": fmean(flags), "low": low, "high": high}
 
 
-def beyond_the_others(again, unsolved):
-    """Return (unsolved problems that the base does not solve with another seed either, those of them that no
-    teacher solves within twice the bytes). Parameters as in beyond()."""
-    hardest = [question for question in unsolved
-               if question in again["base"] and not solved(again["base"][question])]
-    return hardest, [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
+def hard_problems(again, unsolved):
+    """Return {group: problems}: those that no teacher solves; of these, those that the base does not solve in
+    8 tries; and of the latter, those that no teacher solves within twice the bytes.
+
+    again: the base's answers with another seed, from answers(); they select the base's failures, since
+    selecting by the compared answers would favour the other models by chance. unsolved: from
+    read_teachers()."""
+    hard = [question for question in unsolved if question in again["base"]]
+    hardest = [question for question in hard if not solved(again["base"][question])]
+    beyond_room = [question for question in hardest if not unsolved[question]["solved_in_twice_the_room"]]
+    return {"no_teacher": hard, "no_teacher_and_not_the_base": hardest, "nor_in_twice_the_room": beyond_room}
 
 
 def beyond(sampled, again, unsolved):
-    """Return how many hard problems each model, and random search within the models' context, solves in 8
-    tries.
-
-    Hard are problems that no teacher solves; of these, those that the base does not solve in 8 tries; and of
-    the latter, those that no teacher solves within twice the bytes. sampled: from answers(). again: the
-    base's answers with another seed; they select the base's failures, since selecting by the compared answers
-    would favour the other models by chance. unsolved: from read_teachers()."""
-    hard = [question for question in unsolved if question in sampled["base"]]
-    hardest, beyond_room = beyond_the_others(again, unsolved)
+    """Return how many problems of each group of hard_problems() each model, and random search within the
+    models' context, solves in 8 tries. sampled: from answers()."""
+    groups = hard_problems(again, unsolved)
     result = {}
-    for key, asked in (("no_teacher", hard), ("no_teacher_and_not_the_base", hardest),
-                       ("nor_in_twice_the_room", beyond_room)):
+    for key, asked in groups.items():
         result[key] = {name: share_of([solved(samples[question]) for question in asked])
                        for name, samples in sampled.items()}
         at_random = [unsolved[question]["solved_at_random"] for question in asked]
         result[key]["random_search"] = share_of(at_random)
+    hardest = groups["no_teacher_and_not_the_base"]
     result["solved_by_the_last"] = [question for question in hardest if solved(sampled["grpo"][question])]
     return result
 
@@ -171,7 +167,7 @@ def side_by_side(greedy, again, unsolved, n=12):
     """Return the three models' greedy answers to n questions, in columns. Questions that only the last model
     solves come first: first those that no teacher solves within twice the bytes nor the base in other tries,
     then those that no teacher solves, then the rest in test order."""
-    _, beyond_room = beyond_the_others(again, unsolved)
+    beyond_room = hard_problems(again, unsolved)["nor_in_twice_the_room"]
 
     def rank(question):
         rights = [solved(greedy[name][question]) for name in MODELS]
@@ -217,21 +213,19 @@ def summarise(folder, known, again):
 def draw(summary, intervals, curve, path):
     """Draw accuracy over wall time: a point at the end of each stage, and a curve during reinforcement
     learning. curve: [(seconds since its start, share of right samples)]."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axis = pyplot.subplots(figsize=(7, 3.8), layout="constrained")
+    title = f"Right answers of {summary['questions']} unseen problems, %, with 95% intervals"
+    figure, axis = plot.one_panel(title, 7, 3.8)
     ends = []
     for stage in summary["stages"]:
         ends.append((ends[-1] if ends else 0.0) + stage["seconds"] / 60)
     figures = pipeline.figures_of(summary)
     for k, (key, color) in enumerate(zip(figures, ("#1f5a99", "#7fa8d1", "#b0b0b0"))):
         heights = [100 * stage[key] for stage in summary["stages"]]
-        axis.plot(ends, heights, "o-", color=color, label=figures[key])
-        if k < 2:                                        # pass@8 has no interval
-            low = [height - 100 * bounds[k][0] for height, bounds in zip(heights, intervals)]
-            high = [100 * bounds[k][1] - height for height, bounds in zip(heights, intervals)]
-            axis.errorbar(ends, heights, [low, high], fmt="none", ecolor=color, capsize=3)
+        bounds = None                                    # pass@8 has no interval
+        if k < 2:
+            bounds = [[height - 100 * of_stage[k][0] for height, of_stage in zip(heights, intervals)],
+                      [100 * of_stage[k][1] - height for height, of_stage in zip(heights, intervals)]]
+        axis.errorbar(ends, heights, bounds, fmt="o-", color=color, capsize=3, label=figures[key])
     if curve:
         minutes = [ends[1] + seconds / 60 for seconds, _ in curve]
         axis.plot(minutes, [100 * share for _, share in curve], color="#7fa8d1", linewidth=0.8,
@@ -244,9 +238,6 @@ def draw(summary, intervals, curve, path):
     axis.set_ylim(0, 100)
     axis.set_xlim(0, None)
     axis.set_xlabel("minutes of training and sampling")
-    title = f"Right answers of {summary['questions']} unseen problems, %, with 95% intervals"
-    axis.set_title(title, loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="center left")
     figure.savefig(path, dpi=140)
 
@@ -271,12 +262,12 @@ def report(summary):
               "no_teacher_and_not_the_base": "nor the base in 8 other tries",
               "nor_in_twice_the_room": "nor a teacher within twice the bytes"}
     for key, group in groups.items():
-        for name, found in summary["beyond"][key].items():
+        for name, row in summary["beyond"][key].items():
             share = "no such problem"
-            if found["of"]:
-                figures = [100 * found[end] for end in ("share", "low", "high")]
+            if row["of"]:
+                figures = [100 * row[end] for end in ("share", "low", "high")]
                 share = "{:.1f}% [{:.1f}, {:.1f}]".format(*figures)
-            print(f"  {group}, in 8 tries {name} solves {found['n']} of {found['of']}: {share}")
+            print(f"  {group}, in 8 tries {name} solves {row['n']} of {row['of']}: {share}")
 
 
 def main(argv):
@@ -294,21 +285,9 @@ def main(argv):
     known = read_teachers(folder / "teachers.json")
     again = answers(folder / "again.jsonl")
     summary, intervals = summarise(folder, known, again)
-    path = folder / "summary.json"
-    if path.exists() and b"total_seconds" not in path.read_bytes():
-        raise config.would_overwrite(path, "this pipeline's", "folder")
-    plot.check_output(folder / "summary.png")
-    path.write_text(json.dumps(summary, indent=1))
     traces = side_by_side(answers(folder / "greedy.jsonl"), again, known["unsolved"])
-    (folder / "traces.txt").write_text(traces)
-    report(summary)
-    print(f"{summary['total_seconds']:.0f} s in all. {path}, {folder / 'traces.txt'}", end="")
-    try:
-        draw(summary, intervals, learning_curve(folder / "grpo"), folder / "summary.png")
-        print(f", {folder / 'summary.png'}")
-    except ImportError as e:
-        print()
-        print(f"summary.png is not drawn, since matplotlib can't be imported ({e}).", file=sys.stderr)
+    picture = partial(draw, summary, intervals, learning_curve(folder / "grpo"))
+    pipeline.write(folder, summary, report, picture, {"traces.txt": traces})
     return 0
 
 

@@ -21,9 +21,8 @@ def read(path):
     return {Path(row["model"]).name: row for row in json.loads(path.read_text())["models"]}
 
 
-def cell(value, low=None, high=None, sign=""):
-    text = f"{100 * value:{sign}.1f}"
-    return text if low is None else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+def cell(value, low, high, sign=""):
+    return f"{100 * value:{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
 
 
 def own(row, domain, name="accuracy"):
@@ -40,44 +39,48 @@ def over_seeds(values):
     return mean, mean - half, mean + half
 
 
+def print_table(corner, columns, rows, width, sign=""):
+    """Print rows {name: [(value, low, high)]}, shares as percentages, under the names of the columns."""
+    first = max(len(corner), *map(len, rows))
+    print(f"\n{corner:{first}}" + "".join(f"  {name:>{width}}" for name in columns))
+    for name, row in rows.items():
+        signs = [sign or "+" * (" - " in column) for column in columns]
+        cells = [cell(*figure, sign=one) for figure, one in zip(row, signs)]
+        print(f"{name:{first}}" + "".join(f"  {text:>{width}}" for text in cells))
+
+
 def ladder(folder, how):
     """Print and return the accuracy after each stage. how: "greedy" or "sampled"."""
     rows = read(folder / f"ladder.{how}.json")
     domains = ["macro", *rows["base"]["domains"]]
-    print(f"\n{how:8}" + "".join(f"  {domain:>18}" for domain in domains))
-    for name, row in rows.items():
-        print(f"{name:8}" + "".join(f"  {cell(*own(row, domain)):>18}" for domain in domains))
-    return {name: {domain: own(row, domain) for domain in domains} for name, row in rows.items()}
+    result = {name: {domain: own(row, domain) for domain in domains} for name, row in rows.items()}
+    print_table(how, domains, {name: row.values() for name, row in result.items()}, 18)
+    return result
 
 
 def methods(folder, how):
     """Print and return the comparison over seeds of the fine-tuned model, mixed and PCGrad."""
-    seeds = [read(path) for path in sorted(folder.glob(f"seed*.{how}.json"))]
+    # of each seed the figures of mixed, PCGrad, rft
+    seeds = [read(path).values() for path in sorted(folder.glob(f"seed*.{how}.json"))]
     if not seeds:
         return None
-    names = [list(rows) for rows in seeds]                   # mixedN, pcgradN, rft
-    domains = ["macro", *seeds[0]["rft"]["domains"]]
+    _, _, tuned = seeds[0]
     result = {}
-    columns = {"rft": "rft", "mixed": "mixed", "PCGrad": "pcgrad", "PCGrad - mixed": "difference",
-               "mixed - rft": "gain_of_mixed"}
-    print(f"\n{len(seeds)} seeds, {how:7}" + "".join(f"  {name:>26}" for name in columns))
-    for domain in domains:
-        accuracies = {}
-        for k, name in enumerate(("mixed", "pcgrad", "rft")):
-            accuracies[name] = [own(rows[of_seed[k]], domain)[0] for rows, of_seed in zip(seeds, names)]
-        paired = [own(rows[of_seed[1]], domain, "difference") for rows, of_seed in zip(seeds, names)]
-        gains = [b - a for a, b in zip(accuracies["rft"], accuracies["mixed"])]
-        found = {
-            "rft": own(seeds[0]["rft"], domain),
-            "mixed": over_seeds(accuracies["mixed"]),
-            "pcgrad": over_seeds(accuracies["pcgrad"]),
+    for domain in ("macro", *tuned["domains"]):
+        mixed, pcgrad, rft = ([own(row, domain)[0] for row in rows] for rows in zip(*seeds))
+        paired = [own(row, domain, "difference") for _, row, _ in seeds]
+        result[domain] = {
+            "rft": own(tuned, domain),
+            "mixed": over_seeds(mixed),
+            "pcgrad": over_seeds(pcgrad),
             "difference": over_seeds([difference for difference, _, _ in paired]),
             "difference_of_each_seed": paired,
-            "gain_of_mixed": over_seeds(gains),
+            "gain_of_mixed": over_seeds([b - a for a, b in zip(rft, mixed)]),
         }
-        result[domain] = found
-        cells = [cell(*found[key], sign="+" if " - " in name else "") for name, key in columns.items()]
-        print(f"{domain:16}" + "".join(f"  {text:>26}" for text in cells))
+    columns = {"rft": "rft", "mixed": "mixed", "PCGrad": "pcgrad", "PCGrad - mixed": "difference",
+               "mixed - rft": "gain_of_mixed"}
+    rows = {domain: [row[key] for key in columns.values()] for domain, row in result.items()}
+    print_table(f"{len(seeds)} seeds, {how}", columns, rows, 26)
     return result
 
 
@@ -87,11 +90,9 @@ def transfer(folder, how):
         return None
     rows = read(folder / f"single.{how}.json")
     domains = list(rows["rft"]["domains"])
-    print(f"\n{how + ', of':12}" + "".join(f"  {domain:>20}" for domain in domains))
-    result = {}
-    for name in domains:
-        result[name] = {domain: own(rows[name.partition(":")[0]], domain, "difference") for domain in domains}
-        print(f"{name:12}" + "".join(f"  {cell(*result[name][domain], sign='+'):>20}" for domain in domains))
+    result = {name: {domain: own(rows[name.partition(":")[0]], domain, "difference") for domain in domains}
+              for name in domains}
+    print_table(f"{how}, of", domains, {name: row.values() for name, row in result.items()}, 20, "+")
     return result
 
 
@@ -138,10 +139,11 @@ def square(axis, names, table, title, limit):
 
 
 def draw_cosines(found, conflicts, path):
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     names = list(dict.fromkeys(name for pair in found for name in pair.split("/")))
     last = max(conflicts)
-    figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.6), layout="constrained", width_ratios=(1, 1, 1, 1.2))
+    figure = Figure(figsize=(15, 3.6), layout="constrained")
+    axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.2))
     for k, axis in enumerate(axes[:3]):
         table = [[math.nan] * len(names) for _ in names]
         for pair, steps in found.items():
@@ -157,11 +159,11 @@ def draw_cosines(found, conflicts, path):
 
 
 def draw_transfer(found, path):
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     names = list(found)
-    figure, axis = pyplot.subplots(figsize=(5, 4.4), layout="constrained")
+    figure = Figure(figsize=(5, 4.4), layout="constrained")
     table = [[100 * found[name][domain][0] for domain in names] for name in names]
-    square(axis, names, table, "Points gained: trained on (rows), tested on (columns)", 15)
+    square(figure.subplots(), names, table, "Points gained: trained on (rows), tested on (columns)", 15)
     figure.savefig(path, dpi=110)
 
 
@@ -176,15 +178,12 @@ def main(argv):
     summary |= {"cosines": found, "conflicts": conflicts, "cost": cost(folder)}
     (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     try:
-        import matplotlib
+        if found:
+            draw_cosines(found, conflicts, folder / "cosines.png")
+        if summary["sampled"]["transfer"]:
+            draw_transfer(summary["sampled"]["transfer"], folder / "transfer.png")
     except ImportError as e:
         print(f"Pictures are not drawn, since matplotlib can't be imported ({e}).", file=sys.stderr)
-        return 0
-    matplotlib.use("Agg")
-    if found:
-        draw_cosines(found, conflicts, folder / "cosines.png")
-    if summary["sampled"]["transfer"]:
-        draw_transfer(summary["sampled"]["transfer"], folder / "transfer.png")
     return 0
 
 

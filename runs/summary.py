@@ -3,6 +3,7 @@
     python -m runs.summary out/quickstart
 """
 import json
+from functools import partial
 from pathlib import Path
 
 from doctor import plot
@@ -47,10 +48,7 @@ def summarise(folder):
 
 
 def draw(summary, intervals, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axis = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, axis = plot.one_panel("Right answers to unseen questions, %, with 95% intervals", 7, 3.6)
     figures = figures_of(summary)
     n = len(summary["stages"])
     width = 0.84 / n
@@ -66,8 +64,6 @@ def draw(summary, intervals, path):
                       capsize=3)
     axis.set_xticks([k + width * (n - 1) / 2 for k in range(len(figures))], figures.values())
     axis.set_ylim(0, 105)
-    axis.set_title("Right answers to unseen questions, %, with 95% intervals", loc="left", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="upper left", ncols=n)
     figure.savefig(path, dpi=140)
 
@@ -82,20 +78,29 @@ def print_stages(summary):
         print(f"{stage['name']:{width}}{shares}{stage['seconds']:10.0f}")
 
 
-def main(folder):
-    summary, intervals = summarise(folder)
+def write(folder, summary, report, draw, texts):
+    """Write summary.json, {name: text} of more files and summary.png to a folder. report: a function that
+    prints the summary; draw: one that draws it, given the path. Raises BadInput for a file of others."""
     path = folder / "summary.json"
     if path.exists() and b"total_seconds" not in path.read_bytes():
-        raise config.would_overwrite(path, "the quickstart's", "folder")
+        raise config.would_overwrite(path, "a pipeline's", "folder")
     plot.check_output(folder / "summary.png")
-    path.write_text(json.dumps(summary, indent=1))
-    print_stages(summary)
-    print(f"{summary['total_seconds']:.0f} s in all. {folder / 'summary.json'}", end="")
+    texts = {"summary.json": json.dumps(summary, indent=1)} | texts
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    report(summary)
+    names = ", ".join(f"{folder / name}" for name in texts)
+    print(f"{summary['total_seconds']:.0f} s in all. {names}", end="")
     try:
-        draw(summary, intervals, folder / "summary.png")
+        draw(path=folder / "summary.png")
         print(f", {folder / 'summary.png'}")
     except ImportError as e:
         print(f"; summary.png is not drawn, since matplotlib can't be imported ({e}).")
+
+
+def main(folder):
+    summary, intervals = summarise(folder)
+    write(folder, summary, print_stages, partial(draw, summary, intervals), {})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import forked
 import tasks
 from conftest import ROOT, environment
 from tasks import _questions, chess_world
-from tasks._pool import Pool
 
 SPECS = "chess_world", "chess_world:A", "chess_world:P"
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
@@ -224,15 +223,6 @@ def test_junk_is_paid_next_to_nothing_and_costs_nothing(environments, policies):
             slowest = max(slowest, time.process_time() - began)
             assert score < 0.1 and not all(parts.values()), junk[:200]
     assert slowest < 0.05
-
-
-def test_a_pool_gives_the_same_grades(environments):
-    task, questions = tasks.load("chess_world:A"), environments["valid"][:40]
-    pairs = [(q, task.solution(other)) for q, other in zip(questions, questions[:20] + questions[19:39])]
-    with Pool("chess_world:A", workers=1) as pool:
-        grades = pool.score(pairs)
-    assert [(g.score, g.parts, g.error) for g in grades] == [(*task.reward(*pair), None) for pair in pairs]
-    assert sum(g.verified for g in grades) == 20
 
 
 def test_a_missing_argument_or_package_is_named():

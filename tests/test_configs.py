@@ -110,18 +110,15 @@ def test_a_smaller_card_takes_the_same_steps(smaller, of):
     assert differ <= {"out_dir", "dtype", "batch_size", "gradient_accumulation_steps", "save_interval"}
 
 
-@pytest.mark.parametrize("name, asked, samples", [("grpo.py", 32, 8), ("grpo_4090x2.py", 16, 8), ("grpo_a100x8.py", 128, 4), ("chess_mini_grpo.py", 32, 8),
-                                                  ("six_domains_cpu.py", 36, 8),
-                                                  ("six_domains_mixed.py", 128, 4),
-                                                  ("countdown_grpo.py", 32, 8), ("gsm8k_qwen05b_grpo.py", 32, 8)])
-def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(name, asked, samples, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8" if "x8" in name else "2")
-    cfg = config.load(grpo.Config, [str(ROOT / "config" / name)])
+@pytest.mark.parametrize("path", [p for p in sorted(ROOT.glob("config/*.py")) if "\ntask = " in p.read_text()], ids=lambda p: p.name)
+def test_the_files_for_grpo_are_valid_and_have_the_documents_settings(path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8" if "x8" in path.name else "2")
+    cfg = config.load(grpo.Config, [str(path)])
     grpo.check(cfg)
-    assert (cfg.prompts_per_step, cfg.k_samples) == (asked, samples)
-    if name == "grpo_a100x8.py":
-        assert cfg.max_new_tokens == 512
-        assert cfg.max_steps == -(-3 * 6700 // 128)
+    documents = {"grpo_4090x2": (16, 8), "grpo_a100x8": (128, 4), "six_domains_mixed": (128, 4)}
+    assert (cfg.prompts_per_step, cfg.k_samples) == documents.get(path.stem, (cfg.prompts_per_step, 8))
+    if path.stem == "grpo_a100x8":
+        assert (cfg.max_new_tokens, cfg.max_steps) == (512, -(-3 * 6700 // 128))
 
 
 def test_the_six_domains_are_the_source_s_sizes():

@@ -33,18 +33,6 @@ def read(step):
     return int(a), sign, int(b), int(c)
 
 
-def can_make(numbers, target):
-    """Whether any order of + - * / on the numbers makes the target, fractions and negative numbers included: by brute force."""
-    if len(numbers) == 1:
-        return abs(numbers[0] - target) < 1e-9
-    for i, j in itertools.permutations(range(len(numbers)), 2):
-        rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
-        for sign, make in SIGNS.items():
-            if not (sign == "/" and numbers[j] == 0) and can_make([*rest, make(numbers[i], numbers[j])], target):
-                return True
-    return False
-
-
 def all_made(numbers):
     """All that whole positive numbers up to the ceiling make, by trying every order."""
     if len(numbers) == 1:
@@ -92,11 +80,6 @@ def test_every_step_is_true_and_every_line_follows_from_an_earlier_one(written):
             assert last == f"answer: {' '.join(reversed(known[(target,)]))}."
         else:
             assert last == "no solution."
-
-
-def test_a_question_begins_with_a_word(written):
-    """What stands first in a document is found, in training, by the token that ends the one before; in sampling there is none."""
-    assert all(re.match(r"Make \d", text) for *_, text, _ in written[1])
 
 
 def test_they_end_in_a_verified_solution_exactly_when_the_teacher_found_one(written):
@@ -156,7 +139,6 @@ def test_questions_differ_can_be_solved_and_are_a_function_of_the_seed():
     task = tasks.load("countdown_search")
     asked = task.questions("test", n=200)
     assert len({(q["answer"], *sorted(q["numbers"])) for q in asked}) == 200
-    assert all(can_make(q["numbers"], int(q["answer"])) for q in asked[:40])
     assert all(task.verified(*task.reward(q, task.solution(q))) for q in asked)
     assert task.questions("test", n=50) == asked[:50] and task.questions("test", seed=1, n=50) != asked[:50]
     small = tasks.load("countdown_search:3,20,256,40")
@@ -230,28 +212,17 @@ def test_an_argument_that_is_none_is_a_sentence(argument, words):
 # --- what no teacher solves ---
 
 def test_the_list_of_what_no_teacher_solves(tmp_path, capsys):
+    """test_countdown_ladder.py compares the figures with the record."""
     path = tmp_path / "new/teachers.json"
-    assert runs_countdown.main([f"--teachers={path}", "--num_questions=120"]) == 0
-    found = json.loads(path.read_text())
-    asked = countdown_search.questions("test", n=120)
-    unsolved = {q["question"] for q in found["unsolved"]}
-    for room, left in ((400, unsolved), (800, {q["question"] for q in found["unsolved"] if not q["solved_in_twice_the_room"]})):
-        for question in asked:
+    assert runs_countdown.main([f"--teachers={path}", "--num_questions=60"]) == 0
+    unsolved = {q["question"]: q for q in json.loads(path.read_text())["unsolved"]}
+    later = {question for question, q in unsolved.items() if not q["solved_in_twice_the_room"]}
+    for room, left in ((400, unsolved.keys()), (800, later)):
+        for question in countdown_search.questions("test", n=60):
             by_any = any(countdown_search.reward(question, countdown_search.completion(teacher, question, room)[0])[0]
                          for teacher in countdown_search.TEACHERS)
             assert by_any == (question["question"] not in left)
-    for question in found["unsolved"]:
-        assert countdown_search.reward(question, countdown_search.answer(question["a_solution"]))[0] == 1
-        assert can_make(question["numbers"], int(question["answer"]))
-    assert found["together"] == pytest.approx(1 - len(unsolved) / 120) and 0.7 < found["together"] < found["together_in_twice_the_room"] < 0.95
-    assert found["together_in_twice_the_room"] == pytest.approx(1 - len(left) / 120) and left
-    assert all(share <= found["solve_in_twice_the_room"][name] for name, share in found["solve"].items())
-    assert max(found["solve_in_twice_the_room"].values()) > max(found["solve"].values())
-    assert 0.6 < found["random_search"]["one_try"] < 0.8 < found["random_search"]["best_of_8"] < 1
-    assert {q["solved_at_random"] for q in found["unsolved"]} == {True, False}
-    assert len(found["solve"]) == len(countdown_search.TEACHERS) and max(found["solve"].values()) < found["together"]
-    assert found["longer_than_the_limit"] == 0 and found["bytes_of_a_document"]["most"] < 400
-    assert "are solved by no teacher" in capsys.readouterr().out
+    assert later < unsolved.keys() and "are solved by no teacher" in capsys.readouterr().out
     path.write_text("precious")
     with pytest.raises(BadInput, match="exists and is not a list of teachers"):
         runs_countdown.main([f"--teachers={path}"])
@@ -412,12 +383,6 @@ def test_each_stage_is_given_knobs_that_it_has(climbed, tmp_path):
     assert {cfg.num_questions for cfg in (greedy, sampled, again)} == {11}
     assert "== grpo" in said and (tmp_path / "out/seconds").read_text().split()[::3] == ["base", "datagen", "rft", "grpo", "greedy", "sampled", "again"]
     assert shlex.split(said)[-2:] == ["a", "trace"]
-
-
-def test_the_models_have_twice_the_room_of_the_teachers(climbed):
-    stages, _ = climbed("--task=countdown_search:3,20,600")
-    assert stages[1][1].block_size == 1200
-    assert {cfg.max_new_tokens for name, cfg in stages if name in ("datagen.py", "grpo.py", "eval.py")} == {1173}
 
 
 def test_what_is_done_is_not_done_again(climbed, tmp_path):

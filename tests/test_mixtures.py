@@ -29,7 +29,7 @@ def domains_of(questions):
 
 # --- questions ---
 
-@pytest.mark.parametrize("n", [1, 7, 30, 300])
+@pytest.mark.parametrize("n", [1, 300])
 def test_every_beginning_has_the_shares_of_the_whole(n):
     found = tasks.load(THREE).questions("train", 0, n)
     assert len(found) == n and len({q["question"] for q in found}) == n
@@ -65,12 +65,6 @@ def test_held_out_questions_are_as_many_of_each(split):
     assert domains_of(first) == dict.fromkeys(task.domains, 2)
     assert [q | {"domain": "arithmetic"} for q in tasks.load("arithmetic").questions(split, n=2)] == [
         q for q in first if q["domain"] == "arithmetic"]
-
-
-def test_splits_of_a_mixture_share_no_question():
-    task = tasks.load(THREE)
-    splits = [{q["question"] for q in task.questions(split, n=300)} for split in tasks.SPLITS]
-    assert not splits[0] & splits[1] and not splits[0] & splits[2] and not splits[1] & splits[2]
 
 
 @pytest.mark.parametrize("kind", ["serial", "process"])
@@ -188,14 +182,6 @@ def test_one_task_a_step_however_many_rounds_it_takes():
     assert len({one.domain(*one.next(again=i > 0)) for i in range(4)}) == 1
     mixed = stream_of(dict(a=50, b=50), dynamic_sampling=True)
     assert [Counter(map(mixed.domain, mixed.next(again=i > 0))) for i in range(2)] == [{"a": 4, "b": 4}] * 2
-
-
-def test_shares_that_do_not_divide_a_step_are_kept_over_several():
-    stream = stream_of(dict(a=99, b=99, c=99))
-    counts = Counter()
-    for step in range(1, 10):
-        counts.update(map(stream.domain, stream.next()))
-        assert all(abs(counts[name] - 8 * step / 3) <= 1 for name in "abc")
 
 
 def test_a_domain_s_solved_questions_rest_and_the_others_share_stays():

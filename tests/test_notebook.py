@@ -123,11 +123,6 @@ def test_what_is_committed_comes_from_a_real_run_and_names_no_machine():
             assert not re.search(r"(^|[\s'\"=])/(home|root|work|tmp|usr)/", text), text
 
 
-def test_no_code_of_the_project_is_copied_into_it():
-    for cell in cells():
-        assert not re.search(r"backward\(|advantage|zero_grad", cell.source)
-
-
 def test_in_colab_it_is_cloned_and_what_it_needs_installed(tmp_path):
     """With stand-ins for Colab's module and for pip."""
     project = tmp_path / "project"

@@ -21,9 +21,8 @@ from engine import Request, Sample
 from rollouts.pipeline import Pipeline, ask
 from runtime import log, memory, progress
 from runtime.progress import ProgressLine, track
-from tasks import _pool, arithmetic
+from tasks import _pool
 from tasks._pool import Grade, Pool
-from text import data, perplexity
 from text.tokenizer import Tokenizer
 
 
@@ -44,12 +43,10 @@ class Terminal:
                 return True
         return False
 
-    def until(self, words, anew=False):
-        """Wait until the words have been printed, so that what calls this is slow enough to show them. anew: once
-        more."""
+    def until(self, words):
+        """Wait until the words have been printed, so that what calls this is slow enough to show them."""
         give_up = time.monotonic() + 20
-        start = len(self.printed) if anew else 0
-        while words not in self.printed[start:]:
+        while words not in self.printed:
             self.read(0.01)
             assert time.monotonic() < give_up, (words, self.printed)
 
@@ -96,13 +93,6 @@ def test_a_line_counts_and_is_erased(terminal):
     assert terminal.rows() == []
     print("next", file=terminal.file)
     assert terminal.rows() == ["next"]
-
-
-def test_bytes_have_a_scale(terminal):
-    with ProgressLine("reading", 8e9, "B") as line:
-        time.sleep(0.2)
-        line.add(2e9)
-        terminal.until("reading: 2.00G of 8.00GB (25%)")
 
 
 def test_quick_work_shows_nothing(terminal, monkeypatch):
@@ -185,21 +175,6 @@ with Pool({str(tmp_path / "slow.py")!r}, workers=1) as pool:
 
 # --- work that takes long ---
 
-def test_drawing_questions(terminal, monkeypatch):
-    expected = tasks.load("arithmetic").questions("train", n=40)
-    draw = arithmetic.draw
-    drawn = []
-
-    def slow(*given):
-        drawn.append(draw(*given))
-        if len(drawn) == 20:
-            terminal.until("drawing train questions")
-        return drawn[-1]
-    monkeypatch.setattr(arithmetic, "draw", slow)
-    assert tasks.load("arithmetic").questions("train", n=40) == expected
-    assert terminal.rows() == []
-
-
 def test_a_line_that_is_being_drawn_as_its_work_ends(terminal, monkeypatch):
     begun = threading.Event()
     drawn = threading.Event()
@@ -214,21 +189,6 @@ def test_a_line_that_is_being_drawn_as_its_work_ends(terminal, monkeypatch):
     with ProgressLine("short"):
         assert begun.wait(10)
     assert drawn.is_set() and terminal.rows() == []
-
-
-def test_evaluating_on_a_text(terminal, text, tmp_path):
-    held_out = data.TokenFile(data.prepare(str(text), Tokenizer("bytes"), tmp_path), "valid")
-    calls = []
-
-    def loss(x, y):
-        calls.append(x)
-        if len(calls) == 3:
-            terminal.until("evaluating: ")
-        return torch.tensor(float((y >= 0).sum()))
-    model = SimpleNamespace(training=False, eval=lambda: None, train=lambda training: None, loss=loss)
-    hw = SimpleNamespace(device="cpu", autocast=contextlib.nullcontext)
-    result = perplexity.text_loss(model, held_out, 16, 2, hw, limit=320)
-    assert (result["loss"], result["tokens"], len(calls)) == (1.0, 320, 10) and terminal.rows() == []
 
 
 def test_trying_a_micro_batch(terminal):

@@ -5,15 +5,14 @@
     python -m measure.gpu.run --table=bench_results/gpu.jsonl       the table of an earlier run
 
 Each stage of STAGES runs as a process with a time limit; a stage that no longer fits is skipped, and a failed
-stage does not stop the others. Each check appends a line to gpu.jsonl: stage, name, status (ok | failed |
-skipped | timeout), seconds, figures, error, command; the first line has the card and the versions. Exit code
-1 if a check failed or a stage timed out. Options, as --key=value:
+stage does not stop the others. Each check appends a line to gpu.jsonl when its stage has ended: stage, name,
+status (ok | failed | skipped | timeout), seconds, figures, error, command; the first line has the card and
+the versions. Exit code 1 if a check failed or a stage timed out. Options, as --key=value:
 """
 import contextlib
 import importlib.util
 import json
 import os
-import queue
 import re
 import shlex
 import signal
@@ -21,11 +20,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -43,14 +41,12 @@ class Config:
     only: str | None = None                  # comma-separated stages; None: all
     output: str = "bench_results/gpu.jsonl"  # appended to; the processes' output goes to a .log next to it
     table: str | None = None                 # a gpu.jsonl: only print the table of its last run
-    device: Literal["cuda", "cpu"] = "cuda"  # cpu: tiny stages, to test this script
 
 
 class Stage(NamedTuple):
     """A process that makes checks."""
     name: str
     command: str                             # the arguments of `python`
-    tiny: str                                # arguments for --device=cpu
     needs: int                               # seconds; skipped if fewer are left
     timeout: int                             # seconds
     beside: str = ""                         # the earlier stage to compare with
@@ -69,34 +65,27 @@ SFT = "bench.py --stage=sft --model=gpt2 --repeats=1"
 GRPO = "bench.py --stage=grpo --model=gpt2 --work=64x8 --max_new_tokens=94 --steps=3 --repeats=1"
 GENERATE = "bench.py --stage=generate --repeats=1"
 PYTEST = "-m pytest -q -m gpu -p measure.report -p no:cacheprovider"
-TINY_TRAIN = ("--n_layer=1 --n_embd=32 --n_head=2 --block_size=32 --batch_size=2 "
-              "--gradient_accumulation_steps=1 --steps=1 --compile=false")
-TINY_QWEN3 = f"{TINY_TRAIN} --n_kv_head=1 --head_dim=16 --mlp_hidden=64"
-TINY_SFT = "--model=1m --batch_size=2 --gradient_accumulation_steps=1 --steps=1 --compile=false"
-TINY_GRPO = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4 --steps=1"
-TINY_GENERATE = "--model=1m --work=2x2 --prompt_tokens=8 --max_new_tokens=4"
 # the most informative first, since stages that no longer fit are skipped
 STAGES = (
-    Stage("card", "-m measure.gpu.checks card", "", 10, 60),
-    Stage("correctness", f"{PYTEST} tests/test_gpu.py", "-k fp16_that", 20, 160, package="pytest"),
-    Stage("engine", f"{PYTEST} tests/test_gpu_engine.py", "-k draw", 15, 90, package="pytest"),
-    Stage("ceilings", "-m measure.gpu.checks ceilings", "", 10, 60),
-    Stage("attention", "-m measure.gpu.checks attention", "--shape=1,16,2,2,8", 10, 60),
-    Stage("decoding", "-m measure.gpu.checks decoding", "", 10, 60),
-    Stage("train-qwen3", QWEN3, TINY_QWEN3, 50, 150, package="tokenizers"),
-    Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", TINY_TRAIN, 25, 120, package="tokenizers"),
-    Stage("train", f"{GPT2} --repeats=1", TINY_TRAIN, 40, 150, "train-eager", "tokenizers"),
+    Stage("card", "-m measure.gpu.checks card", 10, 60),
+    Stage("correctness", f"{PYTEST} tests/test_gpu.py", 20, 160, package="pytest"),
+    Stage("engine", f"{PYTEST} tests/test_gpu_engine.py", 15, 90, package="pytest"),
+    Stage("ceilings", "-m measure.gpu.checks ceilings", 10, 60),
+    Stage("attention", "-m measure.gpu.checks attention", 10, 60),
+    Stage("train-qwen3", QWEN3, 50, 150, package="tokenizers"),
+    Stage("train-eager", f"{GPT2} --repeats=1 --compile=false", 25, 120, package="tokenizers"),
+    Stage("train", f"{GPT2} --repeats=1", 40, 150, "train-eager", "tokenizers"),
     Stage("generate-gpt2", f"{GENERATE} --model=gpt2 --work=64x1,64x8 --prompt_tokens=50 --max_new_tokens=94",
-          TINY_GENERATE, 25, 90),
-    Stage("generate-360m", f"{GENERATE} --model=smollm2-360m --work=1x1,64x1,32x8", TINY_GENERATE, 25, 90),
-    Stage("grpo", GRPO, TINY_GRPO, 35, 120, package="tokenizers"),
-    Stage("train-350m", GPT2_350M, TINY_TRAIN, 45, 150, package="tokenizers"),
-    Stage("sft-eager", f"{SFT} --compile=false", TINY_SFT, 20, 90),
-    Stage("sft", f"{SFT} --compile=true", TINY_SFT, 35, 120, "sft-eager"),
-    Stage("train-parts", f"{GPT2} --profile", TINY_TRAIN, 30, 120, package="tokenizers"),
-    Stage("grpo-varied", f"{GRPO} --varied_prompts", TINY_GRPO, 35, 120, "grpo", "tokenizers"),
-    Stage("two-cards", f"{GPT2} --repeats=1 --ranks=2", TINY_TRAIN, 40, 150, "train", "tokenizers", 2),
-    Stage("peers", f"{GENERATE} --model=smollm2-360m --work=64x1 --peers=generate", TINY_GENERATE, 30, 120,
+          25, 90),
+    Stage("generate-360m", f"{GENERATE} --model=smollm2-360m --work=1x1,64x1,32x8", 25, 90),
+    Stage("grpo", GRPO, 35, 120, package="tokenizers"),
+    Stage("train-350m", GPT2_350M, 45, 150, package="tokenizers"),
+    Stage("sft-eager", f"{SFT} --compile=false", 20, 90),
+    Stage("sft", f"{SFT} --compile=true", 35, 120, "sft-eager"),
+    Stage("train-parts", f"{GPT2} --profile", 30, 120, package="tokenizers"),
+    Stage("grpo-varied", f"{GRPO} --varied_prompts", 35, 120, "grpo", "tokenizers"),
+    Stage("two-cards", f"{GPT2} --repeats=1 --ranks=2", 40, 150, "train", "tokenizers", 2),
+    Stage("peers", f"{GENERATE} --model=smollm2-360m --work=64x1 --peers=generate", 30, 120,
           package="transformers"),
 )
 RATES = ("tokens_per_s", "completions_per_s")
@@ -106,14 +95,6 @@ FAILURES = ("failed", "timeout")
 
 
 # --- gpu.jsonl ---
-
-def append(path, line):
-    """Append a line to a file and fsync it."""
-    with open(path, "a") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
 
 def read_lines(path):
     """Return the complete lines of the last run in a gpu.jsonl. Raises BadInput if there are none."""
@@ -144,64 +125,28 @@ def parsed(text):
 # --- a process ---
 
 def run_process(command, timeout, log, env):
-    """Run a command; yield each line of its output, which also goes to the file log, then its exit code, or
-    None after `timeout` seconds. Kills all of its descendants at the end."""
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
-    printed = queue.SimpleQueue()
-    reader = threading.Thread(target=read_into, args=(process.stdout, printed), daemon=True)
-    reader.start()
-    deadline = time.monotonic() + timeout
+    """Run a command whose output goes to the file log. Return (exit code, or None if it was killed after
+    `timeout` seconds; the lines of its output). Kills its process group at the end; torchrun's ranks, which
+    have groups of their own, end with torchrun."""
+    log.seek(0, os.SEEK_END)
+    begin = log.tell()
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log,
+                               stderr=subprocess.STDOUT, start_new_session=True)
+    code = None
     try:
-        while time.monotonic() < deadline:
-            try:
-                line = printed.get(timeout=0.2)
-            except queue.Empty:
-                if process.poll() is None:
-                    continue
-                break                        # without waiting for EOF: a child may still hold the pipe
-            log.write(line)
-            log.flush()
-            yield line
-        yield process.poll()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout)
     finally:
-        end(process)
-        reader.join(5)
-
-
-def read_into(stream, printed):
-    """Put the lines of a stream into a queue."""
-    for line in stream:
-        printed.put(line)
-
-
-def end(process):
-    """Kill a process and its descendants, including torchrun's ranks, which have sessions of their own."""
-    family = descendants(process.pid) if process.poll() is None else []
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pid in family:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def descendants(pid):
-    """Return the ids of a process's descendants; [] without /proc."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            child, rest = stat.read_text().rsplit(")", 1)
-            parents[int(child.split()[0])] = int(rest.split()[1])
-    family = [pid]
-    for parent in family:
-        family += [child for child, its_parent in parents.items() if its_parent == parent]
-    return family[1:]
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    log.seek(begin)
+    return code, log.read().splitlines()
 
 
 def error_message(printed):
-    """Return the error message in the last lines of a process."""
-    lines = [line.strip() for line in printed if line.strip()]
+    """Return the error message in the last lines of a process, leaving records out."""
+    lines = [line.strip() for line in printed[-50:] if line.strip() and not parsed(line)]
     for pattern in (r"error: ", r"(\[rank\d+\]:\s*)?[\w.]*(Error|Exception|Exit|Interrupt)\b"):
         errors = [line for line in lines if re.match(pattern, line)]
         if errors:
@@ -211,100 +156,72 @@ def error_message(printed):
 
 # --- a stage ---
 
-def command_of(stage, cfg):
-    """Return the arguments of `python` for a stage."""
-    words = shlex.split(stage.command)
-    if cfg.device == "cpu":
-        words += shlex.split(stage.tiny)
-        words += [] if "pytest" in words else ["--device=cpu"]
-    return words
-
-
-def reason_to_skip(stage, cfg, seconds_left):
+def reason_to_skip(stage, seconds_left):
     """Return the reason why a stage can't run; None if it can."""
     if stage.package and not importlib.util.find_spec(stage.package):
         return f"{stage.package} is not installed"
-    if cfg.device == "cuda" and torch.cuda.device_count() < stage.cards:
+    if stage.cards > max(1, torch.cuda.device_count()):
         return f"it needs {stage.cards} cards, and there is one"
     if seconds_left < stage.needs:
         return f"it needs at least {stage.needs} s, and {max(0.0, seconds_left):.0f} are left"
     return None
 
 
-def run_stage(stage, cfg, seconds_left, log, folder):
-    """Run a stage, and yield the line of each check as soon as it is known."""
-    words = command_of(stage, cfg)
-    about = {"stage": stage.name, "command": shlex.join(["python", *words])}
-    reason = reason_to_skip(stage, cfg, seconds_left)
+def run_stage(stage, seconds_left, log, folder):
+    """Run a stage, and return the lines of its checks."""
+    words = shlex.split(stage.command)
+    head = {"stage": stage.name, "command": shlex.join(["python", *words])}
+    reason = reason_to_skip(stage, seconds_left)
     if reason:
-        yield about | outcome(stage.name, "skipped", error=reason)
-        return
+        return [head | outcome(stage.name, "skipped", error=reason)]
     record = Path(folder) / f"{stage.name}.json"
     if words[0] == "bench.py":
         words.append(f"--output={record}")
     timeout = min(stage.timeout, seconds_left)
-    log.write(f"\n== {stage.name}: {about['command']}\n")
+    log.write(f"\n== {stage.name}: {head['command']}\n")
+    log.flush()
     start = time.monotonic()
-    last_check = start
-    recent = []                              # last lines that are not checks
-    running = ""                             # the current test
-    checks = 0
-    process = run_process([sys.executable, *words], timeout, log, environment(cfg, folder))
-    with contextlib.closing(process), ProgressLine(f"running {stage.name}"):
-        for printed in process:
-            if not isinstance(printed, str):
-                code = printed
-                continue
-            content = parsed(printed)
-            if content.keys() == outcome("").keys():
-                checks += 1
-                running = ""
-                now = time.monotonic()
-                content["seconds"] = content["seconds"] or round(now - last_check, 3)
-                last_check = now
-                yield about | content
-            elif "begins" in content:
-                running = f" in {content['begins']}"
-            else:
-                recent = [*recent[-49:], printed]
+    with ProgressLine(f"running {stage.name}"):
+        code, printed = run_process([sys.executable, *words], timeout, log, environment(folder))
     seconds = round(time.monotonic() - start, 3)
-    tests_failed = code == 1 and checks and "pytest" in words          # reported test by test
+    records = [content for content in map(parsed, printed) if content]
+    lines = [head | content for content in records if content.keys() == outcome("").keys()]
+    running = f" in {records[-1]['begins']}" if records and "begins" in records[-1] else ""        # a test
+    tests_failed = code == 1 and lines and "pytest" in words           # reported test by test
     if code is None:
-        yield about | outcome(stage.name, "timeout", seconds, error=f"ended after {timeout:.0f} s{running}")
+        error = f"ended after {timeout:.0f} s{running}"
+        lines.append(head | outcome(stage.name, "timeout", seconds, error=error))
     elif code and not tests_failed:
-        error = f"exit code {code}{running}: {error_message(recent)}"
-        yield about | outcome(stage.name, "failed", seconds, error=error)
+        error = f"exit code {code}{running}: {error_message(printed)}"
+        lines.append(head | outcome(stage.name, "failed", seconds, error=error))
     elif record.exists():
-        for name, figures in figures_of(json.loads(record.read_text())):
-            yield about | outcome(name, "ok", seconds, figures)
-            seconds = None                   # the process's seconds stand at its first check
-    elif not checks:
-        yield about | outcome(stage.name, "failed", seconds, error="it reported no check")
+        lines += [head | outcome(*check) for check in figures_of(json.loads(record.read_text()))]
+    elif not lines:
+        lines.append(head | outcome(stage.name, "failed", error="it reported no check"))
+    if not any(line["seconds"] for line in lines):
+        lines[0]["seconds"] = seconds        # of the process, at its first check
+    return lines
 
 
-def environment(cfg, folder):
+def environment(folder):
     """Return the environment of a stage: fresh compile caches, and temporary files that are removed with the
     folder even if the process is killed."""
-    env = os.environ | {
+    return os.environ | {
         "TMPDIR": folder,
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "TRITON_CACHE_DIR": f"{folder}/triton",
         "XDG_CACHE_HOME": f"{folder}/cache",
     }
-    if cfg.device == "cpu":
-        env["NANORFT_GPU_TESTS_ON"] = "cpu"
-    return env
 
 
 def figures_of(record):
-    """Return [(name of the check, figures)] from a record of bench.py."""
+    """Return [the arguments of outcome()] for the checks in a record of bench.py."""
     if record["mode"] == "profile":
         consumers = {row["name"]: row["share"] for row in record["consumers"][:8]}
-        return [("parts of a step", {"step_ms": record["ms_a_step"], "consumers": consumers})]
+        return [("parts of a step", "ok", None, {"step_ms": record["ms_a_step"], "consumers": consumers})]
     if record["stage"] == "generate":
-        return [(case["work"], case_figures(case)) for case in record["cases"]]
+        return [(case["work"], "ok", None, case_figures(case)) for case in record["cases"]]
     run = record["repeats"][0]
     rate = "completions_per_s" if record["stage"] == "grpo" else "tokens_per_s"
     figures = {
@@ -314,8 +231,8 @@ def figures_of(record):
         "step_ms": 1e3 * record["step_s"],
         "settings": {name: record["settings"].get(name) for name in SETTINGS},
     }
-    figures |= {name: run[name] for name in ("peak_memory_gb", "outside_s", "loss", "grad_norm")}
-    return [(record["what"], figures | record["parts"] | run["sampled"])]
+    names = ("peak_memory_gb", "outside_s", "loss", "grad_norm", "utilization")
+    return [(record["what"], "ok", None, figures | record["parts"] | {name: run[name] for name in names})]
 
 
 def case_figures(case):
@@ -361,9 +278,9 @@ def chosen(names):
     return [stage for stage in STAGES if stage.name in ("card", *wanted)]
 
 
-def check(cfg):
+def check_machine():
     """Raise BadInput if this machine or PyTorch can't run the suite."""
-    if cfg.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise BadInput("PyTorch sees no CUDA GPU: use a machine with one and a CUDA build of PyTorch, or "
                        "measure the CPU with python bench.py.")
     version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
@@ -382,22 +299,23 @@ def check_output(path):
 
 
 def run(cfg, stages, path):
-    """Run the stages, and return the lines of their checks."""
+    """Run the stages, append the lines of their checks to the file, and return them."""
     deadline = time.monotonic() + cfg.seconds
     lines = []
     first = {}                               # {stage: its first line that is ok}
-    with tempfile.TemporaryDirectory() as folder, open(path.with_suffix(".log"), "a") as log:
+    output = path.with_suffix(".log")
+    with tempfile.TemporaryDirectory() as folder, open(output, "a+", errors="replace") as log:
         for stage in stages:
-            checks = run_stage(stage, cfg, deadline - time.monotonic(), log, folder)
-            with contextlib.closing(checks):
-                for line in checks:
-                    if line["status"] == "ok":
-                        first.setdefault(stage.name, line)
-                        if stage.beside in first:
-                            compare(line, first[stage.beside])
-                    append(path, line)
-                    lines.append(line)
-                    print_check(line)
+            checks = run_stage(stage, deadline - time.monotonic(), log, folder)
+            for line in checks:
+                if line["status"] == "ok":
+                    first.setdefault(stage.name, line)
+                    if stage.beside in first:
+                        compare(line, first[stage.beside])
+                print_check(line)
+            with open(path, "a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in checks)
+            lines += checks
     return lines
 
 
@@ -418,7 +336,7 @@ def main(argv):
         print(table(read_lines(cfg.table)))
         return 0
     stages = chosen(cfg.only)
-    check(cfg)
+    check_machine()
     path = Path(cfg.output).resolve()
     check_output(path)
     for number in (signal.SIGTERM, signal.SIGHUP):           # raise KeyboardInterrupt, to end all processes

@@ -20,8 +20,7 @@ SHOWN = {
     "rollout_s": "rollout {:.3f} s",
     "update_s": "update {:.3f} s",
     "peak_memory_gb": "{:.2f} GiB",
-    "busiest_2s": "busy {:.0%}",
-    "power_w": "{:.0f} W",
+    "utilization": "busy {:.0%}",
     "speedup": "{:.2f} times {beside}",
     "longer_outside_s": "{:+.1f} s for start and compiling",
     "loss_off": "loss off by {:.2%}",
@@ -70,16 +69,9 @@ def row(*cells):
 
 
 def row_of_tests(stage, checks, command):
-    """Return the row that counts the tests of a stage, with the slowest first call of a kernel."""
+    """Return the row that counts the tests of a stage."""
     counts = Counter(line["status"] for line in checks)
     result = ", ".join(f"{n} {status}" for status, n in counts.items())
-    first_calls = []
-    for line in checks:
-        if "first_call_s" in line["figures"]:
-            first_calls.append((line["figures"]["first_call_s"], line["name"].rpartition("::")[2]))
-    if first_calls:
-        seconds, name = max(first_calls)
-        result += f"; slowest first call {seconds:.2f} s, {name}"
     # a stage that timed out has the total on a line of its own
     seconds = max([sum(line["seconds"] or 0 for line in checks if "::" in line["name"]),
                    *(line["seconds"] or 0 for line in checks if "::" not in line["name"])])
@@ -98,5 +90,4 @@ def heading(card):
     if about["power_limit"]:
         hardware.append(about["power_limit"])
     versions = [f"{name} {about[name]}" for name in ("driver", "torch", "cuda", "cudnn") if about[name]]
-    return (f"{', '.join(hardware)}; {', '.join(versions)}; attention kernels {', '.join(about['kernels'])}; "
-            f"{about['date'][:10]}, commit {about['commit']}.")
+    return f"{', '.join(hardware)}; {', '.join(versions)}; {about['date'][:10]}, commit {about['commit']}."
