@@ -201,7 +201,7 @@ def page_of(cfg):
         described.append(about | samples_of(run, most, hub.find(run), cfg.change))
     for log in logs:
         name = f"{log.name.removesuffix('.attempts.jsonl')}, rejection sampling"
-        described.append({"name": name, "findings": []} | samples_of(log, most, hub.find(runs[0])))
+        described.insert(1, {"name": name, "findings": []} | samples_of(log, most, hub.find(runs[0])))
     html = render(str(folder), {"runs": described, "tables": accuracies(folder)})
     output.write_text(html, encoding="utf-8")
     return output
