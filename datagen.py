@@ -35,6 +35,7 @@ from engine.scheduler import forced_tokens
 from rollouts.accuracy import accuracy
 from rollouts.pipeline import Pipeline, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import task_errors, unseen_questions
+from rollouts.records import record_of
 from runtime import config, distributed, guard, hardware, lock
 from runtime.checkpoint import write_atomically
 from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegativeInt, PositiveInt,
@@ -295,27 +296,19 @@ class Share:
     def record(self, completion):
         """Return the log record of a graded Completion."""
         ids = completion.ids
-        grade = completion.grade
         stop = self.pipeline.tokenizer.stop
         task = self.pipeline.task.of(completion.question)
         instruction = instruction_of(self.pipeline.tokenizer, task, completion.question)
         told = {"instruction": instruction} if instruction and self.pipeline.tokenizer.is_chat else {}
-        if completion.forced:
-            told |= {"turns": completion.turns, "forced": completion.forced}
-        return told | {
-            "number": completion.key,
-            "sample": completion.index,
-            "question": completion.question["question"],
-            "answer": completion.question["answer"],
-            "completion": completion.text,
-            "ids": ids[:-1] if ids[-1] in stop else ids,
+        record = record_of(completion)
+        kept = slice(len(ids) - (ids[-1] in stop))
+        return record | told | {
+            "ids": ids[kept],
+            "millinats": record["millinats"][kept],
             "seed": self.cfg.seed,
             "logprob": sum(completion.logprobs),
             "verdict": verdict(completion),
-            "score": grade.score,
-            "parts": grade.parts,
-            "signature": grade.signature,
-            "error": grade.error,
+            "signature": completion.grade.signature,
         }
 
 

@@ -28,6 +28,7 @@ from engine import Engine, Sampling
 from rollouts.accuracy import accuracy, by_domain, difference, macro, mean_score, partly_right
 from rollouts.pipeline import Pipeline, ask, context_for, few_shot_of, requests_of, stop_strings_of
 from rollouts.questions import questions_in, questions_of, task_errors
+from rollouts.records import record_of
 from runtime import config, distributed, guard, hardware
 from runtime.checkpoint import write_atomically
 from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegativeInt, PositiveInt,
@@ -68,7 +69,7 @@ class Config:
                                              # (see engine/runner.py)
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes; None: one per core,
                                              # at most 8
-    output: str | None = None                # .jsonl for all answers and grades, one question per line
+    output: str | None = None                # .jsonl for all answers, a record a line (rollouts/records.py)
     # a text
     dataset: str = ""                        # as in train.py; a single file is evaluated whole, other
                                              # datasets by split. With a task: .jsonl of questions, as in
@@ -170,9 +171,10 @@ def evaluate_task(cfg):
     with_scores = False                      # whether the table has a column for mean scores
     with task_errors(), Pool(cfg.task, cfg.reward_workers) as pool:
         for candidate in candidates:
-            row, grades, texts = evaluate_model(cfg, hw, task, questions, pool, candidate)
+            row, grades, completions = evaluate_model(cfg, hw, task, questions, pool, candidate)
             row["split"] = split
-            answers += answers_of(candidate.name, questions, texts, grades)
+            if cfg.output:
+                answers += answers_of(candidate.name, completions)
             first_grades = first_grades or grades
             if rows:
                 row |= difference(first_grades, grades)
@@ -198,8 +200,8 @@ def read_questions(cfg, task, split):
 
 
 def evaluate_model(cfg, hw, task, questions, pool, candidate):
-    """Sample and grade one model's answers. Returns (figures, Grades [n_questions][num_samples], completion
-    texts of the same shape, or [] without cfg.output)."""
+    """Sample and grade one model's answers. Returns (figures, Grades [n_questions][num_samples], this rank's
+    Completions)."""
     tokenizer = candidate.tokenizer
     sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, tokenizer.stop,
                         stop_strings_of(task))
@@ -209,8 +211,7 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
                     decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
     began = time.perf_counter()
     pipeline = Pipeline(engine, pool, tokenizer, task)
-    grades, texts = ask(pipeline, questions, candidate.requests, shown=len(questions) if cfg.output else 0,
-                        label=f"evaluating {candidate.name}")
+    grades, completions = ask(pipeline, questions, candidate.requests, label=f"evaluating {candidate.name}")
     seconds = time.perf_counter() - began
     (tokens,) = distributed.sum_over_ranks([engine.progress.tokens])
     figures = accuracy(grades) | mean_score(grades) | {
@@ -224,20 +225,15 @@ def evaluate_model(cfg, hw, task, questions, pool, candidate):
         "tokens": int(tokens),
         "tokens_per_s": tokens / seconds,
     }
-    return figures, grades, texts
+    return figures, grades, completions
 
 
 # --- answers and tables ---
 
-def answers_of(name, questions, texts, grades):
-    """Return a model's rows for cfg.output, one per question; none if there are no texts."""
-    rows = []
-    for question, completions, graded in zip(questions, texts, grades):
-        samples = [{"completion": text, "score": grade.score, "parts": grade.parts, "error": grade.error}
-                   for text, grade in zip(completions, graded, strict=True)]
-        rows.append({"model": name, "question": question["question"], "answer": question["answer"],
-                     "samples": samples})
-    return rows
+def answers_of(name, completions):
+    """Return the records of a model's Completions on all ranks, for cfg.output."""
+    rows = sum(distributed.gather([{"model": name} | record_of(c) for c in completions]), [])
+    return sorted(rows, key=lambda row: (row["number"], row["sample"]))
 
 
 def check_output(path):
@@ -249,7 +245,7 @@ def check_output(path):
         raise config.would_overwrite(path, "a file of answers")
     if path.exists():
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-            if {"model", "question", "samples"} <= config.parse_json(file.readline(), dict).keys():
+            if {"model", "question", "completion"} <= config.parse_json(file.readline(), dict).keys():
                 return
         raise config.would_overwrite(path, "eval.py's answers")
 

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Annotated, Literal
 
 from runtime.usage import first_line
@@ -36,6 +37,7 @@ from rollouts.fit import fit_update, slots_beside_update, worst_case
 from rollouts.metrics import Update, facts, flops, log_evaluation, log_step, start_up
 from rollouts.pipeline import Pipeline, ask, few_shot_of, stop_strings_of, with_requests, zero_variance
 from rollouts.questions import QuestionStream, check_domains, open_questions, task_errors
+from rollouts.records import Recorder
 from rollouts.reference import Reference
 from runtime import config, distributed, guard, hardware, memory, parallel as sharding
 from runtime.checkpoint import claim
@@ -51,7 +53,8 @@ from text.provenance import check_task, common_prompt, own_task
 @dataclass
 class Config(RunOptions):
     # the run
-    out_dir: str = "out/grpo"                # run folder: config, weights, samples.txt, metrics.jsonl, log
+    out_dir: str = "out/grpo"                # run folder: config, weights, metrics.jsonl, rollouts/,
+                                             # training.log
     init_from: str = "out/rft"               # run folder, Hugging Face folder, GGUF file or hub name; resume:
                                              # the run in out_dir
     # questions and their rewards
@@ -115,7 +118,8 @@ class Config(RunOptions):
     # evaluation, log, checkpoints
     eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
     eval_questions: Count = 200              # greedy, of split valid; of a dataset at most a tenth, held out
-    shown_questions: NonNegativeInt = 4      # of these in samples.txt
+    record: Literal["all", "none"] | PositiveInt = 500       # megabytes of completions in out_dir/rollouts (the
+                                             # quickstart has 8), or all, or none
     log_interval: PositiveInt = 1            # steps
     # verifiers
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
@@ -381,9 +385,9 @@ def update_batches(run, model, completions, pcgrad):
         yield padded(part, multiple).to(run.hardware.device)
 
 
-def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
+def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad, recorder):
     """Train until the last step or a stop request. Returns the exit code."""
-    validate = partial(evaluate, cfg, run, pipeline, valid) if valid else None
+    validate = partial(evaluate, cfg, run, pipeline, valid, recorder) if valid else None
     if valid and run.step == 0:
         with task_errors():
             validate()
@@ -412,6 +416,7 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
         # 4. Copy the new weights to the engine.
         pipeline.engine.load(run.model)
         stream.state.slots = pipeline.engine.slots
+        recorder.write(run.step + 1, "train", chain(*sampled), chain(*groups))
         num_tokens = sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)
         (num_tokens,) = distributed.sum_over_ranks([num_tokens])
         run.finish_step(int(num_tokens), "sync",
@@ -420,20 +425,20 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad):
     return run.end()
 
 
-def evaluate(cfg, run, pipeline, valid):
-    """Answer the validation questions greedily and log the result. The first few answers are added to
-    samples.txt."""
+def evaluate(cfg, run, pipeline, valid, recorder):
+    """Answer the validation questions greedily, record the answers and log the result."""
     questions = [question for question, _ in valid]
     requests = [request for _, request in valid]
     greedy = dataclasses.replace(pipeline.engine.sampling, temperature=0.0)
-    grades, texts = ask(pipeline, questions, requests, sampling=greedy, shown=cfg.shown_questions)
+    grades, completions = ask(pipeline, questions, requests, sampling=greedy)
+    recorder.write(run.step, "valid", completions)
     result = accuracy(grades)
     domains = by_domain(pipeline.task, questions, grades)
     rewards = []
     for rows in domains.values():
         rewards.append(mean_score([row for row in rows if not row[0].error], "reward"))
     result |= macro(rewards, "reward")
-    log_evaluation(run, result, domains, questions, grades, texts)
+    log_evaluation(run, result, domains, grades)
     # Of equal losses the first is best; of steps with equal rewards it should be the last.
     preference = 1e-9 * run.step
     run.record_validation(1 - result["reward"] - preference)
@@ -517,7 +522,8 @@ def main(argv):
         pipeline = Pipeline(engine, pool, tokenizer, task)
         run.log_start(start_up(cfg, run, stream, pipeline, about), facts(run, found, pipeline, stream, valid),
                       engine=f"{engine.dtype}", reward_pool=pool.kind, cuda_graphs=engine.cuda_graphs)
-        return train(cfg, run, model, pipeline, stream, valid, reference, pcgrad)
+        recorder = Recorder(cfg.out_dir, cfg.record, run.step)
+        return train(cfg, run, model, pipeline, stream, valid, reference, pcgrad, recorder)
 
 
 if __name__ == "__main__":

@@ -399,7 +399,7 @@ def memorised(run):
     if not rises or (run.last("epoch") or 2) <= 1:
         return None
     return (f"{fall}: the model memorises the answers, or the reward does not measure correctness. Read "
-            "samples.txt, use more questions, and keep the best checkpoint.")
+            "rollouts/, use more questions, and keep the best checkpoint.")
 
 
 def greedy_falls(run):
@@ -414,7 +414,7 @@ def greedy_falls(run):
         return f"{fall}: updates do more harm than good; {advice}."
     return (f"{fall}, although no question has been asked twice. Either sampled answers improve at the "
             f"expense of greedy ones: {advice}. Or training questions are paid for something else than "
-            "held-out ones: read samples.txt.")
+            "held-out ones: read the completions (python -m doctor.page).")
 
 
 def lengths_run_away(run):
@@ -430,7 +430,7 @@ def lengths_run_away(run):
                 "denominator with --loss_type=dr_grpo.")
     if now < first / 3:
         return (f"Completions shrink from {first:.0f} to {now:.0f} tokens, so giving up early earns as much "
-                "as reasoning: read samples.txt to see which completions are rewarded.")
+                "as reasoning: see which completions are rewarded (python -m doctor.page).")
     return None
 
 

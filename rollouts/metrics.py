@@ -7,7 +7,7 @@ from statistics import fmean
 
 import torch
 
-from rollouts.accuracy import accuracy, n_right
+from rollouts.accuracy import accuracy
 from rollouts.pipeline import zero_variance
 from rollouts.questions import normalized
 from runtime import distributed
@@ -145,6 +145,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     counts["bytes"] = bytes_read
     for c in completions:
         counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
+        counts.update({f"figures/{name}": value for name, value in c.grade.figures.items()})
     for update in updates:
         counts.update({name: float(value) for name, value in update.sums.items()})
     largest_gap = 0.0
@@ -168,7 +169,7 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     return {
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
-        **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
+        **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith(("parts/", "figures/"))},
         **{name: total[name] / n for name in ("replies", "reply_too_long") if total[name]},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
@@ -366,18 +367,10 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     run.log.say(line)
 
 
-def log_evaluation(run, result, domains, questions, grades, texts):
-    """Write an evaluation's metrics, its log line, and completion texts to samples.txt. domains: {task: its
-    Grades}; those of a mixture are reported separately."""
+def log_evaluation(run, result, domains, grades):
+    """Write an evaluation's metrics and its log line. domains: {task: its Grades}; those of a mixture are
+    reported separately."""
     cfg = run.cfg
-    if distributed.is_main() and texts:
-        right = sum(n_right(row) for row in grades)
-        lines = [f"{'=' * 20} step {run.step}: {right} of {len(grades)} right\n"]
-        for question, (grade,), (text,) in zip(questions, grades, texts):
-            parts = ", ".join(name for name, holds in grade.parts.items() if holds) or "nothing"
-            lines.append(f"{question['question']}\n--> reward {grade.score:g} "
-                         f"({grade.error or parts})\n{text}\n{'-' * 20}\n")
-        run.log.append("samples.txt", "\n".join(lines))
     figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
     own = {name: accuracy(rows)["accuracy"] for name, rows in domains.items()}
     per_task = f" ({', '.join(f'{name} {share:.0%}' for name, share in own.items())})" if len(own) > 1 else ""

@@ -191,12 +191,11 @@ class Pipeline:
         return done
 
 
-def ask(pipeline, questions, requests, sampling=None, shown=0, label="evaluating"):
+def ask(pipeline, questions, requests, sampling=None, label="evaluating"):
     """Sample and grade answers to questions, divided among ranks.
 
     requests: for all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples]
-    and the texts [shown][num_samples] of the first `shown` questions. An error on one rank is raised on all:
-    ValueError for invalid requests, FloatingPointError for non-finite weights, BrokenReward if the verifier
+    and the rank's own Completions. An error on one rank is raised on all: ValueError for invalid requests, FloatingPointError for non-finite weights, BrokenReward if the verifier
     always fails. label: of the progress line.
     """
     mine = []
@@ -214,19 +213,8 @@ def ask(pipeline, questions, requests, sampling=None, shown=0, label="evaluating
         with contextlib.suppress(Exception):
             pipeline.graded(wait=True)
     grades = {}
-    texts = {}
-    for completion in mine:
-        grades[completion.key, completion.index] = completion.grade
-        if completion.key < shown:
-            texts[completion.key, completion.index] = completion.text
-    for error, rank_grades, rank_texts in distributed.gather((error, grades, texts)):
+    for error, ranks in distributed.gather((error, {(c.key, c.index): c.grade for c in mine})):
         if error:
             raise error
-        grades |= rank_grades
-        texts |= rank_texts
-    return table(grades, requests), table(texts, requests[:shown])
-
-
-def table(values, requests):
-    """Turn {(key, sample index): value} into [[value of each sample] for each request]."""
-    return [[values[request.key, i] for i in range(request.num_samples)] for request in requests]
+        grades |= ranks
+    return [[grades[request.key, i] for i in range(request.num_samples)] for request in requests], mine

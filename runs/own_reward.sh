@@ -40,3 +40,4 @@ task=("--task=$out/short.py" --max_new_tokens=48)
 "$python" eval.py --compare "$model" "$out/run" "${task[@]}" --dataset="$out/held_out.jsonl" --few_shot=0 \
     --num_samples=4 --temperature=1 --seed="$seed" --output="$out/answers.jsonl"
 "$python" -m runs.smollm2 answers "$out/answers.jsonl"
+echo "What the model says: $("$python" -m doctor.page "$out" --change)"

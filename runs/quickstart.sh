@@ -19,11 +19,11 @@ for argument in "$@"; do
 done
 source runs/ladder.sh
 [ -n "$out" ] && [ -n "$data" ] || refuse "--out_dir or --data_dir is empty (an unset variable?): name one."
-refuse_foreign_files "the quickstart's" greedy.txt sampled.txt summary.json summary.png
+refuse_foreign_files "the quickstart's" greedy.txt sampled.txt summary.json summary.png report.html
 also="matplotlib"; source runs/setup.sh
 ask="--task=unit_conversion --max_new_tokens=144"
 mkdir -p "$out"
-rm -f "$out/greedy.txt" "$out/sampled.txt" "$out/summary.json" "$out/summary.png"; : > "$out/seconds"
+rm -f "$out/greedy.txt" "$out/sampled.txt" "$out/summary.json" "$out/summary.png" "$out/report.html"; : > "$out/seconds"
 
 use_all_cores 1,2,4,8
 
@@ -48,6 +48,7 @@ timed evaluation compare "$out/sampled.txt" --num_samples=8 --temperature=1
 "$python" -m runs.summary "$out"
 echo
 for stage in base rft grpo; do "$python" -m doctor.plot "$out/$stage" --expected=quickstart_$stage; done
+echo "What the models say: $("$python" -m doctor.page "$out")"
 
 echo; echo "A completion of the last model:"
 "$python" sample.py "$out/grpo" --prompt="Question: How many gram are there per 6 kg?

@@ -46,7 +46,8 @@ def print_answers(path):
     by_question = {}
     for line in Path(path).read_text().splitlines():
         row = json.loads(line)
-        by_question.setdefault(row["question"], []).append(row["samples"][0])
+        if row["sample"] == 0:
+            by_question.setdefault(row["question"], []).append(row)
     for question, samples in by_question.items():
         print(f"\n{question}")
         for sample in samples:

@@ -66,5 +66,6 @@ stage grpo "$python" grpo.py --init_from="$out/rft" "${ask[@]}" --out_dir="$out/
 stage greedy evaluate greedy
 stage sampled evaluate sampled --num_samples=$samples --temperature=1
 "$python" -m runs.summary "$out"
+echo "What the models say: $("$python" -m doctor.page "$out")"
 echo; echo "A completion of the last model:"
 "$python" sample.py "$out/grpo" --task="$task" --temperature=0 --prompt="How many gram are there per 6 kg?"

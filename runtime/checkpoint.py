@@ -8,7 +8,7 @@
                                       alone); for grpo.py with a KL term: the reference model. base.sha256:
                                       its digest
             run.lock                  while a process writes here
-            samples.txt               grpo.py: completions of the same questions during training
+            rollouts/                 grpo.py: records of all completions, see rollouts/records.py
             metrics.jsonl training.log
             bad_batch_step_5_rank_0.pt                    last batch of a run that diverged
             tensorboard/ wandb/ wandb_id                  with --tensorboard, --wandb
@@ -49,12 +49,12 @@ IDENTITY_FILES = ("model.json", "config.json")
 ATOMIC_FILES = (*IDENTITY_FILES, "metrics.jsonl", "tokenizer.json", "base.sha256", "retry.json")
 # Left by a writer that was killed; the next start removes them.
 TEMPORARY_FILES = tuple(f"{name}.tmp-[0-9]*" for name in ATOMIC_FILES)
-STALE_FILES = (*TEMPORARY_FILES, "base.partial*", "checkpoints/partial*",
+STALE_FILES = (*TEMPORARY_FILES, "rollouts/*.tmp-[0-9]*", "base.partial*", "checkpoints/partial*",
                "checkpoints/step_" + 8 * "[0-9]" + ".replaced")
 # Everything that a run writes into its folder, except wandb's own folder. --overwrite removes only these.
-RUN_FILES = (*IDENTITY_FILES, lock.NAME, "metrics.jsonl", "training.log", "samples.txt", "tokenizer.json",
+RUN_FILES = (*IDENTITY_FILES, lock.NAME, "metrics.jsonl", "training.log", "tokenizer.json",
              "base.safetensors", "base.sha256", "retry.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
-             "checkpoints/step_" + 8 * "[0-9]", "tensorboard/events.out.tfevents.*", *STALE_FILES)
+             "checkpoints/step_" + 8 * "[0-9]", "tensorboard/events.out.tfevents.*", "rollouts/*.jsonl.gz", *STALE_FILES)
 
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
                torch.int64: "I64"}

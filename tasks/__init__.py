@@ -6,7 +6,8 @@ like one of our modules. "+" between specs makes a mixture, see _mixture.py.
 A task is a module of plain functions. Only reward is required; a function that has a parameter `argument`
 gets the ARGUMENT of the spec.
 
-    reward(question, completion)   score from 0 to 1 (1: correct), or (score, {part name: bool}); a parameter
+    reward(question, completion)   score from 0 to 1 (1: correct), (score, {part name: bool}), or with figures to
+                                   watch (score, {part name: bool}, {figure name: number}); a parameter
                                    `turns` gets the model's and the environment's texts of an episode in turn,
                                    and [completion] without respond
     questions(split, seed, n)      list of n distinct {"question": str, "answer": str, ...}, None: all or a
@@ -358,12 +359,20 @@ class Task:
         return _equations.signature(completion)
 
     def reward(self, question, completion, turns=None):
-        """Return (score, {part name: bool}); NotAScore if the score is not in [0, 1]. turns: an episode's
-        texts, the model's and the environment's in turn; None: the completion alone."""
+        """Return (score, {part name: bool}), see `graded`."""
+        return self.graded(question, completion, turns)[:2]
+
+    def graded(self, question, completion, turns=None):
+        """Return (score, {part name: bool}, {figure name: float}); NotAScore if the score is not in [0, 1].
+        turns: an episode's texts, the model's and the environment's in turn; None: the completion alone."""
         options = {"turns": list(turns or [completion])} if self.takes_turns else {}
         result = self.score(question, completion, **options)
-        whole = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
-        score, parts = result if whole else (result, None)
+        score = result
+        parts = None
+        figures = {}
+        if isinstance(result, tuple) and len(result) in (2, 3) and all(isinstance(x, dict) for x in result[1:]):
+            score, parts, *more = result
+            figures = more[0] if more else {}
         try:
             score = float(score)
         except (TypeError, ValueError):
@@ -371,9 +380,8 @@ class Task:
         if not 0 <= score <= 1:
             raise NotAScore(f"The task {self.name} returned the score {str(result)[:80]}: a score is a "
                             "number from 0 to 1.", score)
-        if parts is None:
-            return score, {"correct": score == 1}
-        return score, {name: bool(value) for name, value in parts.items()}
+        parts = {"correct": score == 1} if parts is None else {name: bool(value) for name, value in parts.items()}
+        return score, parts, {name: float(value) for name, value in figures.items()}
 
     def respond(self, question, text):
         """Return the environment's text behind an episode's text so far, without lone surrogates, or None at

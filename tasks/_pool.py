@@ -49,11 +49,13 @@ class BrokenReward(BadInput, ValueError):
 
 class Grade(NamedTuple):
     """score: in [0, 1]; parts: {name: bool}; signature: of a completion with score 1, else ""; error: failure
-    of the grading itself, or None. With an error the score is meaningless and parts are empty."""
+    of the grading itself, or None; figures: {name: float} to watch. With an error the score is meaningless and
+    parts are empty."""
     score: float
     parts: dict
     signature: str
     error: str | None
+    figures: dict = {}
 
     @property
     def verified(self):
@@ -75,10 +77,10 @@ def grade(task, question, completion, turns=None):
         if not task.responds:                # else an environment may have written the stop
             completion = task.cut(completion)
             turns = None
-        score, parts = task.reward(question, completion, turns)
-        score = float(score)
-        parts = {str(name): bool(value) for name, value in parts.items()}
-        return Grade(score, parts, str(task.signature(completion)) if score == 1.0 else "", None)
+        score, parts, figures = task.graded(question, completion, turns)
+        signature = str(task.signature(completion)) if score == 1.0 else ""
+        return Grade(score, {str(name): holds for name, holds in parts.items()}, signature, None,
+                     {str(name): value for name, value in figures.items()})
     except (Exception, SystemExit) as e:
         score = e.score if isinstance(e, tasks.NotAScore) and math.isfinite(e.score) else 0.0
         return Grade(score, {}, "", describe_error(e))

@@ -95,7 +95,7 @@ NOT_OF_THE_CURVE = set(
     "device dtype tf32 compile compile_mode attention cuda_graphs gradient_checkpointing loss_chunks "
     "parallel sum_locally deterministic fused_adamw keep_memory num_workers pin_memory prefetch "
     "slots tokens_per_micro_batch offload_reference surgery_buffers reward_workers reward_pool timeout "
-    "instruction eval_interval shown_questions log_interval save_interval keep_last save_only_model tensorboard wandb "
+    "instruction eval_interval record log_interval save_interval keep_last save_only_model tensorboard wandb "
     "diagnose".split())
 
 

@@ -12,7 +12,7 @@ from runtime import checkpoint, config
 from runtime.config import BadInput
 
 
-PLAIN = ["training.log", "metrics.jsonl", "tokenizer.json", "samples.txt", "base.safetensors", "base.sha256",
+PLAIN = ["training.log", "metrics.jsonl", "tokenizer.json", "base.safetensors", "base.sha256",
          "wandb_id", "bad_batch_step_5_rank_0.pt"]
 CONFIG, MODEL = {"out_dir": "out", "init_from": "scratch"}, {"architecture": {}, "tokenizer": {}}
 
@@ -169,8 +169,8 @@ def test_a_foreign_file_is_named_and_kept(tmp_path, name, overwrite):
 
 
 def test_all_files_that_a_run_would_overwrite_are_named(tmp_path):
-    put(tmp_path, "config.json", "model.json", "samples.txt", "slurm-7.out", "checkpoints/precious.pt")
-    with pytest.raises(BadInput, match="holds checkpoints, config.json, model.json, samples.txt, which"):
+    put(tmp_path, "config.json", "model.json", "training.log", "slurm-7.out", "checkpoints/precious.pt")
+    with pytest.raises(BadInput, match="holds checkpoints, config.json, model.json, training.log, which"):
         checkpoint.open_run(tmp_path, CONFIG, MODEL)
 
 

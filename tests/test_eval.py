@@ -275,16 +275,15 @@ def test_all_answers_are_kept_in_a_file(model, exported, task, tmp_path, capsys)
     _, figures = evaluate(capsys, model, exported, f"--task={task}", f"--output={path}", "--tokenizer=bytes", *SAMPLED)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     asked = [q["question"] for q in questions_of(tasks.load(str(task)), "test", 24)]
-    assert [row["question"] for row in rows] == asked * 2 and [row["model"] for row in rows] == [str(model)] * 24 + [str(exported)] * 24
-    for row, found in zip((rows[:24], rows[24:]), figures["models"]):
-        scores = [sample["score"] for line in row for sample in line["samples"]]
-        assert len(scores) == 72 and sum(score == 1 for score in scores) / 72 == pytest.approx(found["accuracy"])
-    again = json.loads(path.read_text().splitlines()[0])["samples"]
+    assert [row["question"] for row in rows] == [q for q in asked for _ in range(3)] * 2
+    assert [row["model"] for row in rows] == [str(model)] * 72 + [str(exported)] * 72
+    for row, found in zip((rows[:72], rows[72:]), figures["models"]):
+        assert sum(sample["score"] == 1 for sample in row) / 72 == pytest.approx(found["accuracy"])
     evaluate(capsys, model, f"--task={task}", f"--output={path}", *SAMPLED)              # which replaces what it wrote itself
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:24] and rows[0]["samples"] == again
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:72]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps({"prompt": q, "answer": q.split()[1][:-1]}) + "\n" for q in asked))
     evaluate(capsys, model, f"--task={task}", f"--output={path}", f"--dataset={tmp_path / 'asked.jsonl'}", *SAMPLED)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:24]
+    assert [json.loads(line) | {"keys": {}} for line in path.read_text().splitlines()] == [row | {"keys": {}} for row in rows[:72]]
     for name, content, words in (("mine.txt", "precious", "not eval.py's answers"), ("none/a.jsonl", None, "There is no folder")):
         if content:
             (tmp_path / name).write_text(content)

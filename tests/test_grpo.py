@@ -30,7 +30,7 @@ import train
 from conftest import ROOT, environment, flags, largest_difference, metrics, trained, unknown, weights
 from engine import Engine, Request, Sample
 from model import GPT, GPTConfig, IGNORE
-from rollouts import pipeline as rollout, questions
+from rollouts import records, pipeline as rollout, questions
 from rollouts.batch import micro_batches, padded
 from rollouts.pipeline import Completion
 from runtime import checkpoint, config, guard, optim
@@ -845,6 +845,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(learn, base, let
         learn("stormy", **knobs, init_from="resume")
     assert kills >= 4 and not seen           # and no kill left a damaged checkpoint
     assert same(weights(out, 60), weights(calm, 60)) and metrics(out) == metrics(calm) and metrics(out, "reward") == metrics(calm, "reward")
+    assert [path.read_bytes() for path in records.files_of(out)] == [path.read_bytes() for path in records.files_of(calm)]
 
 
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(learn, base, letters, tmp_path):
@@ -1132,7 +1133,7 @@ def test_importance_weights_change_nothing_where_both_compute_the_same(learn):
 # --- what a run says and leaves behind ---
 
 def test_the_metrics_have_their_keys_and_are_true(learn, watched):
-    out = learn(beta=0.1, max_steps=2, eval_interval=1, eval_questions=5, shown_questions=2)
+    out = learn(beta=0.1, max_steps=2, eval_interval=1, eval_questions=5)
     keys = ("step loss lr grad_norm tokens reward pass_at_1 pass_at_4 zero_variance kl clip_fraction entropy completion_tokens truncated logprob_gap "
             "logprob_gap_max perf/throughput perf/mfu/actor training/global_step rollout_s reward_s reference_s update_s sync_s parts/many "
             "parts/ended seconds memory_gb peak_memory_gb skipped_steps questions errors timeouts tokens_per_s mfu").split()
@@ -1153,9 +1154,33 @@ def test_the_metrics_have_their_keys_and_are_true(learn, watched):
     first, evaluation = map(json.loads, (out / "metrics.jsonl").read_text().splitlines()[:2])
     assert 0 <= evaluation["val_reward_low"] <= evaluation["val_reward"] < evaluation["val_reward_high"] <= 1
     assert first["config"]["k_samples"] == 4 and set(metrics(out, "val_accuracy")) == {0, 1, 2}
-    samples = (out / "samples.txt").read_text()
-    assert samples.count("--> reward") == 6 and samples.count("of 5 right") == 3 and "step 1/2" in (out / "training.log").read_text()
+    assert "step 1/2" in (out / "training.log").read_text()
     assert not unknown(out)
+
+
+def test_every_completion_is_recorded(learn, watched, monkeypatch):
+    out = learn(max_steps=2, eval_interval=1, eval_questions=5)
+    found = list(records.read(out))
+    assert [(r["split"], r["step"]) for r in found] == [*16 * [("train", 1)], *16 * [("train", 2)], *(("valid", s) for s in (0, 1, 2) for _ in range(5))]
+    asked = [c for groups in watched.groups for group in groups for c in group]
+    for record, c in zip(found, asked):
+        assert (record["completion"], record["ids"], record["prompt"], record["score"]) == (c.text, c.ids, c.prompt, c.grade.score)
+        assert (record["reward"], record["advantage"], record["trained"], record["parts"]) == (c.reward, c.advantage, c.trained, c.grade.parts)
+        assert record["logprobs"] == pytest.approx(c.logprobs, abs=6e-4) and record["question"] == c.question["question"]
+    assert sum(r["score"] == 1 for r in found[-5:]) / 5 == metrics(out, "val_accuracy")[2]
+    monkeypatch.setattr(records, "MEGABYTE", 1500)
+    small = learn("small", max_steps=3, record=1)
+    assert "later completions are not recorded" in learn.said and sum(f.stat().st_size for f in records.files_of(small)) <= 1500
+    assert not records.files_of(learn("none", max_steps=1, record="none"))
+
+
+def test_records_of_steps_that_are_repeated_are_written_once(learn):
+    out = learn(max_steps=4, save_interval=2)
+    whole = [path.read_bytes() for path in records.files_of(out)]
+    (out / "checkpoints/step_00000004").rename(out / "gone")         # as if killed in a step after the second
+    (out / "rollouts/train_00000009.0.jsonl.gz.tmp-7").touch()
+    learn(max_steps=4, save_interval=2, init_from="resume")
+    assert [path.read_bytes() for path in records.files_of(out)] == whole and len(list((out / "rollouts").iterdir())) == len(whole)
 
 
 REWARD_ALONE = """
@@ -1176,8 +1201,8 @@ def test_a_file_of_questions_and_a_reward_are_enough(learn, tmp_path, watched):
     assert f"{len(train)} questions of {dataset}, {len(held)} held out" in learn.said
     prompts = {tuple(r.prompt) for groups in watched.groups for g in groups for r in g}
     assert {bytes(p).decode() for p in prompts} == {f"Question: {q['prompt']}\n" for q in train}        # all of them, and no other
-    samples = (out / "samples.txt").read_text()
-    assert all(f"\n{q['question']}\n" in samples for q in held[:4]) and not any(f"\n{q['question']}\n" in samples for q in train)
+    answered = {record["question"] for record in records.read(out) if record["split"] == "valid"}
+    assert answered == {q["question"] for q in held}
     alone, none, _ = questions.open_questions(SimpleNamespace(dataset=dataset, eval_questions=9, eval_interval=0, num_questions=None), None)
     assert len(alone) == 40 and not none                             # without an evaluation all of them train
     dataset.write_text(dataset.read_text().replace('"m"', '"cm"'))

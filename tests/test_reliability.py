@@ -139,7 +139,7 @@ def test_a_lock_that_can_not_be_one_is_a_sentence(tmp_path, how):
 
 
 @pytest.mark.parametrize("name, how", [
-    ("training.log", "a link"), ("metrics.jsonl", "a FIFO"), ("samples.txt", "a link"), ("run.lock", "a link loop"),
+    ("training.log", "a link"), ("metrics.jsonl", "a FIFO"), ("rollouts", "a link"), ("run.lock", "a link loop"),
     ("run.lock", "a folder"), ("checkpoints", "a link"), ("tensorboard", "a link"),
     ("bad_batch_step_9_rank_0.pt", "a link")])
 def test_nothing_is_written_through_a_link_of_a_stranger_s_folder(tmp_path, done_run, text, name, how):

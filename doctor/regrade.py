@@ -1,0 +1,99 @@
+"""Grade the recorded completions of a run again, by another task or by a changed verifier.
+
+    python -m doctor.regrade out/grpo --task=my_task.py
+    python -m doctor.regrade data/rft.attempts.jsonl --task=unit_conversion
+
+Prints how many rewards differ, how many advantages change their sign, and the clearest cases; writes the other
+scores into regrade.json beside the records, which doctor.page shows. Options, as --key=value:
+"""
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+from rollouts import records
+from rollouts.questions import task_errors
+from runtime import config, guard
+from runtime.checkpoint import write_atomically
+from runtime.config import BadInput, Bounds, NonNegativeInt
+from runtime.progress import track
+from tasks._pool import Pool
+
+
+@dataclass
+class Config:
+    run: str = ""                            # run folder of grpo.py, log of datagen.py, or --output of eval.py
+    task: str = ""                           # NAME or NAME:ARGUMENT from tasks/, or your file.py
+    cases: NonNegativeInt = 10               # that are printed
+    reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # None: one per core, at most 8
+    timeout: Annotated[float, Bounds(0.01, 10**6)] = 10.0     # seconds per completion
+
+
+def grade(cfg, kept):
+    """Return a Grade for each record by the task."""
+    grades = []
+    with task_errors(), Pool(cfg.task, cfg.reward_workers, cfg.timeout) as pool:
+        for record in track(kept, "grading", "completions"):
+            question = {"question": record["question"], "answer": record["answer"], **record.get("keys", {})}
+            pool.submit(question, record["completion"], record.get("turns"))
+            grades += pool.collect()
+        pool.flush()
+        grades += pool.collect(wait=True)
+    return grades
+
+
+def sign_changes(kept, grades):
+    """Return how many completions are above their group's mean by one verifier and below it by the other."""
+    groups = defaultdict(list)
+    for record, other in zip(kept, grades):
+        if not record["error"] and not other.error:
+            groups[record.get("split"), record.get("step"), record["number"]].append((record["score"], other.score))
+    changes = 0
+    for group in groups.values():
+        before = fmean(score for score, _ in group)
+        after = fmean(score for _, score in group)
+        changes += sum((score - before) * (other - after) < 0 for score, other in group)
+    return changes
+
+
+def report(kept, grades, most):
+    """Print the comparison and the clearest cases: the largest differences, one per question."""
+    differ = [(record, other) for record, other in zip(kept, grades)
+              if record["score"] != other.score and record.get("verdict") != "unfinished"]      # which was not graded
+    higher = sum(other.score > record["score"] for record, other in differ)
+    errors = sum(bool(other.error) for other in grades)
+    print(f"{len(kept):,} completions: {len(differ):,} rewards differ ({len(differ) / len(kept):.1%}), {higher:,} of "
+          f"them higher by the other verifier; {sign_changes(kept, grades):,} advantages change their sign; "
+          f"{errors:,} errors.")
+    seen = set()
+    for record, other in sorted(differ, key=lambda pair: -abs(pair[0]["score"] - pair[1].score)):
+        if record["question"] in seen or len(seen) == most:
+            continue
+        seen.add(record["question"])
+        failed = [part for part, holds in other.parts.items() if not holds]
+        reason = other.error or (f" (not {', '.join(failed)})" if failed else "")
+        print(f"\nscore {record['score']:g}, by the other {other.score:g}{reason}\n{record['question']}\n"
+              f"answer {record['answer']}: {record['completion'].strip()[:500]}")
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="run")
+    if not cfg.run or not cfg.task:
+        raise BadInput("Name records and a task: python -m doctor.regrade out/grpo --task=my_task.py")
+    kept = list(records.read(cfg.run)) if Path(cfg.run).exists() else []
+    if not kept:
+        raise BadInput(f"{cfg.run} has no recorded completions: give a run of grpo.py without --record=none, a log of "
+                       "datagen.py, or an --output of eval.py.")
+    grades = grade(cfg, kept)
+    report(kept, grades, cfg.cases)
+    scores = [None if other.error else other.score for other in grades]
+    path = Path(cfg.run)
+    path = path / "regrade.json" if path.is_dir() else path.with_suffix(".regrade.json")
+    write_atomically(path, json.dumps({"task": cfg.task, "scores": scores}).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)
