@@ -67,11 +67,11 @@ def describe(run, expected):
 
 def curve(lines, key, seeds=None):
     """Return a curve's points, evenly thinned, with its interval (y_low, y_high) or the range of recorded seeds."""
-    x, y = plot.points(lines, key, "step")
+    x, y = plot.points(lines, key)
     thin = slice(None, None, -(-len(x) // MOST_POINTS) or 1)
     result = {"key": key, "x": x[thin], "y": [round(value, 5) for value in y[thin]]}
     for bound in ("low", "high"):
-        values = plot.points(lines, f"{key}_{bound}", "step")[1]
+        values = plot.points(lines, f"{key}_{bound}")[1]
         if len(values) == len(y):
             result[bound] = values[thin]
     if seeds:

@@ -15,7 +15,6 @@ from runtime.log import shown
 from runtime.progress import duration
 from runtime.options import non_default_options, rate_shown
 from runtime.vitals import fingerprint, moved
-from text.facts import facts_of
 from text.provenance import common_prompt
 
 PHASES = ("rollout", "reward", "reference", "update", "sync")          # timed phases of a step
@@ -193,10 +192,13 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
 def facts(run, source, pipeline, stream, valid):
     """Return facts about the model and its questions for doctor.diagnose. source: the hub.ModelSource that
     training began with. valid: [(question, Request)]."""
-    train, held_out = ([normalized(question["question"]) for question, _ in pairs]
-                       for pairs in (stream.pairs, valid))
-    answers = [(question["question"], question.get("answer", "")) for question, _ in stream.pairs]
-    rows = facts_of(train, held_out, answers, "questions")
+    rows = {}
+    if run.cfg.diagnose:
+        from text.facts import facts_of
+        train, held_out = ([normalized(question["question"]) for question, _ in pairs]
+                           for pairs in (stream.pairs, valid))
+        answers = [(question["question"], question.get("answer", "")) for question, _ in stream.pairs]
+        rows = facts_of(train, held_out, answers, "questions")
     return rows | {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),

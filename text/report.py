@@ -4,7 +4,6 @@ from runtime.log import shown
 from runtime.progress import duration
 from runtime.options import non_default_options, rate_shown
 from text.data import TokenFile
-from text.facts import facts_of_examples, facts_of_text
 from text.perplexity import evaluation_line
 
 
@@ -47,9 +46,12 @@ def start_up(cfg, run, model, dataset, about, flops_per_token, num_workers, inhe
 def facts(run, dataset, held_out, tokenizer, flops_per_token, teacher_loss):
     """Return the facts about model and data that doctor.diagnose and bench.py need. teacher_loss: the
     teacher's mean loss on the first micro-batch, None without one."""
-    of_text = isinstance(held_out, TokenFile)
-    rows = facts_of_text(dataset.text, held_out, tokenizer) if of_text else \
-        facts_of_examples(dataset.examples, held_out, tokenizer)
+    rows = {}
+    if run.cfg.diagnose:
+        from text import facts
+        of_text = isinstance(held_out, TokenFile)
+        rows = facts.facts_of_text(dataset.text, held_out, tokenizer) if of_text else \
+            facts.facts_of_examples(dataset.examples, held_out, tokenizer)
     return rows | {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
