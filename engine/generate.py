@@ -27,10 +27,10 @@ class Engine:
     """Sample in batches with generate(); replace the weights with load()."""
 
     def __init__(self, model, slots=None, context=None, sampling=Sampling(), *, seed=0, decode=None,
-                 **device):
+                 **options):
         """Copy the model. sampling: default for generate(). decode: ids -> text, needed for stop strings.
-        slots, context and device (dtype, device, deterministic, poll ...): options of ModelRunner."""
-        self.runner = ModelRunner(model, slots, context, **device)
+        slots, context and options (dtype, device, deterministic, poll ...): see ModelRunner."""
+        self.runner = ModelRunner(model, slots, context, **options)
         self.sampling = sampling
         self.seed = seed
         self.decode = decode

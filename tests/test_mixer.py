@@ -356,7 +356,7 @@ def test_weights_and_states_are_counted(kind, rule):
     assert memory.n_params(model.config) == model.n_params()
     for slots in (1, 7):
         engine = Engine(model, slots=slots)
-        assert engine.cache.storage.nbytes == cache_bytes(model.config, slots, 192, torch.bfloat16)
+        assert engine.runner.cache.storage.nbytes == cache_bytes(model.config, slots, 192, torch.bfloat16)
 
 
 def test_activations_are_counted():
