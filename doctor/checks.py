@@ -221,12 +221,8 @@ def one_answer(run):
 
 def other_prompts(run):
     """The prompts have another form than those that the model was trained on."""
-    facts = run.facts
-    if facts.get("unread_template"):
-        return ("The model's chat template is not chatml, so prompts are plain text: choose a model with a "
-                "chatml template, or expect poor answers.")
-    prompt = facts.get("prompt")
-    trained = facts.get("trained_prompt")
+    prompt = run.facts.get("prompt")
+    trained = run.facts.get("trained_prompt")
     if not prompt or not trained or prompt == trained or run.config.get("few_shot"):
         return None
     return (f"Prompts have the form {prompt!r}, but the model was trained on {trained!r}: set the task's "

@@ -9,7 +9,7 @@ from runtime.config import BadInput, require
 from runtime.progress import track
 from hub import gguf_import
 from hub.gguf_import import CONTROL, NORMAL, STOPS, UNUSED, USER_DEFINED
-from text.tokenizer import BUILT_IN, chatml_jinja, split_of, tokenizer_json
+from text.tokenizer import BUILT_IN, split_of, tokenizer_json
 
 
 def architecture_of(config):
@@ -98,7 +98,10 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
     for token, i in tokenizer.vocabulary().items():
         tokens[i] = token
         types[i] = NORMAL
-    control = {*stops, tokenizer.pad, tokenizer.bos, tokenizer.start}
+    control = {*stops, tokenizer.pad, tokenizer.bos}
+    if tokenizer.is_chat:
+        control.update(tokenizer.chat.control.values())
+        writer.add_chat_template(tokenizer.template["text"])
     for added in about["added_tokens"]:
         types[added["id"]] = CONTROL if added["special"] or added["id"] in control else USER_DEFINED
     writer.add_tokenizer_model("gpt2")
@@ -112,8 +115,6 @@ def add_tokenizer(writer, tokenizer, about, split, vocab_size):
     writer.add_pad_token_id(tokenizer.pad)
     writer.add_bos_token_id(tokenizer.eos if tokenizer.bos is None else tokenizer.bos)
     writer.add_add_bos_token(tokenizer.bos is not None and not tokenizer.is_chat)
-    if tokenizer.is_chat:
-        writer.add_chat_template(chatml_jinja(tokenizer.template["system"], tokenizer.bos is not None))
 
 
 def gguf_tensors(gguf, config, tensors, architecture):

@@ -7,7 +7,6 @@ All other options of `lm_eval run` except --batch_size apply: tokens_per_micro_b
 it. The endings of a question share the forward pass of its text.
 """
 import json
-import re
 import sys
 
 import torch
@@ -16,7 +15,6 @@ from runtime import guard, hardware
 from runtime.config import DTYPE_ALIASES, BadInput
 
 try:
-    import jinja2
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
@@ -31,9 +29,9 @@ from engine import Engine, Request, Sampling
 from rollouts.batch import MICRO_BATCH, MICRO_BATCH_ON_CPU, micro_batches, padded
 from rollouts.pipeline import Completion
 from runtime.progress import track
-from text.tokenizer import BUILT_IN, IM_END, IM_START, chatml_jinja
+from text.chat import MARK
+from text.tokenizer import BUILT_IN
 
-CONTROL = re.compile(f"({re.escape(IM_START)}|{re.escape(IM_END)})")
 OPTIONS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p", "min_p"}     # of generation
 
 
@@ -56,29 +54,27 @@ class NanoRFT(TemplateLM):
         self.eot_token_id = tokenizer.eos
         first = prefix_token_id, tokenizer.bos, tokenizer.eos
         self.prefix_token_id = next(i for i in first if i is not None)
-        self.control = {IM_START: tokenizer.start, IM_END: tokenizer.end} if tokenizer.is_chat else {}
         self.model = source.load(self.hw.attention, device=self.hw.device)
         self.max_length = min(max_length or source.config.block_size, source.config.block_size)
         usual = MICRO_BATCH_ON_CPU if self.hw.device.type == "cpu" else MICRO_BATCH
         self.tokens = tokens_per_micro_batch or usual
 
     def chat_template(self, chat_template=True):
-        if chat_template and not self.control:
-            raise BadInput(f"{self.tokenizer_name} has no ChatML template: leave out --apply_chat_template.")
-        return chatml_jinja(self.tokenizer.template["system"], bos=False) if chat_template else ""
+        if chat_template and not self.tokenizer.is_chat:
+            raise BadInput(f"{self.tokenizer_name} has no chat template: leave out --apply_chat_template.")
+        return self.tokenizer.template["text"] if chat_template else ""
 
     def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        template = jinja2.Template(self.chat_template(), keep_trailing_newline=True)
-        text = template.render(messages=chat_history, add_generation_prompt=add_generation_prompt)
-        return text if add_generation_prompt else text.removesuffix(f"{IM_END}\n")
+        chat = self.tokenizer.chat
+        text = chat.render(chat_history, add_generation_prompt).replace(MARK, "")
+        return text if add_generation_prompt else text.rpartition(chat.end)[0]
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        """Return the ids of a text; the chat template's tokens in it become control tokens."""
-        no_bos = self.tokenizer.bos is None or add_special_tokens is False
-        ids = [] if no_bos else [self.tokenizer.bos]
-        for part in CONTROL.split(string) if self.control else [string]:
-            ids += [self.control[part]] if part in self.control else self.tokenizer.encode(part).tolist()
-        return ids
+        """Return the ids of a text; for a chat model, special tokens in it become control tokens."""
+        encode = self.tokenizer.encode
+        ids = self.tokenizer.chat.ids(string, encode) if self.tokenizer.is_chat else encode(string).tolist()
+        bos = [] if self.tokenizer.bos is None or add_special_tokens is False else [self.tokenizer.bos]
+        return ids if ids[:1] == bos else bos + ids
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests, **_):

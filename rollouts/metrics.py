@@ -177,7 +177,6 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
 def facts(run, source, pipeline, stream, valid):
     """Return facts about the model and its questions for doctor.diagnose. source: the hub.ModelSource that
     training began with. valid: [(question, Request)]."""
-    chat = pipeline.tokenizer.template["name"] != "plain"
     train, held_out = ([normalized(question["question"]) for question, _ in pairs]
                        for pairs in (stream.pairs, valid))
     answers = [(question["question"], question.get("answer", "")) for question, _ in stream.pairs]
@@ -185,9 +184,8 @@ def facts(run, source, pipeline, stream, valid):
     return rows | {
         "vocabulary": run.model.config.vocab_size,
         "parameters": run.model.n_params(),
-        "prompt": None if chat else common_prompt(pipeline.task),
+        "prompt": None if pipeline.tokenizer.is_chat else common_prompt(pipeline.task),
         "trained_prompt": source.about.get("prompt"),
-        "unread_template": pipeline.tokenizer.unread_template,
     }
 
 

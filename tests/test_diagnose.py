@@ -517,11 +517,6 @@ def test_the_rounding_limit_depends_on_entropy(entropy, differs):
     assert differs == ("engine_differs" in [finding.name for finding in doctor.holding])
 
 
-def test_a_chat_template_that_can_not_be_read():
-    doctor = Doctor([START | {"facts": {"unread_template": True}}, *lines(4)])
-    assert [finding.name for finding in doctor.holding] == ["other_prompts"]
-
-
 def test_noise_is_not_a_finding():
     def noisy(step):
         return 0.5 + 0.25 * math.sin(1e4 * step)

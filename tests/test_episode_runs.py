@@ -252,7 +252,7 @@ def test_an_environments_text_is_text(tmp_path):
     parts = tokenizer.conversation([dict(role=role, content=content) for role, content in messages])
     assert ids + tokenizer.encode("\n").tolist() == sum((part for part, _ in parts), [])
     assert tokenizer.reply_ids(reply, ended=False) == [tokenizer.end] + tokenizer.reply_ids(reply, ended=True)
-    assert sum(i in (tokenizer.start, tokenizer.end) for i in tokenizer.reply_ids(reply, ended=True)) == 3
+    assert sum(i in tokenizer.chat.control.values() for i in tokenizer.reply_ids(reply, ended=True)) == 3
     plain = Tokenizer(write_tokenizer(tmp_path / "plain"))
     assert plain.decode(plain.reply_ids(" = 8<|endoftext|>", True)) == " = 8<|endoftext|>" and plain.eos not in plain.reply_ids("<|endoftext|>", True)
 

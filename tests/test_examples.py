@@ -323,16 +323,14 @@ def test_conversations_are_the_templates_and_the_assistants_words_are_trained_on
     tokenizer, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "42"},
                 {"role": "user", "content": "and now"}, {"role": "assistant", "content": "it is 5 kg"}]
-    if kind == "qwen":                       # this test's shortened template of it shows the user's turns alone
-        messages = messages[:1] + messages[1:2]
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n\n" + json.dumps({"prompt": "how many?", "completion": "42"}) + "\n")
     assert examples.is_examples_file(str(path))
     chat, pair = examples.read(path, tokenizer)
-    if kind == "smol":
-        assert chat.ids.tolist() == theirs.apply_chat_template(messages, return_dict=False)
+    assert chat.ids.tolist() == theirs.apply_chat_template(messages, return_dict=False)
     assert chat.ids[:len(pair.ids)].tolist() == pair.ids.tolist() == tokenizer.prompt_ids("how many?") + tokenizer.answer_ids("42")
-    words = sum((tokenizer.answer_ids(m["content"]) for m in messages if m["role"] == "assistant"), [])
+    thought = "<think>\n\n</think>\n\n" if kind == "qwen" else ""          # that Qwen3's template puts before the last answer
+    words = tokenizer.answer_ids("42") + tokenizer.answer_ids(f"{thought}it is 5 kg")
     assert chat.ids[chat.is_target].tolist() == words and pair.ids[pair.is_target].tolist() == tokenizer.answer_ids("42")
 
 
@@ -402,7 +400,7 @@ PAIR = {"prompt": "How many?", "completion": "42"}
     ({"messages": TURNS, "tools": [{"name": "f"}]}, '"tools": '), (PAIR | {"label": False}, '"label": False'), (PAIR | {"weight": 0}, '"weight": 0'),
     (PAIR | {"weight": 0.5}, '"weight": 0.5'), ({"question": "q", "answer": "0", "choices": ["a", "b"]}, '"choices": '),
     ({"question": "q", "answer": "a", "context": "c"}, '"context": c is not'), ({"messages": [{"role": "tool", "content": "x"}, *TURNS]}, "the role 'tool'"),
-    ({"messages": [{"role": "human", "content": "x"}, TURNS[1]]}, "the role 'human'"), ({"messages": [TURNS[0], TURNS[1] | {"weight": 0}]}, "none of its messages"),
+    ({"messages": [TURNS[0], TURNS[1] | {"weight": 0}]}, "none of its messages"),
     ({"messages": [TURNS[0], TURNS[1] | {"weight": 2}]}, "the weight 2; give 0 or 1"), (PAIR | {"system": 7}, '"system" should be a text'),
     ({"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"}, "without another message"),
     ({"question": "q", "answer": True}, "it should be"), ({"question": "q", "answer": float("nan")}, "it should be")])

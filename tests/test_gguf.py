@@ -118,7 +118,7 @@ def test_tensors_are_those_that_were_quantised(kind, pre, quantised):
     assert source.config.rope_theta == 5000 and source.config.tied_head == (kind == "llama")
     assert source.config.qkv_bias == (kind == "qwen2") and not source.config.o_bias
     tokenizer = source.tokenizer()
-    assert (tokenizer.stop, tokenizer.start, tokenizer.template["name"], tokenizer.n_vocab) == ([1], 0, "chatml", 260)
+    assert (tokenizer.stop, tokenizer.end, tokenizer.template, tokenizer.n_vocab) == ([1], 1, {"name": "jinja", "text": CHATML}, 260)
     text = "  12 a  34\n<|im_end|>  naïve"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and not {0, 1} & {*ids.tolist()}

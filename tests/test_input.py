@@ -121,8 +121,9 @@ def test_what_describes_a_tokenizer_is_checked_as_knobs_are(run, key):
             if value != [[]] or key != "stop":
                 sentence(lambda: use(run))
         (run / "model.json").write_text(before)
-    edited(run / "model.json", "tokenizer.template", [{"name": "chatml", "system": None}])
-    sentence(lambda: use(run), "describes an unknown tokenizer")
+    for template in ({"name": "chatml", "system": None}, {"name": "jinja", "text": "{{ messages }}"}):
+        edited(run / "model.json", "tokenizer.template", [template])
+        sentence(lambda: use(run), "describes an unknown tokenizer")
 
 
 @pytest.mark.parametrize("value", ["two", [1], {"rank": 2}, {"rank": "2", "alpha": None, "linears": ["qkv"]}, {"rank": 10**12, "alpha": 1, "linears": ["up"]},

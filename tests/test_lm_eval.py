@@ -104,7 +104,7 @@ def test_bad_input_is_a_sentence(tmp_path):
     for ids in ([], [2] * 17):
         with pytest.raises(BadInput, match=f"{len(ids)} tokens don't fit 16 positions: leave out this task"):
             model._loglikelihood_tokens([(None, [1], ids)])
-    with pytest.raises(BadInput, match="no ChatML template"):
+    with pytest.raises(BadInput, match="no chat template"):
         model.chat_template(True)
     for options in ({"max_gen_toks": 16}, {"max_gen_toks": 3, "repetition_penalty": 2.0}):
         with pytest.raises(BadInput, match="don't fit a context of 16 tokens: give a smaller max_gen_toks, and of the options do_"):

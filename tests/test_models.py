@@ -89,7 +89,7 @@ def test_a_run_folder_is_self_contained(source, tuned, text, tmp_path):
     assert largest_difference(weights(tmp_path / "a", 8), weights(tuned, 8)) == 0
     assert metrics(tmp_path / "a")[4] == metrics(tuned)[4] and metrics(tuned)[8] < metrics(tuned)[1] - 0.1
     first = json.loads((tuned / "model.json").read_text())
-    assert first["architecture"]["mlp"] == "swiglu" and first["tokenizer"]["template"]["system"] == "You are a small model, née test"
+    assert first["architecture"]["mlp"] == "swiglu" and first["tokenizer"]["template"] == {"name": "jinja", "text": SMOL}
     assert script("sample.py", tmp_path / "a", "--prompt=the cat", "--max_new_tokens=4").startswith("the cat")
     for system in ("", "You are a cat."):
         assert find(tuned).tokenizer().prompt_ids("the <|im_end|> cat", system) == Tokenizer(source).prompt_ids("the <|im_end|> cat", system)
@@ -183,8 +183,8 @@ def test_a_name_goes_through_the_hub_once_and_then_through_its_cache(source, tmp
         return forked.run([sys.executable, "-c", code], cwd=ROOT, env=local_hub.environment(url, tmp_path / "home") | extra,
                               capture_output=True, text=True, timeout=120)
     with local_hub.serve(tmp_path / "hub") as url:
-        assert load_by_name(url).stdout.split()[1:] == ["chatml"]
-    assert load_by_name(url).stdout.split()[1:] == ["chatml"]                  # the server is down now
+        assert load_by_name(url).stdout.split()[1:] == ["jinja"]
+    assert load_by_name(url).stdout.split()[1:] == ["jinja"]                  # the server is down now
     shutil.rmtree(tmp_path / "home")
     assert "gave no such model (it can't be reached, and the local cache has no copy)" in load_by_name(url, HF_HUB_OFFLINE="1").stderr
 

@@ -13,13 +13,13 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
 pytest.importorskip("tokenizers")
-from tokenizers import AddedToken, Tokenizer as Library
+from tokenizers import AddedToken, Regex, Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from conftest import trained
 from runtime.config import BadInput
 from text import bpe, data, sources
-from text.tokenizer import BUILT_IN, Tokenizer, as_tiktoken, byte_letters
+from text.tokenizer import BUILT_IN, WORDS, Tokenizer, as_tiktoken, byte_letters
 
 END, START, STOP, BOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"
 LEARNT = ["Question: how many gram are there per 6 kg? user\nassistant\nsystem\n\nYou are a helpful assistant.\n\n\n 42 3.14\n 5",
@@ -34,22 +34,37 @@ QWEN25 = ("{%- if tools %}\n    {{- '<|im_start|>system\\n' }}\n    {{- 'with to
           "        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}\n    {%- else %}\n"
           "        {{- '<|im_start|>system\\nYou\\'re to put the answer within \\\\boxed{}.<|im_end|>\\n' }}\n"
           "    {%- endif %}\n{%- endif %}\n{%- for message in messages %}\n"
-          "    {%- if (message.role == \"user\") or (message.role == \"system\" and not loop.first) %}\n"
-          "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
+          "    {%- if (message.role == \"user\") or (message.role == \"system\" and not loop.first) "
+          "or (message.role == \"assistant\" and not message.tool_calls) %}\n        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n"
           "    {%- endif %}\n{%- endfor %}\n"
           "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n")
 QWEN3 = ("{%- if messages[0].role == 'system' %}\n    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}\n"
-         "{%- endif %}\n{%- for message in messages if message.role == 'user' %}\n"
-         "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n{%- endfor %}\n"
+         "{%- endif %}\n{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\n"
+         "{%- for message in messages[::-1] %}\n    {%- set index = (messages|length - 1) - loop.index0 %}\n"
+         "    {%- if ns.multi_step_tool and message.role == \"user\" and message.content is string and not("
+         "message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}\n"
+         "        {%- set ns.multi_step_tool = false %}\n        {%- set ns.last_query_index = index %}\n    {%- endif %}\n{%- endfor %}\n"
+         "{%- for message in messages %}\n    {%- set content = message.content %}\n"
+         "    {%- if (message.role == \"user\") or (message.role == \"system\" and not loop.first) %}\n"
+         "        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}\n"
+         "    {%- elif message.role == \"assistant\" %}\n        {%- set reasoning_content = '' %}\n        {%- if '</think>' in content %}\n"
+         "            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}\n"
+         "            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}\n        {%- endif %}\n"
+         "        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}\n"
+         "            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\n"
+         "        {%- else %}\n            {{- '<|im_start|>' + message.role + '\\n' + content }}\n        {%- endif %}\n"
+         "        {{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}\n"
          "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n")
 
 
-def write(folder, kind="gpt2", chat=None, bos=False, files=None, **config):
+def write(folder, kind="gpt2", chat=None, bos=False, files=None, special=(), **config):
     """A folder with the tokenizer.json of a byte-level BPE and a tokenizer_config.json, much as a model on the hub has them."""
     library = Library(models.BPE())
     split = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if kind == "smol":
         split = [pre_tokenizers.Digits(individual_digits=True)] + split
+    if kind == "words":                      # Qwen2's split, much as Llama 3's
+        split = [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     if kind == "qwen":
         library.normalizer = normalizers.NFC()
     library.pre_tokenizer, library.decoder = pre_tokenizers.Sequence(split), decoders.ByteLevel()
@@ -58,6 +73,7 @@ def write(folder, kind="gpt2", chat=None, bos=False, files=None, **config):
         special_tokens=[END, START, STOP] if kind == "smol" else []))
     library.add_special_tokens([END, START, STOP] if chat or kind == "smol" else [END])
     library.add_tokens([AddedToken("<think>", special=False)])
+    library.add_special_tokens([*special])
     if bos:
         library.add_special_tokens([BOS])
         library.post_processor = processors.TemplateProcessing(
@@ -123,7 +139,7 @@ def test_no_text_becomes_a_control_token(tmp_path, special):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     tokenizer, library = Tokenizer(folder), Library.from_file(str(folder / "tokenizer.json"))
     end, start, bos, pad = control = [library.token_to_id(name) for name in names]
-    assert (tokenizer.end, tokenizer.start, tokenizer.bos, tokenizer.pad) == (end, start, bos, pad)
+    assert (tokenizer.end, tokenizer.bos, tokenizer.pad) == (end, bos, pad) and {start, end} <= {*tokenizer.chat.control.values()}
     for text in unicode_texts(200) + [END, f"a{STOP}\n{START}user\n{BOS}{END}", f" {STOP} ", f"<{STOP}>"]:
         ids = tokenizer.encode(text)
         assert not {*control} & {*ids.tolist()} and tokenizer.decode(ids) == text
@@ -137,6 +153,12 @@ def test_a_copy_in_another_process_keeps_control_tokens_out_too(tmp_path):
     assert pickle.loads(pickle.dumps(tokenizer)).prompt_ids(f"a{STOP}") == tokenizer.prompt_ids(f"a{STOP}")
 
 
+def chatml(tokenizer, role, text):
+    """The ids of a message."""
+    start, end = map(tokenizer.encoding.id_of, (START, STOP))
+    return [start, *tokenizer.encode(f"{role}\n{text}").tolist(), end, *tokenizer.encode("\n").tolist()]
+
+
 @pytest.mark.parametrize("kind, chat, system", [
     ("smol", SMOL, "You are a small model, née test"), ("qwen", QWEN25, "You're to put the answer within \\boxed{}."),
     ("qwen", QWEN3, None), ("smol", SMOL.replace("\\n", "\n"), "You are a small model, née test"),
@@ -147,7 +169,14 @@ def test_chatml_prompts_are_those_of_transformers(tmp_path, kind, chat, system):
     pytest.importorskip("jinja2")
     folder = write(tmp_path / "model", kind, chat, pad_token=END)
     tokenizer, theirs = Tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    assert tokenizer.template == {"name": "chatml", "system": system}
+    assert tokenizer.template == {"name": "jinja", "text": chat}
+    said = [("a", "b"), (f"\n\n {STOP}", "4 5"), (f"{START}user\n", "")]
+    for others in ([], said):                # as they were before jinja2 rendered them
+        turns = [("system", system)] * bool(system)
+        turns += [turn for pair in others for turn in zip(("user", "assistant"), pair)]
+        ids = [*sum((chatml(tokenizer, *turn) for turn in turns), []), *chatml(tokenizer, "user", " 5 kg\n")]
+        ids += [tokenizer.encoding.id_of(START), *tokenizer.encode("assistant\n").tolist()]
+        assert tokenizer.prompt_ids(" 5 kg\n", examples=others) == ids
 
     def expected(*messages):
         messages = [{"role": role, "content": content} for role, content in messages]
@@ -174,7 +203,7 @@ def test_plain_prompts(tmp_path):
     assert llama.prompt_ids("the cat") == [llama.bos] + llama.encode("the cat").tolist() and llama.bos not in llama.encode("")
     assert Tokenizer(write(tmp_path / "c", chat=SMOL, bos=True, bos_token=BOS)).bos is None      # this template writes none
     hermes = Tokenizer(write(tmp_path / "d", chat="{{ bos_token }}" + SMOL, bos=True, bos_token=BOS))
-    assert hermes.prompt_ids("a")[:2] == [hermes.bos, hermes.start]
+    assert hermes.prompt_ids("a")[:2] == [hermes.bos, hermes.encoding.id_of(START)]
 
 
 @pytest.mark.parametrize("files, eos, pad, stop", [
@@ -199,9 +228,7 @@ def test_where_the_ids_come_from(tmp_path, files, eos, pad, stop):
 def test_a_chat_template_beside_the_configuration_comes_first(tmp_path):
     folder = write(tmp_path, "smol", chat=QWEN25)
     (folder / "chat_template.jinja").write_text(QWEN3)
-    assert Tokenizer(folder).template == {"name": "chatml", "system": None}
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert Tokenizer(folder).template == {"name": "plain"}
+    assert Tokenizer(folder).template == {"name": "jinja", "text": QWEN3}
 
 
 @pytest.mark.parametrize("make", [dict(chat=SMOL, pad_token=END), dict(bos=True), dict(kind="smol")])
@@ -218,7 +245,7 @@ def test_a_run_folder_holds_all_of_it(tmp_path, make):
         assert before.prompt_ids(text) == after.prompt_ids(text) and before.answer_ids(text) == after.answer_ids(text)
     with pytest.raises(BadInput, match="made with 9"):
         Tokenizer.of_run(run, before.describe() | {"n_vocab": 9})
-    if before.template["name"] == "chatml":
+    if before.is_chat:
         with pytest.raises(BadInput, match="can't be used"):
             Tokenizer.of_run(run, before.describe() | {"template": {"name": "chatml", "system": "\ud800"}})
 
@@ -336,10 +363,6 @@ def test_a_bad_tokenizer_is_one_sentence(tmp_path, make, words):
 def test_a_pattern_that_gives_up_on_a_text_is_one_sentence(tmp_path):
     with pytest.raises(BadInput, match="tokenizer.json can't be used .PanicException"):
         Tokenizer(changed(tmp_path, pre_tokenizer={"type": "Sequence", "pretokenizers": [SLOW, BYTES]})).encode(30 * "x")
-
-
-def test_a_chat_template_of_beginnings_alone_is_read_at_once(tmp_path):
-    assert Tokenizer(write(tmp_path, chat=20_000 * f"{START}system\n")).template["system"] is None     # took 20 minutes
 
 
 def test_a_post_processor_that_names_no_token_adds_none(tmp_path):

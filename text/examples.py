@@ -272,7 +272,8 @@ def read_log(path, tokenizer):
     datagen.py's log; None and no entries without one. Encoding a completion again could give other ids.
     Excluded: other tokenizers, and ids that do not decode to the model's texts (such as a stop token)."""
     header, *attempts = list(log_beside(path)) or [{}]
-    is_own = header.get("tokenizer") == tokenizer.describe()
+    # but for the template, which is not a part of completions
+    is_own = {**header.get("tokenizer", {}), "template": 0} == {**tokenizer.describe(), "template": 0}
     sampled = {}
     instructions = defaultdict(str)
     for attempt in attempts:

@@ -7,7 +7,8 @@ from runtime.config import BadInput
 
 # default prompt form for a model without a chat template; a task may define its own
 PROMPT = "Question: {}\n"
-TEMPLATE_TOKENS = ("<|im_start|>", "<|start_header_id|>", "[INST]")      # of chat templates
+# which begin a turn in chat templates
+TEMPLATE_TOKENS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]")
 
 
 def context_of(longest, max_new_tokens, positions, shorter="shorten it", replies=0):

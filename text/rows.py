@@ -8,7 +8,7 @@ from runtime.usage import load_package
 from text.sources import VALID_NAMES, csv_rows, is_saved, load_saved, suffix_of
 
 EXAMPLES = ({"prompt", "completion"}, {"messages"}, {"question", "answer"})
-ROLES = ("system", "user", "assistant")
+TOOL_ROLES = ("tool", "function", "ipython", "observation")
 # Keys that change the meaning of a row or of a message, unless their value is one of EMPTY
 EMPTY = (None, "", [], {})
 PROMPT_KEYS = ("tools", "functions", "documents", "image", "images", "audio", "videos")
@@ -123,7 +123,7 @@ def check_keys(row, keys, selectors=()):
 
 def checked_messages(messages, system=None):
     """Return a row's messages, after its "system" if it has one; ValueError for one that is not {"role",
-    "content"}, or has another role than ROLES."""
+    "content"}, or a tool's."""
     for message in messages:
         shown = str(message)[:80]
         fields = message if isinstance(message, dict) else {}
@@ -131,9 +131,8 @@ def checked_messages(messages, system=None):
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
             raise ValueError(f"its message {shown} needs a text as role and as content; give it both, or "
                              "leave it out")
-        if message["role"] not in ROLES:
-            raise ValueError(f"its message has the role {message['role'][:40]!r}, not system, user or "
-                             "assistant; rename it, or leave the row out")
+        if message["role"] in TOOL_ROLES:
+            raise ValueError(f"its message has the role {message['role']!r}, a tool's; leave the row out")
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f"its message {shown} has the weight {message['weight']}; give 0 or 1")
     if not system:

@@ -37,12 +37,9 @@ DESCRIBED = {                        # keys and types of Tokenizer.describe()
     "name": str, "n_vocab": int, "eos": int, "stop": list, "pad": int, "bos": int | None, "template": dict,
 }
 BY_ID = ("generation_config", "config")    # files that name special tokens by id, by precedence
-IM_START = "<|im_start|>"
-IM_END = "<|im_end|>"
-# A chat template's default system message: a literal, ended by a quote or a jinja expression. It must also
-# end before the next <|im_start|>, since thousands of those would take quadratic time.
-SYSTEM = re.compile(
-    r"""<\|im_start\|>system(?:\\n|\n)((?:(?!\{[{%]|<\|im_)[^'"\\]|\\.|\b'\b)+)<\|im_end\|>""")
+# The chat template of runs that recorded only its default system message
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 class Tokenizer:
@@ -51,16 +48,16 @@ class Tokenizer:
     name      valid in file names
     n_vocab   highest id plus one
     eos       id that ends a document
-    end       id that ends an answer: eos, or <|im_end|> in chatml
+    end       id that ends an answer: eos, or the first control token behind an answer in the chat template
     stop      ids that end a completion, including eos and end
     pad       id at padded positions; may be eos, since masks come from lengths
     bos       first id of a prompt, or None
-    start     first id of a message in chatml, else None
-    template  {"name": "plain"} or {"name": "chatml", "system": the default message or None}
-    unread_template  whether the model has a chat template other than chatml, which is ignored
+    template  {"name": "plain"} or {"name": "jinja", "text": the chat template}
+    chat      its ChatTemplate, or None
 
-    Text is never encoded to one of these ids. Other added tokens that the tokenizer.json does not mark as
-    special (Qwen3's <think>, runs of blanks) are ordinary vocabulary.
+    Text is never encoded to one of these ids, nor to others around a user's message in the chat template.
+    Other added tokens that the tokenizer.json does not mark as special (Qwen3's <think>, runs of blanks) are
+    ordinary vocabulary.
     """
 
     def __init__(self, name, about=None):
@@ -84,18 +81,27 @@ class Tokenizer:
         self.pad = about["pad"]
         self.bos = about.get("bos")
         self.template = about["template"]
-        self.unread_template = about.get("unread_template", False)
-        self.start = None
+        self.chat = None
         self.end = self.eos
         if self.template["name"] == "chatml":
-            self.start = self.encoding.id_of(IM_START)
-            self.end = self.encoding.id_of(IM_END)
-            self.encode(self.template["system"] or "")        # raises for a lone surrogate
+            self.template = {"name": "jinja", "text": chatml(self.template["system"], self.bos)}
         if name not in BUILT_IN:
-            control = {self.eos, self.pad, self.bos, self.start, self.end, *self.stop}
-            self.encoding.keep_out_of_text(control - {None})
+            self.encoding.keep_out_of_text({self.eos, self.pad, self.bos, *self.stop} - {None})
+            if self.is_chat:
+                with usable(f"The chat template in {self.encoding.path.parent}"):
+                    self.read_template()
             self.encoding.check_pieces()
             self.encoding.check_characters()
+
+    def read_template(self):
+        from text.chat import ChatTemplate
+        ids = {"eos_token": self.eos} | ({} if self.bos is None else {"bos_token": self.bos})
+        names = {name: self.encoding.hf.id_to_token(i) for name, i in ids.items()}
+        self.chat = ChatTemplate(self.template["text"], names, self.encoding.hf.get_added_tokens_decoder())
+        self.encoding.keep_out_of_text({*self.chat.control.values()})
+        self.end = self.chat.control[self.chat.end]
+        self.stop = list(dict.fromkeys([*self.stop, self.end]))
+        self.prompt_ids("a")                 # raises for a lone surrogate
 
     @classmethod
     def of_run(cls, folder, about):
@@ -159,8 +165,8 @@ class Tokenizer:
         for key, i in (("eos_token", self.eos), ("pad_token", self.pad), ("bos_token", self.bos)):
             if i is not None:
                 config[key] = self.encoding.decode([i]) if built_in else self.encoding.hf.id_to_token(i)
-        if self.template["name"] == "chatml":
-            config["chat_template"] = chatml_jinja(self.template["system"], self.bos is not None)
+        if self.is_chat:
+            config["chat_template"] = self.template["text"]
         if built_in:
             write_atomically(Path(folder) / FILE, json.dumps(tokenizer_json(self.encoding)).encode())
             config["split_special_tokens"] = True
@@ -193,49 +199,37 @@ class Tokenizer:
                 raise BadInput("The plain prompt template has no place for a system message or earlier "
                                "turns: leave them out, or put them into the prompt.")
             return bos + self.encode(text).tolist() or [self.eos]
-        system = self.template["system"] if system is None else system
-        turns = self.turn("system", system) if system else []
-        for user, assistant in examples:
-            turns += self.turn("user", user) + self.turn("assistant", assistant)
-        turns += self.turn("user", text)
-        return bos + turns + self.answer_header()
-
-    def turn(self, role, text):
-        """Return the ids of a message in chatml."""
-        return [self.start, *self.encode(f"{role}\n{text}").tolist(), self.end, *self.encode("\n").tolist()]
-
-    def answer_header(self):
-        """Return the ids that precede an answer in chatml."""
-        return [self.start, *self.encode("assistant\n").tolist()]
+        messages = [] if system is None else [{"role": "system", "content": system or "a"}]
+        for pair in (*examples, (text,)):
+            messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair)]
+        with usable("The prompt"):
+            prompt = self.chat.render(messages, True)
+            if system != "":
+                return self.chat.ids(prompt, self.encode)
+            head = self.chat.render(messages[:1])             # a system message in place of the template's
+            if not prompt.startswith(head):
+                raise ValueError("the chat template writes a system message in any case")
+            return bos + self.chat.ids(prompt[len(head):], self.encode)
 
     def answer_ids(self, text):
         """Return the list of ids of an answer, with its end."""
         return self.encode(text).tolist() + [self.end]
 
     def reply_ids(self, text, ended):
-        """Return the ids that continue an answer with an environment's text: in chatml a user's turn and the
+        """Return the ids that continue an answer with an environment's text: in a chat a user's turn and the
         header of the next answer. ended: whether the answer ended with a stop token."""
         if not self.is_chat:
             return self.encode(text).tolist()
-        end = [] if ended else [self.end]
-        return end + self.encode("\n").tolist() + self.turn("user", text) + self.answer_header()
+        with usable("The prompt"):
+            return self.chat.ids(self.chat.reply(text), self.encode)[ended:]
 
     def conversation(self, messages):
         """Return [(ids, is_target)] of a conversation. ValueError without a chat template."""
         if not self.is_chat:
             raise ValueError("messages need a model with a chat template, and this one has none; give prompt "
                              "and completion")
-        parts = [([] if self.bos is None else [self.bos], False)]
-        if messages[0]["role"] != "system" and self.template["system"]:
-            parts.append((self.turn("system", self.template["system"]), False))
-        for message in messages:
-            if message["role"] == "assistant":
-                parts.append((self.answer_header(), False))
-                parts.append((self.answer_ids(message["content"]), message.get("weight") != 0))
-                parts.append((self.encode("\n").tolist(), False))
-            else:
-                parts.append((self.turn(message["role"], message["content"]), False))
-        return parts
+        return [(self.chat.ids(text, self.encode), is_target)
+                for text, is_target in self.chat.parts(messages)]
 
 
 def check_described(about, path):
@@ -246,8 +240,9 @@ def check_described(about, path):
     ids = [about["eos"], about["pad"], *about["stop"], about.get("bos") or 0]
     template = about["template"]
     if about["name"] == FILE:
-        chatml = template.get("name") == "chatml" and isinstance(template.get("system"), str | None)
-        known = template == PLAIN or chatml
+        is_chatml = template.get("name") == "chatml" and isinstance(template.get("system"), str | None)
+        is_jinja = template.get("name") == "jinja" and isinstance(template.get("text"), str)
+        known = is_chatml or is_jinja or template == PLAIN
     else:
         known = template == PLAIN and about["name"] in BUILT_IN
     if not known or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
@@ -255,18 +250,13 @@ def check_described(about, path):
     return ids
 
 
-def chatml_jinja(system, bos):
-    """Return the chatml template in jinja. bos: whether a prompt begins with the bos token."""
-    template = "{{ bos_token }}" if bos else ""
+def chatml(system, bos):
+    """Return the chat template of a run's {"name": "chatml", "system": ...}. bos: an id or None."""
+    text = CHATML
     if system:
-        default = f"{IM_START}system\n{system}{IM_END}\n"
-        default = default.replace("\\", "\\\\").replace("\n", "\\n").replace("'", "\\'")
-        template += "{% if messages[0]['role'] != 'system' %}{{ '" + default + "' }}{% endif %}"
-    return template + (
-        "{% for message in messages %}"
-        "{{ '" + IM_START + "' + message['role'] + '\\n' + message['content'] + '" + IM_END + "\\n' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '" + IM_START + "assistant\\n' }}{% endif %}")
+        default = repr(f"<|im_start|>system\n{system}<|im_end|>\n")
+        text = "{% if messages[0].role != 'system' %}{{ " + default + " }}{% endif %}" + text
+    return text if bos is None else "{{ bos_token }}" + text
 
 
 # --- tiktoken ---
@@ -449,7 +439,9 @@ class TokenizerJson:
     def keep_out_of_text(self, ids):
         """Ensure that no text is encoded to one of these ids, special in the file or not."""
         tokens = {i: token for i in ids if (token := self.hf.id_to_token(i)) is not None}
-        self.hf.add_special_tokens(list(tokens.values()))
+        added = self.hf.get_added_tokens_decoder()       # adding again would lose their lstrip and rstrip
+        self.hf.add_special_tokens([token for i, token in tokens.items()
+                                    if not (i in added and added[i].special)])
         for i, token in tokens.items():
             if i in self.encode_to_numpy(token):
                 raise BadInput(f"{self.path} encodes the text {token} to the id {i} of a control token: "
@@ -498,24 +490,16 @@ def settings(encoding):
     named = [known_ids(files[name].get("eos_token_id"), encoding.n_vocab) for name in BY_ID]
     stop = [eos, *(named[0] or named[1])]
     with usable(f"The chat template in {folder}"):
-        jinja = chat_template(folder, files["tokenizer_config"])
-        system = SYSTEM.search(jinja)
-        # unescape as jinja does
-        system = system and system[1].encode("ascii", "backslashreplace").decode("unicode_escape")
-    if IM_START in jinja and None not in (encoding.id_of(IM_START), encoding.id_of(IM_END)):
-        template = {"name": "chatml", "system": system}
-        bos = special_id("bos", encoding, files) if "bos_token" in jinja else None
-        stop.append(encoding.id_of(IM_END))
-    else:
-        template = PLAIN
-        bos = encoding.bos()
+        template = chat_template(folder, files["tokenizer_config"])
+    bos = encoding.bos()
+    if template:
+        bos = special_id("bos", encoding, files) if "bos_token" in template else None
     return {
         "eos": eos,
         "stop": list(dict.fromkeys(stop)),               # without duplicates
         "pad": eos if pad is None else pad,
         "bos": bos,
-        "template": template,
-        "unread_template": bool(jinja) and template == PLAIN,
+        "template": {"name": "jinja", "text": template} if template else PLAIN,
     }
 
 
