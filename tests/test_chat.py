@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
+from tokenizers import AddedToken
+
 from conftest import ROOT
 from runtime.config import BadInput
 from test_tokenizer import END, LEARNT, QWEN25, QWEN3, SMOL, START, STOP, write
@@ -35,10 +37,14 @@ MISTRAL = ("{%- if messages[0]['role'] == 'system' %}{%- set system_message = me
            "{%- if message['role'] == 'user' %}{%- if loop.first and system_message is defined %}"
            "{{- '[INST]' + system_message + '\n\n' + message['content'] + '[/INST]' }}{%- else %}{{- '[INST]' + message['content'] + '[/INST]' }}"
            "{%- endif %}{%- else %}{% generation %}{{- message['content'] + eos_token }}{% endgeneration %}{%- endif %}{%- endfor %}")
+PHI4 = ("{% for message in messages %}{{ '<|turn|>' + message['role'] + '<|sep|>' + message['content'] + '<|stop|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn|>assistant<|sep|>' }}{% endif %}")
+EATING = [AddedToken(token, lstrip=True, rstrip=True, special=True) for token in ("<|turn|>", "<|sep|>", "<|stop|>")]        # blanks beside them
 FAMILIES = {                                 # the template, its special tokens, the end of an answer
     "smollm2": (SMOL, [], STOP), "qwen2.5": (QWEN25, [], STOP), "qwen3": (QWEN3, [], STOP),
     "llama3": (LLAMA3, ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"),
-    "gemma": (GEMMA, ["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"), "mistral": (MISTRAL, ["[INST]", "[/INST]"], "</s>")}
+    "gemma": (GEMMA, ["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"), "mistral": (MISTRAL, ["[INST]", "[/INST]"], "</s>"),
+    "phi4": (PHI4, EATING, "<|stop|>")}
 USER, REPLY, AGAIN = ({"role": "user", "content": " the cat sat\n"}, {"role": "assistant", "content": "on 3 mats"},
                       {"role": "user", "content": "and then 漢字?"})
 SYSTEM = {"role": "system", "content": "You are another."}
@@ -47,7 +53,8 @@ SYSTEM = {"role": "system", "content": "You are another."}
 def model(folder, family, **options):
     """Return our tokenizer and transformers' of a family."""
     template, special, end = FAMILIES[family]
-    write(folder, "smol" if family == "smollm2" else "words", template, special=[*special, "<s>", "</s>"], bos_token="<s>", eos_token="</s>" if end == "</s>" else END, **options)
+    eos = end if family in ("mistral", "phi4") else END
+    write(folder, "smol" if family == "smollm2" else "words", template, special=[*special, "<s>", "</s>"], bos_token="<s>", eos_token=eos, **options)
     return Tokenizer(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 

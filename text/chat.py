@@ -135,11 +135,13 @@ class ChatTemplate:
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and message.get("weight") != 0:
                 prompt = self.render(messages[:i], True)
-                answer, end, _ = whole[len(prompt):].partition(self.end)
+                ends = (match.end() for match in self.pattern.finditer(whole, len(prompt))
+                        if match[0].strip() == self.end)
+                answer = whole[len(prompt):next(ends, 0)]
                 is_whole = without_blanks(message["content"]) in without_blanks(answer.replace(MARK, ""))
-                if not whole.startswith(prompt) or not end or not is_whole:
+                if not whole.startswith(prompt) or not answer or not is_whole:
                     raise ValueError(f"the chat template changes the answer {message['content'][:40]!r}, or "
                                      'asks for it otherwise; end the row with it, or give it "weight": 0')
-                parts += [(whole[start:len(prompt)], False), (answer + end, True)]
-                start = len(prompt + answer + end)
+                parts += [(whole[start:len(prompt)], False), (answer, True)]
+                start = len(prompt + answer)
         return [*parts, (whole[start:], False)]

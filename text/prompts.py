@@ -7,7 +7,7 @@ from runtime.config import BadInput
 
 # default prompt form for a model without a chat template; a task may define its own
 PROMPT = "Question: {}\n"
-# of chat templates
+# which begin a turn in chat templates
 TEMPLATE_TOKENS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]")
 
 

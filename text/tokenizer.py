@@ -439,7 +439,9 @@ class TokenizerJson:
     def keep_out_of_text(self, ids):
         """Ensure that no text is encoded to one of these ids, special in the file or not."""
         tokens = {i: token for i in ids if (token := self.hf.id_to_token(i)) is not None}
-        self.hf.add_special_tokens(list(tokens.values()))
+        added = self.hf.get_added_tokens_decoder()       # adding again would lose their lstrip and rstrip
+        self.hf.add_special_tokens([token for i, token in tokens.items()
+                                    if not (i in added and added[i].special)])
         for i, token in tokens.items():
             if i in self.encode_to_numpy(token):
                 raise BadInput(f"{self.path} encodes the text {token} to the id {i} of a control token: "
