@@ -438,7 +438,7 @@ def evaluate(cfg, run, pipeline, valid, recorder):
     for rows in domains.values():
         rewards.append(mean_score([row for row in rows if not row[0].error], "reward"))
     result |= macro(rewards, "reward")
-    log_evaluation(run, result, domains, grades)
+    log_evaluation(run, result, domains, grades, completions)
     # Of equal losses the first is best; of steps with equal rewards it should be the last.
     preference = 1e-9 * run.step
     run.record_validation(1 - result["reward"] - preference)

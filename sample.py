@@ -1,13 +1,20 @@
 """Sample text from a model after a prompt.
 
     python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4
-    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --interactive        one prompt per line; Ctrl-D ends
+    python sample.py out/grpo --task=unit_conversion --versus=out/rft         one of the task's own questions
+    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --chat               /reset, /temperature 0.7; Ctrl-D ends
+    python sample.py out/base --interactive                                   one independent prompt per line
     torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
 
 Options, as --key=value:
 """
+import dataclasses
+import random
+import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from runtime.usage import end_with_reader, first_line
@@ -26,8 +33,11 @@ from text.prompts import context_of, instruction_of, prompt_ids
 class Config:
     model: str = ""                          # run folder, Hugging Face folder, GGUF file or hub name,
                                              # first on the command line
-    prompt: str = ""                         # empty: the end-of-text token, which precedes a document
+    prompt: str = ""                         # empty: one of the task's test questions, drawn by the seed; without
+                                             # a task the end-of-text token, which precedes a document
+    versus: str | None = None                # another model, whose samples are shown beside
     interactive: bool = False                # read independent prompts from standard input, one per line
+    chat: bool = False                       # one conversation; Ctrl-C ends an answer
     num_samples: Count = 1
     max_new_tokens: PositiveInt = 128
     temperature: NonNegativeFloat = 0.8      # 0: greedy
@@ -66,12 +76,20 @@ def make_engine(cfg, model, tokenizer, hw, task, context, slots):
                   deterministic=cfg.deterministic, decode=tokenizer.decode, half_weights=cfg.dtype == "auto")
 
 
-def environment_of(task, tokenizer, pool, text):
-    """Return the Environment that answers samples of a prompt; None without a pool."""
+def question_of(cfg, task):
+    """Return the question that --prompt asks, or one of the task's own."""
+    if cfg.prompt or not task:
+        return {"question": cfg.prompt, "answer": ""}
+    questions = task.questions("test", n=1000, fewer=True)
+    return random.Random(cfg.seed).choice(questions)
+
+
+def environment_of(task, tokenizer, pool, question):
+    """Return the Environment that answers samples of a question; None without a pool."""
     if pool is None:
         return None
     from rollouts.episodes import Environment
-    return Environment(task, tokenizer, pool, {0: {"question": text, "answer": ""}})
+    return Environment(task, tokenizer, pool, {0: question})
 
 
 def text_of(tokenizer, environment, sample, ids):
@@ -90,8 +108,10 @@ class Printer:
         self.tokenizer = tokenizer
         self.environment = environment
         self.printed = 0                     # characters
+        self.ids = []                        # of the sample, so far
 
     def show(self, sample, ids):
+        self.ids = ids
         text = text_of(self.tokenizer, self.environment, sample, ids)
         text = text.rstrip("\N{REPLACEMENT CHARACTER}")     # the last character may still lack bytes
         print(text[self.printed:], end="", flush=True)
@@ -111,53 +131,76 @@ def prompt_of(cfg, tokenizer, text, task):
 
 
 def talk(cfg, model, tokenizer, hw, task, pool):
-    """Print a completion for each line of standard input."""
+    """Print a completion for each line of standard input: an independent prompt, or with --chat the next turn of
+    one conversation, whose ids are never encoded anew."""
     prompt = "> " if sys.stdin.isatty() else ""
     sys.stdin.reconfigure(errors="replace")
     engine = None
+    history = []                             # ids of the conversation
     while True:
         try:
             line = input(prompt)
         except (EOFError, KeyboardInterrupt):
             return
-        ids = prompt_of(cfg, tokenizer, line, task)
         try:
-            environment = environment_of(task, tokenizer, pool, line)
+            if cfg.chat and line.startswith("/"):
+                history = command(cfg, line, history)
+                continue
+            if history:
+                ids = history + tokenizer.reply_ids(line, history[-1] in tokenizer.stop)
+            else:
+                ids = prompt_of(cfg, tokenizer, line, task)
+            environment = environment_of(task, tokenizer, pool, {"question": line, "answer": ""})
             printer = Printer(tokenizer, environment)
             engine = engine or make_engine(cfg, model, tokenizer, hw, task, 4096, 1)
-            request = Request(ids, max_new_tokens=cfg.max_new_tokens)
-            for sample in engine.generate([request], printer.show_progress, environment=environment):
+            sampling = dataclasses.replace(engine.sampling, temperature=cfg.temperature)
+            request = Request(ids, key=len(history), max_new_tokens=cfg.max_new_tokens)
+            for sample in engine.generate([request], printer.show_progress, sampling, environment):
                 printer.show(sample, sample.ids)
         except (ValueError, FloatingPointError) as e:
-            print(f"error: {e}", end="", file=sys.stderr)
+            print(f"error: {e}", file=sys.stderr, flush=True)
+            continue
         except KeyboardInterrupt:            # ends this completion only
             pass
+        if cfg.chat:
+            history = ids + printer.ids
+            if not tokenizer.is_chat and history[-1] in tokenizer.stop:
+                history.pop()                # the text continues
         print(flush=True)
 
 
-def main(argv):
-    cfg = config.load(Config, argv, positional="model")
-    if not cfg.model:
-        raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
-    end_with_reader()
-    distributed.init()
+def command(cfg, line, history):
+    """Obey a line of a conversation that begins with a slash. Returns the conversation's ids."""
+    name, _, value = line.partition(" ")
+    if name == "/reset":
+        return []
+    if name != "/temperature":
+        raise ValueError(f"{name} is no command: /reset, or /temperature 0.7.")
+    try:
+        cfg.temperature = max(0.0, float(value))
+    except ValueError:
+        raise ValueError(f"/temperature needs a number, such as /temperature 0.7, not {value!r}.") from None
+    return history
+
+
+def columns(left, right, width):
+    """Return two texts side by side, in a terminal of this width."""
+    half = max(20, (width - 3) // 2)
+    sides = []
+    for text in (left, right):
+        lines = [textwrap.wrap(line, half, drop_whitespace=False) or [""] for line in text.splitlines()]
+        sides.append([part for line in lines for part in line])
+    return "\n".join(f"{a:{half}} | {b}".rstrip() for a, b in zip_longest(*sides, fillvalue=""))
+
+
+def sample_texts(cfg, name, hw, task, pool, question):
+    """Return the sampled texts of a model on all ranks, in order."""
     rank = distributed.rank()
     world = distributed.world_size()
-    task, pool = open_task(cfg) if cfg.task else (None, None)
-    if task and cfg.stop is None:
-        cfg.stop = task.stop
-    if cfg.deterministic:
-        hardware.ignore_alignment()
-    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
-    source = distributed.on_main(lambda: hub.find(cfg.model))
+    source = distributed.on_main(lambda: hub.find(name))
     tokenizer = source.tokenizer(cfg.tokenizer)
     model = source.load(device=hw.device)
-    if cfg.interactive and world > 1:
-        raise config.BadInput("--interactive needs a single process: run it without torchrun.")
-    if cfg.interactive:
-        return talk(cfg, model, tokenizer, hw, task, pool)
-
-    prompt = prompt_of(cfg, tokenizer, cfg.prompt, task)
+    prompt = prompt_of(cfg, tokenizer, question["question"], task)
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))
@@ -170,16 +213,47 @@ def main(argv):
         engine = make_engine(cfg, model, tokenizer, hw, task, context, slots)
         engine.check(Request(prompt))
         requests = [Request(prompt, count, 0, cfg.max_new_tokens, first)] if count else []
-        environment = environment_of(task, tokenizer, pool, cfg.prompt)
+        environment = environment_of(task, tokenizer, pool, question)
         samples = engine.generate(requests, environment=environment)
         texts = [(sample.index, text_of(tokenizer, environment, sample, sample.ids))
                  for sample in track(samples, "sampling", "samples", count)]
     except (ValueError, FloatingPointError) as e:
         raise config.BadInput(str(e)) from None
-    texts = distributed.gather(texts)
-    if rank == 0:
-        for _, text in sorted(sum(texts, [])):
-            print(cfg.prompt + text.rstrip("\n"), end="\n---\n")
+    return [text.rstrip("\n") for _, text in sorted(sum(distributed.gather(texts), []))]
+
+
+def main(argv):
+    cfg = config.load(Config, argv, positional="model")
+    if not cfg.model:
+        raise config.BadInput("Name the model to sample from: python sample.py RUN_OR_MODEL --prompt=...")
+    if cfg.versus and (cfg.interactive or cfg.chat):
+        raise config.BadInput("--versus is for one prompt: leave it out, or --interactive and --chat.")
+    end_with_reader()
+    distributed.init()
+    task, pool = open_task(cfg) if cfg.task else (None, None)
+    if task and cfg.stop is None:
+        cfg.stop = task.stop
+    if cfg.deterministic:
+        hardware.ignore_alignment()
+    hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
+    if cfg.interactive or cfg.chat:
+        if distributed.world_size() > 1:
+            raise config.BadInput("--interactive and --chat need a single process: run them without torchrun.")
+        source = hub.find(cfg.model)
+        return talk(cfg, source.load(device=hw.device), source.tokenizer(cfg.tokenizer), hw, task, pool)
+    question = question_of(cfg, task)
+    models = [name for name in (cfg.model, cfg.versus) if name]
+    texts = [sample_texts(cfg, name, hw, task, pool, question) for name in models]
+    if not distributed.is_main():
+        return
+    if cfg.versus:
+        print(question["question"])
+        width = shutil.get_terminal_size().columns
+        for pair in (models, *zip(*texts)):
+            print(columns(*pair, width), end="\n---\n")
+        return
+    for text in texts[0]:
+        print(question["question"] + ("\n" if question["question"] != cfg.prompt else "") + text, end="\n---\n")
 
 
 if __name__ == "__main__":

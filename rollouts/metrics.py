@@ -18,6 +18,7 @@ from runtime.vitals import fingerprint, moved
 from text.provenance import common_prompt
 
 PHASES = ("rollout", "reward", "reference", "update", "sync")          # timed phases of a step
+SHOWN = 2                                    # answers of an evaluation in the log
 
 
 def start_up(cfg, run, stream, pipeline, about):
@@ -369,9 +370,9 @@ def log_step(cfg, run, pipeline, stream, lr, groups, updates, bytes_read):
     run.log.say(line)
 
 
-def log_evaluation(run, result, domains, grades):
-    """Write an evaluation's metrics and its log line. domains: {task: its Grades}; those of a mixture are
-    reported separately."""
+def log_evaluation(run, result, domains, grades, completions):
+    """Write an evaluation's metrics, its log line and the answers to the first questions. domains: {task: its
+    Grades}; those of a mixture are reported separately. completions: this rank's."""
     cfg = run.cfg
     figures = {f"val_{name}": value for name, value in result.items() if isinstance(value, float)}
     own = {name: accuracy(rows)["accuracy"] for name, rows in domains.items()}
@@ -384,3 +385,5 @@ def log_evaluation(run, result, domains, grades):
                 f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
                 f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f} "
                 f"[{result['reward_low']:.3f}, {result['reward_high']:.3f}]{per_task}")
+    run.log.samples(run.step, [f"{c.question['question']}\n{c.text}\n({c.grade.score:g})"
+                               for c in completions[:SHOWN]])

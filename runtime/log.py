@@ -23,6 +23,10 @@ def check_installed(tensorboard, wandb):
         except ImportError as e:
             raise BadInput(f"--{package} can't be used, since {e}, or leave it out.") from None
 
+SAMPLE = 200                                 # characters of a sampled text on a terminal
+ROLLOUT = set("reward reward_std zero_variance groups completion_tokens completion_tokens_max truncated truncated_score "
+              "most_common_share distinct replies reply_too_long errors timeouts questions epoch".split())
+
 
 class Log:
     """Writes the log of a run, on rank 0 only. `say` prints a line and appends it to training.log; `metrics`
@@ -55,6 +59,17 @@ class Log:
     def write_board(self, step, numbers):
         for name, value in numbers.items():
             self.board.add_scalar(name, value, step)
+
+    def samples(self, step, texts):
+        """Print sampled texts, and send them to TensorBoard and Weights & Biases if enabled."""
+        if not self.main:
+            return
+        for i, text in enumerate(texts):
+            self.say("    " + " ".join(text.split())[:SAMPLE])
+            if self.board:
+                self.board.add_text(f"samples/{i}", "    " + visible(text).replace("\n", "\n    "), step)
+            if self.wandb_run:
+                self.wandb_run.log({f"samples/{i}": text}, step=step)
 
     def open_wandb(self, config):
         """Open this folder's run at Weights & Biases, a new one unless it is resumed. W&B ignores steps that
@@ -133,6 +148,7 @@ class Log:
             if isinstance(value, int | float) and name != "step":
                 numbers[name] = value
         if numbers:
+            numbers = {grouped(name): value for name, value in numbers.items()}
             for write in self.writers:
                 write(values["step"], numbers)
         for finding in self.doctor.look(values) if self.doctor else ():
@@ -151,6 +167,18 @@ class Log:
                 f.write(visible(line) + "\n")
         except OSError as e:
             print(f"{self.folder / name} could not be written ({e.strerror}).", flush=True)
+
+
+def grouped(name):
+    """Return a metric's name in TensorBoard and Weights & Biases, which show the part before "/" as a group."""
+    if "/" in name:
+        return name
+    if name.startswith("val_"):
+        return f"val/{name.removeprefix('val_')}"
+    if name.endswith(("_s", "_gb")) or name in ("seconds", "mfu", "mbu_rollout", "busy"):
+        return f"time/{name}"
+    group = "rollout" if name in ROLLOUT or name.startswith("pass_at_") else "train"
+    return f"{group}/{name}"
 
 
 def for_json(value):

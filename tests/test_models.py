@@ -275,6 +275,46 @@ def test_interactive_answers_line_by_line_and_a_stop_text_ends_a_sample(tuned):
     assert len(whole) > 8 and out.startswith(whole) and out.rstrip("\n").endswith("\n" + whole)
 
 
+def test_a_chat_remembers_what_was_said(source, monkeypatch, capsys):
+    asked, tokenizer, generate = [], Tokenizer(source), sample.Engine.generate
+
+    def spied(self, requests, progress, sampling, environment):
+        asked.append((requests[0].ids, sampling.temperature))
+        yield from generate(self, requests, progress, sampling, environment)
+    monkeypatch.setattr(sample.Engine, "generate", spied)
+    said = b"the cat\n/temperature 0\nand then\n/reset\nthe cat\n/speed 2\n/temperature hot\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(said)))
+    sample.main([str(source), "--chat", "--max_new_tokens=6", "--device=cpu", "--temperature=0.9"])
+    (first, warm), (second, cold), (third, _) = asked
+    assert first == third == tokenizer.prompt_ids("the cat") and (warm, cold) == (0.9, 0)
+    answer = second[len(first):]
+    assert second[:len(first)] == first and answer[-len(tokenizer.reply_ids("and then", True)):] == tokenizer.reply_ids("and then", True)
+    assert 1 <= len(answer) - len(tokenizer.reply_ids("and then", True)) <= 7      # an end behind an answer that was cut off
+    error = capsys.readouterr().err
+    assert "/speed is no command" in error and "/temperature needs a number" in error
+
+
+def test_a_task_s_own_question_and_two_models_side_by_side(source, tuned, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    task = tmp_path / "keyed.py"
+    task.write_text(KEYED)
+    out = script("sample.py", source, f"--versus={tuned}", f"--task={task}", "--max_new_tokens=60", "--device=cpu")
+    assert out.startswith("test ") and out.count(" | ") > 2 and "«<" in out and "KeyError" not in out
+    refused(sample.main, "--versus is for one prompt", source, versus=tuned, chat=True)
+
+
+KEYED = '''
+TURN_STOP = "e"
+MAX_TURNS = 2
+def questions(split, seed=0, n=None):
+    return [{"question": f"{split} {i}", "answer": "7", "secret": i} for i in range(20)][:n]
+def respond(question, text):
+    return f"<{question['secret']}>"
+def reward(question, completion):
+    return 0.0
+'''
+
+
 LADDER = '''
 STOP, INSTRUCTION = "e", "Write."
 def questions(split, seed=0, n=None):

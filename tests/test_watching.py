@@ -25,9 +25,10 @@ def test_tensorboard_gets_the_numbers_of_metrics_jsonl(tmp_path, text):
     trained(tmp_path / "a", text, init_from="resume", max_steps=12)             # the flag is the run's
     events = EventAccumulator(str(tmp_path / "a/tensorboard"))
     events.Reload()
-    for key in ("loss", "lr", "val_loss", "tokens_per_s"):
-        seen = {e.step: e.value for e in events.Scalars(key)}
-        assert seen == pytest.approx(metrics(tmp_path / "a", key), rel=1e-6) and len(seen) == len(events.Scalars(key))
+    for name in ("train/loss", "train/lr", "val/loss", "time/tokens_per_s"):
+        seen = {e.step: e.value for e in events.Scalars(name)}
+        key = name.replace("val/", "val_").rpartition("/")[2]
+        assert seen == pytest.approx(metrics(tmp_path / "a", key), rel=1e-6) and len(seen) == len(events.Scalars(name))
     assert not unknown(tmp_path / "a")
 
 
