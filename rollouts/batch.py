@@ -193,7 +193,7 @@ def logprobs_of(model, hw, completions, tokens, temperature):
     for part in distributed.in_step(model, micro_batches(completions, tokens, hw.length_multiple), []):
         batch = padded(part, hw.length_multiple).to(hw.device)
         with hw.autocast():
-            logprobs, _ = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes,
-                                               batch.target_index)
+            logprobs = model.token_logprobs(batch.x, batch.y, temperature, batch.prefixes,
+                                            batch.target_index)[0]
         for c, row in zip(part, logprobs.cpu().numpy()):
             yield c, row[:len(c.ids)].tolist()

@@ -277,11 +277,13 @@ def centred(values):
 
 def advantage_fit(groups):
     """Return the mean correlation of advantages with rewards within groups, 1 if they belong together; None
-    without a group that has advantages."""
+    without a group that has advantages and differences."""
     fits = []
     for group in groups:
         graded = [c for c in group if not math.isnan(c.reward)]
-        if any(c.advantage for c in graded):                 # else it is not trained on
+        # Without any advantage it is not trained on. Equal pairs have no correlation: with another baseline
+        # than the group's mean, equal rewards have an advantage too.
+        if any(c.advantage for c in graded) and len({(c.reward, c.advantage) for c in graded}) > 1:
             rewards = centred([c.reward for c in graded])
             advantages = centred([c.advantage for c in graded])
             scale = math.sqrt(sum(r * r for r in rewards) * sum(a * a for a in advantages))

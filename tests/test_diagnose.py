@@ -420,6 +420,9 @@ def test_metrics_of_rewards_and_advantages():
     honest = group_of(("a", 1.0, 0.5), ("b", 0.0, -0.5), ("a", 1.0, 0.5), ("b", 0.0, -0.5))
     solved = group_of(("a", 1.0, 0.0), ("c", 1.0, 0.0))
     assert metrics.advantage_fit([honest, solved]) == pytest.approx(1) and metrics.advantage_fit([solved]) is None
+    equal = group_of(("a", 1.0, 0.4), ("c", 1.0, 0.4))       # with another baseline than the group's mean
+    assert metrics.advantage_fit([honest, equal]) == pytest.approx(1) and metrics.advantage_fit([equal]) is None
+    assert metrics.advantage_fit([group_of(("a", 1.0, 0.4), ("c", 1.0, -0.4))]) == 0
     assert metrics.copies_paid_unlike([honest, solved]) == 0 and metrics.copies_paid_unlike([solved]) is None
     wrong = group_of(("a", 1.0, -0.5), ("b", 0.0, 0.5), ("a", 0.0, 0.5), ("b", 0.0, -0.5))
     assert metrics.copies_paid_unlike([honest, wrong]) == pytest.approx(1 / 4) and metrics.advantage_fit([wrong]) < 0

@@ -86,6 +86,7 @@ EXCUSED = {
     "six_domains_cpu.py --init_from=out/domains": "it begins from domains.sh; tests/test_surgery.py has small ones",
     r"tests/breakages\.py": "a hundred runs; tests/test_diagnose.py has small ones",
     "hf.py out/book --gguf": "tests/test_gguf.py runs it",
+    "my_algo.py": "a copy of grpo.py; tests/test_algorithm.py makes and runs copies",
 }
 
 
