@@ -35,8 +35,6 @@ from runtime.config import (BadInput, Bounds, Count, NonNegativeFloat, NonNegati
                             UnitInterval)
 from runtime.log import for_json
 from tasks._pool import Pool, check_graded, load
-from text import data
-from text.perplexity import evaluation_line, text_loss
 
 
 @dataclass
@@ -87,6 +85,8 @@ class Config:
 
 def evaluate_text(cfg):
     """Return a model's figures on a text."""
+    from text import data
+    from text.perplexity import evaluation_line, text_loss
     (name,) = cfg.models
     dtype = "fp32" if cfg.dtype == "auto" else cfg.dtype
     hw = hardware.setup(cfg.device, dtype, tf32=dtype != "fp32", compile=False, attention=cfg.attention)
