@@ -418,19 +418,10 @@ UNSEEN = [
           "beta1=0.999 averages gradients over a thousand steps: it was swapped with beta2.",
           "beta1|beta2|momentum", "rate|not fall|rose|rises|plateau", files={"rows.jsonl": TEACH},
           options="valid_share=0.1 beta1=0.999 beta2=0.9 max_steps=80 learning_rate=3e-3"),
-    Trial("words_shuffled", "train", "the words of the text were shuffled",
-          "The order of the words is random: there is nothing to learn beyond single words.",
-          "order|shuffl|context|random", "not fall|stays|plateau|no longer", "scratch", TEXT + " max_steps=150",
-          {"text.txt": " ".join(random.Random(0).sample(shakespeare()[:400_000].split(),
-                                                        len(shakespeare()[:400_000].split())))}),
     Trial("boilerplate_40", "train", "two fifths of the text are one licence",
           "Two fifths of the text are the same passage: remove it.",
           "same|repeat|duplicat|identical|boilerplate", "memoris|low", "scratch", TEXT,
           {"text.jsonl": lines([{"text": shakespeare()[i * 1500:][:900] + "\n" + LICENCE} for i in range(300)])}),
-    Trial("block_of_8", "train", "a context of 8 bytes, left over from a trial",
-          "A context of 8 tokens is too short to learn from: raise --block_size.", "block_size|context",
-          "not fall|plateau|no longer", "scratch", TEXT + " block_size=8 batch_size=256",
-          {"text.txt": shakespeare()[:300_000]}),
     Trial("untrained_start", "train", "fine-tuning starts from a model that was never trained",
           "The model to fine-tune knows nothing: its first loss is that of guessing.",
           "untrained|(start|initial|first|init_from).*(guess|random|untrained|trained)|guess.*(start|initial|first|init_from)",
@@ -490,10 +481,6 @@ data.batches = lambda dataset, steps, *rest: original(dataset, [0 for _ in steps
           "too hard|easier|harder|difficult", "0%|no reward|never|no group|zero variance",
           files={"questions.jsonl": questions(sums(400, seed=8, low=1000, high=9999))},
           options="max_steps=12 max_new_tokens=64"),
-    Trial("solved_already", "grpo", "questions that the model answers already",
-          "Nearly every group is right throughout: take harder questions.",
-          "too easy|solved|harder|already", "zero variance|no gradient|same reward", model="taught",
-          files={"questions.jsonl": questions(sums(300, seed=6))}, options="max_steps=20"),
     Trial("pays_equations", "grpo", "the reward counts equality signs",
           "The reward rises while the answers are no longer right: it pays for equality signs.",
           "(reward|paid|pays?).*(answer|right|correct|true)|gamed|hack", "length|entropy|cut off|0%",
@@ -505,11 +492,6 @@ data.batches = lambda dataset, steps, *rest: original(dataset, [0 for _ in steps
           files={"reward.py": REWARD.replace("    return float(", "    right = (").replace(
               "answer\"])", "answer\"])\n    return float(right != int(question[\"answer\"]) % 2)")},
           options="learning_rate=5e-4"),
-    Trial("answers_conflict", "grpo", "each question stands there twice, with two answers",
-          "The same question has two different answers.",
-          "same question.*(answer|differ)|conflict|contradict|two (different )?answers|differing answers",
-          "not rise|no progress|stays", options="max_steps=20", files={"questions.jsonl": questions(
-              [(q, str(int(a) + shift), c) for q, a, c in sums(300, seed=7) for shift in (0, 10)])}),
     Trial("answers_as_floats", "grpo", "answers are written as 75.0 by a spreadsheet",
           "No completion is paid: answers read 75.0 and completions 75.",
           "verifier|form|compare|look at|samples|read", "0%|no reward|too hard|never", options="max_steps=12",
@@ -658,7 +640,7 @@ def call(arguments, log):
     start = time.monotonic()
     with open(log, "w") as f:
         code = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=f, stderr=subprocess.STDOUT,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=600).returncode
+                              env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=3600).returncode
     return code, time.monotonic() - start
 
 
