@@ -117,30 +117,40 @@ def restart_advice(run):
             "reward falls at any learning rate, the sign of the loss, the advantage or the reward is wrong")
 
 
+def unsolved(run):
+    """Return the cause and the remedy where hardly any sample is right, as text."""
+    answered = run.mean("parts/answered")
+    first = first_value(run, "pass_at_1")
+    if temperature_advice(run):
+        return f"; {temperature_advice(run)}"
+    if first > 0.1 and run.mean("pass_at_1") < first / 4:
+        return f", while {first:.0%} were at the first step: the policy has collapsed; {restart_advice(run)}"
+    if answered is not None and answered < 0.5:
+        return (f", and only {answered:.0%} have an answer in the form that the verifier reads: fine-tune on "
+                "verified answers first (datagen.py, config/rft.py), or show worked examples with "
+                "--few_shot=4")
+    return (f": the questions are too hard for this model{other_form(run)}, or the verifier rejects correct "
+            "answers or pays them little (grade one by hand). Ask easier questions, raise --k_samples, or "
+            "fine-tune on verified answers first (datagen.py)")
+
+
 def never_right(run):
     """No sample is ever correct, and nothing else is rewarded."""
     if run.mean("pass_at_1") != 0 or (run.mean("reward") or 0) > 0.05 or run.samples() < MIN_SAMPLES:
         return None
-    answered = run.mean("parts/answered")
-    first = first_value(run, "pass_at_1")
-    if temperature_advice(run):
-        why = f"; {temperature_advice(run)}"
-    elif first > 0.1:
-        why = f", while {first:.0%} were at the first step: {restart_advice(run)}"
-    elif answered is not None and answered < 0.5:
-        why = (f", and only {answered:.0%} have an answer in the form that the verifier reads: fine-tune on "
-               "verified answers first (datagen.py, config/rft.py), or show worked examples with "
-               "--few_shot=4")
-    elif answered is not None:
-        why = (f", although {answered:.0%} have an answer: the questions are too hard for this model"
-               f"{other_form(run)}, or the verifier rejects correct answers. Ask easier questions, or "
-               "fine-tune on verified answers first (datagen.py)")
-    else:
-        why = (": grade a correct answer by hand to check that it is rewarded, then ask easier questions or "
-               "fine-tune")
     sample = run.last("sample")
     shown = f" One sample: {excerpt(sample)}." if sample else ""
-    return f"None of the last {run.samples():,} samples is correct{why}.{shown}"
+    return f"None of the last {run.samples():,} samples is correct{unsolved(run)}.{shown}"
+
+
+def right_unpaid(run):
+    """Completions that end with the right answer earn nothing."""
+    share = run.mean("right_unpaid")
+    if share is None or share < 0.3:
+        return None
+    return (f"{share:.0%} of the completions that end with their question's answer earn nothing: the reward "
+            "has the wrong sign, at least for some questions, or the verifier expects the answer in another "
+            "place or form.")
 
 
 def never_ends(run):
@@ -242,25 +252,22 @@ def groups_alike(run):
     right = run.mean("pass_at_1")
     if share is None or right is None or share < 0.9:
         return None
-    first = first_value(run, "pass_at_1")
-    resample = "or replace such groups with --dynamic_sampling=true"
-    if (run.mean("paid_elsewhere") or 0) > 0.9:
-        why = ("the reward does not depend on the answer, since an answer earns as much for another "
-               "question: grade a correct and a wrong one by hand")
-        why += "" if right > 0.5 else ", and ask easier questions if the correct one earns more"
-    elif temperature_advice(run) and right <= 0.5:
-        why = f"no sample is correct: {temperature_advice(run)}"
-    elif right > 0.5:
+    why = f"no sample is correct{unsolved(run)}"
+    if right > 0.5:
         why = ("all samples are correct: the questions have become too easy. Ask harder ones, skip solved "
-               f"ones with --skip_solved=2, stop here, {resample}")
-    elif first > 0.1 and right < first / 4:
-        why = (f"no sample is correct, while {first:.0%} were at the first step, so the policy has "
-               f"collapsed: {restart_advice(run)}")
-    else:
-        why = (f"no sample is correct: the questions are too hard{other_form(run)}, or the verifier rejects "
-               "correct answers (grade one by hand). Ask easier questions, raise --k_samples, fine-tune on "
-               f"verified answers first, {resample}")
-    return f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}."
+               "ones with --skip_solved=2, or stop here")
+    return (f"{share:.0%} of the groups have zero variance, so they teach nothing; in most of them {why}, or "
+            "replace such groups with --dynamic_sampling=true.")
+
+
+def ignores_question(run):
+    """A text earns as much for another question."""
+    share = run.mean("paid_elsewhere")
+    if share is None or share <= 0.9:
+        return None
+    return (f"The reward does not depend on the answer: {share:.0%} of the rewarded texts earn the same "
+            "reward for another question, so one text can serve for all. Grade a correct and a wrong answer "
+            "by hand, and ask easier questions if the correct one earns more.")
 
 
 def broken_verifier(run):
@@ -329,7 +336,10 @@ def rate_too_large(run):
     kl = run.mean("kl_old")
     clipped = run.mean("clip_fraction")
     moved = run.mean("moved")
-    advice = f"lower --learning_rate={run.config.get('learning_rate')} to a third, or lower --grad_clip"
+    passes = run.config.get("inner_epochs", 1)
+    fewer = f"--inner_epochs={passes} or " if passes > 4 else ""
+    advice = (f"lower {fewer}--learning_rate={run.config.get('learning_rate')} to a third, or lower "
+              "--grad_clip")
     if kl is not None and kl > 0.1:
         return f"The policy moves by {kl:.2g} nats per token (KL) within a step: {advice}."
     if clipped is not None and clipped > 0.3:
@@ -359,13 +369,18 @@ def same_samples(run):
     right = run.mean("pass_at_1")
     temperature = run.config.get("temperature", 1)
     cold = temperature < 0.3                 # nearly greedy
-    if distinct is None or distinct > 1.1 or right is not None and right > 0.95 and not cold:
+    limit = run.config["k_samples"] / 4 if cold else 1.1
+    if distinct is None or distinct > limit or right is not None and right > 0.95 and not cold:
         return None
     entropy = run.values("entropy", [line for line in run.recent if line.get("updates")])
     shown = f" (entropy {fmean(entropy):.2g} nats per token)" if entropy else ""
-    why = (f"--temperature={temperature:g} is nearly greedy: set it to 1." if cold else
-           "the policy has collapsed. Raise --temperature, restart from an earlier checkpoint, lower "
+    why = ("the policy has collapsed. Raise --temperature, restart from an earlier checkpoint, lower "
            "--learning_rate, or raise --clip_high.")
+    if cold:
+        why = f"--temperature={temperature:g} is nearly greedy: set it to 1."
+    elif first_value(run, "distinct") <= 1.1:
+        why = ("so it was at the first step: either they draw the same random numbers, or this model hardly "
+               "varies its answers at this temperature.")
     return (f"Only {distinct:.2f} of the {run.config['k_samples']} samples of a group are distinct{shown}: "
             f"{why}")
 
@@ -543,22 +558,24 @@ def bad_start(run):
     scratch = run.config.get("init_from") == "scratch"
     divergence = run.config.get("teacher")               # from a teacher, which may be small
     low = 0.7 * uniform if scratch and not divergence else 0
+    newest = run.values("loss")              # a model that was trained on other text recovers within steps
+    trained = run.config.get("init_from") not in ("scratch", "resume") and not divergence
+    second = run.values("loss", run.steps)[1:2] or [0]
+    if trained and loss and abs(loss - uniform) < 0.01 * uniform and second[0] > 0.6 * uniform:
+        return (f"The first loss is {loss:.2f}, that of uniform predictions (ln {vocabulary:,}): the model "
+                "that the run starts from is untrained, or its weights were not loaded.")
     if loss is None or low <= loss <= 1.1 * uniform:
         return None
-    newest = run.values("loss")              # a model that was trained on other text recovers within steps
     if not scratch and (run.steps[-1]["step"] < 15 or not newest or newest[-1] < max(uniform, 0.8 * loss)):
         return None
     if scratch:
         return (f"The first loss is {loss:.2f}, but uniform predictions have ln {vocabulary:,} = "
                 f"{uniform:.2f}: check the initialisation of the weights, and whether the text repeats a few "
                 "tokens.")
-    if divergence:
-        return (f"The loss, with the KL divergence from the teacher, is {newest[-1]:.2f}, above that of "
-                f"uniform predictions (ln {vocabulary:,} = {uniform:.2f}): the teacher and the model were "
-                "trained on different text, or one of them does not know this text.")
+    pair = "teacher" if divergence else "tokenizer"          # the divergence is a part of the loss
     return (f"The loss is {newest[-1]:.2f} (at first {loss:.2f}), above that of uniform predictions (ln "
-            f"{vocabulary:,} = {uniform:.2f}): the weights and the tokenizer do not belong together, or the "
-            "model was trained on text of another kind.")
+            f"{vocabulary:,} = {uniform:.2f}): the model and the {pair} do not belong together, or the model "
+            "was trained on text of another kind.")
 
 
 def loss_spikes(run):
@@ -597,6 +614,9 @@ def not_learning(run):
     if now < 0.98 * first:
         return None
     large = "too large" if now > 1.02 * first else "too small or too large"
+    norm = run.last("grad_norm") or 0
+    if norm > 20 * first_value(run, "grad_norm"):
+        large += f", or gradients add up over the steps without zero_grad (their norm is {norm:.3g} now)"
     return (f"After {run.steps[-1]['step']} steps the loss is {now:.2f}, no better than at first "
             f"({first:.2f}): --learning_rate={run.config.get('learning_rate')} is {large}.")
 
@@ -634,15 +654,13 @@ def validation_rises(run):
     risen = (f"The validation loss rises ({best:.3f} at step {at}, now {now:.3f}) while the training loss "
              f"falls (to {now_trained:.3f})")
     worse = next((step for step, loss in zip(steps, losses) if step and loss > 1.01 * uniform), math.inf)
+    early = f"{risen}, although no text has been repeated"
     if per_epoch and worse <= 10 * per_epoch and now > uniform:
-        return (f"{risen}, and the former exceeds that of uniform predictions (ln {vocabulary:,} = "
-                f"{uniform:.2f}): the labels or the evaluation are wrong, or the validation text is of "
-                "another kind.")
-    if per_epoch and steps[-1] <= per_epoch:
-        return (f"{risen}, although no text has been repeated: the labels or the evaluation are wrong, the "
-                "validation text is of another kind, or "
-                f"--learning_rate={run.config.get('learning_rate')} is too large.")
-    return f"{risen}: the model memorises the text. Use --patience=2, more text, or --dropout=0.1."
+        early = f"{risen}, and the former exceeds that of uniform predictions (ln V = {uniform:.2f})"
+    elif not per_epoch or steps[-1] > per_epoch:
+        return f"{risen}: the model memorises the text. Use --patience=2, more text, or --dropout=0.1."
+    return (f"{early}: the labels or the evaluation are wrong, the loader repeats a batch, the validation "
+            f"text is of another kind, or --learning_rate={run.config.get('learning_rate')} is too large.")
 
 
 def text_repeated(run):
@@ -728,7 +746,11 @@ def prompts_with_answer(run):
 
 
 def bad_targets(run):
-    """All training examples have the same completion, many have none, or prompts are targets."""
+    """Prompts have several answers, or all examples the same; many have none, or prompts are targets."""
+    conflicting = run.facts.get("conflicting") or 0
+    if conflicting > 0.1:
+        return (f"The same prompt stands in the data with different numbers as its answer ({conflicting:.0%} "
+                "of the rows add one to their prompt): check how prompts and answers were joined.")
     distinct = run.facts.get("distinct_answers")
     empty = run.facts.get("empty_answers") or 0
     if run.is_rl or distinct is None or run.facts["rows"] < 20:
@@ -762,6 +784,10 @@ def untrained_teacher(run):
     uniform = math.log(run.facts.get("vocabulary") or 1)
     loss = number(run.facts.get("teacher_loss"))
     divergence = first_value(run, "kl") if run.is_rl and run.config.get("teacher") and run.steps else 0
+    divergences = run.values("kl") if run.is_rl and run.config.get("teacher") else []
+    if divergences and max(divergences) < 1e-6 and not run.config.get("reward_weight", 1):
+        return ("The KL divergence from the teacher is 0, and nothing else is trained on: the teacher is the "
+                "model itself.")
     if loss is not None and loss > 0.9 * uniform:
         bad = f"The teacher's own loss on the first examples is {loss:.2f} nats per token"
     elif uniform and divergence > 0.5 * uniform:
@@ -774,11 +800,11 @@ def untrained_teacher(run):
 
 DATA = (repeated_rows, held_out_trained, prompts_with_answer, bad_targets, decay_too_strong,
         untrained_teacher)
-RL = (never_right, never_ends, truncated_unpaid, replies_too_long, one_answer, other_prompts, groups_alike,
-      broken_verifier, paid_unlike, advantages_unlike_rewards, paid_by_length, beta_too_large, one_prompt,
-      stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell, same_samples, memorised,
-      greedy_falls, lengths_run_away, part_never_paid, part_always_paid, paid_for_replies, few_questions,
-      slower_than_before, *DATA)
+RL = (never_right, right_unpaid, never_ends, truncated_unpaid, replies_too_long, one_answer, other_prompts,
+      groups_alike, ignores_question, broken_verifier, paid_unlike, advantages_unlike_rewards, paid_by_length,
+      beta_too_large, one_prompt, stale_engine, engine_differs, rate_too_small, rate_too_large, reward_fell,
+      same_samples, memorised, greedy_falls, lengths_run_away, part_never_paid, part_always_paid,
+      paid_for_replies, few_questions, slower_than_before, *DATA)
 TRAINING = (bad_start, loss_spikes, loss_rises, not_learning, rate_too_small, rate_too_large,
             validation_rises, text_repeated, slower_than_before, waits_for_data, low_mfu, *DATA)
 
@@ -791,14 +817,16 @@ EXPLAINS = {
     "never_ends": ("never_right", "groups_alike", "part_never_paid", "part_always_paid"),
     "replies_too_long": ("never_right", "groups_alike", "part_never_paid"),
     "one_answer": ("groups_alike", "same_samples", "lengths_run_away"),
-    "never_right": ("groups_alike", "part_never_paid"),
+    "never_right": ("groups_alike", "part_never_paid"), "right_unpaid": UNLEARNT,
+    "ignores_question": ("groups_alike", "never_ends"),
     "same_samples": ("groups_alike",), "reward_fell": ("lengths_run_away", "greedy_falls"),
     "bad_start": ("not_learning",),
     "loss_spikes": ("not_learning", "validation_rises"), "loss_rises": ("loss_spikes", "not_learning"),
     "rate_too_small": ("not_learning",), "validation_rises": ("text_repeated",),
     "prompts_with_answer": ("groups_alike", "never_right"),
     "rate_too_large": (*UNLEARNT, "not_learning"), "stale_engine": ("engine_differs", "rate_too_large"),
-    "paid_unlike": UNLEARNT, "advantages_unlike_rewards": UNLEARNT, "paid_by_length": UNLEARNT,
+    "paid_unlike": (*UNLEARNT, "right_unpaid"), "advantages_unlike_rewards": UNLEARNT,
+    "paid_by_length": UNLEARNT,
     "untrained_teacher": (*UNLEARNT, "bad_start", "not_learning"),
     "decay_too_strong": (*UNLEARNT, "rate_too_large", "loss_spikes", "loss_rises", "not_learning",
                          "validation_rises"),

@@ -215,6 +215,7 @@ def vitals(run, pipeline, groups, metrics):
     engine = pipeline.engine
     before = run.fingerprint.to(engine.dtype).float()
     after = fingerprint(run.model, engine.dtype)
+    completions = [c for group in groups for c in group]
     values = {
         "moved": moved(before, after),
         "engine_stale": float(not torch.equal(after, engine.fingerprint)),
@@ -222,14 +223,14 @@ def vitals(run, pipeline, groups, metrics):
         "advantage_fit": advantage_fit(groups),
         "length_fit": length_fit(groups),
         "copies_paid_unlike": copies_paid_unlike(groups),
+        "right_unpaid": right_unpaid(completions),
+        **most_common(completions),
     }
-    completions = [c for group in groups for c in group]
-    values |= most_common(completions)
     if not metrics["pass_at_1"]:
         values["sample"] = completions[0].text[:300]
     if metrics["errors"]:
         values["error"] = next((c.grade.error for c in completions if c.grade.error), None)
-    if metrics["zero_variance"] >= 0.9:
+    if metrics["zero_variance"] >= 0.9 or metrics["truncated"] >= 0.5:
         values["paid_elsewhere"] = paid_elsewhere(pipeline, groups)
     if metrics.get("replies"):
         values["paid_replies"] = paid_replies(pipeline, completions)
@@ -318,6 +319,15 @@ def copies_paid_unlike(groups):
                 scores[c.text, tuple(c.turns or ())].append(c.grade.score)
         unlike += [max(copies) - min(copies) > 0.1 for copies in scores.values() if len(copies) > 1]
     return fmean(unlike) if unlike else None
+
+
+def right_unpaid(completions):
+    """Return the share of completions that earn at most a tenth of the best score, among those whose last
+    word is their question's answer; None with fewer than four."""
+    best = max(c.grade.score for c in completions)
+    scores = [c.grade.score for c in completions if not c.grade.error
+              and normalized(c.text).split()[-1:] == [normalized(str(c.question.get("answer")))]]
+    return fmean(score <= best / 10 for score in scores) if len(scores) > 3 else None
 
 
 def paid_elsewhere(pipeline, groups):

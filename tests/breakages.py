@@ -114,6 +114,11 @@ def shifted(rows):
 
 ASK = questions(sums(600, seed=7))
 TEACH = examples(sums(1500, seed=1))
+LICENCE = ("Permission is granted to use, copy and distribute this text for any purpose and without fee, provided that "
+           "the above notice appears in all copies. The text is provided as is, without warranty of any sort, express "
+           "or implied; in no event shall the authors be liable for any claim or damages, whether in an action of "
+           "contract or otherwise, arising from the use of the text. Neither the name of the library nor the names of "
+           "its contributors may be used to endorse products derived from this text without written permission.\n")
 
 BROKEN = [
     # the data of train.py
@@ -396,6 +401,147 @@ grpo.build_model = frozen"""),
           "return 0.9 * ('so' in completion) + 0.1 * float(")}, options="max_steps=20"),
 ]
 
+# Written, with their patterns, before the checks were ever run on them: the figure of their first run is the one
+# that says how the checks do on a fault that nobody has prepared them for (docs/diagnosis.md).
+UNSEEN = [
+    Trial("clip_tiny", "train", "--grad_clip=1e-8",
+          "--grad_clip is far below the gradient norm: every step is scaled down to nothing; raise it.",
+          "grad_clip|clip", "rate|not fall|stays|does not move", files={"rows.jsonl": TEACH}, model="small",
+          options="valid_share=0.1 grad_clip=1e-8"),
+    Trial("betas_swapped", "train", "beta1=0.999 and beta2=0.9",
+          "beta1=0.999 averages gradients over a thousand steps: it was swapped with beta2.",
+          "beta1|beta2|momentum", "rate|not fall|rose|rises|plateau", files={"rows.jsonl": TEACH},
+          options="valid_share=0.1 beta1=0.999 beta2=0.9 max_steps=80 learning_rate=3e-3"),
+    Trial("boilerplate_40", "train", "two fifths of the text are one licence",
+          "Two fifths of the text are the same passage: remove it.",
+          "same|repeat|duplicat|identical|boilerplate", "memoris|low", "scratch", TEXT,
+          {"text.jsonl": lines([{"text": shakespeare()[i * 1500:][:900] + "\n" + LICENCE} for i in range(300)])}),
+    Trial("untrained_start", "train", "fine-tuning starts from a model that was never trained",
+          "The model to fine-tune knows nothing: its first loss is that of guessing.",
+          "untrained|(start|initial|first|init_from).*(guess|random|untrained|trained)|guess.*(start|initial|first|init_from)",
+          "not fall|loss", files={"rows.jsonl": TEACH}, model="untrained", options="valid_share=0.1"),
+    Trial("lora_rate_high", "train", "adapters at a learning rate of 1",
+          "The learning rate is too large.", "lower.*(rate|learning_rate)|rate.*too (large|high)|diverg",
+          "not fall|rose|rises", files={"rows.jsonl": TEACH}, model="adder",
+          options="valid_share=0.1 lora_rank=8 learning_rate=1"),
+    Trial("rows_contradict", "train", "each question stands there five times, with five different totals",
+          "The same prompt has different answers: rows contradict each other.",
+          "(same|one|equal|identical|each|a) (prompt|question).*(differ|several|other)|contradict|conflict|disagree",
+          "not fall|stays|plateau|no longer|memoris", model="adder", options="valid_share=0.1 max_steps=80",
+          files={"rows.jsonl": examples([(q, a, str(int(a) + shift)) for q, a, _ in sums(400, seed=1)
+                                         for shift in (-20, -3, 0, 7, 40)])}),
+    Trial("rows_left_out", "train", "two thirds of the rows are longer than block_size",
+          "Two thirds of the rows are longer than --block_size and left out: raise it.",
+          "block_size|left out|dropped|longer than", "memoris|epochs|passes|more data", model="small",
+          options="valid_share=0.1 block_size=56",
+          files={"rows.jsonl": examples(sums(500, seed=1) + sums(1000, seed=4, low=1000, high=9999))}),
+    Trial("valid_share_90", "train", "valid_share=0.9, meant as the share to train on",
+          "Nine tenths of the rows are held out and a few dozen are left to train on: lower --valid_share.",
+          "valid_share|held out.*(most|nine|90)|(most|nine|90).*held out", "memoris|overfit|epochs|passes|more data",
+          files={"rows.jsonl": examples(sums(400, seed=1))}, options="valid_share=0.9 max_steps=70"),
+    Trial("targets_unshifted", "train", "targets are the inputs, not the next tokens",
+          "The loss is near zero at once: each target stands in the input.",
+          "target|shift|leak|see[sn]? the|copie|already in", "nothing left|too easy|near zero|memoris", "scratch", TEXT,
+          {"text.txt": shakespeare()[:300_000]}, """from model import GPT
+original = GPT.loss
+GPT.loss = lambda self, x, y, *rest: original(self, x, x, *rest)"""),
+    Trial("no_zero_grad", "train", "gradients are not cleared between steps",
+          "Gradients add up over the steps: zero_grad is missing.",
+          "zero_grad|accumulat|add up|not (cleared|reset|zeroed)", "norm|rate|rose|rises|not fall|plateau",
+          "scratch", TEXT + " optimizer=adamw learning_rate=5e-3 grad_clip=0", {"text.txt": shakespeare()[:300_000]},
+          "import torch\ntorch.optim.Optimizer.zero_grad = lambda self, set_to_none=True: None"),
+    Trial("same_batch", "train", "each step gets the first batch",
+          "Every step trains on the same batch: training loss falls and validation loss rises within one epoch.",
+          "same (batch|rows|data|text|tokens)|one batch|loader|repeat", "memoris|overfit|validation loss", "scratch",
+          TEXT, {"text.txt": shakespeare()[:300_000]}, """from text import data
+original = data.batches
+data.batches = lambda dataset, steps, *rest: original(dataset, [0 for _ in steps], *rest)"""),
+    Trial("first_number", "grpo", "the verifier reads the first number instead of the last",
+          "No completion is paid, though right answers stand in them: the verifier reads the wrong place.",
+          "verifier|read|look at|samples", "0%|no reward|too hard|never",
+          files={"reward.py": REWARD.replace("numbers[-1]", "numbers[0]")}, options="max_steps=14"),
+    Trial("times_out", "grpo", "the verifier hangs on one completion in twenty",
+          "One in twenty completions has no grade: the verifier ran out of time.",
+          "tim(e|ed).?out|out of time|hang|kill|(verifier|grad).*(fail|error)|without a grade|could not be graded",
+          "error|slow|wait", options="max_steps=12 timeout=0.2", files={"reward.py": REWARD.replace(
+              "import re", "import re\nimport time").replace(
+              "    numbers", "    if sum(completion.encode()) % 20 == 0:\n        time.sleep(60)\n    numbers")}),
+    Trial("inner_epochs_16", "grpo", "sixteen passes over each step's completions",
+          "The policy moves too far within a step: lower --inner_epochs or the learning rate.",
+          "inner_epochs|passes over", "clip|KL|rate|entropy|collapse|fell", options="inner_epochs=16 learning_rate=1e-3 "
+          "max_steps=14 eval_interval=5"),
+    Trial("too_hard", "grpo", "four digits, for a model that adds two",
+          "The questions are too hard: no completion is right; start from easier ones or fine-tune first.",
+          "too hard|easier|harder|difficult", "0%|no reward|never|no group|zero variance",
+          files={"questions.jsonl": questions(sums(400, seed=8, low=1000, high=9999))},
+          options="max_steps=12 max_new_tokens=64"),
+    Trial("pays_equations", "grpo", "the reward counts equality signs",
+          "The reward rises while the answers are no longer right: it pays for equality signs.",
+          "(reward|paid|pays?).*(answer|right|correct|true)|gamed|hack", "length|entropy|cut off|0%",
+          files={"reward.py": "def reward(question, completion):\n    return min(1.0, completion.count('=') / 8)\n"},
+          options="learning_rate=1e-3 max_steps=30"),
+    Trial("half_sign_wrong", "grpo", "the reward is inverted where the answer is odd",
+          "For part of the questions wrong answers are paid: the reward contradicts itself.",
+          "sign|invert|wrong answers|negat", "not rise|no progress|stays|fell|falls|never right",
+          files={"reward.py": REWARD.replace("    return float(", "    right = (").replace(
+              "answer\"])", "answer\"])\n    return float(right != int(question[\"answer\"]) % 2)")},
+          options="learning_rate=5e-4"),
+    Trial("answers_as_floats", "grpo", "answers are written as 75.0 by a spreadsheet",
+          "No completion is paid: answers read 75.0 and completions 75.",
+          "verifier|form|compare|look at|samples|read", "0%|no reward|too hard|never", options="max_steps=12",
+          files={"questions.jsonl": questions([(q, a + ".0", c) for q, a, c in sums(600, seed=7)])}),
+    Trial("lora_alpha_tiny", "grpo", "adapters with lora_alpha=0.001",
+          "The adapters are scaled by a ten-thousandth: raise --lora_alpha or the learning rate.",
+          "lora_alpha|adapter|(raise|higher).*rate|rate.*too (small|low)", "not rise|no progress|stays|nothing changes",
+          options="lora_rank=8 lora_alpha=0.001 max_steps=18"),
+    Trial("teacher_is_student", "grpo", "the teacher is the model itself",
+          "The teacher is the model itself: the divergence is zero and nothing trains.",
+          "teacher", "KL|no gradient|not rise|no progress|stays|rate",
+          options="teacher={models}/adder beta=1 reward_weight=0 max_steps=12"),
+    Trial("identical_samples", "grpo", "all samples of a question get the same random numbers",
+          "All completions of a group are the same text: the random numbers are.",
+          "same (text|completion|noise|random)|identical|equal|seed", "zero variance|no gradient|entropy|same reward|no group",
+          options="max_steps=12", patch="""from engine import generate
+original = generate.stream
+generate.stream = lambda seed, keys, indices: original(seed, keys, 0 * indices)"""),
+    Trial("advantages_negated", "grpo", "the sign of the advantages is wrong",
+          "Completions above their group's mean become less likely: the loss has the wrong sign.",
+          "sign|advantage|negat", "not rise|no progress|fell|falls|rate", options="learning_rate=3e-4",
+          patch="""original = grpo.advantages
+grpo.advantages = lambda *args: -original(*args)"""),
+    Trial("temperature_0.2", "grpo", "a temperature of 0.2",
+          "At temperature 0.2 the samples of a group agree: raise it.", "temperature", "same text|entropy|agree|zero variance",
+          options="temperature=0.2 max_steps=20"),
+    Trial("missing_newline", "grpo", "the prompt lacks the line end of training",
+          "The prompt differs from that of training.", "prompt|form|template", "0%|too hard|no reward|fell|never",
+          files={"reward.py": REWARD + "\nPROMPT = 'Question: {}'\n"}, options="max_steps=12"),
+    Trial("noise_amplified", "grpo", "rewards of a group differ by a thousandth, divided by their deviation",
+          "Rewards hardly differ and --advantage_scale=group makes their noise as large as any advantage.",
+          "advantage_scale|(reward|score)s?.*(hardly|little|tiny|thousandth|nearly the same|small)", "zero variance|not rise",
+          files={"reward.py": "def reward(question, completion):\n"
+                              "    return 0.5 + 0.0003 * (sum(completion.encode()) % 7)\n"},
+          options="advantage_scale=group learning_rate=5e-4 max_steps=20"),
+]
+
+
+def other_settings():
+    """Yield healthy trials in settings that `healthy` lacks, written together with UNSEEN."""
+    yield Trial("ok_gpt2_form", "train", "", model="scratch", files={"text.txt": shakespeare()[500_000:800_000]},
+                options=TEXT + " norm=layernorm position=learned mlp=gelu optimizer=adamw learning_rate=4e-3")
+    yield Trial("ok_paragraphs", "train", "", model="scratch", options=TEXT + " batch_size=8 block_size=64 max_steps=200",
+                files={"text.jsonl": lines([{"text": p} for p in shakespeare()[:300_000].split("\n\n")])})
+    mixed = examples(sums(600, seed=31)) + examples(reversals(600, seed=32), "Reverse the word {}: ")
+    yield Trial("ok_two_tasks", "train", "", files={"rows.jsonl": mixed}, options="valid_share=0.1 dropout=0.05 max_steps=70")
+    yield Trial("ok_long_and_short", "train", "", model="adder", options="valid_share=0.15 learning_rate=5e-4 max_steps=60 "
+                "gradient_accumulation_steps=2 batch_size=16", files={"rows.jsonl": examples(
+                    sums(500, seed=33) + sums(500, seed=34, low=1000, high=9999) + sums(90, seed=35, low=1, high=12))})
+    yield Trial("ok_parts_paid", "grpo", "", options="k_samples=16 prompts_per_step=6 advantage_scale=group",
+                files={"reward.py": REWARD.replace("return float(", "return 0.2 * (', so ' in completion) + 0.8 * float(")})
+    yield Trial("ok_inner_epochs", "grpo", "", options="inner_epochs=2 beta=0.02 temperature=0.9 lr_schedule=cosine")
+    yield Trial("ok_both_lengths", "grpo", "", model="mixed_lengths", options="max_new_tokens=72 overlong=penalty "
+                "overlong_tokens=8 optimizer=muon max_steps=16", files={"questions.jsonl": questions(
+                    sums(400, seed=7) + sums(100, seed=8, low=100, high=999))})
+
 
 def healthy():
     """Yield the healthy trials."""
@@ -488,7 +634,7 @@ def call(arguments, log):
     start = time.monotonic()
     with open(log, "w") as f:
         code = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=f, stderr=subprocess.STDOUT,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=600).returncode
+                              env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=3600).returncode
     return code, time.monotonic() - start
 
 
@@ -585,7 +731,8 @@ def judge(out, trials):
     trials = [t for t in trials if (out / t.name / "metrics.jsonl").exists()]
     for trial, findings in zip(trials, diagnose([out / t.name for t in trials]), strict=True):
         word = verdict(trial, findings)
-        group = "healthy" if not trial.fault else "own" if trial in OWN else "listed"
+        group = "healthy" if not trial.fault else next(name for name, group in (
+            ("own", OWN), ("unseen", UNSEEN), ("listed", BROKEN)) if trial in group)
         counts.setdefault(group, []).append(word)
         print(f"{trial.name:28} {word:12} {trial.fault}")
         for f in findings:
@@ -598,7 +745,7 @@ def judge(out, trials):
 def main(argv):
     out = Path(next(a for a in argv if not a.startswith("--"))).resolve()
     only = [name for a in argv if a.startswith("--only=") for name in a[7:].split(",")]
-    everything = {t.name: t for t in [*BROKEN, *OWN, *healthy()]}
+    everything = {t.name: t for t in [*BROKEN, *OWN, *UNSEEN, *healthy(), *other_settings()]}
     trials = [everything[name] for name in only or everything]
     if "--judge" not in argv:
         for trial in trials:

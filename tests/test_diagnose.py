@@ -95,8 +95,8 @@ def ailing(capsys, main, expected, out_dir, **knobs):
 
 
 BROKEN = {
-    "never_right": ('return float(False), {"number": answer.isdigit()}', {}),
-    "groups_alike": ('return 1.0, {"number": answer.isdigit()}', {}),
+    "right_unpaid": ('return float(False), {"number": answer.isdigit()}', {}),
+    "ignores_question": ('return 1.0, {"number": answer.isdigit()}', {}),
     "broken_verifier": ('return float(1 / (question["a"] % 4) > 0 and right), {}', {}),
     "part_never_paid": ('return float(right), {"right": right, "reasoned": "because" in answer}', {}),
     "part_always_paid": ('return 0.4 + 0.6 * right, {"right": right, "polite": True}', {"learning_rate": 1e-6}),
@@ -148,13 +148,14 @@ def of_the_next(monkeypatch):
 
 
 @pytest.mark.parametrize("name, reward, knobs, spoil, said", [
-    ("groups_alike", "return 0.4, {}", {}, None, "does not depend on the answer"),
-    ("groups_alike", "return float(answer.isdigit()), {}", {}, None, "does not depend on the answer"),
+    ("ignores_question", "return 0.4, {}", {}, None, "does not depend on the answer"),
+    ("ignores_question", "return float(answer.isdigit()), {}", {}, None, "does not depend on the answer"),
+    ("right_unpaid", "return float(right if question['a'] % 2 else not right), {}", {}, None, "the wrong sign"),
     ("never_ends", HONEST, {"learning_rate": 3e-2, "max_steps": 8}, None, "lower --learning_rate=0.03"),
     ("never_ends", HONEST, {"temperature": 5}, None, "at --temperature=5 the model writes noise"),
     ("reward_fell", HONEST, {"learning_rate": 1e-3, "prompts_per_step": 48, "max_steps": 20}, uphill, "the sign of the loss"),
     ("advantages_unlike_rewards", HONEST, {}, of_the_next, "Check their order"),
-], ids=["constant", "form alone", "rate x 100", "temperature 5", "uphill", "the next group's advantages"])
+], ids=["constant", "form alone", "half negated", "rate x 100", "temperature 5", "uphill", "the next group's advantages"])
 def test_only_the_cause_is_named(base, tmp_path, capsys, monkeypatch, name, reward, knobs, spoil, said):
     if spoil:
         spoil(monkeypatch)
@@ -304,7 +305,9 @@ START = {"step": 0, "config": dict(k_samples=8, prompts_per_step=32, max_new_tok
 
 @pytest.mark.parametrize("name, figures", {
     "never_right": {"pass_at_1": 0.0, "reward": 0.0, "parts/answered": 0.1},
+    "right_unpaid": {"right_unpaid": 0.5, "pass_at_1": 0.0, "reward": 0.0, "zero_variance": 1.0},
     "never_ends": {"truncated": 0.9},
+    "ignores_question": {"paid_elsewhere": 1.0, "truncated": 0.9, "truncated_score": 0.8},
     "truncated_unpaid": {"truncated": lambda step: (0.29, 0.18, 0.24, 0.38)[step % 4], "truncated_score": 0.01,
                          "reward": 0.625},
     "replies_too_long": {"reply_too_long": 0.2, "truncated": 0.0, "zero_variance": 0.95},
@@ -343,6 +346,25 @@ def test_paid_truncation_and_answers_in_common_are_healthy(figures):
     assert not Doctor([START, *lines(15, **figures)]).findings
 
 
+@pytest.mark.parametrize("config, figures, said", [
+    ({}, {"distinct": 1.0}, "the same random numbers"), ({}, {"distinct": lambda step: 8 / step**2}, "collapsed"),
+    ({"temperature": 0.2}, {"distinct": 1.6}, "nearly greedy"), ({"inner_epochs": 16}, {"kl_old": 0.5}, "lower --inner_epochs=16"),
+    ({"teacher": "t", "reward_weight": 0.0}, {"kl": 0.0}, "the model itself"), ({"temperature": 0.2}, {"distinct": 2.5}, "")])
+def test_the_cause_depends_on_the_options_and_the_first_step(config, figures, said):
+    start = START | {"config": START["config"] | config}
+    assert said in "".join(finding.sentence for finding in Doctor([start, *lines(15, **figures)]).holding)
+    assert said or not Doctor([start, *lines(15, **figures)]).findings
+
+
+@pytest.mark.parametrize("init_from, first, second, norm, said", [
+    ("out/base", 5.55, 5.2, 1.0, "untrained"), ("out/base", 5.55, 2.5, 1.0, ""), ("resume", 5.55, 5.2, 1.0, ""),
+    ("scratch", 5.55, 5.56, 60.0, "zero_grad"), ("scratch", 5.55, 5.56, 2.0, "too small or too large")])
+def test_an_untrained_start_and_gradients_that_add_up(init_from, first, second, norm, said):
+    steps = [{"step": 1 + 5 * i, "loss": second if i else first, "lr": 1e-3, "grad_norm": norm if i else 1.0} for i in range(6)]
+    doctor = Doctor([START | {"config": {"init_from": init_from}, "facts": {"vocabulary": 257}}, *steps])
+    assert said in "".join(finding.sentence for finding in doctor.holding) and (said or not doctor.findings)
+
+
 @pytest.mark.parametrize("score, said", [(0.9, "the reward does not ask for an end"), (0.1, "raise --max_new_tokens")])
 def test_truncated_answers_that_are_paid_need_no_more_tokens(score, said):
     (finding,) = Doctor([START, *lines(5, truncated=0.9, truncated_score=score)]).holding
@@ -372,7 +394,7 @@ FACTS = {"vocabulary": 257, "unit": "examples", "rows": 800, "distinct_rows": 79
     ("prompts_with_answer", {"prompts_with_answer": 0.9}, "The answer stands in the prompt of 90%"),
     ("bad_targets", {"prompt_targets": 1.0}, "Prompts are trained on"),
     ("bad_targets", {"distinct_answers": 1}, "the same completion"), ("bad_targets", {"empty_answers": 0.6}, "60% of the completions are empty"),
-    ("untrained_teacher", {"teacher_loss": 5.6}, "the teacher is untrained"),
+    ("bad_targets", {"conflicting": 0.5}, "with different numbers"), ("untrained_teacher", {"teacher_loss": 5.6}, "the teacher is untrained"),
 ])
 def test_facts_about_data(name, facts, said):
     doctor = Doctor([START | {"config": {"init_from": "out/base", "teacher": "t"}, "facts": FACTS | facts}, {"step": 1, "loss": 3.0}])
@@ -402,7 +424,10 @@ def test_facts_are_those_of_the_data(tmp_path):
     lines = of_text(["\n".join(own[:1] * 80)], ["\n".join(own)])
     assert (lines["unit"], lines["rows"], lines["distinct_rows"], lines["held_out_trained"]) == ("lines", 80, 1, 0.01)
     spaced = of_examples([("1 + 1", "2")] * 20 + [("1  + 1", "2")] * 10)
-    assert (spaced["distinct_rows"], spaced["prompt_targets"]) == (1, 0)
+    assert (spaced["distinct_rows"], spaced["prompt_targets"], spaced["conflicting"]) == (1, 0, 0)
+    assert of_examples([("1 + 1", f"{2 + i % 4}") for i in range(30)])["conflicting"] == 0.75
+    assert of_examples([(f"{i} + 1 (so {i + 1})", f"{i + 1}") for i in range(30)])["prompts_with_answer"] == 1
+    assert of_examples([("Say it.", f"words {i}") for i in range(30)])["conflicting"] == 0
     hinted = of_examples([(f"{i} + 1? (Answer: {i + 1})", f"{i + 1}") for i in range(30)])
     assert (hinted["prompts_with_answer"], hinted["distinct_answers"], hinted["empty_answers"]) == (1, 30, 0)
     for prompt in ("{} or {}?", "Is {} below {}? Answer yes or no."):

@@ -14,6 +14,7 @@ def facts_of(train, held_out, pairs, unit):
     pairs = [(prompt, str(answer).strip()) for prompt, answer in pairs[:PROMPTS]]
     others = [next((other for _, other in pairs[i + 1:i + 20] + pairs[:20] if other != answer), "")
               for i, (_, answer) in enumerate(pairs)]
+    numbers = {(prompt, float(answer)) for prompt, answer in pairs if re.fullmatch(r"-?\d+(\.\d+)?", answer)}
     return {
         "unit": unit,
         "rows": len(train),
@@ -22,6 +23,7 @@ def facts_of(train, held_out, pairs, unit):
         "distinct_answers": len({answer for _, answer in pairs}),
         "empty_answers": sum(answer == "" for _, answer in pairs) / max(1, len(pairs)),
         "prompts_with_answer": sum(map(gives_answer, pairs, others)) / max(1, len(pairs)),
+        "conflicting": (len(numbers) - len({prompt for prompt, _ in numbers})) / max(1, len(numbers)),
     }
 
 
@@ -62,8 +64,8 @@ def gives_answer(pair, other):
 
 def is_given(prompt, answer):
     """Tell whether a prompt contains an answer of ten characters or more, or a shorter one right after
-    "answer", "solution", "hint" or "correct"."""
+    "answer", "solution", "hint", "correct", "so" or "equals"."""
     if not answer or answer not in prompt:
         return False
-    before = r"(?i)\b(answer|solution|hint|correct)\b\W+(\w+\W+){0,2}"
+    before = r"(?i)\b(answer|solution|hint|correct|so|equals)\b\W+(\w+\W+){0,2}"
     return len(answer) >= 10 or bool(re.search(rf"{before}{re.escape(answer)}(?!\w)", prompt))
