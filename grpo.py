@@ -416,10 +416,12 @@ def train(cfg, run, model, pipeline, stream, valid, reference, pcgrad, recorder)
         # 4. Copy the new weights to the engine.
         pipeline.engine.load(run.model)
         stream.state.slots = pipeline.engine.slots
-        recorder.write(run.step + 1, "train", chain(*sampled), chain(*groups))
+        run.end_phase("sync")
+        learned = [c for c in chain(*groups) if updates and has_gradient(cfg, c)]
+        recorder.write(run.step + 1, "train", chain(*sampled), learned)
         num_tokens = sum(len(c.prompt) + len(c.ids) for group in sampled for c in group)
         (num_tokens,) = distributed.sum_over_ranks([num_tokens])
-        run.finish_step(int(num_tokens), "sync",
+        run.finish_step(int(num_tokens), "record",
                         partial(log_step, cfg, run, pipeline, stream, lr, sampled, updates, bytes_read),
                         validate)
     return run.end()

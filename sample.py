@@ -80,16 +80,19 @@ def question_of(cfg, task):
     """Return the question that --prompt asks, or one of the task's own."""
     if cfg.prompt or not task:
         return {"question": cfg.prompt, "answer": ""}
-    questions = task.questions("test", n=1000, fewer=True)
+    from rollouts.questions import task_errors
+    with task_errors():
+        questions = distributed.on_main(lambda: task.questions("test", n=1000, fewer=True))
     return random.Random(cfg.seed).choice(questions)
 
 
-def environment_of(task, tokenizer, pool, question):
-    """Return the Environment that answers samples of a question; None without a pool."""
+def environment_of(task, tokenizer, pool, question, key=0):
+    """Return the Environment that answers samples of a question, whose Request has this key; None without a
+    pool."""
     if pool is None:
         return None
     from rollouts.episodes import Environment
-    return Environment(task, tokenizer, pool, {0: question})
+    return Environment(task, tokenizer, pool, {key: question})
 
 
 def text_of(tokenizer, environment, sample, ids):
@@ -122,10 +125,11 @@ class Printer:
             self.show(sample, ids)
 
 
-def prompt_of(cfg, tokenizer, text, task):
-    """Return the ids of a prompt; task: a Task whose question it is, or None."""
+def prompt_of(cfg, tokenizer, question, task):
+    """Return the ids of a question's prompt; task: its Task, or None."""
+    text = question["question"]
     if task and (tokenizer.is_chat or not cfg.system):
-        instruction = cfg.system or instruction_of(tokenizer, task, {})
+        instruction = cfg.system or instruction_of(tokenizer, task, question)
         return prompt_ids(tokenizer, text, task.prompt, instruction=instruction)
     return tokenizer.prompt_ids(text, cfg.system)
 
@@ -149,16 +153,17 @@ def talk(cfg, model, tokenizer, hw, task, pool):
             if history:
                 ids = history + tokenizer.reply_ids(line, history[-1] in tokenizer.stop)
             else:
-                ids = prompt_of(cfg, tokenizer, line, task)
-            environment = environment_of(task, tokenizer, pool, {"question": line, "answer": ""})
+                ids = prompt_of(cfg, tokenizer, {"question": line}, task)
+            environment = environment_of(task, tokenizer, pool, {"question": line, "answer": ""}, len(history))
             printer = Printer(tokenizer, environment)
             engine = engine or make_engine(cfg, model, tokenizer, hw, task, 4096, 1)
             sampling = dataclasses.replace(engine.sampling, temperature=cfg.temperature)
             request = Request(ids, key=len(history), max_new_tokens=cfg.max_new_tokens)
             for sample in engine.generate([request], printer.show_progress, sampling, environment):
                 printer.show(sample, sample.ids)
-        except (ValueError, FloatingPointError) as e:
-            print(f"error: {e}", file=sys.stderr, flush=True)
+        except (ValueError, FloatingPointError, config.BadInput) as e:
+            advice = " (/reset begins a new conversation)" * bool(history)
+            print(f"error: {e}{advice}", file=sys.stderr, flush=True)
             continue
         except KeyboardInterrupt:            # ends this completion only
             pass
@@ -177,7 +182,8 @@ def command(cfg, line, history):
     if name != "/temperature":
         raise ValueError(f"{name} is no command: /reset, or /temperature 0.7.")
     try:
-        cfg.temperature = max(0.0, float(value))
+        cfg.temperature = float(value)
+        Sampling(cfg.temperature)            # raises for a number that it can't be
     except ValueError:
         raise ValueError(f"/temperature needs a number, such as /temperature 0.7, not {value!r}.") from None
     return history
@@ -200,7 +206,7 @@ def sample_texts(cfg, name, hw, task, pool, question):
     source = distributed.on_main(lambda: hub.find(name))
     tokenizer = source.tokenizer(cfg.tokenizer)
     model = source.load(device=hw.device)
-    prompt = prompt_of(cfg, tokenizer, question["question"], task)
+    prompt = prompt_of(cfg, tokenizer, question, task)
     first = cfg.num_samples * rank // world
     count = cfg.num_samples * (rank + 1) // world - first
     slots = 64 if cfg.deterministic else max(1, min(count, 64))

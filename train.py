@@ -331,7 +331,7 @@ def main(argv):
         return 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg),
                                               "teacher": teacher_source and teacher_source.identity(cfg.teacher)})
-    with run.open(tokenizer, provenance, doctor.start, resuming):
+    with hw.deterministic_kernels(), run.open(tokenizer, provenance, doctor.start, resuming):
         teacher = experimental.teacher_of(cfg, hw, teacher_source)
         model = compile_and_fit(cfg, run, dataset)
         dataset.micro_batch = run.state.micro_batch

@@ -14,9 +14,10 @@ import hub
 from doctor import plot
 from doctor.diagnose import Doctor
 from rollouts import records
-from runtime import config, guard, hardware
+from runtime import checkpoint, config, guard, hardware
 from runtime.config import BadInput, PositiveInt
 from runtime.metrics import read_lines
+from text.tokenizer import Tokenizer
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SIGN = "<!-- nanoRFT's report -->"           # by which an earlier page is known
@@ -29,7 +30,7 @@ class Config:
     folder: str = ""                         # run folder, or a folder that holds runs; first on the command line
     output: str | None = None                # None: report.html in the folder
     megabytes: PositiveInt = 4               # of samples, at most; steps are left out, evenly
-    change: bool = False                     # compute each token's log-probability under the final model too
+    change: bool = False                     # compute each token's log-probability under the best checkpoint too
 
 
 # --- runs ---
@@ -102,9 +103,9 @@ def read_all(path):
     kept = list(records.read(path))
     beside = path / "regrade.json" if path.is_dir() else path.with_suffix(".regrade.json")
     if beside.exists():
-        other = config.read_json(beside, "remove it, and repeat doctor.regrade")
-        for record, score in zip(kept, other["scores"]):
-            record["other"] = score
+        scores = config.read_json(beside, "remove it, and repeat doctor.regrade")["scores"]
+        for record in kept:
+            record["other"] = scores.get(records.key_of(record))
     return kept
 
 
@@ -146,20 +147,20 @@ def shown(record, after):
     return {key: value for key, value in kept.items() if value is not None}
 
 
-def samples_of(path, most, source, change=False):
-    """Return the samples at a path for the page: {total, samples, pieces: {id: text}}. source: the ModelSource that
-    wrote them; change: add their log-probabilities under it."""
+def samples_of(path, most, run, change=False):
+    """Return the samples at a path for the page: {total, samples, pieces: {id: text}}. run: the folder whose
+    tokenizer they have; change: add their log-probabilities under its best checkpoint."""
     every = read_all(path)
     kept = thinned(every, most)
-    after = final_logprobs(source, kept) if change else {}
+    after = later_logprobs(hub.find(run), kept) if change else {}
     samples = [shown(record, after.get(i)) for i, record in enumerate(kept)]
-    tokenizer = source.tokenizer()
+    tokenizer = Tokenizer.of_run(run, checkpoint.read_model(run)["tokenizer"])
     pieces = {i: tokenizer.decode([i]) for i in {i for sample in samples for i in sample.get("ids", ())}}
     return {"total": len(every), "samples": samples, "pieces": pieces}
 
 
-def final_logprobs(source, kept):
-    """Return {index of a record of training: logprobs of its ids under the final model}."""
+def later_logprobs(source, kept):
+    """Return {index of a record of training: logprobs of its ids under a ModelSource}."""
     from rollouts.batch import MICRO_BATCH_ON_CPU, logprobs_of
     from rollouts.pipeline import Completion
     hw = hardware.setup(compile=False)
@@ -179,7 +180,7 @@ def render(title, data):
     content = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     html = TEMPLATE.read_text(encoding="utf-8").replace("SIGN", SIGN, 1)
     title = title.replace("&", "&amp;").replace("<", "&lt;")
-    return html.replace("TITLE", title, 1).replace("DATA", content, 1)
+    return html.replace("DATA", content, 1).replace("TITLE", title, 1)
 
 
 def page_of(cfg):
@@ -198,10 +199,10 @@ def page_of(cfg):
         expected = f"{folder.name}_{run.name}"
         names = {path.stem for path in plot.SEEDS.glob("*.json")}
         about = describe(run, expected if expected in names else None)
-        described.append(about | samples_of(run, most, hub.find(run), cfg.change))
+        described.append(about | samples_of(run, most, run, cfg.change))
     for log in logs:
         name = f"{log.name.removesuffix('.attempts.jsonl')}, rejection sampling"
-        described.insert(1, {"name": name, "findings": []} | samples_of(log, most, hub.find(runs[0])))
+        described.insert(1, {"name": name, "findings": []} | samples_of(log, most, runs[0]))
     html = render(str(folder), {"runs": described, "tables": accuracies(folder)})
     output.write_text(html, encoding="utf-8")
     return output

@@ -48,8 +48,9 @@ def sign_changes(kept, grades):
     """Return how many completions are above their group's mean by one verifier and below it by the other."""
     groups = defaultdict(list)
     for record, other in zip(kept, grades):
-        if not record["error"] and not other.error:
-            groups[record.get("split"), record.get("step"), record["number"]].append((record["score"], other.score))
+        if not record["error"] and not other.error and record.get("verdict") != "unfinished":
+            group = tuple(record.get(name) for name in ("model", "split", "step", "number"))
+            groups[group].append((record["score"], other.score))
     changes = 0
     for group in groups.values():
         before = fmean(score for score, _ in group)
@@ -61,7 +62,8 @@ def sign_changes(kept, grades):
 def report(kept, grades, most):
     """Print the comparison and the clearest cases: the largest differences, one per question."""
     differ = [(record, other) for record, other in zip(kept, grades)
-              if record["score"] != other.score and record.get("verdict") != "unfinished"]      # which was not graded
+              if record["score"] != other.score and not (record["error"] or other.error)
+              and record.get("verdict") != "unfinished"]     # which was not graded
     higher = sum(other.score > record["score"] for record, other in differ)
     errors = sum(bool(other.error) for other in grades)
     print(f"{len(kept):,} completions: {len(differ):,} rewards differ ({len(differ) / len(kept):.1%}), {higher:,} of "
@@ -73,7 +75,7 @@ def report(kept, grades, most):
             continue
         seen.add(record["question"])
         failed = [part for part, holds in other.parts.items() if not holds]
-        reason = other.error or (f" (not {', '.join(failed)})" if failed else "")
+        reason = f" (not {', '.join(failed)})" if failed else ""
         print(f"\nscore {record['score']:g}, by the other {other.score:g}{reason}\n{record['question']}\n"
               f"answer {record['answer']}: {record['completion'].strip()[:500]}")
 
@@ -88,7 +90,7 @@ def main(argv):
                        "datagen.py, or an --output of eval.py.")
     grades = grade(cfg, kept)
     report(kept, grades, cfg.cases)
-    scores = [None if other.error else other.score for other in grades]
+    scores = {records.key_of(record): other.score for record, other in zip(kept, grades) if not other.error}
     path = Path(cfg.run)
     path = path / "regrade.json" if path.is_dir() else path.with_suffix(".regrade.json")
     write_atomically(path, json.dumps({"task": cfg.task, "scores": scores}).encode())

@@ -1,5 +1,5 @@
 """Convert GGUF files of GPT-2's, Llama's, Qwen2's and Qwen3's architectures, and of Apertus' with ReLU²
-(which text/gguf_export.py writes), to folders of Hugging Face files."""
+(which hub/gguf_export.py writes), to folders of Hugging Face files."""
 import contextlib
 import fcntl
 import json

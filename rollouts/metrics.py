@@ -17,7 +17,7 @@ from runtime.options import non_default_options, rate_shown
 from runtime.vitals import fingerprint, moved
 from text.provenance import common_prompt
 
-PHASES = ("rollout", "reward", "reference", "update", "sync")          # timed phases of a step
+PHASES = ("rollout", "reward", "reference", "update", "sync", "record")      # timed phases of a step
 SHOWN = 2                                    # answers of an evaluation in the log
 
 
@@ -145,7 +145,8 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     counts["bytes"] = bytes_read
     for c in completions:
         counts.update({f"parts/{name}": bool(holds) for name, holds in c.grade.parts.items()})
-        counts.update({f"figures/{name}": value for name, value in c.grade.figures.items()})
+        for name, value in c.grade.figures.items():          # of a mixture not every task has it
+            counts.update({f"figures/{name}": value, f"with {name}": 1})
     for update in updates:
         counts.update({name: float(value) for name, value in update.sums.items()})
     largest_gap = 0.0
@@ -169,7 +170,9 @@ def step_metrics(cfg, run, stream, groups, updates, bytes_read):
     return {
         "loss": total["loss"] / max(1, len(updates)),
         **shares(cfg, total),
-        **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith(("parts/", "figures/"))},
+        **{name: total[name] / total["graded"] for name in sorted(total) if name.startswith("parts/")},
+        **{name: total[name] / total[f"with {name.removeprefix('figures/')}"] for name in sorted(total)
+           if name.startswith("figures/")},
         **{name: total[name] / n for name in ("replies", "reply_too_long") if total[name]},
         "errors": total["errors"],
         "timeouts": total["timeouts"],
@@ -397,5 +400,5 @@ def log_evaluation(run, result, domains, grades, completions):
                 f"{result['accuracy']:.1%} right [{result['accuracy_low']:.1%}, "
                 f"{result['accuracy_high']:.1%}], reward {result['reward']:.3f} "
                 f"[{result['reward_low']:.3f}, {result['reward_high']:.3f}]{per_task}")
-    run.log.samples(run.step, [f"{c.question['question']}\n{c.text}\n({c.grade.score:g})"
-                               for c in completions[:SHOWN]])
+    run.log.samples(run.step, [f"{c.grade.score:g} {c.text[:100]} | {c.question['question']}"
+                               for c in sorted(completions, key=lambda c: c.key)[:SHOWN]])

@@ -2,17 +2,17 @@
 of datagen.py its log of attempts, of eval.py its --output. All have the keys of record_of.
 
     for record in records.read("out/grpo"):
-        print(record["step"], record["advantage"], record["completion"])
+        print(record["step"], record["score"], record["completion"])
 """
 import gzip
 import json
+import os
 import zlib
 from pathlib import Path
 
 import numpy as np
 
 from runtime import distributed
-from runtime.checkpoint import write_atomically
 from runtime.config import BadInput, parse_json
 
 FOLDER = "rollouts"
@@ -20,10 +20,12 @@ MEGABYTE = 10**6
 
 
 def record_of(completion):
-    """Return the record of a graded Completion, a dictionary for JSON. number: of its question. millinats: the
-    log-probability of each id at sampling time, in thousandths of a nat (an integer is written ten times as fast
-    as a float). keys: the question's others. turns, forced: of an episode, the texts in turn and the spans of ids that the environment
-    wrote."""
+    """Return the record of a graded Completion, a dictionary for JSON.
+
+    number: the request's key, which is the index of the question, in training of grpo.py its position in the
+    stream. keys: the question's others. millinats: the log-probability of each id at sampling time, in thousandths
+    of a nat (an integer is written ten times as fast as a float). turns, forced: of an episode, the texts in turn
+    and the spans of ids that the environment wrote."""
     grade = completion.grade
     episode = {"turns": completion.turns, "forced": completion.forced} if completion.forced else {}
     return {
@@ -43,9 +45,14 @@ def record_of(completion):
     } | episode
 
 
+def key_of(record):
+    """Return a text that no other record of a run or file has."""
+    return " ".join(str(record.get(name)) for name in ("model", "split", "step", "number", "sample"))
+
+
 class Recorder:
     """Writes the records of a run of grpo.py. record: megabytes that the files of all ranks may take together,
-    or "all", or "none"."""
+    or "all", or "none". The first file that does not fit is left empty, and none follows it."""
 
     def __init__(self, out_dir, record, step):
         """step: of the checkpoint that the run begins with; records of later steps are removed."""
@@ -53,17 +60,20 @@ class Recorder:
         distributed.on_main(lambda: self.forget_after(step))
         self.room = {"all": float("inf"), "none": 0}.get(record, record)
         if self.room not in (0, float("inf")):
-            mine = sum(path.stat().st_size for path in self.folder.glob(f"*.{distributed.rank()}.jsonl.gz"))
-            self.room = self.room * MEGABYTE / distributed.world_size() - mine
+            sizes = [path.stat().st_size for path in self.folder.glob("*.jsonl.gz")]
+            room = self.room * MEGABYTE - sum(sizes)
+            self.room = 0 if 0 in sizes else max(0, room) / distributed.world_size()
+            if self.room == 0 and distributed.is_main():
+                print(f"{self.folder} is as large as --record allows: nothing more is recorded.", flush=True)
 
     def forget_after(self, step):
-        for path in self.folder.glob("*.jsonl.gz*"):
-            if int(path.name.split(".")[0].split("_")[1]) > step or ".tmp-" in path.name:
+        for path in self.folder.glob("*_" + 8 * "[0-9]" + ".*.jsonl.gz*"):
+            if int(path.name.split(".")[0][-8:]) > step or ".tmp-" in path.name:
                 path.unlink()
 
     def write(self, step, split, completions, learned=()):
         """Record this rank's Completions of a step; split: train, or valid for greedy answers to held-out
-        questions. learned: those that this step was trained on. A failure (a full disk, for example) does not
+        questions. learned: those with a gradient in this step. A failure (a full disk, for example) does not
         end the run."""
         if self.room <= 0:
             return
@@ -74,19 +84,21 @@ class Recorder:
             if split == "train":
                 reward = None if c.grade.error else c.reward
                 record |= {"prompt": c.prompt, "reward": reward, "advantage": c.advantage,
-                           "trained": c.trained and id(c) in learned}
+                           "trained": id(c) in learned}
             lines.append(json.dumps(record))
         content = gzip.compress("\n".join(lines).encode(), 1, mtime=0)
-        path = self.folder / f"{split}_{step:08}.{distributed.rank()}.jsonl.gz"
         self.room -= len(content)
         if self.room <= 0:
+            content = b""
             if distributed.is_main():
                 print(f"{self.folder} is as large as --record allows: later completions are not recorded.",
                       flush=True)
-            return
+        path = self.folder / f"{split}_{step:08}.{distributed.rank()}.jsonl.gz"
+        temporary = Path(f"{path}.tmp-{os.getpid()}")
         try:
             self.folder.mkdir(exist_ok=True)
-            write_atomically(path, content)
+            temporary.write_bytes(content)
+            temporary.replace(path)
         except OSError as e:
             print(f"{path} could not be written ({e.strerror}).", flush=True)
 
@@ -99,9 +111,9 @@ def files_of(path):
 
 
 def read(path):
-    """Yield the records at a path (see files_of) in the order of steps, as dictionaries with the keys of
-    record_of and, instead of millinats, logprobs in nats. A last line cut short by a crash is left out; BadInput
-    for another that can't be read."""
+    """Yield the records at a path (see files_of), of a run those of training first, each split in the order of
+    steps, as dictionaries with the keys of record_of and, instead of millinats, logprobs in nats. A last line cut
+    short by a crash is left out; BadInput for another that can't be read."""
     for file in files_of(path):
         try:
             content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()

@@ -68,7 +68,8 @@ def save_start_of_step(run):
     if not before or before["progress"]["step"] != run.step:
         before = run.counters()              # the step itself was complete
     if checkpoint.damage(out_dir, run.step) or not checkpoint.has_state(out_dir, run.step):
-        run.write(before, only_model=False, val_loss=checkpoint.read_meta(out_dir, run.step).get("val_loss"))
+        val_loss = checkpoint.read_meta(out_dir, run.step).get("val_loss")
+        run.write(before, only_model=False, val_loss=run.val_loss if val_loss is None else val_loss)
 
 
 def after_step(run, finite):

@@ -28,6 +28,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import pkgutil
 import re
 import sys
@@ -381,7 +382,10 @@ class Task:
             raise NotAScore(f"The task {self.name} returned the score {str(result)[:80]}: a score is a "
                             "number from 0 to 1.", score)
         parts = {"correct": score == 1} if parts is None else {name: bool(value) for name, value in parts.items()}
-        return score, parts, {name: float(value) for name, value in figures.items()}
+        figures = {name: float(value) for name, value in figures.items()}
+        if not all(map(math.isfinite, figures.values())):
+            raise ValueError(f"its figures are not all finite: {str(figures)[:80]}")
+        return score, parts, figures
 
     def respond(self, question, text):
         """Return the environment's text behind an episode's text so far, without lone surrogates, or None at

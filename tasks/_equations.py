@@ -182,11 +182,16 @@ def statements(text):
 
 
 def with_equals(found):
-    """Return `5*3 = ` for `5*3 is`, but `1/3 is` (5 eggs), `rows 1-3 are` or `2 of 10 are` unchanged."""
-    b = re.match(r"[\s$]{0,2}([0-9]{1,9})(?![0-9.,])", found["b"])
-    is_larger = found["sign"] != " of " and b and int(found["a"] or 0) > int(b[1])
-    is_computed = found["chain"] or not found["word"] or found["sign"] not in ("-", "/", "x", " of ")
-    return f"{found[1]} = " if is_computed or is_larger else found[0]
+    """Return `5*3 = ` for `5*3 is` and `60/2 = ` for `60/2 is`, but `1/3 is` (5 eggs), `rows 1-3 are`, `a 9-5 job
+    is`, `12/5 is` (a day) or `2 of 10 are` unchanged."""
+    if found["chain"] or not found["word"] or found["sign"] not in ("-", "/", "x", " of "):
+        return f"{found[1]} = "
+    a = int(found["a"] or 0)
+    b = re.fullmatch(r"[\s$]{0,2}([1-9][0-9]{0,8})", found["b"])
+    if found["sign"] == " of " or found["word"] == "are" or not b or a <= int(b[1]):
+        return found[0]
+    is_date = found["sign"] == "/" and a % int(b[1])
+    return found[0] if is_date else f"{found[1]} = "
 
 
 def in_digits(found):

@@ -158,6 +158,7 @@ def test_a_role_is_whatever_the_template_renders(tmp_path):
 
 
 HOSTILE = {
+    "{{ 'a'|center(500000000) }}": "center is refused", "{{ 'a'.ljust(500000000) }}": "SecurityError", "{{ '%999999999d'|format(1) }}": "format is refused",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "TimeoutError: it takes longer than 0.4 seconds",
     "{% for a in range(10**9) %}{% endfor %}": "products are refused", "{% for a in range(100000000) %}{% endfor %}": "OverflowError: Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError", "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}": "TimeoutError",
@@ -172,8 +173,9 @@ HOSTILE = {
 def test_a_hostile_template_is_a_sentence_within_a_second(tmp_path, template):
     write(tmp_path, "smol", template)
     before = time.thread_time()
+    tokenizer = Tokenizer(tmp_path)          # which a text does not need it for
     with pytest.raises(BadInput, match=HOSTILE[template]) as e:
-        Tokenizer(tmp_path)
+        tokenizer.prompt_ids("a")
     assert time.thread_time() - before < 1 and "\n" not in str(e.value) and str(e.value).endswith(".") and len(str(e.value)) < 500
 
 

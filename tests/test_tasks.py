@@ -565,7 +565,7 @@ with rewards.Pool({spec!r}, 1) as pool:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     files = "mine.py near_by.py tasks.py measure.py of_all.py nearer.py"
-    assert done.stdout.splitlines() == [f"0.75 {files}", "0.75 {'correct': False}  None"], done.stderr
+    assert done.stdout.splitlines() == [f"0.75 {files}", "0.75 {'correct': False}  None {}"], done.stderr
 
 
 def test_as_many_questions_as_there_are_up_to_a_number(stories, tmp_path):

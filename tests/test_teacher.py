@@ -9,7 +9,7 @@ import torch
 
 import hub.weights
 from conftest import flags, largest_difference, run, trained, weights
-from experimental.distillation import Teacher, check_teacher, find_teacher, identity
+from experimental.distillation import Teacher, check_teacher, find_teacher
 from runtime import config, hardware
 from runtime.config import BadInput
 from runtime.distributed import TrainedModel
@@ -169,9 +169,9 @@ def test_a_resumed_run_refuses_a_teacher_with_another_description(teacher, tmp_p
         (folder / name).write_text("{}")
     cfg = SimpleNamespace(teacher=str(folder), out_dir=str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
-    recorded = identity(cfg, find_teacher(cfg, resuming=False))
+    recorded = find_teacher(cfg, resuming=False).identity(cfg.teacher)
     (tmp_path / "run/model.json").write_bytes(config.seal({"teacher": recorded}))
-    assert identity(cfg, find_teacher(cfg, resuming=True)) == recorded
+    assert find_teacher(cfg, resuming=True).identity(cfg.teacher) == recorded
     described = json.loads((folder / name).read_text()) | {"rope_theta": 2e4}
     (folder / name).write_text(json.dumps(described))
     with pytest.raises(BadInput, match="The architecture or tokenizer of the teacher"):

@@ -30,15 +30,22 @@ def check_time(end, *_):
         raise TimeoutError(f"it takes longer than {SECONDS} seconds")
 
 
+class Environment(ImmutableSandboxedEnvironment):
+    def is_safe_attribute(self, obj, attr, value):
+        padding = ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map")
+        return attr not in padding and super().is_safe_attribute(obj, attr, value)
+
+
 @functools.lru_cache
 def compiled(text):
     if len(text) > LONGEST:
         raise ValueError(f"it has more than {LONGEST:,} characters")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=["jinja2.ext.loopcontrols"])
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     # A single product or power could fill the memory.
     environment.intercepted_binops = frozenset(("*", "**"))
     environment.binop_table = dict.fromkeys(("*", "**"), functools.partial(refuse, "products are refused"))
+    for name in ("center", "indent", "format"):              # so could these
+        environment.filters[name] = functools.partial(refuse, f"{name} is refused")
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": DATE.strftime}
     # transformers' trainers read which part of a text is within {% generation %}
@@ -54,7 +61,7 @@ class ChatTemplate:
     """A model's chat template.
 
     names: {"bos_token": its text, ...}. added: the tokenizer's {id: AddedToken}. Control tokens, {text: id},
-    are the special ones, and of the others those around a user's message that are neither words nor blanks.
+    are the special ones, and of the others those around messages that are neither words nor blanks.
     end: the one behind an answer. ValueError for a template that begins an answer otherwise than it asks for
     it, or ends it without a control token.
     """
@@ -62,9 +69,9 @@ class ChatTemplate:
     def __init__(self, text, names, added):
         self.text = text
         self.names = names
-        asked = self.fill(ASKED, False)
+        around = self.fill([*ANSWERED, *ASKED], False)
         tokens = {token.content.strip(): (i, token) for i, token in added.items() if token.special
-                  or token.content in asked and re.search(r"[^\w\s]", token.content)}
+                  or token.content in around and re.search(r"[^\w\s]", token.content)}
         tokens.pop("", None)
         self.control = {text: i for text, (i, _) in tokens.items()}
         spellings = [r"\s*" * token.lstrip + re.escape(text) + r"\s*" * token.rstrip

@@ -81,15 +81,18 @@ class Tokenizer:
         self.pad = about["pad"]
         self.bos = about.get("bos")
         self.template = about["template"]
-        self.chat = None
+        self.template_error = None           # why the chat template can't be used, which a text does not need
         self.end = self.eos
         if self.template["name"] == "chatml":
             self.template = {"name": "jinja", "text": chatml(self.template["system"], self.bos)}
         if name not in BUILT_IN:
             self.encoding.keep_out_of_text({self.eos, self.pad, self.bos, *self.stop} - {None})
             if self.is_chat:
-                with usable(f"The chat template in {self.encoding.path.parent}"):
-                    self.read_template()
+                try:
+                    with usable(f"The chat template in {self.encoding.path.parent}"):
+                        self.read_template()
+                except BadInput as e:
+                    self.template_error = e
             self.encoding.check_pieces()
             self.encoding.check_characters()
 
@@ -97,11 +100,18 @@ class Tokenizer:
         from text.chat import ChatTemplate
         ids = {"eos_token": self.eos} | ({} if self.bos is None else {"bos_token": self.bos})
         names = {name: self.encoding.hf.id_to_token(i) for name, i in ids.items()}
-        self.chat = ChatTemplate(self.template["text"], names, self.encoding.hf.get_added_tokens_decoder())
-        self.encoding.keep_out_of_text({*self.chat.control.values()})
+        self.chat_template = ChatTemplate(self.template["text"], names, self.encoding.hf.get_added_tokens_decoder())
+        self.encoding.keep_out_of_text({*self.chat_template.control.values()})
         self.end = self.chat.control[self.chat.end]
         self.stop = list(dict.fromkeys([*self.stop, self.end]))
         self.prompt_ids("a")                 # raises for a lone surrogate
+
+    @property
+    def chat(self):
+        """The ChatTemplate; BadInput if the model's can't be used."""
+        if self.template_error:
+            raise self.template_error
+        return self.chat_template
 
     @classmethod
     def of_run(cls, folder, about):
