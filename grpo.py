@@ -119,7 +119,7 @@ class Config(RunOptions):
     eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
     eval_questions: Count = 200              # greedy, of split valid; of a dataset at most a tenth, held out
     record: Literal["all", "none"] | PositiveInt = 500       # megabytes of completions in out_dir/rollouts (the
-                                             # quickstart has 8), or all, or none
+                                             # quickstart has 3), or all, or none
     log_interval: PositiveInt = 1            # steps
     # verifiers
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
