@@ -18,18 +18,20 @@ IN_UNIT = re.compile(r"(?i)\b(?:in(?:to)?|convert\b[^.?!]{1,80}\bto)\s+(?!\w+ \d
 HOW_MANY = re.compile(r"(?i)(?:how many|\w+(?:['’]s)?(?: is| are| was)? (?:the )?(?:\w+ )?number of)\s+"
                       r"(?:(?:more|of|the|these|those|his|her|its|their|(?:thousand|m?b?illion)s) )*")
 PER_TIME = re.compile(r"(?i)\b(?:per|an?|each|every|one) (hour|minute|second)\b")
-GAP = r"(?:(?:amount of|(?!(?:of|if|rate|ratio|percent\w*|interest|margin|number)\b)[\w'’-]+) ){0,5}?"
+GAP = r"(?:(?:(?:amount|sum) of|(?!(?:of|if|rate|ratio|percent\w*|interest|margin|number)\b)[\w'’-]+) ){0,7}?"
 WHAT = rf"(?:what(?:['’]s)?|calculate|find) {GAP}"
-MUCH = r"how much (?:(?:more|less|total|extra|additional|change|altogether) )*"
+MUCH = r"how much (?:(?:in total|in all|more|less|lower|total|extra|additional|change|altogether|of \w+) )*"
 VERB = r"(?:is|are|was|were|do|does|did|will|would|can|could|should|must|has|have|had)\b"
 MONEY = (r"\b(?:money|costs?|prices?|pays?|paid|payments?|spend|spent|earn(?:s|ed|ings)?|charged?|owed?|"
-         r"wages?|salary|income|revenue|profits?|budget|bills?|fees?|rent|expens\w+|cheaper|worth|balance)\b")
+         r"wages?|salary|income|revenue|profits?|budget|bills?|fees?|rent|expens\w+|cheaper|worth|balance|"
+         r"allowance|commission|discount|premium|charges|savings|withdraw|collect|take home|credit|bet)\b")
 TIMED = r"\b(?:drink|eat|grow|run|walk|sleep|use|work|train|practice|study|read|watch|play|take|last|wait)\b"
 # The beginning of a clause: the quantities that it asks for. known: any unit of a text with a currency.
 PATTERNS = [(re.compile(f"(?i){pattern}"), quantities) for pattern, quantities in (
     (r"\w+ (?:\w+ the )?(?:\w+ )?percent", "percent"),
     (rf"how (?:much )?(?:(?:more |less )?time|old)|{WHAT}ages?\b", "time calendar"),
     (rf"how (?:much )?(?:far|fur|tall|wid|deep)|{WHAT}(?:distance|perimeter|height)\b", "length"),
+    (r"how (?:much )?long(?:er)?\b[^,.?]*\b(?:takes?|took|spends?|spent|lasts?|waits?|stays?)\b", "time calendar"),
     (r"how (?:much )?long", "length time calendar"),
     (rf"how (?:much )?heav|{MUCH}{VERB}[^,.?]*\bweighs?\b|{WHAT}(?:weight|mass)\b", "mass"),
     (rf"{WHAT}area\b", "area"), (rf"{WHAT}volume\b", "volume"),

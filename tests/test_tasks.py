@@ -820,6 +820,12 @@ ASKED = {
     "How many hours does he work? He works 8 hours on 5 days. How many dollars does he earn at $2 an hour?": ("$80, 80 dollars, 80 dollars a week", "80 hours, 80%, 80 €"),
     "If she knows how many hours she works, what is her total income in dollars?": ("$9, 9 dollars", "9 hours, 9 cents"),
     "She paid $3. How many pens did she get, if she does not know how much they cost?": ("4 pens, 4 blue pens, 4", "$4, 4 hours"),
+    # a quantity some words behind the question word
+    "Tea costs $2 an hour. What is the difference in the shop's earnings last week?": ("$6, 6 dollars, 6", "6 hours, 6 km"),
+    "He has $9 and waits two hours. What is the amount of the discount?": ("$3, 3 dollars", "3 hours, 3 km"),
+    "He drives 60 km for $5. How much longer does the second trip take?": ("2 hours, 2 minutes", "2 km, $2"),
+    "The wall is 5 m long. How long will it take to paint it?": ("2 hours, 2", "2 m, 2 km"),
+    "How much longer is the wall of 5 m than the fence of 3 m?": ("2 m, 2 meters", "$2, 2 kg"),
     # percent
     "What is 20 percent of 50?": ("10, 10 dollars, 10 km", "10%, 10 percent"),
     "What is 20% of 50 kg?": ("10 kg, 10 kilos", "10%, 10 pct"),
