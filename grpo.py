@@ -118,8 +118,8 @@ class Config(RunOptions):
     # evaluation, log, checkpoints
     eval_interval: NonNegativeInt = 50       # steps; also before the first and after the last; 0: never
     eval_questions: Count = 200              # greedy, of split valid; of a dataset at most a tenth, held out
-    record: Literal["all", "none"] | PositiveInt = 500       # megabytes of completions in out_dir/rollouts (the
-                                             # quickstart has 3), or all, or none
+    record: Literal["all", "none"] | PositiveInt = 500       # megabytes of completions in out_dir/rollouts
+                                             # (the quickstart has 3), or all, or none
     log_interval: PositiveInt = 1            # steps
     # verifiers
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # verifier processes per rank; None: one
@@ -515,7 +515,8 @@ def main(argv):
     other_bytes = pcgrad.bytes() if pcgrad else 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": common_prompt(task),
                                               "teacher": teacher and teacher.identity(cfg.teacher)})
-    with pool, run.open(tokenizer, provenance, doctor.start, resuming, keep_base=cfg.beta > 0 and not teacher):
+    keep_base = cfg.beta > 0 and not teacher
+    with pool, run.open(tokenizer, provenance, doctor.start, resuming, keep_base):
         reference = Reference(cfg, hw, run.model, teacher) if cfg.beta else None
         worst = worst_case(cfg, hw, longest, replies, context)
         model = fit_update(cfg, run, worst, context, other_bytes)

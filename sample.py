@@ -2,7 +2,7 @@
 
     python sample.py out/base --prompt="Question: How many gram are there per 6 kg?" --num_samples=4
     python sample.py out/grpo --task=unit_conversion --versus=out/rft         one of the task's own questions
-    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --chat               /reset, /temperature 0.7; Ctrl-D ends
+    python sample.py HuggingFaceTB/SmolLM2-360M-Instruct --chat         /reset, /temperature 0.7; Ctrl-D ends
     python sample.py out/base --interactive                                   one independent prompt per line
     torchrun --nproc_per_node=8 sample.py out/base --num_samples=1000
 
@@ -33,8 +33,8 @@ from text.prompts import context_of, instruction_of, prompt_ids
 class Config:
     model: str = ""                          # run folder, Hugging Face folder, GGUF file or hub name,
                                              # first on the command line
-    prompt: str = ""                         # empty: one of the task's test questions, drawn by the seed; without
-                                             # a task the end-of-text token, which precedes a document
+    prompt: str = ""                         # empty: a test question of the task, drawn by the seed; without a
+                                             # task the end-of-text token, which precedes a document
     versus: str | None = None                # another model, whose samples are shown beside
     interactive: bool = False                # read independent prompts from standard input, one per line
     chat: bool = False                       # one conversation; Ctrl-C ends an answer
@@ -135,8 +135,8 @@ def prompt_of(cfg, tokenizer, question, task):
 
 
 def talk(cfg, model, tokenizer, hw, task, pool):
-    """Print a completion for each line of standard input: an independent prompt, or with --chat the next turn of
-    one conversation, whose ids are never encoded anew."""
+    """Print a completion for each line of standard input: an independent prompt, or with --chat the next turn
+    of one conversation, whose ids are never encoded anew."""
     prompt = "> " if sys.stdin.isatty() else ""
     sys.stdin.reconfigure(errors="replace")
     engine = None
@@ -154,7 +154,8 @@ def talk(cfg, model, tokenizer, hw, task, pool):
                 ids = history + tokenizer.reply_ids(line, history[-1] in tokenizer.stop)
             else:
                 ids = prompt_of(cfg, tokenizer, {"question": line}, task)
-            environment = environment_of(task, tokenizer, pool, {"question": line, "answer": ""}, len(history))
+            question = {"question": line, "answer": ""}
+            environment = environment_of(task, tokenizer, pool, question, len(history))
             printer = Printer(tokenizer, environment)
             engine = engine or make_engine(cfg, model, tokenizer, hw, task, 4096, 1)
             sampling = dataclasses.replace(engine.sampling, temperature=cfg.temperature)
@@ -244,7 +245,7 @@ def main(argv):
     hw = hardware.setup(cfg.device, cfg.dtype, compile=False)
     if cfg.interactive or cfg.chat:
         if distributed.world_size() > 1:
-            raise config.BadInput("--interactive and --chat need a single process: run them without torchrun.")
+            raise config.BadInput("--interactive and --chat need one process: run them without torchrun.")
         source = hub.find(cfg.model)
         return talk(cfg, source.load(device=hw.device), source.tokenizer(cfg.tokenizer), hw, task, pool)
     question = question_of(cfg, task)
@@ -258,8 +259,9 @@ def main(argv):
         for pair in (models, *zip(*texts)):
             print(columns(*pair, width), end="\n---\n")
         return
+    shown = cfg.prompt or (question["question"] and question["question"] + "\n")
     for text in texts[0]:
-        print(question["question"] + ("\n" if question["question"] != cfg.prompt else "") + text, end="\n---\n")
+        print(shown + text, end="\n---\n")
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def main(argv):
     if cfg.patience and not held_out:
         raise BadInput("--patience needs a validation loss: hold out examples with --valid_share=, or leave "
                        "it out.")
-    teacher_source = None if cfg.eval_only else distributed.on_main(
+    source = None if cfg.eval_only else distributed.on_main(
         lambda: experimental.find_teacher(cfg, resuming, tokenizer, shape.vocab_size, dataset.longest))
     micro_batch = min(cfg.batch_size, cfg.sequences // distributed.world_size())
     model = distributed.together(lambda: build_model(cfg, hw, shape, found, resuming), BadInput)
@@ -330,9 +330,9 @@ def main(argv):
             print(evaluation_line(result))
         return 0
     provenance = distributed.on_main(lambda: {"task": own_task(cfg), "prompt": prompt_form(cfg),
-                                              "teacher": teacher_source and teacher_source.identity(cfg.teacher)})
+                                              "teacher": source and source.identity(cfg.teacher)})
     with hw.deterministic_kernels(), run.open(tokenizer, provenance, doctor.start, resuming):
-        teacher = experimental.teacher_of(cfg, hw, teacher_source)
+        teacher = experimental.teacher_of(cfg, hw, source)
         model = compile_and_fit(cfg, run, dataset)
         dataset.micro_batch = run.state.micro_batch
         dataset.multiple = hw.length_multiple

@@ -1,5 +1,5 @@
-"""A page of a run, or of a folder of runs: findings, accuracy, curves and the recorded completions, in one HTML file
-that needs no server and no network.
+"""A page of a run, or of a folder of runs: findings, accuracy, curves and the recorded completions, in one
+HTML file that needs no server and no network.
 
     python -m doctor.page out/grpo                           out/grpo/report.html
     python -m doctor.page out/quickstart --change            tokens also shaded by how training changed them
@@ -23,22 +23,24 @@ TEMPLATE = Path(__file__).with_name("page.html")
 SIGN = "<!-- nanoRFT's report -->"           # by which an earlier page is known
 MOST_CHARACTERS = 4000                       # of a completion that are shown
 MOST_POINTS = 400                            # of a curve
+SHOWN = ("step split number sample question answer end score parts figures error reward advantage trained "
+         "verdict model other").split()      # of a record
 
 
 @dataclass
 class Config:
-    folder: str = ""                         # run folder, or a folder that holds runs; first on the command line
+    folder: str = ""                         # run folder, or a folder of runs; first on the command line
     output: str | None = None                # None: report.html in the folder
     megabytes: PositiveInt = 4               # of samples, at most; steps are left out, evenly
-    change: bool = False                     # compute each token's log-probability under the best checkpoint too
+    change: bool = False                     # add each token's log-probability under the best checkpoint
 
 
 # --- runs ---
 
 def runs_of(folder):
     """Return the run folders at or in a folder, in the order in which they began."""
-    folders = [folder] if (folder / "model.json").is_file() else [path.parent for path in folder.glob("*/model.json")]
-    return sorted(folders, key=lambda path: (path / "model.json").stat().st_mtime)
+    models = [*folder.glob("model.json")] or folder.glob("*/model.json")
+    return [path.parent for path in sorted(models, key=lambda path: path.stat().st_mtime)]
 
 
 def describe(run, expected):
@@ -58,7 +60,7 @@ def describe(run, expected):
             curves.append({"title": title, "log": scale == "log", "series": series})
     return {
         "name": run.name,
-        "findings": [{"sentence": str(finding), "over": finding.until is not None} for finding in doctor.findings],
+        "findings": [{"sentence": str(f), "over": f.until is not None} for f in doctor.findings],
         "steps": last.get("step", 0),
         "last": last,
         "options": {key: value for key, value in options.items() if value is not None},
@@ -67,7 +69,7 @@ def describe(run, expected):
 
 
 def curve(lines, key, seeds=None):
-    """Return a curve's points, evenly thinned, with its interval (y_low, y_high) or the range of recorded seeds."""
+    """Return a curve's points, evenly thinned, with its interval or the range of recorded seeds."""
     x, y = plot.points(lines, key)
     thin = slice(None, None, -(-len(x) // MOST_POINTS) or 1)
     result = {"key": key, "x": x[thin], "y": [round(value, 5) for value in y[thin]]}
@@ -110,9 +112,9 @@ def read_all(path):
 
 
 def thinned(kept, most):
-    """Return as many records as take `most` bytes in the page. Of held-out questions, which are asked again and
-    again, and of datagen.py's questions every n-th is kept; of training, whole steps: the first, the last and evenly
-    spaced others."""
+    """Return as many records as take `most` bytes in the page. Of held-out questions, which are asked again
+    and again, and of datagen.py's questions every n-th is kept; of training, whole steps: the first, the last
+    and evenly spaced others."""
     asked = [record for record in kept if record.get("split") != "train"]
     trained = [record for record in kept if record.get("split") == "train"]
     share = 1 + sum(map(cost, asked)) // (most // 3 if trained else most)
@@ -126,13 +128,13 @@ def thinned(kept, most):
 
 def cost(record):
     """Return about how many bytes a record takes in the page."""
-    return 200 + len(record["question"]) + min(MOST_CHARACTERS, len(record["completion"])) + 8 * len(record["ids"])
+    text = len(record["question"]) + min(MOST_CHARACTERS, len(record["completion"]))
+    return 200 + text + 8 * len(record["ids"])
 
 
 def shown(record, after):
     """Return a record as the page has it. after: the logprobs under the final model, or None."""
-    kept = {key: record.get(key) for key in ("step", "split", "number", "sample", "question", "answer", "end", "score",
-                                             "parts", "figures", "error", "reward", "advantage", "trained", "verdict", "model", "other")}
+    kept = {key: record.get(key) for key in SHOWN}
     text = record["completion"]
     kept["text"] = text[:MOST_CHARACTERS]
     if len(text) > MOST_CHARACTERS:
@@ -175,8 +177,8 @@ def later_logprobs(source, kept):
 # --- the page ---
 
 def render(title, data):
-    """Return the page's HTML. Completions come into it as JSON alone, without `<`, and its script shows them as
-    text, so that nothing in them is executed."""
+    """Return the page's HTML. Completions come into it as JSON alone, without `<`, and its script shows them
+    as text, so that nothing in them is executed."""
     content = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     html = TEMPLATE.read_text(encoding="utf-8").replace("SIGN", SIGN, 1)
     title = title.replace("&", "&amp;").replace("<", "&lt;")

@@ -3,8 +3,8 @@
     python -m doctor.regrade out/grpo --task=my_task.py
     python -m doctor.regrade data/rft.attempts.jsonl --task=unit_conversion
 
-Prints how many rewards differ, how many advantages change their sign, and the clearest cases; writes the other
-scores into regrade.json beside the records, which doctor.page shows. Options, as --key=value:
+Prints how many rewards differ, how many advantages change their sign, and the clearest cases; writes the
+other scores into regrade.json beside the records, which doctor.page shows. Options, as --key=value:
 """
 import json
 from collections import defaultdict
@@ -24,7 +24,7 @@ from tasks._pool import Pool
 
 @dataclass
 class Config:
-    run: str = ""                            # run folder of grpo.py, log of datagen.py, or --output of eval.py
+    run: str = ""                            # run of grpo.py, log of datagen.py, or --output of eval.py
     task: str = ""                           # NAME or NAME:ARGUMENT from tasks/, or your file.py
     cases: NonNegativeInt = 10               # that are printed
     reward_workers: Annotated[int, Bounds(1, 256)] | None = None     # None: one per core, at most 8
@@ -66,9 +66,9 @@ def report(kept, grades, most):
               and record.get("verdict") != "unfinished"]     # which was not graded
     higher = sum(other.score > record["score"] for record, other in differ)
     errors = sum(bool(other.error) for other in grades)
-    print(f"{len(kept):,} completions: {len(differ):,} rewards differ ({len(differ) / len(kept):.1%}), {higher:,} of "
-          f"them higher by the other verifier; {sign_changes(kept, grades):,} advantages change their sign; "
-          f"{errors:,} errors.")
+    print(f"{len(kept):,} completions: {len(differ):,} rewards differ ({len(differ) / len(kept):.1%}), "
+          f"{higher:,} of them higher by the other verifier; {sign_changes(kept, grades):,} advantages change "
+          f"their sign; {errors:,} errors.")
     seen = set()
     for record, other in sorted(differ, key=lambda pair: -abs(pair[0]["score"] - pair[1].score)):
         if record["question"] in seen or len(seen) == most:
@@ -86,8 +86,8 @@ def main(argv):
         raise BadInput("Name records and a task: python -m doctor.regrade out/grpo --task=my_task.py")
     kept = list(records.read(cfg.run)) if Path(cfg.run).exists() else []
     if not kept:
-        raise BadInput(f"{cfg.run} has no recorded completions: give a run of grpo.py without --record=none, a log of "
-                       "datagen.py, or an --output of eval.py.")
+        raise BadInput(f"{cfg.run} has no recorded completions: give a run of grpo.py without --record=none, a "
+                       "log of datagen.py, or an --output of eval.py.")
     grades = grade(cfg, kept)
     report(kept, grades, cfg.cases)
     scores = {records.key_of(record): other.score for record, other in zip(kept, grades) if not other.error}

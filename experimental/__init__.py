@@ -1,5 +1,5 @@
-"""Options from papers. A stage calls these functions in one line each; a file is loaded only if the run's options
-ask for it."""
+"""Options from papers. A stage calls these functions in one line each; a file is loaded only if the run's
+options ask for it."""
 
 # Options of train.py that a resumed run keeps
 FEEDBACK = ["backward", "feedback_matrix", "trained_blocks"]

@@ -12,8 +12,8 @@ from runtime.config import BadInput
 
 
 def find_teacher(cfg, resuming):
-    """Return the ModelSource of cfg.teacher. A resumed run keeps the checkpoint that it began with, whatever the
-    teacher's own run has saved since; BadInput if the teacher's weights, architecture or tokenizer have
+    """Return the ModelSource of cfg.teacher. A resumed run keeps the checkpoint that it began with, whatever
+    the teacher's own run has saved since; BadInput if the teacher's weights, architecture or tokenizer have
     changed."""
     recorded = checkpoint.read_model(cfg.out_dir).get("teacher") if resuming else None
     if not recorded or recorded["name"] != cfg.teacher:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from model import GPTConfig, blank
-from runtime import checkpoint, memory, network
+from runtime import checkpoint, memory
 from runtime.config import BadInput, read_json
 from runtime.progress import ProgressLine
 from text.tokenizer import Tokenizer
@@ -180,6 +180,7 @@ def download(name):
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise BadInput(f"There is no folder {name}: give a run folder, a folder of Hugging Face's files, a "
                        "GGUF file, or a name on the hub.")
+    from runtime import network
     try:
         import huggingface_hub
         patterns = ["*.json", "*.safetensors", "*.jinja"]
@@ -190,5 +191,5 @@ def download(name):
         return Path(folder)
     except Exception as e:
         raise BadInput(f"There is no folder {name} here, and the Hugging Face hub gave no such model "
-                       f"({network.reason(e)[:200]}): correct the name, or download the folder on a machine with "
-                       "network access and give its path.") from None
+                       f"({network.reason(e)[:200]}): correct the name, or download the folder on a machine "
+                       "with network access and give its path.") from None

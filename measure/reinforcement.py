@@ -153,7 +153,8 @@ def bench_grpo(cfg, hw, folder, script_args, log):
     sampling, *_ = sampling_limit(c, hw, -(-prompts // n), prompt_tokens, samples, new)
     least = sampling + update                # seconds of a step
     limit = work.sequences / least
-    figures = shared_figures(work, rates, limit, ("rollout_s", "reward_s", "update_s", "sync_s", "record_s"), log)
+    phases = ("rollout_s", "reward_s", "update_s", "sync_s", "record_s")
+    figures = shared_figures(work, rates, limit, phases, log)
     step_ms = 1e3 * figures["step_s"]
     log(f"{figures['share']:.1%} of the limit of {limit:,.0f} {work.unit}: of a step's {step_ms:,.0f} ms "
         f"sampling needs at least {1e3 * (least - update):,.1f} and the update {1e3 * update:,.1f}")

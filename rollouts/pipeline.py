@@ -196,8 +196,8 @@ def ask(pipeline, questions, requests, sampling=None, label="evaluating"):
 
     requests: for all questions, on every rank. Returns, on every rank, the Grades [n_questions][num_samples]
     and the rank's own Completions. An error on one rank is raised on all: ValueError for invalid requests,
-    FloatingPointError for non-finite weights, BrokenReward if the verifier always fails. label: of the progress
-    line.
+    FloatingPointError for non-finite weights, BrokenReward if the verifier always fails. label: of the
+    progress line.
     """
     mine = []
     error = None

@@ -1,5 +1,5 @@
-"""Records of completions, one JSON object each: of grpo.py in RUN/rollouts, a compressed file a step and rank;
-of datagen.py its log of attempts, of eval.py its --output. All have the keys of record_of.
+"""Records of completions, one JSON object each: of grpo.py in RUN/rollouts, a compressed file a step and
+rank; of datagen.py its log of attempts, of eval.py its --output. All have the keys of record_of.
 
     for record in records.read("out/grpo"):
         print(record["step"], record["score"], record["completion"])
@@ -22,10 +22,10 @@ MEGABYTE = 10**6
 def record_of(completion):
     """Return the record of a graded Completion, a dictionary for JSON.
 
-    number: the request's key, which is the index of the question, in training of grpo.py its position in the
-    stream. keys: the question's others. millinats: the log-probability of each id at sampling time, in thousandths
-    of a nat (an integer is written ten times as fast as a float). turns, forced: of an episode, the texts in turn
-    and the spans of ids that the environment wrote."""
+    number: the request's key, which is the index of the question, in training of grpo.py its position in
+    the stream. keys: the question's others. millinats: the log-probability of each id at sampling time, in
+    thousandths of a nat (integers are written faster than floats). turns, forced: of an episode, the texts in
+    turn and the spans of ids that the environment wrote."""
     grade = completion.grade
     episode = {"turns": completion.turns, "forced": completion.forced} if completion.forced else {}
     return {
@@ -33,7 +33,7 @@ def record_of(completion):
         "sample": completion.index,
         "question": completion.question["question"],
         "answer": completion.question.get("answer"),
-        "keys": {key: value for key, value in completion.question.items() if key not in ("question", "answer")},
+        "keys": {k: v for k, v in completion.question.items() if k not in ("question", "answer")},
         "completion": completion.text,
         "ids": completion.ids,
         "millinats": (1000 * np.array(completion.logprobs, np.float32)).round().astype(int).tolist(),
@@ -51,8 +51,8 @@ def key_of(record):
 
 
 class Recorder:
-    """Writes the records of a run of grpo.py. record: megabytes that the files of all ranks may take together,
-    or "all", or "none". The first file that does not fit is left empty, and none follows it."""
+    """Writes the records of a run of grpo.py. record: megabytes that the files of all ranks may take
+    together, or "all", or "none". The first file that does not fit is left empty, and none follows it."""
 
     def __init__(self, out_dir, record, step):
         """step: of the checkpoint that the run begins with; records of later steps are removed."""
@@ -111,9 +111,9 @@ def files_of(path):
 
 
 def read(path):
-    """Yield the records at a path (see files_of), of a run those of training first, each split in the order of
-    steps, as dictionaries with the keys of record_of and, instead of millinats, logprobs in nats. A last line cut
-    short by a crash is left out; BadInput for another that can't be read."""
+    """Yield the records at a path (see files_of), of a run those of training first, each split in the order
+    of steps, as dictionaries with the keys of record_of and, instead of millinats, logprobs in nats. A last
+    line cut short by a crash is left out; BadInput for another that can't be read."""
     for file in files_of(path):
         try:
             content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -126,7 +126,7 @@ def read(path):
             except ValueError as e:
                 if number == len(lines):
                     break
-                raise BadInput(f"Line {number} of {file} can't be read ({e}): remove it, or restore it.") from None
+                raise BadInput(f"Line {number} of {file} can't be read ({e}): remove or restore it.") from None
             if "completion" in record:                       # datagen.py's log has a header
                 if "millinats" in record:
                     record["logprobs"] = [n / 1000 for n in record.pop("millinats")]

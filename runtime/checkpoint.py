@@ -53,9 +53,9 @@ STALE_FILES = (*TEMPORARY_FILES, "rollouts/*.tmp-[0-9]*", "base.partial*", "chec
                "checkpoints/step_" + 8 * "[0-9]" + ".replaced")
 # Everything that a run writes into its folder, except wandb's own folder. --overwrite removes only these.
 RUN_FILES = (*IDENTITY_FILES, lock.NAME, "metrics.jsonl", "training.log", "tokenizer.json",
-             "base.safetensors", "base.sha256", "retry.json", "wandb_id", "bad_batch_step_*_rank_*.pt", "regrade.json",
+             "base.safetensors", "base.sha256", "retry.json", "wandb_id", "bad_batch_step_*_rank_*.pt",
              "checkpoints/step_" + 8 * "[0-9]", "tensorboard/events.out.tfevents.*", "rollouts/*.jsonl.gz",
-             *STALE_FILES)
+             "regrade.json", *STALE_FILES)
 
 SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
                torch.int64: "I64"}

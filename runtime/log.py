@@ -24,8 +24,8 @@ def check_installed(tensorboard, wandb):
             raise BadInput(f"--{package} can't be used, since {e}, or leave it out.") from None
 
 SAMPLE = 200                                 # characters of a sampled text on a terminal
-ROLLOUT = set("reward reward_std zero_variance groups completion_tokens completion_tokens_max truncated truncated_score "
-              "most_common_share distinct replies reply_too_long errors timeouts questions epoch".split())
+ROLLOUT = set("reward reward_std zero_variance groups completion_tokens completion_tokens_max truncated "
+              "truncated_score most_common_share distinct replies errors timeouts questions epoch".split())
 
 
 class Log:
@@ -170,7 +170,7 @@ class Log:
 
 
 def grouped(name):
-    """Return a metric's name in TensorBoard and Weights & Biases, which show the part before "/" as a group."""
+    """Return a metric's name in TensorBoard and W&B, which show the part before "/" as a group."""
     if "/" in name:
         return name
     if name.startswith("val_"):

@@ -6,8 +6,8 @@ like one of our modules. "+" between specs makes a mixture, see _mixture.py.
 A task is a module of plain functions. Only reward is required; a function that has a parameter `argument`
 gets the ARGUMENT of the spec.
 
-    reward(question, completion)   score from 0 to 1 (1: correct), (score, {part name: bool}), or with figures to
-                                   watch (score, {part name: bool}, {figure name: number}); a parameter
+    reward(question, completion)   score from 0 to 1 (1: correct), (score, {part name: bool}), or with figures
+                                   to watch (score, {part name: bool}, {figure name: number}); a parameter
                                    `turns` gets the model's and the environment's texts of an episode in turn,
                                    and [completion] without respond
     questions(split, seed, n)      list of n distinct {"question": str, "answer": str, ...}, None: all or a
@@ -371,7 +371,7 @@ class Task:
         score = result
         parts = None
         figures = {}
-        if isinstance(result, tuple) and len(result) in (2, 3) and all(isinstance(x, dict) for x in result[1:]):
+        if isinstance(result, tuple) and 2 <= len(result) <= 3 and all(isinstance(x, dict) for x in result[1:]):
             score, parts, *more = result
             figures = more[0] if more else {}
         try:
@@ -381,7 +381,8 @@ class Task:
         if not 0 <= score <= 1:
             raise NotAScore(f"The task {self.name} returned the score {str(result)[:80]}: a score is a "
                             "number from 0 to 1.", score)
-        parts = {"correct": score == 1} if parts is None else {name: bool(value) for name, value in parts.items()}
+        parts = {"correct": score == 1} if parts is None else parts
+        parts = {name: bool(value) for name, value in parts.items()}
         figures = {name: float(value) for name, value in figures.items()}
         if not all(map(math.isfinite, figures.values())):
             raise ValueError(f"its figures are not all finite: {str(figures)[:80]}")

@@ -182,8 +182,8 @@ def statements(text):
 
 
 def with_equals(found):
-    """Return `5*3 = ` for `5*3 is` and `60/2 = ` for `60/2 is`, but `1/3 is` (5 eggs), `rows 1-3 are`, `a 9-5 job
-    is`, `12/5 is` (a day) or `2 of 10 are` unchanged."""
+    """Return `5*3 = ` for `5*3 is` and `60/2 = ` for `60/2 is`, but `1/3 is` (5 eggs), `rows 1-3 are`, `a 9-5
+    job is`, `12/5 is` (a day) or `2 of 10 are` unchanged."""
     if found["chain"] or not found["word"] or found["sign"] not in ("-", "/", "x", " of "):
         return f"{found[1]} = "
     a = int(found["a"] or 0)

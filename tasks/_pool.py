@@ -49,8 +49,8 @@ class BrokenReward(BadInput, ValueError):
 
 class Grade(NamedTuple):
     """score: in [0, 1]; parts: {name: bool}; signature: of a completion with score 1, else ""; error: failure
-    of the grading itself, or None; figures: {name: float} to watch. With an error the score is meaningless and
-    parts are empty."""
+    of the grading itself, or None; figures: {name: float} to watch. With an error the score is meaningless
+    and parts are empty."""
     score: float
     parts: dict
     signature: str

@@ -1165,7 +1165,7 @@ def test_every_completion_is_recorded(learn, watched, monkeypatch):
     asked = [c for groups in watched.groups for group in groups for c in group]
     for record, c in zip(found, asked):
         assert (record["completion"], record["ids"], record["prompt"], record["score"]) == (c.text, c.ids, c.prompt, c.grade.score)
-        assert (record["reward"], record["advantage"], record["trained"], record["parts"]) == (c.reward, c.advantage, c.trained, c.grade.parts)
+        assert (record["reward"], record["advantage"], record["trained"], record["parts"]) == (c.reward, c.advantage, c.advantage != 0, c.grade.parts)
         assert record["logprobs"] == pytest.approx(c.logprobs, abs=6e-4) and record["question"] == c.question["question"]
     assert sum(r["score"] == 1 for r in found[-5:]) / 5 == metrics(out, "val_accuracy")[2]
     monkeypatch.setattr(records, "MEGABYTE", 1500)

@@ -18,7 +18,6 @@ from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 
-from runtime import network
 from runtime.config import BadInput, parse_json, require
 from runtime.progress import ProgressLine
 from runtime.usage import load_package
@@ -140,7 +139,7 @@ def load_saved(path):
     try:
         dataset = load_package("datasets").load_from_disk(str(path))
     except Exception as e:                   # package, format or files
-        raise BadInput(f"{path} can't be read ({network.one_line(e)}): save it again.") from None
+        raise BadInput(f"{path} can't be read ({' '.join(str(e).split())}): save it again.") from None
     return dataset if isinstance(dataset, dict) else {"train": dataset}
 
 
@@ -167,6 +166,7 @@ def csv_rows(path):
 
 def find_on_hub(name, text_key):
     """Return {split: sources} of a dataset on the Hugging Face hub or in its local cache."""
+    from runtime import network
     hub_answers = network.is_reachable()
     if not hub_answers:
         os.environ["HF_HUB_OFFLINE"] = "1"   # use the cache at once, without half a minute of retries

@@ -100,7 +100,8 @@ class Tokenizer:
         from text.chat import ChatTemplate
         ids = {"eos_token": self.eos} | ({} if self.bos is None else {"bos_token": self.bos})
         names = {name: self.encoding.hf.id_to_token(i) for name, i in ids.items()}
-        self.chat_template = ChatTemplate(self.template["text"], names, self.encoding.hf.get_added_tokens_decoder())
+        added = self.encoding.hf.get_added_tokens_decoder()
+        self.chat_template = ChatTemplate(self.template["text"], names, added)
         self.encoding.keep_out_of_text({*self.chat_template.control.values()})
         self.end = self.chat.control[self.chat.end]
         self.stop = list(dict.fromkeys([*self.stop, self.end]))
