@@ -146,6 +146,8 @@ def talk(cfg, model, tokenizer, hw, task, pool):
             line = input(prompt)
         except (EOFError, KeyboardInterrupt):
             return
+        question = {"question": line, "answer": ""}
+        printer = Printer(tokenizer, None)
         try:
             if cfg.chat and line.startswith("/"):
                 history = command(cfg, line, history)
@@ -153,10 +155,9 @@ def talk(cfg, model, tokenizer, hw, task, pool):
             if history:
                 ids = history + tokenizer.reply_ids(line, history[-1] in tokenizer.stop)
             else:
-                ids = prompt_of(cfg, tokenizer, {"question": line}, task)
-            question = {"question": line, "answer": ""}
+                ids = prompt_of(cfg, tokenizer, question, task)
             environment = environment_of(task, tokenizer, pool, question, len(history))
-            printer = Printer(tokenizer, environment)
+            printer.environment = environment
             engine = engine or make_engine(cfg, model, tokenizer, hw, task, 4096, 1)
             sampling = dataclasses.replace(engine.sampling, temperature=cfg.temperature)
             request = Request(ids, key=len(history), max_new_tokens=cfg.max_new_tokens)
@@ -168,7 +169,7 @@ def talk(cfg, model, tokenizer, hw, task, pool):
             continue
         except KeyboardInterrupt:            # ends this completion only
             pass
-        if cfg.chat:
+        if cfg.chat and printer.ids:
             history = ids + printer.ids
             if not tokenizer.is_chat and history[-1] in tokenizer.stop:
                 history.pop()                # the text continues
