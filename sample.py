@@ -33,8 +33,8 @@ from text.prompts import context_of, instruction_of, prompt_ids
 class Config:
     model: str = ""                          # run folder, Hugging Face folder, GGUF file or hub name,
                                              # first on the command line
-    prompt: str = ""                         # empty: a test question of the task, drawn by the seed; without a
-                                             # task the end-of-text token, which precedes a document
+    prompt: str = ""                         # empty: a test question of the task, drawn by the seed; without
+                                             # one the end-of-text token, which precedes a document
     versus: str | None = None                # another model, whose samples are shown beside
     interactive: bool = False                # read independent prompts from standard input, one per line
     chat: bool = False                       # one conversation; Ctrl-C ends an answer

@@ -103,9 +103,9 @@ def accuracies(folder):
 def read_all(path):
     """Return the records at a path, each with `other`, its score by doctor.regrade if that has run."""
     kept = list(records.read(path))
-    beside = path / "regrade.json" if path.is_dir() else path.with_suffix(".regrade.json")
-    if beside.exists():
-        scores = config.read_json(beside, "remove it, and repeat doctor.regrade")["scores"]
+    regraded = records.regraded(path)
+    if regraded.exists():
+        scores = config.read_json(regraded, "remove it, and repeat doctor.regrade")["scores"]
         for record in kept:
             record["other"] = scores.get(records.key_of(record))
     return kept
@@ -133,7 +133,7 @@ def cost(record):
 
 
 def shown(record, after):
-    """Return a record as the page has it. after: the logprobs under the final model, or None."""
+    """Return a record as the page has it. after: the logprobs under the best checkpoint, or None."""
     kept = {key: record.get(key) for key in SHOWN}
     text = record["completion"]
     kept["text"] = text[:MOST_CHARACTERS]

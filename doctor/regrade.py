@@ -67,8 +67,8 @@ def report(kept, grades, most):
     higher = sum(other.score > record["score"] for record, other in differ)
     errors = sum(bool(other.error) for other in grades)
     print(f"{len(kept):,} completions: {len(differ):,} rewards differ ({len(differ) / len(kept):.1%}), "
-          f"{higher:,} of them higher by the other verifier; {sign_changes(kept, grades):,} advantages change "
-          f"their sign; {errors:,} errors.")
+          f"{higher:,} of them higher by the other verifier; {sign_changes(kept, grades):,} advantages "
+          f"change their sign; {errors:,} errors.")
     seen = set()
     for record, other in sorted(differ, key=lambda pair: -abs(pair[0]["score"] - pair[1].score)):
         if record["question"] in seen or len(seen) == most:
@@ -86,14 +86,12 @@ def main(argv):
         raise BadInput("Name records and a task: python -m doctor.regrade out/grpo --task=my_task.py")
     kept = list(records.read(cfg.run)) if Path(cfg.run).exists() else []
     if not kept:
-        raise BadInput(f"{cfg.run} has no recorded completions: give a run of grpo.py without --record=none, a "
-                       "log of datagen.py, or an --output of eval.py.")
+        raise BadInput(f"{cfg.run} has no recorded completions: give a run of grpo.py without --record=none, "
+                       "a log of datagen.py, or an --output of eval.py.")
     grades = grade(cfg, kept)
     report(kept, grades, cfg.cases)
     scores = {records.key_of(record): other.score for record, other in zip(kept, grades) if not other.error}
-    path = Path(cfg.run)
-    path = path / "regrade.json" if path.is_dir() else path.with_suffix(".regrade.json")
-    write_atomically(path, json.dumps({"task": cfg.task, "scores": scores}).encode())
+    write_atomically(records.regraded(cfg.run), json.dumps({"task": cfg.task, "scores": scores}).encode())
     return 0
 
 

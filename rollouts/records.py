@@ -110,6 +110,12 @@ def files_of(path):
     return sorted(path.glob(f"{FOLDER}/*.jsonl.gz")) if path.is_dir() else [path]
 
 
+def regraded(path):
+    """Return the path of doctor.regrade's scores for the records at a path."""
+    path = Path(path)
+    return path / "regrade.json" if path.is_dir() else path.with_suffix(".regrade.json")
+
+
 def read(path):
     """Yield the records at a path (see files_of), of a run those of training first, each split in the order
     of steps, as dictionaries with the keys of record_of and, instead of millinats, logprobs in nats. A last
@@ -126,7 +132,7 @@ def read(path):
             except ValueError as e:
                 if number == len(lines):
                     break
-                raise BadInput(f"Line {number} of {file} can't be read ({e}): remove or restore it.") from None
+                raise BadInput(f"Line {number} of {file} can't be read ({e}): restore it.") from None
             if "completion" in record:                       # datagen.py's log has a header
                 if "millinats" in record:
                     record["logprobs"] = [n / 1000 for n in record.pop("millinats")]

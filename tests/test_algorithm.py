@@ -4,7 +4,6 @@ The diffs are between grpo.py as my_algo.py, with model.py, and their changed co
 an older commit, make the same changes to the present ones, and write `git diff --no-index -U2` of the two.
 """
 import importlib.util
-import json
 import os
 import re
 import shutil

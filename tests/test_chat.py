@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 from conftest import ROOT
 from runtime.config import BadInput
-from test_tokenizer import END, LEARNT, QWEN25, QWEN3, SMOL, START, STOP, write
+from test_tokenizer import END, LEARNT, QWEN25, QWEN3, SMOL, STOP, write
 from text import chat, examples
 from text.tokenizer import Tokenizer
 
