@@ -1,0 +1,351 @@
+"""Measure what each change buys in accuracy: arms run in turn over seeds and answer the same unseen
+questions, beside controls, with intervals that hold when seeds are added after looking (docs/compare.md).
+
+    python compare.py experiments/objectives.py
+    python compare.py --start=out/quickstart/rft --command="grpo.py config/grpo.py --max_steps=30" \\
+        --arm="cispo: --loss_type=cispo --clip_high=4" --arm="rate x 10: --learning_rate=5e-3"
+    python compare.py experiments/objectives.py --seeds=5                two seeds more
+
+A command is a script with its options, or several stages, SCRIPT ... && SCRIPT ..., each from the model of
+the stage before. compare.py adds --init_from, --seed, --out_dir and datagen.py's data where they are not
+given; {start}, {seed} and {out} stand for start, seed and the run's folder. The same call resumes; finished
+runs are not repeated. Options, as --key=value:
+"""
+import importlib
+import json
+import shlex
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Literal
+
+from runtime.usage import first_line
+
+first_line()                             # --help before the slow imports
+
+import tasks
+from doctor import plot
+from measure import answers
+from measure.ceilings import cpu_name, git_commit
+from measure.runs import ROOT, as_flags, process, seconds_at, steps_of
+from measure.intervals import FEWEST, MOST, comparison, differs, sentence
+from runtime import config, guard, lock
+from runtime.checkpoint import write_atomically
+from runtime.config import (BadInput, Bounds, NonNegativeFloat, NonNegativeInt, PositiveFloat,
+                            PositiveInt)
+from runtime.log import for_json
+
+
+@dataclass
+class Config:
+    # the experiment
+    start: str = ""                          # the run folder or model that every run begins with
+    start_command: str = ""                  # or a command that makes one for each seed
+    command: str = "grpo.py config/grpo.py"  # the base, with which arms are compared
+    arms: dict | None = None                 # {NAME: its options beside the base's, or a whole command}
+    arm: str = ""                            # one more arm, "NAME: OPTIONS"; may be repeated
+    controls: str = "start"                  # start (no training), again (the base with other seeds), placebo
+                                             # (rewards at random), rft (the start's own verified samples)
+    rft: str = ""                            # its command, which gets the base's seconds; empty: RFT below
+    seeds: Annotated[int, Bounds(FEWEST, MOST)] = 3
+    budget: Literal["steps", "seconds"] = "steps"     # of an arm: the base's steps, or its seconds
+    out_dir: str = "out/compare"             # a folder for each run, answers/, comparison.json and .png
+    # questions of the split test, the same for all runs
+    task: str | dict | None = None           # None: the base's
+    questions: Annotated[int, Bounds(20, 10**6)] = 500
+    fresh: bool = False                      # draw other questions than the last call
+    num_samples: Annotated[int, Bounds(2, 10**4)] = 8         # per question
+    temperature: PositiveFloat = 1.0         # of these; greedy answers have their own
+    max_new_tokens: PositiveInt | None = None         # None: the base's
+    few_shot: NonNegativeInt = 0             # worked examples in the prompt
+    # the verdict
+    measure: Literal["sampled", "greedy", "majority", "best"] = "sampled"     # majority: vote over a
+                                             # question's samples; best: the one that the verifier prefers
+    exact: bool = False                      # count exact answers only, of a task that tolerates others
+    confidence: Literal["95", "99"] = "95"   # of each interval, %
+    resolve: NonNegativeFloat = 2.0          # points that further seeds should resolve
+    # machine
+    ranks: PositiveInt = 1                   # processes of each script but train.py
+
+
+CONTROLS = ("start", "again", "placebo", "rft")
+RFT = ("datagen.py --temperature=1 --oversample=8 --keep_per_question=1 --stop_early && "
+       "train.py config/rft.py --num_epochs=1.5")
+PROBE_STEPS = 10                             # of an arm, timed beside the base's first
+PROBE_QUESTIONS = 200                        # of the control rft
+TOLERANCE = 0.05                             # of an arm's seconds, before the verdict mentions them
+
+
+# --- commands ---
+
+def commands_of(cfg, extra):
+    """Return {arm: command} of the base, the arms and the controls that run. extra: texts "NAME: OPTIONS"."""
+    arms = cfg.arms or {}
+    arms |= {name.strip(): options.strip() for name, _, options in (text.partition(":") for text in extra)}
+    controls = [name for name in cfg.controls.split(",") if name]
+    if set(controls) - set(CONTROLS):
+        raise BadInput(f"--controls={cfg.controls} should name some of {', '.join(CONTROLS)}: correct it.")
+    commands = {"base": cfg.command}
+    for name, options in arms.items():
+        if name in ("base", "", *CONTROLS) or not isinstance(options, str) or not options:
+            raise BadInput(f"The arm {name} should be NAME: OPTIONS, without a control's name: correct it.")
+        whole = options.split()[0].endswith(".py") and "/" not in options.split()[0]
+        commands[name] = options if whole else f"{cfg.command} {options}"
+    of_controls = {"again": cfg.command, "placebo": cfg.command, "rft": cfg.rft or RFT}
+    return commands | {name: of_controls[name] for name in controls if name in of_controls}
+
+
+def stages_of(command, start, seed, folder):
+    """Return [[script, argument, ...]] of a command's stages; start: a model, or None."""
+    for name, value in (("start", start), ("seed", seed), ("out", folder)):
+        command = command.replace(f"{{{name}}}", str(value))
+    stages = []
+    data = None
+    model = start
+    parts = command.split("&&")
+    for number, part in enumerate(parts, 1):
+        script, *words = shlex.split(part) or [""]
+        if not script_of(script).is_file():
+            raise BadInput(f"'{part.strip()}' does not begin with a script: write SCRIPT.py OPTIONS.")
+        added = {"seed": seed} | ({"init_from": model} if model else {})
+        if script == "datagen.py":           # resumed, it would not know the seconds before
+            data = f"{folder}.{number}.json"
+            added |= {"output": data, "overwrite": True, "json": True}
+        else:
+            model = str(folder) if number == len(parts) else f"{folder}.{number}"
+            added |= {"out_dir": model, "resume": "auto"}
+            added |= {"dataset": data} if data and script == "train.py" else {}
+        given = {word.partition("=")[0] for word in words}
+        words += [flag for flag in as_flags(**added) if flag.partition("=")[0] not in given]
+        stages.append([script, *words])
+    return stages
+
+
+def script_of(name):
+    """Return the path of one of the project's scripts, or of the user's."""
+    return ROOT / name if name and (ROOT / name).is_file() else Path(name)
+
+
+def options_of(script, *words):
+    """Return {option: value} of a stage, {} for a script of the user's; BadInput for a wrong option."""
+    if script_of(script).parent != ROOT:
+        return {}
+    Config = importlib.import_module(Path(script).stem).Config
+    defaults = {name: field.default for name, field in Config.__dataclass_fields__.items()}
+    return defaults | config.read_arguments(Config, words)
+
+
+def with_amount(command, amount):
+    """Return a command with another number of steps, or of questions where datagen.py makes its data."""
+    first, *others = command.split("&&")
+    if first.split()[0] == "datagen.py":
+        return "&&".join([f"{first.rstrip()} --num_questions={amount} ", *others])
+    return f"{command} --max_steps={amount}"
+
+
+# --- runs ---
+
+class Comparison:
+    """A comparison's folder with its state in comparison.json: {"runs": {ARM-SEED: its commands, seconds and
+    steps}, "amounts": {arm: steps, or questions of datagen.py}, "draws": of questions}."""
+
+    def __init__(self, cfg, commands):
+        self.cfg = cfg
+        self.commands = commands
+        self.out = Path(cfg.out_dir)
+        self.path = self.out / "comparison.json"
+        (self.out / "answers").mkdir(parents=True, exist_ok=True)
+        lock.take(self.out / "compare.lock", self.out)
+        self.state = {"runs": {}, "amounts": {}, "draws": 1}
+        if self.path.exists():
+            self.state |= config.read_json(self.path, "restore it, or choose another --out_dir=")
+            self.state["draws"] += cfg.fresh
+        seed = answers.seed_of(self.out.name, self.state["draws"])
+        self.questions, self.asked = answers.draw_questions(cfg.task, cfg.questions, seed, self.out)
+
+    def save(self, **more):
+        self.state |= for_json(more)
+        write_atomically(self.path, json.dumps(self.state, indent=1).encode())
+
+    def start(self, seed):
+        """Return the model that a seed's runs begin with, made by start_command if there is one."""
+        if self.cfg.start_command:
+            return self.run(f"start-{seed}", self.cfg.start_command, seed, None)
+        return self.cfg.start.replace("{seed}", str(seed))
+
+    def run(self, name, command, seed, start):
+        """Run a command's stages, unless it has finished before, and return its model's folder."""
+        folder = self.out / name.replace(" ", "_")
+        stages = stages_of(command, start, seed, folder)
+        runs = self.state["runs"]
+        if runs.get(name, {"command": stages})["command"] != stages or folder.exists() and name not in runs:
+            raise BadInput(f"{folder} was made by another command than {shlex.join(stages[-1])}: restore the "
+                           "experiment, or choose another --out_dir=.")
+        steps = steps_of(folder)
+        if steps and steps[-1]["step"] == runs[name].get("steps"):
+            return str(folder)
+        runs[name] = {"command": stages, "commit": git_commit()}
+        self.save()
+        for path in (self.out / "answers").glob(f"{folder.name}.*"):
+            path.unlink()
+        seconds = 0.0
+        for number, (script, *arguments) in enumerate(stages, 1):
+            ranks = 1 if script == "train.py" else self.cfg.ranks
+            said = process([str(script_of(script))], arguments, ranks, f"{name}: {script}")
+            of_stage = folder if number == len(stages) else f"{folder}.{number}"
+            last = json.loads(said.splitlines()[-1]) if script == "datagen.py" else steps_of(of_stage)[-1]
+            seconds += last["seconds"]
+        runs[name] |= {"seconds": seconds, "steps": last["step"]}
+        self.save()
+        print(f"{name}: {last['step']} steps in {seconds:,.1f} s", flush=True)
+        return str(folder)
+
+    def command(self, arm):
+        """Return an arm's command with its steps and the placebo's rewards, after the base's first run."""
+        command = self.commands[arm]
+        if arm == "placebo":
+            reward = steps_of(self.out / "base-0")[0]["reward"]
+            rate = round(min(max(reward, 0.02), 0.98), 3)
+            command += f" --task={answers.placebo(self.cfg.task, rate, self.out.resolve() / 'placebo')}"
+        if arm != "rft" and (self.cfg.budget == "steps" or arm in ("base", "again")):
+            return command
+        if arm not in self.state["amounts"]:
+            self.state["amounts"][arm] = self.amount(arm, command)
+        return with_amount(command, self.state["amounts"][arm])
+
+    def amount(self, arm, command):
+        """Return the steps, or questions of datagen.py, that take the seconds of the base's first run, by short
+        runs. A single stage is timed in the base's first steps, since later ones take another time. Several
+        stages are timed twice: a question's seconds fall with the number of questions."""
+        base = self.state["runs"]["base-0"]
+        few = PROBE_QUESTIONS if command.startswith("datagen.py") else min(PROBE_STEPS, base["steps"])
+        folder = self.run(f"{arm}-probe", with_amount(command, few), 0, self.start(0))
+        if "&&" not in self.commands["base"] + command:
+            return max(1, round(base["steps"] * seconds_at(self.out / "base-0", few) / seconds_at(folder, few)))
+        self.run(f"{arm}-probe2", with_amount(command, 5 * few), 0, self.start(0))
+        short, longer = (self.state["runs"][f"{arm}-{name}"]["seconds"] for name in ("probe", "probe2"))
+        return max(1, round(few + 4 * few * (base["seconds"] - short) / (longer - short)))
+
+    def answer(self, name, model, seed):
+        """Have eval.py answer the questions, unless it has done so before, and return its two files, greedy
+        and sampled."""
+        cfg = self.cfg
+        common = [model, *as_flags(task=cfg.task, dataset=self.questions, few_shot=cfg.few_shot, seed=seed,
+                                   max_new_tokens=cfg.max_new_tokens)]
+        paths = []
+        for more in ([], as_flags(num_samples=cfg.num_samples, temperature=cfg.temperature)):
+            digest = zlib.crc32(shlex.join(common + more).encode())
+            paths.append(self.out / "answers" / f"{name.replace(' ', '_')}.{digest:08x}.jsonl")
+            if not paths[-1].exists():
+                process([str(ROOT / "eval.py")], [*common, *more, f"--output={paths[-1]}"], cfg.ranks,
+                        f"{name}: eval.py")
+        return paths
+
+    def run_all(self):
+        """Run all arms in turn, in another order with each seed, and return ({arm: files of answers by seed},
+        folders of all runs)."""
+        files = {}
+        folders = set()
+        arms = list(self.commands)
+        for seed in range(self.cfg.seeds):
+            start = self.start(seed)
+            folders.add(start)
+            if "start" in self.cfg.controls.split(","):
+                files.setdefault("start", []).append(self.answer(f"start-{seed}", start, seed))
+            turn = seed % len(arms)
+            for arm in arms[turn:] + arms[:turn]:
+                seed_of_run = seed + 1000 if arm == "again" else seed
+                folder = self.run(f"{arm}-{seed}", self.command(arm), seed_of_run, start)
+                folders |= {folder, *map(str, self.out.glob(f"{Path(folder).name}.[0-9]"))}
+                files.setdefault(arm, []).append(self.answer(f"{arm}-{seed}", folder, seed))
+        return files, folders
+
+
+# --- the verdict ---
+
+def verdicts(cfg, shares, seconds):
+    """Return ({(arm, reference): figures}, [sentences]), a broken set-up first. shares: {arm: {measure:
+    [seeds, questions]}}."""
+    name = cfg.measure + " exact" * cfg.exact
+    base = shares["base"][name]
+    pairs = {(arm, "base"): own[name] - base for arm, own in shares.items() if arm not in ("base", "start")}
+    if "start" in shares:
+        pairs["base", "start"] = base - shares["start"][name]
+        vote = shares["start"]["majority" + " exact" * cfg.exact]
+        pairs["base", f"the start's vote over {cfg.num_samples}"] = base - vote
+    if "placebo" in shares:
+        pairs["placebo", "start"] = shares["placebo"][name] - shares["start"][name]
+    compared = {pair: comparison(d, cfg.confidence) for pair, d in pairs.items()}
+    sentences = []
+    for (arm, reference), figures in compared.items():
+        text = sentence(arm, reference, figures, cfg.resolve, cfg.confidence)
+        more = seconds[arm] / seconds["base"] - 1
+        if reference == "base" and abs(more) > TOLERANCE:
+            text += f" ({arm} took {more:+.0%} seconds.)"
+        gains = (arm, reference) == ("placebo", "start") and figures["low"] > 0
+        if gains or arm == "again" and differs(figures):
+            sentences.insert(0, f"The set-up is broken: {text}")
+        else:
+            sentences.append(text)
+    return compared, sentences
+
+
+# --- main ---
+
+def check(cfg, commands):
+    """Check every command's options, and set those of the evaluation that come from the base."""
+    if bool(cfg.start) == bool(cfg.start_command):
+        raise BadInput("Give either --start=, a run folder or model, or --start_command=, which makes one.")
+    if "placebo" in commands and not ("start" in cfg.controls and cfg.command.startswith("grpo.py")):
+        raise BadInput("The control placebo needs a base of grpo.py and is compared with the start: give "
+                       "--controls=start,placebo, or leave it out.")
+    starts = {command: cfg.start or "start" for command in commands.values()}
+    for command, start in (starts | ({cfg.start_command: None} if cfg.start_command else {})).items():
+        stages = stages_of(command, start, 0, Path(cfg.out_dir, "check"))
+        options = [options_of(*stage) for stage in stages]
+        if stages[-1][0] == "datagen.py":
+            raise BadInput(f"'{command}' ends without a model: add a stage of train.py.")
+        if command == cfg.command:
+            base = options[-1]
+    kind, _, named = str(base.get("dataset")).partition(":")
+    default = "unit_conversion" if "task" in base else named if kind == "task" else ""
+    cfg.task = tasks.spec_of(cfg.task or base.get("task") or default)
+    if not cfg.task:
+        raise BadInput("The base has no task to answer questions of: give --task=.")
+    cfg.max_new_tokens = cfg.max_new_tokens or base.get("max_new_tokens", 128)
+
+
+def main(argv):
+    cfg = config.load(Config, argv)
+    commands = commands_of(cfg, [word.partition("=")[2] for word in argv if word.startswith("--arm=")])
+    check(cfg, commands)
+    runs = Comparison(cfg, commands)
+    files, folders = runs.run_all()
+
+    trained = answers.trained_on(folders)
+    texts = [answers.normalized(question["question"]) for question in runs.asked]
+    kept = [i for i, text in enumerate(texts) if text not in trained]
+    shares = {arm: answers.shares_of(by_seed, kept) for arm, by_seed in files.items()}
+    ran = runs.state["runs"]
+    seconds = {arm: fmean(ran[f"{arm}-{n}"]["seconds"] for n in range(cfg.seeds)) for arm in commands}
+    compared, sentences = verdicts(cfg, shares, seconds)
+    answers.print_table(cfg.num_samples, shares, compared, seconds)
+    what = f"{cfg.measure}{', exact' * cfg.exact}, {cfg.seeds} seeds, {cfg.confidence}% intervals"
+    note = (f"{what}; {len(kept)} questions of {cfg.task}, without {len(texts) - len(kept)} that are among the "
+            f"{len(trained):,} in the runs' training records")
+    print("\n".join([*sentences, f"({note}.)"]))
+
+    picture = runs.path.with_suffix(".png")
+    plot.check_output(picture)
+    answers.draw(picture, what, compared)
+    means = {arm: {name: float(of.mean()) for name, of in own.items()} for arm, own in shares.items()}
+    rows = [{"arm": arm, "reference": reference} | one for (arm, reference), one in compared.items()]
+    runs.save(verdict=sentences, note=note, means=means, seconds=seconds, comparisons=rows,
+              experiment=asdict(cfg), cpu=cpu_name(), commit=git_commit())
+    print(f"All figures: {runs.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    guard.run(main)

@@ -1,0 +1,167 @@
+"""Questions of a comparison, their answers by eval.py, its table, and the control with rewards at random."""
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+import tasks
+from doctor import plot
+from rollouts import records
+from rollouts.questions import normalized, questions_of, task_errors
+from runtime.checkpoint import write_atomically
+from runtime.config import BadInput
+from tasks import _answers
+
+PLACEBO = '''"""Scores of 1 at random, at the rate {rate}, for any completion: a control of compare.py."""
+import random
+
+import tasks
+
+task = tasks.load({spec!r}).module
+globals().update({{name: value for name, value in vars(task).items() if not name.startswith("__")}})
+DRAW = random.SystemRandom()             # the workers seed `random` with the completion
+
+
+def reward(question, completion):
+    return float(DRAW.random() < {rate})
+'''
+
+
+# --- questions ---
+
+def draw_questions(spec, n, seed, folder):
+    """Draw n questions of the split test, write them to folder/questions-SEED.jsonl for eval.py, and return
+    (path, [question])."""
+    with task_errors():
+        questions = questions_of(tasks.load(spec), "test", n, seed)
+    path = folder / f"questions-{seed}.jsonl"
+    content = "".join(json.dumps(question) + "\n" for question in questions).encode()
+    if path.exists() and path.read_bytes() != content:
+        raise BadInput(f"{path} has other questions than {spec} draws now: give --fresh, or choose another "
+                       "--out_dir=.")
+    write_atomically(path, content)
+    return path, questions
+
+
+def seed_of(name, draw):
+    """Return the seed of an experiment's questions, unlike those that people give: of its folder's name and
+    the number of the draw."""
+    return 10**6 + zlib.crc32(f"{name} {draw}".encode()) % 10**6
+
+
+def trained_on(folders):
+    """Return the normalized questions in the training records of run folders and of datagen.py's logs beside
+    them."""
+    asked = set()
+    for folder in map(Path, folders):
+        logs = folder.parent.glob("*.attempts.jsonl")
+        for path in (*folder.glob(f"{records.FOLDER}/train_*.jsonl.gz"), *logs):
+            asked |= {normalized(record["question"]) for record in records.read(path)}
+    return asked
+
+
+# --- answers ---
+
+def vote(completion):
+    """Return the answer that a completion votes for: its number or text in <answer></answer>, else its last
+    line; None for an empty one."""
+    number = _answers.answer(completion)
+    lines = completion.strip().splitlines()
+    return number if number is not None else _answers.words(completion) or (lines[-1] if lines else None)
+
+
+def majority(samples, right):
+    """Return the share right(sample) of the samples with the commonest answer; of several such answers, their
+    mean; 0 without an answer."""
+    groups = {}
+    for sample in samples:
+        answer = vote(sample["completion"])
+        if answer is not None:
+            groups.setdefault(answer, []).append(right(sample))
+    most = max(map(len, groups.values()), default=0)
+    return float(np.mean([np.mean(group) for group in groups.values() if len(group) == most] or [0]))
+
+
+def figures_of(greedy, sampled, kept):
+    """Return {name: [questions]}, shares of right answers from eval.py's records at two paths. kept: indices
+    of the questions that count. Names: greedy, sampled, majority, best (the first sample with the verifier's
+    highest score), and each with " exact" if the task's grade has that part."""
+    by_question = {}
+    for name, path in (("greedy", greedy), ("sampled", sampled)):
+        for record in records.read(path):
+            by_question.setdefault((name, record["number"]), []).append(record)
+    rights = {"": lambda record: record["score"] == 1}
+    if any("exact" in sample["parts"] for samples in by_question.values() for sample in samples):
+        rights[" exact"] = lambda record: record["score"] == 1 and record["parts"].get("exact", True)
+    figures = {}
+    for suffix, right in rights.items():
+        for number in kept:
+            samples = sorted(by_question["sampled", number], key=lambda record: record["sample"])
+            one = {
+                "greedy": float(right(by_question["greedy", number][0])),
+                "sampled": float(np.mean([right(sample) for sample in samples])),
+                "majority": majority(samples, right),
+                "best": float(right(max(samples, key=lambda sample: sample["score"]))),
+            }
+            for name, value in one.items():
+                figures.setdefault(name + suffix, []).append(value)
+    return {name: np.array(values) for name, values in figures.items()}
+
+
+def shares_of(by_seed, kept):
+    """Return {name: [seeds, questions]} of figures_of, from each seed's paths."""
+    figures = [figures_of(*paths, kept) for paths in by_seed]
+    return {name: np.stack([one[name] for one in figures]) for name in figures[0]}
+
+
+def print_table(num_samples, shares, compared, seconds):
+    """Print each arm's figures in percent and its difference from the base."""
+    titles = {"majority": f"maj@{num_samples}", "best": f"best of {num_samples}"}
+    names = [name.partition(" ") for name in shares["base"]]
+    heads = [titles.get(name, name) + exact.replace("exact", "(exact)") for name, _, exact in names]
+    table = [["%", *heads, "above the base", "seconds"]]
+    for arm, own in shares.items():
+        row = [arm, *(f"{100 * values.mean():.1f}" for values in own.values()), "", ""]
+        if (arm, "base") in compared:
+            figures = (100 * compared[arm, "base"][key] for key in ("difference", "low", "high"))
+            row[-2] = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)
+        if arm in seconds:
+            row[-1] = f"{seconds[arm]:,.0f}"
+        table.append(row)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for first, *cells in [[""], *table, [""]]:
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip())
+
+
+def draw(path, title, compared):
+    """Draw the intervals of comparisons {(arm, reference): figures}; says so without matplotlib."""
+    try:
+        figure, axis = plot.one_panel(title, 9, 1.2 + 0.4 * len(compared))
+    except ImportError as e:
+        print(f"The picture is left out, since matplotlib can't be imported ({e}).")
+        return
+    for row, ((arm, reference), one) in enumerate(reversed(compared.items())):
+        middle = 100 * one["difference"]
+        axis.errorbar(middle, row, xerr=100 * one["high"] - middle, color="C0", marker="o", capsize=3)
+        axis.annotate(f"{arm} - {reference}  {middle:+.1f}", (middle, row + 0.15), ha="center", fontsize=9)
+    axis.axvline(0, color="0.6")
+    axis.margins(y=0.2)
+    axis.set_yticks([])
+    axis.set_xlabel("points")
+    figure.savefig(path, dpi=120)
+
+
+# --- the placebo ---
+
+def placebo(spec, rate, folder):
+    """Write a task file for each task of `spec` whose reward is 1 at random, at this rate, and return their
+    spec."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {}
+    for number, (one, weight) in enumerate(tasks.parts_of(spec).items()):
+        argument = tasks.load(one).argument
+        path = folder / f"placebo_{number}.py"
+        path.write_text(PLACEBO.format(spec=one, rate=rate))
+        parts[str(path) if argument is None else f"{path}:{argument}"] = weight
+    return next(iter(parts)) if len(parts) == 1 else tasks.spec_of(parts)
